@@ -1,0 +1,1 @@
+"""The pdserve command: start roles as processes, a whole cluster, the demo."""

@@ -1,0 +1,1 @@
+"""Frozen, composed dataclasses; flags, environment and YAML are derived from them."""

@@ -1,0 +1,199 @@
+"""Every option of every role, written once. Flags, environment and YAML derive from these
+classes (`common/config/sources.py`): a field `max_model_len` is the flag `--max-model-len`,
+the variable `PDSERVE_MAX_MODEL_LEN` and the YAML key `max-model-len`.
+
+Names follow vLLM where it has one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.core.errors import ConfigError
+
+
+def option(default: Any, help: str, **extra: Any) -> Any:
+    """A dataclass field with its help text; `short`, `choices`, `metavar` are optional."""
+    if isinstance(default, (list, dict)):
+        kind = type(default)
+        return field(default_factory=lambda: kind(default), metadata={"help": help, **extra})
+    return field(default=default, metadata={"help": help, **extra})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Model"""
+
+    model: str | None = option(
+        None, "folder of a Hugging Face checkpoint; absent: the embedded SmolLM2-135M-Instruct"
+    )
+    served_model_name: str | None = option(None, "name clients ask for (default: the folder's)")
+    tokenizer: str | None = option(None, "folder of the tokenizer (default: the model's)")
+    max_model_len: int | None = option(None, "context window in tokens (default: the model's)")
+    load_format: str = option(
+        "auto",
+        "auto: safetensors; dummy: random weights from config.json alone",
+        choices=("auto", "safetensors", "dummy"),
+    )
+    dtype: str = option(
+        "auto",
+        "compute and KV dtype; auto: the checkpoint's, or float32 on CPUs without fast bf16",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    seed: int = option(0, "seed of dummy weights")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """Parallelism"""
+
+    tensor_parallel_size: int = option(1, "ranks the model is split over", short="-tp")
+    cpu_threads: int = option(0, "torch threads per rank on a CPU (0: share the cores evenly)")
+    device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
+    distributed_timeout: float = option(30.0, "seconds after which a silent rank is dead")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """KV cache"""
+
+    block_size: int = option(16, "tokens per KV block")
+    gpu_memory_utilization: float = option(0.9, "share of each GPU this node may use")
+    kv_cache_memory: str | None = option(
+        None, "KV cache per rank, e.g. 2GiB (default: the rest of the GPU; on CPU a share of RAM)"
+    )
+    num_gpu_blocks_override: int | None = option(None, "number of KV blocks, instead of memory")
+    enable_prefix_caching: bool = option(True, "reuse KV blocks of equal prefixes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Scheduling"""
+
+    max_num_seqs: int = option(64, "sequences computed in one step")
+    max_num_batched_tokens: int = option(512, "tokens computed in one step (chunk size)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferConfig:
+    """KV transfer"""
+
+    kv_connector: str = option("shm", "shm (same host), tcp, an entry point or module:Class")
+    kv_connector_config: dict[str, Any] = option({}, "connector's own options, as JSON")
+    kv_host: str = option("127.0.0.1", "address the KV data plane binds to and announces")
+    kv_lease: float = option(10.0, "seconds without progress after which KV blocks are freed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig:
+    """Node"""
+
+    router: str = option("127.0.0.1:8001", "router's gRPC address to register with", metavar="HOST:PORT")
+    host: str = option("127.0.0.1", "address to bind to and announce")
+    grpc_port: int = option(0, "port of the node's gRPC server (0: a free one)")
+    metrics_port: int = option(0, "port of /metrics and /health (0: a free one)")
+    drain_timeout: float = option(30.0, "seconds a SIGTERM waits for work in flight")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """HTTP and gRPC front"""
+
+    host: str = option("127.0.0.1", "address to bind to")
+    port: int = option(8000, "HTTP port (0: a free one)")
+    grpc_port: int = option(8001, "gRPC port: clients and node registration (0: a free one)")
+    max_body_size: int = option(32 * 2**20, "bytes of one HTTP request")
+    drain_timeout: float = option(30.0, "seconds a SIGTERM waits for requests in flight")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingConfig:
+    """Routing"""
+
+    prefill_policy: str = option(
+        "least-load", "placement of prefills", choices=("round-robin", "least-load")
+    )
+    decode_policy: str = option(
+        "least-load", "placement of decodes", choices=("round-robin", "least-load")
+    )
+    local_prefill_threshold: int = option(
+        0, "prompts of fewer tokens skip the prefill node (0: none do)"
+    )
+    max_concurrent_requests: int = option(256, "requests in flight")
+    max_queued_requests: int = option(256, "requests waiting for a place; more get 429")
+    queue_timeout: float = option(30.0, "seconds a request waits for a place or a node, then 503")
+    heartbeat_interval: float = option(1.0, "seconds between a node's heartbeats")
+    heartbeat_timeout: float = option(5.0, "seconds of silence after which a node is not used")
+    breaker_failures: int = option(3, "failures in a row that open a node's circuit breaker")
+    breaker_cooldown: float = option(5.0, "seconds an open breaker waits before one trial")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogConfig:
+    """Logging"""
+
+    log_level: str = option("info", "least level shown", choices=("debug", "info", "warning", "error"))
+    log_format: str = option("text", "text: one readable line; json: one object", choices=("text", "json"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What a rank needs to compute: handed to worker processes."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    def __post_init__(self) -> None:
+        if self.cache.block_size < 1:
+            raise ConfigError(f"--block-size {self.cache.block_size} must be at least 1")
+        if self.parallel.tensor_parallel_size < 1:
+            raise ConfigError("--tensor-parallel-size must be at least 1")
+        if self.scheduler.max_num_batched_tokens < self.scheduler.max_num_seqs:
+            raise ConfigError(
+                f"--max-num-batched-tokens {self.scheduler.max_num_batched_tokens} is less than "
+                f"--max-num-seqs {self.scheduler.max_num_seqs}: a step could not give every "
+                "running sequence one token"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerNodeConfig:
+    """A prefill or decode node."""
+
+    node: NodeConfig = field(default_factory=NodeConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """The router."""
+
+    server: ServerConfig = field(default_factory=ServerConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """`pdserve up`: what differs from the roles' own options, and those options."""
+
+    prefill: int = option(1, "prefill nodes")
+    decode: int = option(1, "decode nodes")
+    prefill_tp: int = option(1, "tensor-parallel size of each prefill node")
+    decode_tp: int = option(1, "tensor-parallel size of each decode node")
+    restart: str = option(
+        "no",
+        "when a node dies by itself: 'no' stops the cluster, 'on-failure' starts it again",
+        choices=("no", "on-failure"),
+    )
+    server: ServerConfig = field(default_factory=ServerConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
+    log: LogConfig = field(default_factory=LogConfig)

@@ -1,0 +1,1 @@
+"""Ids, sampling parameters, the error tree, block hashing, plugins. Standard library only."""

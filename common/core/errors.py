@@ -1,0 +1,128 @@
+"""The error tree. Every error says whose fault it is and whether another try may succeed.
+
+    PdserveError
+    ├── ConfigError          a flag, file or model this process cannot start with
+    ├── RequestError         the client's fault
+    │   ├── InvalidRequest       400  `param` names the field
+    │   ├── ModelNotFound        404
+    │   └── RequestTooLarge      413
+    ├── Overloaded           429  queues are full; carries `retry_after` (seconds)
+    ├── Unavailable          503  no node can serve; carries `retry_after` (seconds)
+    ├── DeadlineExceeded     504
+    ├── Cancelled            499  the client left
+    └── NodeError            500  a node failed while it served the request
+        └── TransferError    500  a KV hand-off failed
+
+The circuit breaker, the HTTP status, the gRPC status and the log line all read the same
+fields: `code` (stable, upper snake case), `blame`, `retryable`.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import ClassVar
+
+
+class Blame(StrEnum):
+    """Whose fault an error is."""
+
+    CLIENT = "client"
+    ROUTER = "router"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    NETWORK = "network"
+
+
+class PdserveError(Exception):
+    """Base of all errors that may cross a role boundary."""
+
+    default_code: ClassVar[str] = "INTERNAL"
+    default_blame: ClassVar[Blame] = Blame.ROUTER
+    default_retryable: ClassVar[bool] = False
+    http_status: ClassVar[int] = 500
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str | None = None,
+        blame: Blame | None = None,
+        retryable: bool | None = None,
+        param: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code or self.default_code
+        self.blame = blame or self.default_blame
+        self.retryable = self.default_retryable if retryable is None else retryable
+        self.param = param
+        self.retry_after = retry_after
+
+    def __str__(self) -> str:
+        return f"[{self.code}, blame={self.blame}] {self.message}"
+
+
+class ConfigError(PdserveError):
+    """This process cannot start as configured; the message says the mend."""
+
+    default_code = "BAD_CONFIG"
+
+
+class RequestError(PdserveError):
+    """The client must change the request."""
+
+    default_blame = Blame.CLIENT
+    http_status = 400
+
+
+class InvalidRequest(RequestError):
+    default_code = "INVALID_REQUEST"
+
+
+class ModelNotFound(RequestError):
+    default_code = "MODEL_NOT_FOUND"
+    http_status = 404
+
+
+class RequestTooLarge(RequestError):
+    default_code = "REQUEST_TOO_LARGE"
+    http_status = 413
+
+
+class Overloaded(PdserveError):
+    default_code = "OVERLOADED"
+    default_retryable = True
+    http_status = 429
+
+
+class Unavailable(PdserveError):
+    default_code = "UNAVAILABLE"
+    default_retryable = True
+    http_status = 503
+
+
+class DeadlineExceeded(PdserveError):
+    default_code = "DEADLINE_EXCEEDED"
+    default_blame = Blame.NETWORK
+    http_status = 504
+
+
+class Cancelled(PdserveError):
+    default_code = "CANCELLED"
+    default_blame = Blame.CLIENT
+    http_status = 499
+
+
+class NodeError(PdserveError):
+    default_code = "NODE_FAILED"
+    default_blame = Blame.DECODE
+    default_retryable = True
+
+
+class TransferError(NodeError):
+    """A KV hand-off failed. Codes: LAYOUT_MISMATCH, FINGERPRINT_MISMATCH, STALE_EPOCH,
+    UNKNOWN_TRANSFER, LEASE_EXPIRED, BAD_FRAME, PEER_LOST, CONNECT_FAILED."""
+
+    default_code = "TRANSFER_FAILED"
+    default_blame = Blame.NETWORK

@@ -1,0 +1,28 @@
+"""Chained block hashes: the identity of a full KV block is its tokens and all tokens before.
+
+The hash of block i covers (hash of block i-1, tokens of block i), so equal hashes mean equal
+prefixes and a block can be shared wherever its hash is found. The method is vLLM's automatic
+prefix caching.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+BlockHash = bytes  # 16 bytes
+
+
+def hash_blocks(
+    token_ids: Sequence[int], block_size: int, known: Sequence[BlockHash] = ()
+) -> list[BlockHash]:
+    """Hashes of all full blocks of `token_ids`; `known` are the hashes of the first blocks
+    when they are already computed."""
+    hashes = list(known)
+    parent = hashes[-1] if hashes else b""
+    for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
+        tokens = array("I", token_ids[start : start + block_size]).tobytes()
+        parent = hashlib.blake2b(tokens, key=parent, digest_size=16).digest()
+        hashes.append(parent)
+    return hashes

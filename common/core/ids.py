@@ -1,0 +1,20 @@
+"""Identifiers: readable where people see them, unguessable where they grant something."""
+
+from __future__ import annotations
+
+import secrets
+
+
+def new_request_id(prefix: str) -> str:
+    """For example `cmpl-5f0c…` (24 hex digits)."""
+    return f"{prefix}-{secrets.token_hex(12)}"
+
+
+def new_node_id(role: str) -> str:
+    """For example `prefill-3fa9c1`: new at every start, so a restarted node is another node."""
+    return f"{role}-{secrets.token_hex(3)}"
+
+
+def new_transfer_id() -> bytes:
+    """16 random bytes; whoever knows them may write into the blocks they name."""
+    return secrets.token_bytes(16)

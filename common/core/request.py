@@ -1,0 +1,51 @@
+"""What travels between router and nodes for one sequence: the job and its events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from common.core.sampling import SampledToken, SamplingParams
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # an end-of-sequence or stop token (or, in the router, a stop string)
+    LENGTH = "length"  # max_tokens or the context window
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateJob:
+    """One sequence to generate. `n` choices of a request are `n` jobs to the client but one
+    job here: see `num_choices`."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    num_choices: int = 1  # choice i samples with seed + i; all share one prefill and transfer
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """Tokens of one choice, in order. The last event of a choice carries `finish_reason`."""
+
+    choice: int
+    tokens: tuple[SampledToken, ...]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None  # the stop token that ended it, if one did
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """When things happened to one request; seconds since the router accepted it.
+
+    Fields are None until (or unless) the event happened.
+    """
+
+    queued: float | None = None  # a place and nodes were granted
+    reserved: float | None = None  # the decode node holds blocks
+    first_token: float | None = None  # the prefill node sampled the first token (TTFT)
+    transferred: float | None = None  # the decode node holds all KV
+    finished: float | None = None
+    cached_tokens: int = 0  # prompt tokens the prefill node found in its prefix cache
+    transfer_bytes: int = 0  # KV bytes that crossed between the nodes
+    transfer_seconds: float = 0.0  # from the first run sent to the last one landed

@@ -1,0 +1,88 @@
+"""How a node's ranks run: in this process, or one process each. The caller cannot tell.
+
+    InProcessExecutor      one rank, on a thread of its own
+    MultiprocessExecutor   one spawned process per rank; ZeroMQ fan-out; liveness
+    make_executor          the one that fits --tensor-parallel-size
+
+A rank hosts a worker (an object built from an import string) and, beside it, the worker's
+extension, which has a channel and a thread of its own, so that it is served while a step
+computes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Emit = Callable[[bytes], None]
+
+
+class Extension(Protocol):
+    """Lives beside a worker and shares its memory; speaks bytes. For pdserve this is the rank
+    half of the KV transfer (`kv_transfer/rank.py`); this layer does not know that."""
+
+    def handle(self, message: bytes) -> bytes:
+        """Serves one call from the node. Must return fast and may be called while a step runs."""
+
+    def close(self, deadline: float) -> None:
+        """Stops all I/O within `deadline` seconds."""
+
+
+class Worker(Protocol):
+    """One rank. Built in its own process (or thread) by `WorkerSpec.factory(spec, emit)`."""
+
+    @property
+    def extension(self) -> Extension | None: ...
+
+    def ready(self) -> bytes:
+        """What the rank reports once (a msgpack `RankReady`)."""
+
+    def step(self, message: bytes) -> bytes:
+        """Runs one step: msgpack `StepBatch` in, msgpack `StepOutput` out (rank 0's is used)."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """All a rank's process needs to build its worker. Encoded as msgpack, never pickled."""
+
+    factory: str  # "module:callable"
+    rank: int
+    world_size: int
+    init_method: str  # where the ranks find each other, "tcp://127.0.0.1:PORT" ("" if alone)
+    config: Any  # plain data the factory decodes (the engine config as builtins)
+
+
+class Executor(ABC):
+    """Runs steps on all ranks and carries messages to and from their extensions."""
+
+    @abstractmethod
+    async def start(self) -> Sequence[bytes]:
+        """Builds all ranks; returns each rank's `ready()`.
+
+        Raises:
+            NodeError: a rank failed to start; the message holds its last words.
+        """
+
+    @abstractmethod
+    async def step(self, message: bytes) -> bytes:
+        """Runs one step on all ranks and returns rank 0's answer. One at a time."""
+
+    @abstractmethod
+    async def call(self, rank: int, message: bytes) -> bytes:
+        """Calls one rank's extension; served even while a step runs."""
+
+    @abstractmethod
+    def on_event(self, callback: Callable[[int, bytes], None]) -> None:
+        """Sets who hears (rank, event) from extensions; called on the event loop."""
+
+    @abstractmethod
+    def on_death(self, callback: Callable[[int, str], None]) -> None:
+        """Sets who hears that a rank died (rank, reason); called on the event loop, once."""
+
+    @abstractmethod
+    async def shutdown(self, deadline: float) -> None:
+        """Stops all ranks; afterwards no process of this executor is left."""

@@ -1,0 +1,1 @@
+"""Mechanism without policy: sequences, block pool, prefix cache, runner, sampler."""

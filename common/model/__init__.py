@@ -1,0 +1,1 @@
+"""Tensor-parallel layers, attention backends, decoder families, weight loading."""

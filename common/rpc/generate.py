@@ -1,0 +1,35 @@
+"""Generates `common/rpc/pb/` from `proto/`: `python -m common.rpc.generate [OUT_DIR]`.
+
+The stubs are committed; a test generates them again and compares.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def generate(out: Path) -> None:
+    """Writes the stubs for every `proto/*.proto` into `out`."""
+    from grpc_tools import protoc
+
+    sources = sorted(str(path) for path in (ROOT / "proto").glob("*.proto"))
+    wellknown = files("grpc_tools") / "_proto"
+    flags = [f"-I{ROOT / 'proto'}", f"-I{wellknown}"]
+    outputs = [f"--{kind}={out}" for kind in ("python_out", "pyi_out", "grpc_python_out")]
+    if protoc.main(["protoc", *flags, *outputs, *sources]) != 0:
+        raise SystemExit("protoc failed")
+    for path in out.glob("*_pb2*.py*"):
+        # protoc writes top-level imports; the stubs live inside a package.
+        text = re.sub(
+            r"^import (\w+_pb2)", r"from common.rpc.pb import \1", path.read_text(), flags=re.M
+        )
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    generate(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "common" / "rpc" / "pb")

@@ -1,0 +1,1 @@
+"""Tokenizer, chat templates, incremental detokenizer, stop strings."""

@@ -1,0 +1,183 @@
+"""The connector interface: what a plugin author implements to move KV blocks.
+
+A connector object lives in each rank of each node, beside the KV cache. On the decode side
+it is the *sink*: it announces an endpoint and takes blocks. On the prefill side it is the
+*source*: it connects to the sinks' endpoints and delivers runs of blocks as they become
+ready. One object may be both.
+
+    source rank                                   sink rank
+    -----------                                   ---------
+                                                  endpoint() -> bytes       once, at start
+                                                  accept(SinkTransfer)      blocks are held
+    submit(SourceTransfer)   connect if needed
+    ready(id, run) ...       deliver run ═══════▶ into the blocks
+                                                  emits Landed(id, bytes) when all pieces are in
+    emits Sent(id)           source no longer reads its blocks for this transfer
+    release(id)              forget it            release(id)
+                                                  quiesce(id): after it returns, nothing
+                                                  writes into the transfer's blocks
+
+What the core owns, so that no connector can get it wrong: leases and deadlines, epochs,
+counting ranks, planning, retries, the order of frees. A connector that sees a late,
+duplicate or unknown event counts and drops it.
+
+A simple transport need not implement this class: see `kv_transfer/pipe.py`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kv_transfer.layout import CacheView, Piece
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+API_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a connector can do; declared, never probed."""
+
+    push: bool = False  # the source writes or sends
+    pull: bool = False  # the sink reads the source's memory
+    one_sided: bool = False  # memory is read or written without the owner's code running
+    same_host: bool = False  # both ranks must share a host
+    hetero_tp: bool = True  # unequal tensor-parallel sizes
+    devices: frozenset[str] = field(default_factory=lambda: frozenset({"cpu"}))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRun:
+    """Consecutive logical blocks of one transfer: `first … first+count-1`, counted from the
+    start of the prompt."""
+
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class SinkTransfer:
+    """What a sink rank must know to take blocks. `block_ids[i]` is the physical block of
+    logical block `first_block + i`."""
+
+    transfer_id: bytes
+    epoch: int
+    first_block: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTransfer:
+    """What a source rank must know to deliver: which pieces go to which endpoint."""
+
+    transfer_id: bytes
+    epoch: int
+    pieces: tuple[tuple[Piece, bytes], ...]  # (piece, endpoint of its sink rank)
+
+
+# ---- events, from connector to core ----
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A run moved; renews the lease."""
+
+    transfer_id: bytes
+    epoch: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """Sink: every piece of this rank is in its blocks."""
+
+    transfer_id: bytes
+    epoch: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Source: every run announced so far, the last one included, was delivered."""
+
+    transfer_id: bytes
+    epoch: int
+    nbytes: int
+    seconds: float  # from the first run announced to the last one delivered
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The transfer cannot go on; `code` as in TransferError, `blame` as in Blame."""
+
+    transfer_id: bytes
+    epoch: int
+    code: str
+    blame: str
+    retryable: bool
+    message: str
+
+
+Event = Progress | Landed | Sent | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class RankContext:
+    """What the core gives a connector: its cache, where to bind, where to report."""
+
+    view: CacheView  # the cache tensor and the rectangle it covers
+    bind_host: str
+    fingerprint: str  # peers with another one are refused at connect
+    emit: Callable[[Event], None]  # thread-safe
+
+
+class KVConnector(ABC):
+    """One rank's end of the KV data plane. No method blocks except `quiesce` and `close`.
+
+    All methods may be called while a forward pass runs on another thread, and must be safe
+    against the connector's own threads.
+    """
+
+    api_version: ClassVar[int] = API_VERSION
+    capabilities: ClassVar[Capabilities]
+
+    def __init__(self, context: RankContext, config: Mapping[str, Any]) -> None:
+        """`config` is `--kv-connector-config`; raises ConfigError on unknown keys."""
+        self.context = context
+
+    @abstractmethod
+    def endpoint(self) -> bytes:
+        """Where sources reach this rank; opaque bytes carried in the ticket."""
+
+    @abstractmethod
+    def accept(self, transfer: SinkTransfer) -> None:
+        """Sink: from now on take blocks for (transfer id, epoch), and for no older epoch."""
+
+    @abstractmethod
+    def submit(self, transfer: SourceTransfer) -> None:
+        """Source: a transfer begins. Connecting happens in the background; a failure to
+        connect is a `Failed` event."""
+
+    @abstractmethod
+    def ready(self, transfer_id: bytes, run: BlockRun, block_ids: tuple[int, ...], last: bool) -> None:
+        """Source: these blocks hold final KV and may be delivered. `block_ids` are this
+        node's physical blocks for `run`; `last` marks the transfer's final run (which may
+        be empty). The blocks stay untouched until `release`."""
+
+    @abstractmethod
+    def quiesce(self, transfer_id: bytes) -> None:
+        """Returns when nothing writes into (sink) or reads from (source) the transfer's
+        blocks any more, and nothing will. Unknown transfers return at once."""
+
+    def release(self, transfer_id: bytes) -> None:
+        """The core has no more use for the transfer. Default: `quiesce`."""
+        self.quiesce(transfer_id)
+
+    @abstractmethod
+    def close(self, deadline: float) -> None:
+        """Stops all threads and closes all sockets within `deadline` seconds."""
