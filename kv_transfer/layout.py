@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from common.core.errors import TransferError
+from common.core.errors import Blame, ConfigError, TransferError
 
 if TYPE_CHECKING:
     import torch
@@ -72,6 +72,24 @@ class CacheView:
     shared_offset: int = 0  # of the tensor's first byte in the file
 
 
+def rank_rects(num_layers: int, num_kv_heads: int, tp_size: int) -> list[Rect]:
+    """The rectangle of each tensor-parallel rank. With more ranks than KV heads every head is
+    replicated over `tp_size / num_kv_heads` neighbouring ranks (Megatron-LM's rule for
+    grouped-query attention).
+
+    Raises:
+        ConfigError: neither of KV heads and ranks divides the other.
+    """
+    if num_kv_heads % tp_size and tp_size % num_kv_heads:
+        raise ConfigError(
+            f"{num_kv_heads} KV heads cannot be split over {tp_size} ranks; choose a "
+            "--tensor-parallel-size that divides the heads or is a multiple of them"
+        )
+    width = max(1, num_kv_heads // tp_size)
+    starts = (rank * num_kv_heads // tp_size for rank in range(tp_size))
+    return [Rect(0, num_layers, start, start + width) for start in starts]
+
+
 def plan(sources: Sequence[Rect], sinks: Sequence[Rect]) -> list[Piece]:
     """Which source rank sends what to which sink rank, so that every sink's rectangle is
     covered exactly once. Where several sources hold the same part (replicated KV heads), the
@@ -80,7 +98,37 @@ def plan(sources: Sequence[Rect], sinks: Sequence[Rect]) -> list[Piece]:
     Raises:
         TransferError: LAYOUT_MISMATCH, a part of a sink's rectangle is held by no source.
     """
-    raise NotImplementedError
+    load = [0] * len(sources)  # area each source sends so far
+    pieces: list[Piece] = []
+    for sink_rank, sink in enumerate(sinks):
+        missing = [sink]
+        for rank in sorted(range(len(sources)), key=lambda rank: (load[rank], rank)):
+            parts = [part for rect in missing if (part := rect.intersect(sources[rank])).area]
+            missing = [rest for rect in missing for rest in _subtract(rect, sources[rank])]
+            pieces += [Piece(rank, sink_rank, part) for part in parts]
+            load[rank] += sum(part.area for part in parts)
+        if missing:
+            raise TransferError(
+                f"no source rank holds {missing[0]}, which sink rank {sink_rank} needs",
+                code="LAYOUT_MISMATCH",
+                blame=Blame.PREFILL,
+            )
+    return pieces
+
+
+def _subtract(rect: Rect, hole: Rect) -> list[Rect]:
+    """`rect` without `hole`, as disjoint rectangles."""
+    inner = rect.intersect(hole)
+    if not inner.area:
+        return [rect] if rect.area else []
+    layers = inner.layer_start, inner.layer_end
+    parts = (
+        Rect(rect.layer_start, inner.layer_start, rect.head_start, rect.head_end),
+        Rect(inner.layer_end, rect.layer_end, rect.head_start, rect.head_end),
+        Rect(*layers, rect.head_start, inner.head_start),
+        Rect(*layers, inner.head_end, rect.head_end),
+    )
+    return [part for part in parts if part.area]
 
 
 def fingerprint(parts: Mapping[str, str]) -> str:
@@ -98,6 +146,3 @@ def explain_mismatch(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
         for key in keys
         if ours.get(key) != theirs.get(key)
     )
-
-
-__all__ = ["CacheView", "Piece", "Rect", "TransferError", "explain_mismatch", "fingerprint", "plan"]

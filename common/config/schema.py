@@ -14,11 +14,15 @@ from common.core.errors import ConfigError
 
 
 def option(default: Any, help: str, **extra: Any) -> Any:
-    """A dataclass field with its help text; `short`, `choices`, `metavar` are optional."""
+    """A dataclass field with its help text; `short`, `choices`, `metavar`, `minimum` and
+    `maximum` (both inclusive) are optional."""
     if isinstance(default, (list, dict)):
         kind = type(default)
         return field(default_factory=lambda: kind(default), metadata={"help": help, **extra})
     return field(default=default, metadata={"help": help, **extra})
+
+
+PORT = {"minimum": 0, "maximum": 65535}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +34,9 @@ class ModelConfig:
     )
     served_model_name: str | None = option(None, "name clients ask for (default: the folder's)")
     tokenizer: str | None = option(None, "folder of the tokenizer (default: the model's)")
-    max_model_len: int | None = option(None, "context window in tokens (default: the model's)")
+    max_model_len: int | None = option(
+        None, "context window in tokens (default: the model's)", minimum=1
+    )
     load_format: str = option(
         "auto",
         "auto: safetensors; dummy: random weights from config.json alone",
@@ -41,29 +47,37 @@ class ModelConfig:
         "compute and KV dtype; auto: the checkpoint's, or float32 on CPUs without fast bf16",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
-    seed: int = option(0, "seed of dummy weights")
+    seed: int = option(0, "seed of dummy weights", minimum=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
     """Parallelism"""
 
-    tensor_parallel_size: int = option(1, "ranks the model is split over", short="-tp")
-    cpu_threads: int = option(0, "torch threads per rank on a CPU (0: share the cores evenly)")
+    tensor_parallel_size: int = option(1, "ranks the model is split over", short="-tp", minimum=1)
+    cpu_threads: int = option(
+        0, "torch threads per rank on a CPU (0: share the cores evenly)", minimum=0
+    )
     device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
-    distributed_timeout: float = option(30.0, "seconds after which a silent rank is dead")
+    distributed_timeout: float = option(
+        30.0, "seconds after which a silent rank is dead", minimum=0.1
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     """KV cache"""
 
-    block_size: int = option(16, "tokens per KV block")
-    gpu_memory_utilization: float = option(0.9, "share of each GPU this node may use")
+    block_size: int = option(16, "tokens per KV block", minimum=1)
+    gpu_memory_utilization: float = option(
+        0.9, "share of each GPU this node may use", minimum=0.01, maximum=1.0
+    )
     kv_cache_memory: str | None = option(
         None, "KV cache per rank, e.g. 2GiB (default: the rest of the GPU; on CPU a share of RAM)"
     )
-    num_gpu_blocks_override: int | None = option(None, "number of KV blocks, instead of memory")
+    num_gpu_blocks_override: int | None = option(
+        None, "number of KV blocks, instead of memory", minimum=1
+    )
     enable_prefix_caching: bool = option(True, "reuse KV blocks of equal prefixes")
 
 
@@ -71,8 +85,8 @@ class CacheConfig:
 class SchedulerConfig:
     """Scheduling"""
 
-    max_num_seqs: int = option(64, "sequences computed in one step")
-    max_num_batched_tokens: int = option(512, "tokens computed in one step (chunk size)")
+    max_num_seqs: int = option(64, "sequences computed in one step", minimum=1)
+    max_num_batched_tokens: int = option(512, "tokens computed in one step (chunk size)", minimum=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,18 +96,23 @@ class TransferConfig:
     kv_connector: str = option("shm", "shm (same host), tcp, an entry point or module:Class")
     kv_connector_config: dict[str, Any] = option({}, "connector's own options, as JSON")
     kv_host: str = option("127.0.0.1", "address the KV data plane binds to and announces")
-    kv_lease: float = option(10.0, "seconds without progress after which KV blocks are freed")
+    kv_lease: float = option(
+        10.0, "seconds without progress after which KV blocks are freed", minimum=0.1
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeConfig:
     """Node"""
 
-    router: str = option("127.0.0.1:8001", "router's gRPC address to register with", metavar="HOST:PORT")
-    host: str = option("127.0.0.1", "address to bind to and announce")
-    grpc_port: int = option(0, "port of the node's gRPC server (0: a free one)")
-    metrics_port: int = option(0, "port of /metrics and /health (0: a free one)")
-    drain_timeout: float = option(30.0, "seconds a SIGTERM waits for work in flight")
+    router: str = option(
+        "127.0.0.1:8001", "router's gRPC address to register with", metavar="HOST:PORT"
+    )
+    host: str = option("127.0.0.1", "address to bind to")
+    advertise_host: str | None = option(None, "address announced to the router (default: --host)")
+    grpc_port: int = option(0, "port of the node's gRPC server (0: a free one)", **PORT)
+    metrics_port: int = option(0, "port of /metrics and /health (0: a free one)", **PORT)
+    drain_timeout: float = option(30.0, "seconds a SIGTERM waits for work in flight", minimum=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,10 +120,17 @@ class ServerConfig:
     """HTTP and gRPC front"""
 
     host: str = option("127.0.0.1", "address to bind to")
-    port: int = option(8000, "HTTP port (0: a free one)")
-    grpc_port: int = option(8001, "gRPC port: clients and node registration (0: a free one)")
-    max_body_size: int = option(32 * 2**20, "bytes of one HTTP request")
-    drain_timeout: float = option(30.0, "seconds a SIGTERM waits for requests in flight")
+    port: int = option(8000, "HTTP port (0: a free one)", **PORT)
+    grpc_port: int = option(
+        8001, "gRPC port: clients and node registration (0: a free one)", **PORT
+    )
+    ports_file: str | None = option(
+        None, "file to write the ports to once they are open, as JSON", metavar="FILE"
+    )
+    max_body_size: int = option(32 * 2**20, "bytes of one HTTP request", minimum=1)
+    drain_timeout: float = option(
+        30.0, "seconds a SIGTERM waits for requests in flight", minimum=0.0
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,23 +144,42 @@ class RoutingConfig:
         "least-load", "placement of decodes", choices=("round-robin", "least-load")
     )
     local_prefill_threshold: int = option(
-        0, "prompts of fewer tokens skip the prefill node (0: none do)"
+        0, "prompts of fewer tokens skip the prefill node (0: none do)", minimum=0
     )
-    max_concurrent_requests: int = option(256, "requests in flight")
-    max_queued_requests: int = option(256, "requests waiting for a place; more get 429")
-    queue_timeout: float = option(30.0, "seconds a request waits for a place or a node, then 503")
-    heartbeat_interval: float = option(1.0, "seconds between a node's heartbeats")
-    heartbeat_timeout: float = option(5.0, "seconds of silence after which a node is not used")
-    breaker_failures: int = option(3, "failures in a row that open a node's circuit breaker")
-    breaker_cooldown: float = option(5.0, "seconds an open breaker waits before one trial")
+    max_concurrent_requests: int = option(256, "requests in flight", minimum=1)
+    max_queued_requests: int = option(256, "requests waiting for a place; more get 429", minimum=0)
+    queue_timeout: float = option(
+        30.0, "seconds a request waits for a place or a node, then 503", minimum=0.0
+    )
+    heartbeat_interval: float = option(1.0, "seconds between a node's heartbeats", minimum=0.05)
+    heartbeat_timeout: float = option(
+        5.0, "seconds of silence after which a node is not used", minimum=0.1
+    )
+    breaker_failures: int = option(
+        3, "failures in a row that open a node's circuit breaker", minimum=1
+    )
+    breaker_cooldown: float = option(
+        5.0, "seconds an open breaker waits before one trial", minimum=0.0
+    )
+
+    def __post_init__(self) -> None:
+        if self.heartbeat_timeout <= self.heartbeat_interval:
+            raise ConfigError(
+                f"--heartbeat-timeout {self.heartbeat_timeout} must exceed "
+                f"--heartbeat-interval {self.heartbeat_interval}: live nodes would look dead"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
     """Logging"""
 
-    log_level: str = option("info", "least level shown", choices=("debug", "info", "warning", "error"))
-    log_format: str = option("text", "text: one readable line; json: one object", choices=("text", "json"))
+    log_level: str = option(
+        "info", "least level shown", choices=("debug", "info", "warning", "error")
+    )
+    log_format: str = option(
+        "text", "text: one readable line; json: one object", choices=("text", "json")
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,18 +226,27 @@ class RouterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """`pdserve up`: what differs from the roles' own options, and those options."""
+    """Cluster
 
-    prefill: int = option(1, "prefill nodes")
-    decode: int = option(1, "decode nodes")
-    prefill_tp: int = option(1, "tensor-parallel size of each prefill node")
-    decode_tp: int = option(1, "tensor-parallel size of each decode node")
+    `pdserve up`: what differs from the roles' own options, and those options.
+    """
+
+    prefill: int = option(1, "prefill nodes", minimum=1)
+    decode: int = option(1, "decode nodes", minimum=1)
+    prefill_tp: int | None = option(
+        None, "ranks of each prefill node (default: --tensor-parallel-size)", minimum=1
+    )
+    decode_tp: int | None = option(
+        None, "ranks of each decode node (default: --tensor-parallel-size)", minimum=1
+    )
     restart: str = option(
         "no",
-        "when a node dies by itself: 'no' stops the cluster, 'on-failure' starts it again",
+        "when a process of the cluster dies: no: the cluster stops; on-failure: it is started "
+        "again (a node that drained, or wrong options, never)",
         choices=("no", "on-failure"),
     )
-    server: ServerConfig = field(default_factory=ServerConfig)
+    # Nodes learn the gRPC port from `up`, so that two clusters need not agree on ports.
+    server: ServerConfig = field(default_factory=lambda: ServerConfig(grpc_port=0))
     engine: EngineConfig = field(default_factory=EngineConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)

@@ -1,8 +1,8 @@
 """How a node's ranks run: in this process, or one process each. The caller cannot tell.
 
     InProcessExecutor      one rank, on a thread of its own
-    MultiprocessExecutor   one spawned process per rank; ZeroMQ fan-out; liveness
-    make_executor          the one that fits --tensor-parallel-size
+    MultiprocessExecutor   one process per rank; ZeroMQ fan-out; liveness
+    make_executor          the one that fits --tensor-parallel-size (`launch.py`)
 
 A rank hosts a worker (an object built from an import string) and, beside it, the worker's
 extension, which has a channel and a thread of its own, so that it is served while a step
@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from common.config.schema import LogConfig
 
 Emit = Callable[[bytes], None]
 
@@ -31,7 +33,8 @@ class Extension(Protocol):
 
 
 class Worker(Protocol):
-    """One rank. Built in its own process (or thread) by `WorkerSpec.factory(spec, emit)`."""
+    """One rank. Built in its own process (or thread) by `WorkerSpec.factory(spec, emit)`; its
+    host closes the extension first and then the worker."""
 
     @property
     def extension(self) -> Extension | None: ...
@@ -52,8 +55,10 @@ class WorkerSpec:
     factory: str  # "module:callable"
     rank: int
     world_size: int
-    init_method: str  # where the ranks find each other, "tcp://127.0.0.1:PORT" ("" if alone)
+    init_method: str  # where ranks find each other; "": the executor provides a place
     config: Any  # plain data the factory decodes (the engine config as builtins)
+    role: str = "node"  # whose rank this is, for the log
+    log: LogConfig = field(default_factory=LogConfig)  # of a rank with a process of its own
 
 
 class Executor(ABC):
@@ -64,16 +69,26 @@ class Executor(ABC):
         """Builds all ranks; returns each rank's `ready()`.
 
         Raises:
+            ConfigError: a rank cannot start as configured.
             NodeError: a rank failed to start; the message holds its last words.
         """
 
     @abstractmethod
     async def step(self, message: bytes) -> bytes:
-        """Runs one step on all ranks and returns rank 0's answer. One at a time."""
+        """Runs one step on all ranks and returns rank 0's answer. One at a time.
+
+        Raises:
+            NodeError: a rank raised or died; the ranks no longer agree, so the node must end.
+        """
 
     @abstractmethod
     async def call(self, rank: int, message: bytes) -> bytes:
-        """Calls one rank's extension; served even while a step runs."""
+        """Calls one rank's extension; served even while a step runs.
+
+        Raises:
+            PdserveError: what the extension raised (NodeError if it was not typed), or the
+                rank is dead.
+        """
 
     @abstractmethod
     def on_event(self, callback: Callable[[int, bytes], None]) -> None:
@@ -85,4 +100,5 @@ class Executor(ABC):
 
     @abstractmethod
     async def shutdown(self, deadline: float) -> None:
-        """Stops all ranks; afterwards no process of this executor is left."""
+        """Stops all ranks, by force after `deadline` seconds; afterwards no process of this
+        executor is left. May be called at any time and more than once."""

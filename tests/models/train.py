@@ -198,9 +198,9 @@ def fit(name: str, model: PreTrainedModel, stream: torch.Tensor, steps: int) -> 
 @torch.no_grad()
 def validation_loss(model: PreTrainedModel, stream: torch.Tensor) -> float:
     """Mean loss over consecutive full-length windows of unseen documents."""
-    model.eval()
+    model.train(False)
     windows = stream[: len(stream) // LONG_LENGTH * LONG_LENGTH].view(-1, LONG_LENGTH)
-    losses = [model(input_ids=row[None], labels=row[None]).loss.item() for row in windows]
+    losses = [float(model(input_ids=row[None], labels=row[None]).loss) for row in windows]
     return sum(losses) / len(losses)
 
 
@@ -211,8 +211,10 @@ def save(name: str, model: PreTrainedModel, tokenizer: Tokenizer) -> Path:
     for old in folder.iterdir():
         old.unlink()
     eos_ids = [tokenizer.token_to_id(END_OF_TEXT), tokenizer.token_to_id(IM_END)]
-    model.generation_config = GenerationConfig(eos_token_id=eos_ids, pad_token_id=eos_ids[0])
-    model.to(torch.bfloat16).save_pretrained(folder, max_shard_size=SHARD_SIZES[name])
+    model.generation_config = GenerationConfig.from_dict(
+        {"eos_token_id": eos_ids, "pad_token_id": eos_ids[0]}
+    )
+    model.bfloat16().save_pretrained(folder, max_shard_size=SHARD_SIZES[name])
     save_tokenizer(tokenizer, folder)
     return folder
 
@@ -235,7 +237,7 @@ def main() -> None:
     """Read the command line and train what it asks for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=sorted(SHARD_SIZES), help="train this model alone")
-    parser.add_argument("--steps", type=int, default=800, help="optimizer steps per model")
+    parser.add_argument("--steps", type=int, default=750, help="optimizer steps per model")
     options = parser.parse_args()
     torch.set_num_threads(1)
     documents = make_corpus(SEED, TRAIN_DOCUMENTS)

@@ -252,6 +252,18 @@ class CommitResponse(_message.Message):
     bytes: int
     def __init__(self, bytes: _Optional[int] = ...) -> None: ...
 
+class RenewRequest(_message.Message):
+    __slots__ = ("transfer_id", "epoch")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: bytes
+    epoch: int
+    def __init__(self, transfer_id: _Optional[bytes] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class RenewResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class AbortRequest(_message.Message):
     __slots__ = ("transfer_id", "epoch", "reason")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]

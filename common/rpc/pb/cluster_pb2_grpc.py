@@ -355,6 +355,11 @@ class KVTransferStub:
                 request_serializer=cluster__pb2.CommitRequest.SerializeToString,
                 response_deserializer=cluster__pb2.CommitResponse.FromString,
                 _registered_method=True)
+        self.Renew = channel.unary_unary(
+                '/pdserve.v1.KVTransfer/Renew',
+                request_serializer=cluster__pb2.RenewRequest.SerializeToString,
+                response_deserializer=cluster__pb2.RenewResponse.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/pdserve.v1.KVTransfer/Abort',
                 request_serializer=cluster__pb2.AbortRequest.SerializeToString,
@@ -376,6 +381,13 @@ class KVTransferServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Renew(self, request, context):
+        """Nothing to send yet (queued, computing), but the work goes on: renews the lease.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Abort(self, request, context):
         """The prefill node gives up; the decode node frees the blocks.
         """
@@ -390,6 +402,11 @@ def add_KVTransferServicer_to_server(servicer, server):
                     servicer.Commit,
                     request_deserializer=cluster__pb2.CommitRequest.FromString,
                     response_serializer=cluster__pb2.CommitResponse.SerializeToString,
+            ),
+            'Renew': grpc.unary_unary_rpc_method_handler(
+                    servicer.Renew,
+                    request_deserializer=cluster__pb2.RenewRequest.FromString,
+                    response_serializer=cluster__pb2.RenewResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -426,6 +443,33 @@ class KVTransfer:
             '/pdserve.v1.KVTransfer/Commit',
             cluster__pb2.CommitRequest.SerializeToString,
             cluster__pb2.CommitResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Renew(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.KVTransfer/Renew',
+            cluster__pb2.RenewRequest.SerializeToString,
+            cluster__pb2.RenewResponse.FromString,
             options,
             channel_credentials,
             insecure,

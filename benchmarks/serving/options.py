@@ -1,0 +1,124 @@
+"""The flags of `bench_serving.py`. Names follow `vllm bench serve` where it has them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from serving.datasets import FIRST_TOKEN_ID
+from serving.metrics import SLO_METRICS
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Load generator for any OpenAI-compatible server.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    _server_options(parser)
+    _load_options(parser)
+    _dataset_options(parser)
+    _result_options(parser)
+    args = parser.parse_args(argv)
+    _check(parser, args)
+    return args
+
+
+def _server_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("server").add_argument
+    add("--base-url", default="http://127.0.0.1:8000", help="without the /v1")
+    add("--backend", choices=("openai", "openai-chat"), default="openai", help="endpoint to call")
+    add("--model", help="default: the first the server lists")
+    add("--timeout", type=_positive_float, default=600.0, help="seconds for one request")
+    add("--temperature", type=float, default=0.0)
+    add("--ignore-eos", action="store_true", help="every answer has its full length")
+    add("--extra-body", type=json.loads, default={}, help="JSON merged into every request")
+
+
+def _load_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("load").add_argument
+    add("--num-prompts", type=_positive_int, default=1000)
+    add(
+        "--request-rate",
+        type=_positive_float,
+        help="arrivals per second, or inf (default: the trace's own times, else inf)",
+    )
+    add(
+        "--burstiness",
+        type=_positive_float,
+        default=1.0,
+        help="shape of the gaps' gamma distribution: 1 Poisson, less is burstier",
+    )
+    add("--max-concurrency", type=_positive_int, help="requests in flight at once")
+    add("--num-warmups", type=int, default=0, help="requests sent first and not measured")
+    add("--seed", type=int, default=0)
+
+
+def _dataset_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("data set").add_argument
+    add("--dataset-name", choices=("random", "trace"), default="random")
+    add(
+        "--prompt-format",
+        choices=("ids", "words"),
+        help="token ids or text of as many words (default: ids; words for chat)",
+    )
+    add("--vocab-size", type=int, default=512, help=f"ids are drawn from [{FIRST_TOKEN_ID}, this)")
+    add("--random-input-len", type=_positive_int, default=1024)
+    add("--random-output-len", type=_positive_int, default=128)
+    add("--random-range-ratio", type=float, default=0.0, help="lengths vary by ± this share")
+    add("--random-prefix-len", type=int, default=0, help="tokens that all prompts share")
+    add("--dataset-path", type=Path, help="trace: Mooncake's JSONL or Azure's CSV")
+    add("--trace-speedup", type=_positive_float, default=1.0, help="replay this much faster")
+    add("--trace-length-scale", type=_positive_float, default=1.0, help="times the lengths")
+
+
+def _result_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("result").add_argument
+    add(
+        "--goodput",
+        type=_slo,
+        nargs="+",
+        default=[],
+        metavar="METRIC:MS",
+        help=f"limits of a good request; metrics: {', '.join(SLO_METRICS)}",
+    )
+    add("--json", action="store_true", help="print JSON instead of tables")
+    add("--save-result", type=Path, metavar="FILE", help="write the JSON here")
+    add("--plot", type=Path, metavar="FILE", help="write a PNG of the distributions here")
+
+
+def _positive_float(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not greater than 0")
+    return value
+
+
+def _positive_int(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return value
+
+
+def _slo(text: str) -> tuple[str, float]:
+    name, _, limit = text.partition(":")
+    if name not in SLO_METRICS:
+        raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(SLO_METRICS)}")
+    return name, _positive_float(limit)
+
+
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Options that do not fit together."""
+    chat = args.backend == "openai-chat"
+    if chat and args.prompt_format == "ids":
+        parser.error("chat takes no token ids: use --prompt-format words")
+    if args.dataset_name == "trace" and args.dataset_path is None:
+        parser.error("--dataset-name trace needs --dataset-path")
+    if not 0 <= args.random_range_ratio < 1:
+        parser.error("--random-range-ratio must be in [0, 1)")
+    if args.vocab_size <= FIRST_TOKEN_ID:
+        parser.error(f"--vocab-size must be greater than {FIRST_TOKEN_ID}")
+    if min(args.num_warmups, args.random_prefix_len) < 0:
+        parser.error("--num-warmups and --random-prefix-len must not be negative")

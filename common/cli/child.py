@@ -1,0 +1,124 @@
+"""One process of a local cluster: its own session, its output forwarded line by line."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from common.config.sources import PREFIX
+
+Write = Callable[[str, str], None]
+"""Shows a line of a named process."""
+
+PR_SET_PDEATHSIG = 1
+OUTPUT_GRACE = 2.0  # seconds a pipe may stay open after its process has ended
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """What to run. `environment` is added to this process's, from which options are left out:
+    children take theirs from flags alone."""
+
+    name: str
+    command: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class Child:
+    """start → wait → (start again); `terminate` asks the process to drain, `kill` ends it and
+    everything it started."""
+
+    def __init__(self, spec: ChildSpec, write: Write) -> None:
+        self.spec = spec
+        self.write = write
+        self._process: asyncio.subprocess.Process | None = None
+        self._output: asyncio.Task[None] | None = None
+        self._cleared = True  # whether the last process and its group are known to be gone
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def start(self) -> None:
+        """Starts the process; the one before, if any, must have been waited for."""
+        self._process = await asyncio.create_subprocess_exec(
+            *self.spec.command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=_environment(self.spec.environment),
+            # Ctrl-C in the terminal reaches the parent only, which then drains in order.
+            start_new_session=True,
+            preexec_fn=_death_wish(os.getpid()),
+        )
+        self._cleared = False
+        assert self._process.stdout is not None
+        self._output = asyncio.create_task(self._forward(self._process.stdout))
+
+    async def wait(self) -> int:
+        """The exit code (negative: the signal), once nothing of the process is left."""
+        if self._process is None or self._output is None:
+            return 0
+        code = await self._process.wait()
+        if not self._cleared:
+            self._signal_group(signal.SIGKILL)  # ranks that outlived their node
+            self._cleared = True  # the number may soon name another group
+            await asyncio.wait([self._output], timeout=OUTPUT_GRACE)
+            self._output.cancel()
+        return code
+
+    def terminate(self) -> None:
+        if self.running and self._process is not None:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        if self.running:
+            self._signal_group(signal.SIGKILL)
+
+    def _signal_group(self, number: int) -> None:
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+    async def _forward(self, stream: asyncio.StreamReader) -> None:
+        rest = b""
+        while chunk := await stream.read(65536):
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                self.write(self.name, line.decode(errors="replace"))
+        if rest:
+            self.write(self.name, rest.decode(errors="replace"))
+
+
+def _environment(extra: Mapping[str, str]) -> dict[str, str]:
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(PREFIX) or name == PREFIX + "CACHE"
+    }
+    return {**kept, "PYTHONUNBUFFERED": "1", **extra}
+
+
+def _death_wish(parent: int) -> Callable[[], None] | None:
+    """To be called in the child before exec: it dies with its parent, even when that one is
+    killed and can no longer say so (prctl(2), Linux only)."""
+    if sys.platform != "linux":
+        return None
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+    def wish() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the wish was made
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return wish

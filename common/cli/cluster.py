@@ -1,0 +1,218 @@
+"""A whole cluster on this host: start → ready → serve → drain → stop.
+
+Rule for a process that dies while the cluster serves:
+
+    exit 0   a node that was drained on purpose: the others go on
+    exit 2   its options are wrong: the cluster stops, whatever the rule
+    other    `restart: no`: the cluster stops; `on-failure`: it is started again after
+             1, 2, 4 … 30 seconds
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from common.cli.child import Child, ChildSpec, Write
+from common.cli.placement import Placement
+from common.config.schema import ClusterConfig, NodeConfig, RouterConfig, WorkerNodeConfig
+from common.config.sources import to_flags
+from common.core.errors import NodeError
+from common.obs.ports import read_ports
+
+PROGRAMS: Mapping[str, Sequence[str]] = {
+    "router": (sys.executable, "-m", "router"),
+    "prefill": (sys.executable, "-m", "prefill_node"),
+    "decode": (sys.executable, "-m", "decode_node"),
+}
+POLL_INTERVAL = 0.1
+FIRST_BACKOFF, LAST_BACKOFF = 1.0, 30.0
+KILL_GRACE = 5.0  # seconds past the drain time-out before SIGKILL
+
+
+class Cluster:
+    """Owns its children: whoever calls `start` calls `stop`, whatever happened between."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        placements: Sequence[Placement],
+        write: Write,
+        programs: Mapping[str, Sequence[str]] = PROGRAMS,
+    ) -> None:
+        """`placements` are the prefill nodes', then the decode nodes'."""
+        self.config = config
+        self.placements = placements
+        self.write = write
+        self.programs = programs
+        self.url = ""
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._folder = tempfile.TemporaryDirectory(prefix="pdserve-")
+        self._router: Child | None = None
+        self._nodes: list[Child] = []
+        self._watchers: list[asyncio.Task[None]] = []
+        self._interrupts = 0
+
+    async def start(self) -> bool:
+        """Returns once the router can serve, or False when `interrupt` came first.
+
+        Raises:
+            NodeError: a process died, and the rule says that the cluster ends.
+        """
+        return await self.until_ended(self._start())
+
+    async def until_ended(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Does the work; False when `interrupt` came first.
+
+        Raises:
+            NodeError: see `start`; or whatever the work raises.
+        """
+        task = asyncio.create_task(work)
+        await asyncio.wait({task, self.ended}, return_when=asyncio.FIRST_COMPLETED)
+        if not self.ended.done():
+            await task
+            return True
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        self.ended.result()
+        return False
+
+    def interrupt(self) -> None:
+        """The first time, end serving and drain; the second, stop now; the third, kill."""
+        self._interrupts += 1
+        if not self.ended.done():
+            self.ended.set_result(None)
+        if self._interrupts == 2:
+            self.write("up", "stopping now")
+            for child in self._children():
+                child.terminate()
+        elif self._interrupts > 2:
+            for child in self._children():
+                child.kill()
+
+    async def stop(self) -> None:
+        """Drains the router, which needs the nodes for what is in flight, then the nodes."""
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        if self._router is not None:
+            await self._end([self._router])
+        await self._end(self._nodes)
+        if self.ended.done():
+            self.ended.exception()  # seen: whoever wanted it has had it
+        self._folder.cleanup()
+
+    async def _start(self) -> None:
+        ports = await self._start_router()
+        host = connect_host(self.config.server.host)
+        self.url = f"http://{host}:{ports['http']}"
+        for name, node in self._node_configs(f"{host}:{ports['grpc']}").items():
+            placement = self.placements[len(self._nodes)]
+            command = [*self.programs[name.partition("-")[0]], *to_flags(node)]
+            self._nodes.append(Child(ChildSpec(name, command, placement.environment), self.write))
+            await self._run(self._nodes[-1])
+        await self._ready()
+
+    async def _start_router(self) -> dict[str, int]:
+        """Starts the router and learns its ports; started again, it takes the same ones."""
+        path = Path(self.config.server.ports_file or Path(self._folder.name) / "router.json")
+        path.unlink(missing_ok=True)
+        self._router = Child(self._router_spec(ports_file=str(path)), self.write)
+        await self._run(self._router)
+        while (ports := read_ports(path)) is None:
+            await asyncio.sleep(POLL_INTERVAL)
+        self._router.spec = self._router_spec(port=ports["http"], grpc_port=ports["grpc"])
+        return ports
+
+    def _router_spec(self, **changes: Any) -> ChildSpec:
+        config = RouterConfig(
+            server=replace(self.config.server, **changes),
+            model=self.config.engine.model,
+            routing=self.config.routing,
+            log=self.config.log,
+        )
+        return ChildSpec("router", [*self.programs["router"], *to_flags(config)])
+
+    def _node_configs(self, router: str) -> dict[str, WorkerNodeConfig]:
+        names = [f"prefill-{index}" for index in range(self.config.prefill)]
+        names += [f"decode-{index}" for index in range(self.config.decode)]
+        node = NodeConfig(router=router, drain_timeout=self.config.server.drain_timeout)
+        return {
+            name: WorkerNodeConfig(
+                node=node,
+                engine=placement.engine,
+                transfer=self.config.transfer,
+                log=self.config.log,
+            )
+            for name, placement in zip(names, self.placements, strict=True)
+        }
+
+    async def _ready(self) -> None:
+        async with aiohttp.ClientSession() as session:
+            while True:
+                with suppress(aiohttp.ClientError, TimeoutError):
+                    timeout = aiohttp.ClientTimeout(total=5)
+                    async with session.get(f"{self.url}/ready", timeout=timeout) as response:
+                        if response.status == 200:
+                            return
+                await asyncio.sleep(POLL_INTERVAL)
+
+    async def _run(self, child: Child) -> None:
+        await child.start()
+        self._watchers.append(asyncio.create_task(self._watch(child)))
+
+    async def _watch(self, child: Child) -> None:
+        """Applies the rule at the top of this file."""
+        backoff = FIRST_BACKOFF
+        while True:
+            code = await child.wait()
+            if code == 0 and child is not self._router:
+                self.write("up", f"{child.name} has drained and left")
+                return
+            if code == 2 or self.config.restart == "no":
+                self._fail(f"{child.name} ended with {describe_exit(code)}")
+                return
+            self.write("up", f"{child.name}: {describe_exit(code)}; again in {backoff:.0f} s")
+            await asyncio.sleep(backoff)
+            backoff = min(2 * backoff, LAST_BACKOFF)
+            await child.start()
+
+    def _fail(self, reason: str) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(NodeError(reason))
+
+    async def _end(self, children: Sequence[Child]) -> None:
+        for child in children:
+            child.terminate()
+        waits = [asyncio.ensure_future(child.wait()) for child in children]
+        if not waits:
+            return
+        limit = self.config.server.drain_timeout + KILL_GRACE
+        await asyncio.wait(waits, timeout=limit)
+        for child in children:
+            if child.running:
+                self.write("up", f"{child.name} did not stop within {limit:.0f} s: killed")
+                child.kill()
+        await asyncio.gather(*waits)
+
+    def _children(self) -> list[Child]:
+        return [*([self._router] if self._router else []), *self._nodes]
+
+
+def connect_host(host: str) -> str:
+    """The address, as a URL has it, at which a server bound to `host` answers on this host."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host
+
+
+def describe_exit(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,73 @@
+"""`pdserve COMMAND …`: one door to all programs. Roles are named as import strings, so that
+`common` depends on no role and a host of routers needs no torch."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from common.core.errors import ConfigError
+from common.core.plugins import import_string
+
+COMMANDS = {
+    "Whole clusters": {
+        "up": ("common.cli.up:main", "router and nodes on this host, in one readable log"),
+        "demo": ("common.cli.demo:main", "start a cluster, ask it a question, show the timeline"),
+    },
+    "Roles": {
+        "router": ("router.__main__:main", "HTTP and gRPC front that places requests on nodes"),
+        "prefill": ("prefill_node.__main__:main", "node that computes prompts"),
+        "decode": ("decode_node.__main__:main", "node that generates tokens"),
+    },
+    "Tools": {
+        "version": ("common.cli.main:show_version", "print the version"),
+    },
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; its exit code, or 2 when the command line makes no sense."""
+    command, *rest = list(sys.argv[1:] if argv is None else argv) or [""]
+    if command in ("-h", "--help"):
+        print(help_text())
+        return 0
+    if command == "--version":
+        return show_version()
+    targets = {name: target for group in COMMANDS.values() for name, (target, _) in group.items()}
+    if command not in targets:
+        print(_unknown(command, list(targets)), file=sys.stderr)
+        return 2
+    try:
+        return int(import_string(targets[command])(rest))
+    except ConfigError as error:
+        print(f"pdserve {command}: error: {error.message}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def help_text() -> str:
+    lines = [
+        "usage: pdserve COMMAND [options]",
+        "",
+        "Disaggregated prefill/decode serving of LLMs.",
+    ]
+    for title, commands in COMMANDS.items():
+        lines += ["", f"{title}:"]
+        lines += [f"  {name:<10}{summary}" for name, (_, summary) in commands.items()]
+    return "\n".join([*lines, "", "pdserve COMMAND --help lists the options of a command."])
+
+
+def show_version(argv: Sequence[str] = ()) -> int:
+    print(f"pdserve {version('pdserve')}")
+    return 0
+
+
+def _unknown(command: str, known: list[str]) -> str:
+    if not command:
+        return help_text()
+    nearest = difflib.get_close_matches(command, known, n=1)
+    hint = f"did you mean {nearest[0]}?" if nearest else "see pdserve --help"
+    return f"pdserve: error: unknown command {command}; {hint}"

@@ -1,0 +1,103 @@
+"""`pdserve up`: a whole cluster on this host, one readable log, Ctrl-C drains and stops all."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.text import Text
+
+from common.cli.child import Write
+from common.cli.cluster import Cluster
+from common.cli.placement import Placement, place, visible_gpus
+from common.config.schema import ClusterConfig
+from common.config.sources import parse
+from common.core.errors import NodeError
+
+COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    config = parse(
+        ClusterConfig,
+        prog="pdserve up",
+        description="Start a router, prefill nodes and decode nodes on this host.",
+        argv=argv,
+    )
+    console = Console(stderr=True, highlight=False)
+    return asyncio.run(serve(with_model(config, console), console))
+
+
+async def serve(config: ClusterConfig, console: Console) -> int:
+    """Runs the cluster until a signal (exit code 0) or a death that ends it (1)."""
+    cluster = Cluster(config, placements(config), log_writer(config, console))
+    catch_signals(cluster)
+    try:
+        with console.status("starting; loading weights"):
+            started = await cluster.start()
+        if started:
+            console.print(f"cluster ready: {cluster.url}/v1 (model {model_name(config)})")
+            await cluster.ended
+        return 0
+    except NodeError as error:
+        console.print(f"pdserve up: {error.message}", style="red")
+        return 1
+    finally:
+        await cluster.stop()
+
+
+def catch_signals(cluster: Cluster) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, cluster.interrupt)
+
+
+def placements(config: ClusterConfig) -> list[Placement]:
+    """Each node's share of this host, prefill nodes first."""
+    default = config.engine.parallel.tensor_parallel_size
+    ranks = [config.prefill_tp or default] * config.prefill
+    ranks += [config.decode_tp or default] * config.decode
+    gpus = visible_gpus(config.engine.parallel.device)
+    return place(config.engine, ranks, gpus=gpus, cores=len(os.sched_getaffinity(0)))
+
+
+def with_model(config: ClusterConfig, console: Console) -> ClusterConfig:
+    """The config with the embedded model filled in when it names none."""
+    if config.engine.model.model is not None:
+        return config
+    # Costs an import of torch, which supervising a cluster does not need.
+    from common.model.embedded import ensure_embedded_model
+
+    with Progress(*Progress.get_default_columns(), console=console, transient=True) as bar:
+        task = bar.add_task("unpacking the embedded model", total=None)
+        path = ensure_embedded_model(
+            on_progress=lambda done, total: bar.update(task, completed=done, total=total)
+        )
+    model = replace(config.engine.model, model=str(path))
+    return replace(config, engine=replace(config.engine, model=model))
+
+
+def model_name(config: ClusterConfig) -> str:
+    """What clients ask for; `config` has its model filled in."""
+    model = config.engine.model
+    return model.served_model_name or Path(model.model or "").name
+
+
+def log_writer(config: ClusterConfig, console: Console) -> Write:
+    """Shows lines as `name │ line`, a colour for each name; JSON lines stay as they are."""
+    if config.log.log_format == "json":
+        return lambda name, line: console.print(Text(line), soft_wrap=True)
+    colours: dict[str, str] = {}
+    width = max(len(f"prefill-{config.prefill - 1}"), len(f"decode-{config.decode - 1}"))
+
+    def write(name: str, line: str) -> None:
+        colour = colours.setdefault(name, COLOURS[len(colours) % len(COLOURS)])
+        prefix = Text(f"{name:<{width}} │ ", style=colour)
+        console.print(prefix + Text.from_ansi(line), soft_wrap=True)
+
+    return write

@@ -1,0 +1,259 @@
+"""What a checkpoint's `config.json` says about its model, as plain data. Standard library only.
+
+The files' form is that of Hugging Face transformers; version 5 writes rotary settings under
+`rope_parameters`, older ones write `rope_theta` and `rope_scaling` at the top: both are read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.core.errors import ConfigError
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How an architecture differs from the common decoder. `None` for a bias: the config's
+    `attention_bias` decides."""
+
+    name: str
+    qkv_bias: bool | None = None
+    o_bias: bool | None = None
+    mlp_bias: bool = False  # whether the config may ask for one
+    qk_norm: bool = False
+    windowed: bool = False  # whether `sliding_window` has a meaning
+    default_window: int | None = None  # when config.json does not name one
+
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family("llama", mlp_bias=True),
+    "MistralForCausalLM": Family(
+        "mistral", qkv_bias=False, o_bias=False, windowed=True, default_window=4096
+    ),
+    "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, o_bias=False, windowed=True),
+    "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, windowed=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary position embedding. `kind` is "default", "linear" (Chen et al. 2023, positions
+    divided by `factor`) or "llama3" (only wavelengths beyond the original context stretch)."""
+
+    kind: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+ROPE_KINDS = ("default", "linear", "llama3")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """One decoder-only model. Sizes are of the whole model, not of a rank."""
+
+    architecture: str
+    family: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeSpec
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    sliding_window: int | None  # tokens; None: every token attends to all before it
+    dtype: str  # of the checkpoint: "float32", "bfloat16" or "float16"
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> ModelSpec:
+        """Reads `config.json` and, for the end tokens, `generation_config.json` if present.
+
+        Raises:
+            ConfigError: a file or key is missing, or the model is of a kind not supported.
+        """
+        folder = Path(folder)
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"{folder} has no config.json: --model must name a checkpoint folder")
+        generation = folder / "generation_config.json"
+        return cls.from_config(
+            _read_json(folder / "config.json"),
+            _read_json(generation) if generation.is_file() else {},
+        )
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None
+    ) -> ModelSpec:
+        """As `from_folder`, from the files' parsed contents."""
+        architecture, family = _family_of(config)
+        _check_supported(config)
+        heads, hidden = _required(config, "num_attention_heads"), _required(config, "hidden_size")
+        attention_bias = bool(config.get("attention_bias", False))
+        return cls(
+            architecture=architecture,
+            family=family.name,
+            hidden_size=hidden,
+            num_layers=_required(config, "num_hidden_layers"),
+            num_heads=heads,
+            num_kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or hidden // heads,
+            intermediate_size=_required(config, "intermediate_size"),
+            vocab_size=_required(config, "vocab_size"),
+            max_position_embeddings=_required(config, "max_position_embeddings"),
+            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            rope=_rope_of(config),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+            o_bias=attention_bias if family.o_bias is None else family.o_bias,
+            mlp_bias=family.mlp_bias and bool(config.get("mlp_bias", False)),
+            qk_norm=family.qk_norm,
+            sliding_window=_window_of(config, family),
+            dtype=_dtype_of(config),
+            eos_token_ids=_eos_of({**config, **(generation or {})}),
+            bos_token_id=config.get("bos_token_id"),
+        )
+
+    def check_max_model_len(self, max_model_len: int) -> None:
+        """Raises ConfigError if the model cannot serve that many tokens exactly."""
+        if max_model_len > self.max_position_embeddings:
+            raise ConfigError(
+                f"--max-model-len {max_model_len} exceeds the model's "
+                f"{self.max_position_embeddings} positions"
+            )
+        if self.sliding_window is not None and max_model_len > self.sliding_window:
+            raise ConfigError(
+                f"the model attends to a sliding window of {self.sliding_window} tokens, which is "
+                f"not supported; pass --max-model-len {self.sliding_window} or less"
+            )
+
+    def validate_tensor_parallel(self, size: int) -> None:
+        """Raises ConfigError if the model cannot be split over `size` ranks. KV heads are
+        replicated when there are fewer than ranks; the vocabulary is padded and always fits."""
+        flag = f"--tensor-parallel-size {size}"
+        if self.num_heads % size:
+            raise ConfigError(f"{flag} does not divide the model's {self.num_heads} heads")
+        if self.num_kv_heads % size and size % self.num_kv_heads:
+            raise ConfigError(
+                f"{flag} neither divides the model's {self.num_kv_heads} KV heads nor is a "
+                "multiple of them"
+            )
+        if self.intermediate_size % size:
+            raise ConfigError(f"{flag} does not divide intermediate_size {self.intermediate_size}")
+
+    def kv_head_range(self, rank: int, size: int) -> tuple[int, int]:
+        """The KV heads `start…end-1` that a rank holds. Where ranks outnumber KV heads,
+        neighbours hold the same head."""
+        if size <= self.num_kv_heads:
+            count = self.num_kv_heads // size
+            return rank * count, (rank + 1) * count
+        start = rank * self.num_kv_heads // size
+        return start, start + 1
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} does not hold a JSON object")
+    return content
+
+
+def _required(config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int):
+        raise ConfigError(f"config.json: {key} must be an integer, not {value!r}")
+    return value
+
+
+def _family_of(config: Mapping[str, Any]) -> tuple[str, Family]:
+    architectures = config.get("architectures") or []
+    for name in architectures:
+        if name in FAMILIES:
+            return name, FAMILIES[name]
+    raise ConfigError(
+        f"architecture {', '.join(architectures) or 'unnamed'} is not supported; "
+        f"supported: {', '.join(FAMILIES)}"
+    )
+
+
+def _check_supported(config: Mapping[str, Any]) -> None:
+    """Settings that transformers honours and this decoder does not."""
+    if (act := config.get("hidden_act", "silu")) != "silu":
+        raise ConfigError(f"hidden_act {act!r} is not supported; supported: silu")
+    if config.get("quantization_config"):
+        raise ConfigError("quantized checkpoints are not supported; use the unquantized weights")
+
+
+def _rope_of(config: Mapping[str, Any]) -> RopeSpec:
+    settings = {
+        "rope_theta": config.get("rope_theta"),
+        **(config.get("rope_scaling") or {}),
+        **(config.get("rope_parameters") or {}),
+    }
+    kind = settings.get("rope_type") or settings.get("type") or "default"
+    if kind not in ROPE_KINDS:
+        raise ConfigError(
+            f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}"
+        )
+    if settings.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ConfigError("partial_rotary_factor other than 1 is not supported")
+    if kind != "default" and "factor" not in settings:
+        raise ConfigError(f"config.json: rope type {kind!r} needs a factor")
+    return RopeSpec(
+        kind=kind,
+        theta=float(settings["rope_theta"] or 10000.0),
+        factor=float(settings.get("factor") or 1.0),
+        low_freq_factor=float(settings.get("low_freq_factor", 1.0)),
+        high_freq_factor=float(settings.get("high_freq_factor", 4.0)),
+        original_max_position_embeddings=int(
+            settings.get("original_max_position_embeddings")
+            or _required(config, "max_position_embeddings")
+        ),
+    )
+
+
+def _window_of(config: Mapping[str, Any], family: Family) -> int | None:
+    # Qwen writes a window and, beside it, whether it is used (no, by default).
+    used = config.get("use_sliding_window", family.default_window is not None)
+    if not (family.windowed and used):
+        return None
+    window: int | None = config.get("sliding_window", family.default_window)
+    return window
+
+
+def _dtype_of(config: Mapping[str, Any]) -> str:
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    dtype = dtype.removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise ConfigError(
+            f"checkpoint dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}"
+        )
+    return dtype
+
+
+def _eos_of(config: Mapping[str, Any]) -> tuple[int, ...]:
+    eos = config.get("eos_token_id")
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list) else (int(eos),)

@@ -1,0 +1,209 @@
+"""One process per rank: start, ZeroMQ fan-out, liveness, stop. See `wire.py` for the frames.
+
+start ─ spawn all ─ each rank connects and builds ─▶ serving ─ shutdown ─▶ stopped
+             │                                          │
+             └── a rank fails or dies: kill all, raise ─┴─▶ fail what waits, kill all, on_death
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from common.core.errors import NodeError, PdserveError
+from common.distributed import wire
+from common.distributed.executor import Executor, WorkerSpec
+from common.distributed.failure import decode_failure
+from common.distributed.wire import Kind, Link
+
+logger = logging.getLogger(__name__)
+
+
+class MultiprocessExecutor(Executor):
+    """Runs `specs[r]` in the process of rank r."""
+
+    def __init__(self, specs: Sequence[WorkerSpec]) -> None:
+        self._specs = specs
+        self._processes: list[Process] = []
+        self._tasks: list[asyncio.Task[None]] = []  # the reader, then one watcher per rank
+        self._waiting: dict[int, asyncio.Future[bytes]] = {}
+        self._next_number = wire.start_number(len(specs), Link.STEPS)
+        self._ended: PdserveError | None = None  # why nothing can be asked any more
+        self._serving = False
+        self._hear: Callable[[int, bytes], None] | None = None
+        self._mourn: Callable[[int, str], None] | None = None
+
+    # ---- start ----
+
+    async def start(self) -> Sequence[bytes]:
+        directory = Path(tempfile.mkdtemp(prefix="pdserve-"))
+        try:
+            self._listen(directory)
+            for spec in self._specs:
+                await self._spawn(spec, directory)
+            answers = await self._started()
+        except BaseException:
+            await self.shutdown(deadline=0.0)
+            raise
+        finally:
+            shutil.rmtree(directory)  # everyone has connected: the names have served
+        self._serving = True
+        return answers
+
+    def _listen(self, directory: Path) -> None:
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        wire.unbounded(self._socket)
+        self._socket.bind(wire.node_address(directory))
+        self._tasks.append(asyncio.create_task(self._read()))
+
+    async def _spawn(self, spec: WorkerSpec, directory: Path) -> None:
+        if not spec.init_method:
+            spec = replace(spec, init_method=f"file://{directory}/rendezvous")
+        wire.spec_path(directory, spec.rank).write_bytes(msgspec.msgpack.encode(spec))
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "common.distributed.rank_main"),
+            *(str(directory), str(spec.rank)),
+            stdin=PIPE,  # its end tells the rank that this process is gone
+            stdout=2,  # whatever a rank prints goes to standard error
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+            start_new_session=True,  # a terminal's Ctrl-C is for the node alone
+        )
+        self._processes.append(process)
+        self._tasks.append(asyncio.create_task(self._watch(spec.rank, process)))
+
+    async def _started(self) -> list[bytes]:
+        ranks = range(len(self._specs))
+        connected = [self._expect(wire.start_number(r, link)) for r in ranks for link in Link]
+        answers = await asyncio.gather(*connected)
+        return answers[Link.OUT :: len(Link)]
+
+    # ---- serve ----
+
+    async def step(self, message: bytes) -> bytes:
+        return await self._ask([(spec.rank, Link.STEPS) for spec in self._specs], message)
+
+    async def call(self, rank: int, message: bytes) -> bytes:
+        if not 0 <= rank < len(self._specs):
+            raise NodeError(f"there is no rank {rank}")
+        return await self._ask([(rank, Link.CALLS)], message)
+
+    async def _ask(self, links: Sequence[tuple[int, Link]], message: bytes) -> bytes:
+        number = self._next_number
+        self._next_number += 1
+        answer = self._expect(number)
+        try:
+            if not answer.done():
+                for rank, link in links:
+                    await self._send(rank, link, number, message)
+            return await answer
+        finally:
+            self._waiting.pop(number, None)
+
+    def _expect(self, number: int) -> asyncio.Future[bytes]:
+        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        if self._ended is None:
+            self._waiting[number] = future
+        else:
+            future.set_exception(self._ended)
+        return future
+
+    async def _send(self, rank: int, link: Link, number: int, body: bytes) -> None:
+        frames = [wire.routing_id(rank, link), wire.NUMBER.pack(number), body]
+        await self._socket.send_multipart(frames)
+
+    async def _read(self) -> None:
+        while True:
+            _, header, body = await self._socket.recv_multipart()
+            rank, kind, number = wire.HEADER.unpack(header)
+            if kind == Kind.EVENT:
+                if self._hear is not None:
+                    self._hear(rank, body)
+            else:
+                self._settle(kind, number, body)
+
+    def _settle(self, kind: int, number: int, body: bytes) -> None:
+        """Late answers (their caller was cancelled, or another rank failed) have no future."""
+        future = self._waiting.pop(number, None)
+        if future is None or future.done():
+            return
+        if kind == Kind.FAILURE:
+            future.set_exception(decode_failure(body))
+        else:
+            future.set_result(body)
+
+    def on_event(self, callback: Callable[[int, bytes], None]) -> None:
+        self._hear = callback
+
+    # ---- death ----
+
+    def on_death(self, callback: Callable[[int, str], None]) -> None:
+        self._mourn = callback
+
+    async def _watch(self, rank: int, process: Process) -> None:
+        status = await process.wait()
+        if self._ended is not None:
+            return
+        reason = f"rank {rank} (pid {process.pid}) {_describe_exit(status)}"
+        self._end(NodeError(reason, code="RANK_DIED"))
+        self._kill()
+        if self._serving:
+            logger.error("%s; the node's other ranks are ended", reason)
+            if self._mourn is not None:
+                self._mourn(rank, reason)
+
+    def _end(self, error: PdserveError) -> None:
+        """From now on `error` answers everything. The first cause wins."""
+        self._ended = self._ended or error
+        waiting, self._waiting = self._waiting, {}
+        for future in waiting.values():
+            if not future.done():
+                future.set_exception(error)
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            with suppress(ProcessLookupError):
+                process.kill()
+
+    # ---- stop ----
+
+    async def shutdown(self, deadline: float) -> None:
+        self._end(NodeError("the node's ranks are stopped", code="STOPPED"))
+        if not self._tasks:
+            return
+        reader, *watchers = self._tasks
+        if self._serving:
+            await self._tell_stop(deadline)
+            await asyncio.wait(watchers, timeout=deadline)
+        self._kill()
+        await asyncio.gather(*watchers)
+        reader.cancel()
+        await asyncio.wait([reader])
+        self._context.destroy(linger=0)
+        self._processes, self._tasks, self._serving = [], [], False
+
+    async def _tell_stop(self, deadline: float) -> None:
+        body = msgspec.msgpack.encode(float(deadline))
+        for spec in self._specs:
+            for link in (Link.STEPS, Link.CALLS):
+                await self._send(spec.rank, link, wire.STOP, body)
+
+
+def _describe_exit(status: int) -> str:
+    if status >= 0:
+        return f"exited with code {status}"
+    return f"was killed by {signal.Signals(-status).name}"

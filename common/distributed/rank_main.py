@@ -1,0 +1,145 @@
+"""A rank's process: `python -m common.distributed.rank_main DIRECTORY RANK`.
+
+It builds its worker, answers steps on the main thread and calls to the extension on another,
+and ends when it is told to or when its node is gone. Terminal and supervisor signals are the
+node's business: a rank ignores them, so that a node can drain.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from common.core.errors import NodeError
+from common.core.plugins import import_string
+from common.distributed import wire
+from common.distributed.executor import Worker, WorkerSpec
+from common.distributed.failure import encode_failure
+from common.distributed.wire import Kind, Link
+from common.obs.logging import setup_logging
+
+logger = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+FLUSH_MS = 1000
+
+
+class Outbox:
+    """The rank's one way out; any thread may send."""
+
+    def __init__(self, socket: zmq.Socket, rank: int) -> None:
+        self._socket = socket
+        self._rank = rank
+        self._lock = threading.Lock()
+
+    def send(self, kind: Kind, number: int, body: bytes) -> None:
+        with self._lock:
+            self._socket.send_multipart([wire.HEADER.pack(self._rank, kind, number), body])
+
+    def emit(self, event: bytes) -> None:
+        self.send(Kind.EVENT, 0, event)
+
+    def fail(self, number: int, error: Exception) -> None:
+        self.send(Kind.FAILURE, number, encode_failure(error, self._rank))
+
+
+def main(directory: Path, rank: int) -> int:
+    die_with_node()
+    spec = msgspec.msgpack.decode(wire.spec_path(directory, rank).read_bytes(), type=WorkerSpec)
+    setup_logging(spec.role, spec.log, rank=rank)
+    context = zmq.Context()
+    steps, calls, out = (_connect(context, directory, rank, link) for link in Link)
+    try:
+        return _run(spec, steps, calls, Outbox(out, rank))
+    finally:
+        context.destroy(linger=FLUSH_MS)
+
+
+def die_with_node() -> None:
+    """Ends this process when the node does: the kernel sends SIGKILL (Linux), and standard
+    input, whose other end only the node holds, comes to its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_exit_at_eof, name="node-watch", daemon=True).start()
+
+
+def _exit_at_eof() -> None:
+    while os.read(0, 1):
+        pass
+    os._exit(1)  # the node is gone: there is nobody left to answer or to report to
+
+
+def _connect(context: zmq.Context, directory: Path, rank: int, link: Link) -> zmq.Socket:
+    socket = context.socket(zmq.DEALER)
+    wire.unbounded(socket)
+    socket.setsockopt(zmq.ROUTING_ID, wire.routing_id(rank, link))
+    socket.connect(wire.node_address(directory))
+    if link is not Link.OUT:
+        number = wire.start_number(rank, link)
+        socket.send_multipart([wire.HEADER.pack(rank, Kind.RESULT, number), b""])
+    return socket
+
+
+def _run(spec: WorkerSpec, steps: zmq.Socket, calls: zmq.Socket, out: Outbox) -> int:
+    """Build, announce, serve, close. Returns the exit status."""
+    number = wire.start_number(spec.rank, Link.OUT)
+    try:
+        worker: Worker = import_string(spec.factory)(spec, out.emit)
+        out.send(Kind.RESULT, number, worker.ready())
+    except Exception as error:  # the boundary: whatever it was, the node hears it
+        logger.debug("start failed", exc_info=True)
+        out.fail(number, error)
+        steps.recv_multipart()  # stay until stopped, so that the answer is read before the exit
+        return 1
+    server = threading.Thread(target=_serve_calls, args=(calls, worker, out), name="calls")
+    server.start()
+    _serve(steps, worker.step, out, answer=spec.rank == 0)
+    server.join()
+    worker.close()
+    return 0
+
+
+def _serve_calls(calls: zmq.Socket, worker: Worker, out: Outbox) -> None:
+    extension = worker.extension
+    deadline = _serve(calls, extension.handle if extension else _no_extension, out, answer=True)
+    if extension is not None:
+        extension.close(deadline)
+
+
+def _no_extension(message: bytes) -> bytes:
+    raise NodeError("this rank has no extension")
+
+
+def _serve(
+    requests: zmq.Socket, handle: Callable[[bytes], bytes], out: Outbox, answer: bool
+) -> float:
+    """Serves until told to stop; returns the seconds granted for stopping. Without `answer`
+    only failures are reported."""
+    while True:
+        head, body = requests.recv_multipart()
+        (number,) = wire.NUMBER.unpack(head)
+        if number == wire.STOP:
+            return msgspec.msgpack.decode(body, type=float)
+        try:
+            result = handle(body)
+        except Exception as error:  # the boundary: every failure becomes a typed answer
+            logger.exception("failed: %s", error)
+            out.fail(number, error)
+        else:
+            if answer:
+                out.send(Kind.RESULT, number, result)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))

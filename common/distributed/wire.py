@@ -1,0 +1,66 @@
+"""The frames between a node and its ranks' processes.
+
+    node   ROUTER ipc://<directory>/node
+    rank r DEALER "r.steps"  takes steps, on the main thread
+           DEALER "r.calls"  takes calls to the extension, on a thread of its own
+           DEALER "r.out"    sends every answer and event, in one order
+
+    node → rank   [number, body]           number STOP: end; body = seconds granted (msgpack)
+    rank → node   [header, body]           header = rank, kind, number
+
+A ROUTER drops what is meant for a dead rank instead of blocking; the rank's exit fails the
+futures that wait for it. The directory is private to the user and holds, until all ranks have
+connected, the socket, each rank's spec and the ranks' rendezvous file.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from pathlib import Path
+
+import zmq
+
+NUMBER = struct.Struct("<Q")
+HEADER = struct.Struct("<HBQ")
+STOP = 2**64 - 1
+
+
+class Kind(IntEnum):
+    """What a rank sends. RESULT and FAILURE answer the call of the same number; a rank's start
+    counts as three calls (`start_number`)."""
+
+    RESULT = 0
+    FAILURE = 1
+    EVENT = 2
+
+
+class Link(IntEnum):
+    """A rank's sockets, in the order in which they announce themselves."""
+
+    STEPS = 0
+    CALLS = 1
+    OUT = 2
+
+
+def start_number(rank: int, link: Link) -> int:
+    """The call that is answered when this socket of this rank is connected (OUT: when the
+    worker is built)."""
+    return rank * len(Link) + link
+
+
+def routing_id(rank: int, link: Link) -> bytes:
+    return f"{rank}.{link.name.lower()}".encode()
+
+
+def node_address(directory: Path) -> str:
+    return f"ipc://{directory}/node"
+
+
+def spec_path(directory: Path, rank: int) -> Path:
+    return directory / f"spec.{rank}"
+
+
+def unbounded(socket: zmq.Socket) -> None:
+    """No high-water mark: nothing is dropped or blocked while a peer is slow."""
+    socket.set_hwm(0)

@@ -1,0 +1,98 @@
+"""Physical KV blocks: who holds them, and what the unheld ones still remember.
+
+    allocate / match ──▶ held (ref ≥ 1) ──free──▶ unheld (ref 0), oldest first ──allocate──▶ …
+                             │                        │
+                             └── register(hash) ──────┴── match(hash) finds it in both states
+
+A block is written only by the one sequence that allocated it, and only until it is full;
+full blocks are registered under their hash and shared read-only. Freed blocks keep their
+content and hash until they are allocated again (LRU), so the prefix cache costs no memory.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from common.core.hashing import BlockHash
+
+
+class BlockPool:
+    """`num_blocks` blocks, numbered from 0."""
+
+    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self._refs = [0] * num_blocks
+        self._unheld: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._block_of: dict[BlockHash, int] = {}
+        self._hash_of: dict[int, BlockHash] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks nobody holds (those that remember a prefix included)."""
+        return len(self._unheld)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """How many blocks hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def count_cached(self, hashes: Sequence[BlockHash]) -> tuple[int, int]:
+        """(length of the longest cached prefix in blocks, how many of those are unheld)."""
+        blocks = self._lookup(hashes)
+        return len(blocks), sum(self._refs[block] == 0 for block in blocks)
+
+    def match(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """Takes a reference on the blocks of the longest cached prefix."""
+        blocks = self._lookup(hashes)
+        for block in blocks:
+            if self._refs[block] == 0:
+                del self._unheld[block]
+            self._refs[block] += 1
+        return blocks
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks with one reference each; the caller has checked `num_free`."""
+        if count > len(self._unheld):
+            raise RuntimeError(f"{count} blocks asked for, {len(self._unheld)} free")
+        return [self._take_oldest() for _ in range(count)]
+
+    def free(self, blocks: Iterable[int]) -> None:
+        """Drops one reference on each. The last blocks of a sequence are reused first, since
+        the first ones are the prefixes others share."""
+        for block in reversed(list(blocks)):
+            if self._refs[block] <= 0:
+                raise RuntimeError(f"block {block} freed twice")
+            self._refs[block] -= 1
+            if self._refs[block] == 0:
+                self._unheld[block] = None
+                if block not in self._hash_of:
+                    self._unheld.move_to_end(block, last=False)
+
+    def register(self, block: int, block_hash: BlockHash) -> None:
+        """From now on `match` finds this full block. The first block with a hash keeps it."""
+        if self.prefix_caching and block_hash not in self._block_of:
+            self._forget(block)
+            self._block_of[block_hash] = block
+            self._hash_of[block] = block_hash
+
+    def _lookup(self, hashes: Sequence[BlockHash]) -> list[int]:
+        blocks: list[int] = []
+        for block_hash in hashes:
+            block = self._block_of.get(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def _take_oldest(self) -> int:
+        block, _ = self._unheld.popitem(last=False)
+        self._forget(block)
+        self._refs[block] = 1
+        return block
+
+    def _forget(self, block: int) -> None:
+        block_hash = self._hash_of.pop(block, None)
+        if block_hash is not None:
+            del self._block_of[block_hash]

@@ -1,0 +1,142 @@
+"""The engine loop: admit → schedule → step → apply.
+
+All scheduling state is touched on one event loop only, so there are no locks; the forward
+pass runs elsewhere (`common/distributed`), one at a time. While it runs, requests may come
+and go: what a step touches is freed only after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from typing import Protocol
+
+import msgspec
+
+from common.core.request import GenerateJob
+from common.core.sampling import SampledToken
+from common.distributed.executor import Executor
+from common.engine.messages import StepBatch, StepOutput
+from common.engine.scheduler import Scheduler
+from common.engine.sequence import Finish, Sequence, Status, check_finish
+
+logger = logging.getLogger(__name__)
+
+
+class EngineListener(Protocol):
+    """What a role hears from its engine; called on the event loop, must not block."""
+
+    def admitted(self, sequence: Sequence) -> None:
+        """The sequence holds blocks now."""
+
+    def computed(self, sequence: Sequence) -> None:
+        """KV of tokens `[0, sequence.num_computed)` is in the sequence's blocks."""
+
+    def sampled(self, sequence: Sequence, token: SampledToken, finish: Finish | None) -> None:
+        """A token was appended to the sequence; on `finish` it is HELD and computed no more."""
+
+
+class EngineCore:
+    """Computes the sequences added to it until they finish or are stopped."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        listener: EngineListener,
+        max_model_len: int,
+    ) -> None:
+        self.scheduler = scheduler
+        self.last_progress = time.monotonic()
+        self._executor = executor
+        self._listener = listener
+        self._max_model_len = max_model_len
+        self._in_flight: dict[int, Sequence] = {}
+        self._step_done: asyncio.Event = asyncio.Event()
+        self._work: asyncio.Event = asyncio.Event()
+        self._seq_ids = itertools.count()
+
+    def new_sequence(self, job: GenerateJob, *, choice: int = 0, remote: bool = False) -> Sequence:
+        """A sequence of this engine, not yet added."""
+        return Sequence(
+            seq_id=next(self._seq_ids),
+            sampling=job.sampling,
+            token_ids=list(job.prompt_token_ids),
+            num_prompt_tokens=len(job.prompt_token_ids),
+            choice=choice,
+            remote=remote,
+        )
+
+    def add(self, sequence: Sequence) -> None:
+        self.scheduler.add(sequence)
+        self._work.set()
+
+    def activate(self, sequence: Sequence, first_token: SampledToken) -> Finish | None:
+        """The KV of a REMOTE sequence has arrived, with its first token. It is computed on
+        unless that token already finished it."""
+        self.scheduler.activate(sequence, first_token)
+        finish = self._check(sequence)
+        self._work.set()
+        return finish
+
+    async def stop(self, sequence: Sequence) -> None:
+        """When this returns no step touches the sequence any more and none will. It keeps its
+        blocks until `release`."""
+        sequence.cancelled = True
+        while sequence.seq_id in self._in_flight:
+            await self._step_done.wait()
+        self.scheduler.hold(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Frees the blocks of a sequence that is HELD or REMOTE, or that never ran."""
+        if sequence.status is Status.RUNNING:
+            raise RuntimeError("a running sequence must be stopped before it is released")
+        self.scheduler.release(sequence)
+        self._work.set()
+
+    async def run(self) -> None:
+        """Runs until cancelled.
+
+        Raises:
+            NodeError: a rank failed; nothing can be computed any more.
+        """
+        while True:
+            for sequence in self.scheduler.admit():
+                self._listener.admitted(sequence)
+            batch = self.scheduler.schedule()
+            if batch is None:
+                self._work.clear()
+                await self._work.wait()
+                continue
+            self._begin(batch)
+            answer = await self._executor.step(msgspec.msgpack.encode(batch))
+            self._apply(batch, msgspec.msgpack.decode(answer, type=StepOutput))
+
+    def _begin(self, batch: StepBatch) -> None:
+        ids = {entry.seq_id for entry in batch.sequences}
+        self._in_flight = {s.seq_id: s for s in self.scheduler.running if s.seq_id in ids}
+        self._step_done = asyncio.Event()
+
+    def _apply(self, batch: StepBatch, output: StepOutput) -> None:
+        sequences, self._in_flight = self._in_flight, {}
+        self._step_done.set()
+        self.last_progress = time.monotonic()
+        tokens = dict(output.tokens)
+        for entry in batch.sequences:
+            sequence = sequences[entry.seq_id]
+            if sequence.cancelled:
+                continue
+            self.scheduler.computed(sequence, len(entry.token_ids))
+            self._listener.computed(sequence)
+            if entry.sampling is not None:
+                token = tokens[entry.seq_id]
+                sequence.append(token)
+                self._listener.sampled(sequence, token, self._check(sequence))
+
+    def _check(self, sequence: Sequence) -> Finish | None:
+        finish = check_finish(sequence, self.scheduler.eos_token_ids, self._max_model_len)
+        if finish is not None:
+            self.scheduler.hold(sequence)
+        return finish

@@ -1,0 +1,199 @@
+"""From logits to tokens: one row per sequence, each row independent of its neighbours.
+
+    logits ─ adjust (bias, penalties, bans) ─┬─ greedy rows: argmax
+                                             └─ others: temperature ─ top-k ─ top-p ─ min-p ─ draw
+
+A pure function of its inputs: the random number of a draw is keyed by (seed, position), so the
+same sequence draws the same tokens in any batch, on any rank and any node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from common.core.errors import NodeError
+from common.core.sampling import SampledToken, SamplingParams, TokenLogprobs
+from common.engine.messages import StepSequence
+from common.engine.philox import uniform
+
+_TOP_P_WIDTH = 256  # the nucleus is nearly always this small: try it before a full sort
+
+
+def sample(logits: torch.Tensor, sequences: Sequence[StepSequence]) -> list[SampledToken]:
+    """Draws one token per row.
+
+    Args:
+        logits: `[B, vocab]` float32; not modified.
+        sequences: row i's; all have `sampling`.
+
+    Raises:
+        NodeError: the model computed NaN.
+    """
+    params = [params_of(sequence) for sequence in sequences]
+    adjusted = adjust(logits, sequences, params)
+    best, tokens = adjusted.max(dim=-1)
+    drawn = [row for row, p in enumerate(params) if not p.greedy]
+    if drawn:
+        tokens[drawn] = draw(
+            adjusted[drawn], [params[row] for row in drawn], [sequences[row] for row in drawn]
+        )
+    if bool(best.isnan().any()):  # max() prefers NaN to any number
+        raise NodeError("the model computed NaN logits", code="BAD_LOGITS")
+    ids = tokens.tolist()
+    return [
+        SampledToken(token_id, logprobs)
+        for token_id, logprobs in zip(ids, _logprobs(logits, ids, params), strict=True)
+    ]
+
+
+def params_of(sequence: StepSequence) -> SamplingParams:
+    if sequence.sampling is None:
+        raise ValueError(f"sequence {sequence.seq_id} has nothing to sample")
+    return sequence.sampling
+
+
+# ---- adjusting logits ----
+
+
+def adjust(
+    logits: torch.Tensor, sequences: Sequence[StepSequence], params: Sequence[SamplingParams]
+) -> torch.Tensor:
+    """Logits after bias, penalties and bans: a copy, or `logits` itself if there are none."""
+    penalised = [row for row, p in enumerate(params) if p.penalised]
+    biases = [(row, t, bias) for row, p in enumerate(params) for t, bias in p.logit_bias.items()]
+    banned = [(row, t) for row, sequence in enumerate(sequences) for t in sequence.banned_token_ids]
+    if not (penalised or biases or banned):
+        return logits
+    logits = logits.clone()
+    vocab = logits.shape[1]
+    # Ids come from clients; those that name no token have no effect.
+    if biases := [entry for entry in biases if 0 <= entry[1] < vocab]:
+        rows, tokens, values = zip(*biases, strict=True)
+        logits[list(rows), list(tokens)] += logits.new_tensor(values)
+    if penalised:
+        logits[penalised] = _penalise(
+            logits[penalised],
+            [sequences[row] for row in penalised],
+            [params[row] for row in penalised],
+        )
+    if banned := [entry for entry in banned if 0 <= entry[1] < vocab]:
+        rows, tokens = zip(*banned, strict=True)
+        logits[list(rows), list(tokens)] = -torch.inf
+    return logits
+
+
+def _penalise(
+    logits: torch.Tensor, sequences: Sequence[StepSequence], params: Sequence[SamplingParams]
+) -> torch.Tensor:
+    """Repetition penalty over prompt and output (Keskar et al., "CTRL", 2019: scores move
+    towards minus infinity by a factor); frequency and presence penalties over the output
+    alone, as OpenAI defines them."""
+    prompts = [sequence.history[: sequence.num_prompt_tokens] for sequence in sequences]
+    outputs = [sequence.history[sequence.num_prompt_tokens :] for sequence in sequences]
+    counts = _count(outputs, logits)
+    seen = (counts > 0) | (_count(prompts, logits) > 0)
+    repetition = _column([p.repetition_penalty for p in params], logits)
+    logits = torch.where(
+        seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits
+    )
+    logits -= _column([p.frequency_penalty for p in params], logits) * counts
+    logits -= _column([p.presence_penalty for p in params], logits) * (counts > 0)
+    return logits
+
+
+def _count(token_lists: Sequence[tuple[int, ...]], like: torch.Tensor) -> torch.Tensor:
+    """How often each token occurs in each list: float32 `[len(token_lists), vocab]`."""
+    counts = torch.zeros_like(like)
+    for row, tokens in enumerate(token_lists):
+        ids = torch.tensor(tokens, dtype=torch.int64, device=like.device)
+        counts[row].scatter_add_(0, ids, torch.ones_like(ids, dtype=counts.dtype))
+    return counts
+
+
+# ---- drawing ----
+
+
+def draw(
+    logits: torch.Tensor, params: Sequence[SamplingParams], sequences: Sequence[StepSequence]
+) -> torch.Tensor:
+    """Draws by inverting the cumulative distribution, in float64 so that its tail counts:
+    the first token whose cumulative probability exceeds the row's random number."""
+    probs = filtered_probs(logits, params)
+    cumulative = probs.cumsum(dim=-1)
+    # Positions count from the sequence's start, so a resumed sequence goes on where it was.
+    numbers = _column([uniform(s.seed, s.start + len(s.token_ids)) for s in sequences], cumulative)
+    return torch.searchsorted(cumulative, numbers * cumulative[:, -1:], right=True).squeeze(1)
+
+
+def filtered_probs(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """What each token may be drawn with, float64 `[B, vocab]`; rows need not sum to 1.
+
+    top-k keeps the k most likely tokens, top-p (Holtzman et al., 2019) the fewest of these
+    whose share is at least p, min-p those at least p times as likely as the most likely.
+    Filters are thresholds: tokens exactly as likely as the last one kept stay too, so the
+    result depends on no sorting order.
+    """
+    logits = logits.double() / _column([p.temperature for p in params], logits.double())
+    logits = _filter_top_k(logits, params)
+    probs = _filter_top_p(logits.softmax(dim=-1), params)
+    if any(p.min_p > 0 for p in params):
+        least = probs.amax(dim=-1, keepdim=True) * _column([p.min_p for p in params], probs)
+        probs = probs.masked_fill(probs < least, 0.0)
+    return probs
+
+
+def _filter_top_k(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    vocab = logits.shape[1]
+    rows = [row for row, p in enumerate(params) if 0 < p.top_k < vocab]
+    if not rows:
+        return logits
+    ks = torch.tensor([params[row].top_k for row in rows], device=logits.device)
+    values = logits[rows].topk(int(ks.max()), dim=-1).values
+    least = values.gather(1, ks.unsqueeze(1) - 1)
+    logits[rows] = logits[rows].masked_fill(logits[rows] < least, -torch.inf)
+    return logits
+
+
+def _filter_top_p(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    rows = [row for row, p in enumerate(params) if p.top_p < 1.0]
+    if not rows:
+        return probs
+    share = _column([params[row].top_p for row in rows], probs)
+    subset = probs[rows]
+    for width in (min(_TOP_P_WIDTH, subset.shape[1]), subset.shape[1]):
+        values = subset.topk(width, dim=-1).values
+        before = values.cumsum(dim=-1) - values
+        if bool((before[:, -1:] >= share).all()):
+            break
+    kept = (before < share).sum(dim=-1, keepdim=True).clamp(min=1)
+    least = values.gather(1, kept - 1)
+    probs[rows] = subset.masked_fill(subset < least, 0.0)
+    return probs
+
+
+# ---- log-probabilities ----
+
+
+def _logprobs(
+    logits: torch.Tensor, ids: Sequence[int], params: Sequence[SamplingParams]
+) -> list[TokenLogprobs | None]:
+    """Of the model's own distribution, before any adjustment, for the rows that ask."""
+    result: list[TokenLogprobs | None] = [None] * len(ids)
+    rows = [row for row, p in enumerate(params) if p.logprobs is not None]
+    if not rows:
+        return result
+    logprobs = logits[rows].log_softmax(dim=-1)
+    chosen = logprobs[range(len(rows)), [ids[row] for row in rows]].tolist()
+    width = min(max(params[row].logprobs or 0 for row in rows), logits.shape[1])
+    values, tokens = (part.tolist() for part in logprobs.topk(width, dim=-1))
+    for i, row in enumerate(rows):
+        top = zip(tokens[i], values[i], strict=True)
+        result[row] = TokenLogprobs(chosen[i], tuple(top)[: params[row].logprobs])
+    return result
+
+
+def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+    """`[len(values), 1]`, of the dtype and device of `like`."""
+    return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(1)

@@ -1,0 +1,217 @@
+"""Which sequences are computed in the next step. Policy only: no tensors, no I/O.
+
+A step has a budget of tokens. Sequences that decode get one token each, first, so a long
+prompt never stalls them; what is left goes to prompts in the order they came, in chunks
+(chunked prefill, Sarathi-Serve, OSDI'24). A sequence is admitted only when blocks for all
+its present tokens are free. A decoding sequence that needs one more block when none is free
+preempts the youngest one, which gives its blocks back and computes its tokens again later.
+
+    WAITING ──admit──▶ RUNNING ──hold──▶ HELD ──release──▶ DONE
+      │  ▲                │  ▲
+      │  └────preempt─────┘  └────────activate────────┐
+      └──admit, its KV comes from another node──▶ REMOTE ──hold──▶ HELD
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from common.config.schema import SchedulerConfig
+from common.core.sampling import SampledToken
+from common.engine.block_pool import BlockPool
+from common.engine.messages import StepBatch, StepSequence
+from common.engine.sequence import Sequence, Status
+
+
+class Scheduler:
+    """Owns the status, the block table and `num_computed` of every sequence added to it."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        config: SchedulerConfig,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        self.pool = pool
+        self.config = config
+        self.eos_token_ids = eos_token_ids
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.remote: set[Sequence] = set()
+        # Totals since start, for the metrics.
+        self.num_preemptions = 0
+        self.prompt_tokens = 0  # computed here, recomputation after a preemption included
+        self.generation_tokens = 0  # sampled here
+        self.cache_queries = 0  # prompt tokens looked up in the prefix cache
+        self.cache_hits = 0  # prompt tokens found there
+        self._step = 0
+
+    # ---- entering and leaving -------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def admit(self) -> list[Sequence]:
+        """Gives blocks to the sequences at the head of the queue, while they last."""
+        admitted: list[Sequence] = []
+        while self.waiting and self._try_admit(self.waiting[0]):
+            admitted.append(self.waiting.popleft())
+        return admitted
+
+    def activate(self, sequence: Sequence, first_token: SampledToken) -> None:
+        """All KV of a REMOTE sequence's prompt has arrived; it decodes from `first_token` on."""
+        self.remote.discard(sequence)
+        self.computed(sequence, sequence.num_pending)
+        sequence.append(first_token)
+        sequence.status = Status.RUNNING
+        self.running.append(sequence)
+
+    def hold(self, sequence: Sequence) -> None:
+        """The sequence is computed no more but keeps its blocks until `release`."""
+        if sequence.status is Status.WAITING:
+            self.waiting.remove(sequence)
+        elif sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
+        self.remote.discard(sequence)
+        if sequence.status is not Status.DONE:
+            sequence.status = Status.HELD
+
+    def release(self, sequence: Sequence) -> None:
+        """The sequence is over: its blocks are free. Whoever calls makes sure that no step
+        and no transfer touches them any more. Calling it again does nothing."""
+        if sequence.status is Status.DONE:
+            return
+        self.hold(sequence)
+        self.pool.free(sequence.block_table)
+        sequence.block_table = []
+        sequence.status = Status.DONE
+
+    # ---- one step -------------------------------------------------------------------------
+
+    def schedule(self) -> StepBatch | None:
+        """The next step, or None when there is nothing to compute."""
+        budget = self.config.max_num_batched_tokens
+        entries: list[StepSequence] = []
+        for sequence in self._decodes():
+            entries.append(self._entry(sequence, 1))
+            budget -= 1
+        decodes = len(entries)
+        for sequence in self.running:
+            if budget <= 0 or len(entries) >= self.config.max_num_seqs:
+                break
+            if sequence.num_pending > 1 or sequence.num_computed < sequence.num_prompt_tokens:
+                chunk = min(sequence.num_pending, budget)
+                entries.append(self._entry(sequence, chunk))
+                budget -= chunk
+        if not entries:
+            return None
+        self._step += 1
+        sampled = sum(entry.sampling is not None for entry in entries)
+        self.generation_tokens += sampled
+        self.prompt_tokens += sum(len(entry.token_ids) for entry in entries) - decodes
+        return StepBatch(self._step, tuple(entries))
+
+    def computed(self, sequence: Sequence, num_tokens: int) -> None:
+        """A step has written the KV of the sequence's next `num_tokens` tokens."""
+        first_new = sequence.num_computed // self.pool.block_size
+        sequence.num_computed += num_tokens
+        full = sequence.num_computed // self.pool.block_size
+        if self.pool.prefix_caching and full > first_new:
+            hashes = sequence.hashes(self.pool.block_size)
+            for index in range(first_new, full):
+                self.pool.register(sequence.block_table[index], hashes[index])
+
+    # ---- inside ---------------------------------------------------------------------------
+
+    def _try_admit(self, sequence: Sequence) -> bool:
+        if len(self.running) + len(self.remote) >= self.config.max_num_seqs:
+            return False
+        # A remote prompt may be cached whole; a local one must compute at least its last
+        # token, whose logits choose the next.
+        usable = sequence.num_tokens - (0 if sequence.remote else 1)
+        hashes = sequence.hashes(self.pool.block_size)[: usable // self.pool.block_size]
+        cached, unheld = self.pool.count_cached(hashes)
+        needed = self.pool.blocks_for(sequence.num_tokens) - cached
+        # One spare block for each running sequence, so that an admission does not at once
+        # cause a preemption.
+        if needed + unheld + len(self.running) > self.pool.num_free:
+            alone = not self.running and not self.remote
+            if not alone or needed + unheld > self.pool.num_free:
+                return False
+        sequence.block_table = self.pool.match(hashes) + self.pool.allocate(needed)
+        sequence.num_computed = cached * self.pool.block_size
+        self._count_cache(sequence)
+        self._enter(sequence)
+        return True
+
+    def _enter(self, sequence: Sequence) -> None:
+        if sequence.remote:
+            sequence.status = Status.REMOTE
+            self.remote.add(sequence)
+        else:
+            sequence.status = Status.RUNNING
+            self.running.append(sequence)
+
+    def _count_cache(self, sequence: Sequence) -> None:
+        if sequence.num_output_tokens == 0:
+            sequence.num_cached = sequence.num_computed
+            self.cache_queries += sequence.num_prompt_tokens
+            self.cache_hits += sequence.num_cached
+
+    def _decodes(self) -> Iterator[Sequence]:
+        """Sequences with one pending token, each with a block for it; preempts to find it."""
+        index = 0
+        while index < len(self.running):
+            sequence = self.running[index]
+            is_decode = (
+                sequence.num_pending == 1 and sequence.num_computed >= sequence.num_prompt_tokens
+            )
+            if is_decode:
+                if not self._grow(sequence):
+                    continue  # it preempted itself: the next one has moved to this index
+                yield sequence
+            index += 1
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Makes sure that the pending token has a slot."""
+        if self.pool.blocks_for(sequence.num_tokens) <= len(sequence.block_table):
+            return True
+        while self.pool.num_free == 0:
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        sequence.block_table += self.pool.allocate(1)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.pool.free(sequence.block_table)
+        sequence.block_table = []
+        sequence.num_computed = 0
+        sequence.remote = False  # whatever it was, this node computes it again
+        sequence.status = Status.WAITING
+        self.waiting.appendleft(sequence)
+        self.num_preemptions += 1
+
+    def _entry(self, sequence: Sequence, count: int) -> StepSequence:
+        start = sequence.num_computed
+        last = start + count == sequence.num_tokens
+        params = sequence.sampling
+        return StepSequence(
+            seq_id=sequence.seq_id,
+            token_ids=tuple(sequence.token_ids[start : start + count]),
+            start=start,
+            block_table=tuple(sequence.block_table),
+            sampling=params if last else None,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            history=tuple(sequence.token_ids) if last and params.penalised else (),
+            banned_token_ids=self._banned(sequence) if last else (),
+            seed=params.seed + sequence.choice,
+        )
+
+    def _banned(self, sequence: Sequence) -> tuple[int, ...]:
+        if sequence.num_output_tokens >= sequence.sampling.min_tokens:
+            return ()
+        return (*self.eos_token_ids, *sequence.sampling.stop_token_ids)

@@ -1,0 +1,83 @@
+"""One sequence on a node: its tokens, and how much of their KV exists in which blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from common.core.hashing import BlockHash, hash_blocks
+from common.core.request import FinishReason
+from common.core.sampling import SampledToken, SamplingParams
+
+
+class Status(Enum):
+    WAITING = auto()  # owns no blocks
+    REMOTE = auto()  # owns blocks that another node fills
+    RUNNING = auto()  # owns blocks and is computed
+    HELD = auto()  # owns blocks that are being read; never computed again
+    DONE = auto()  # owns no blocks, for good
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """`token_ids` is prompt + output. Tokens `[num_computed, len(token_ids))` have no KV yet;
+    a decode step has one such token, a prefill step many."""
+
+    seq_id: int
+    sampling: SamplingParams
+    token_ids: list[int]
+    num_prompt_tokens: int
+    choice: int = 0
+    remote: bool = False  # its KV comes from another node
+    status: Status = Status.WAITING
+    num_computed: int = 0
+    num_cached: int = 0  # prompt tokens found in the prefix cache at admission
+    block_table: list[int] = field(default_factory=list)
+    block_hashes: list[BlockHash] = field(default_factory=list)
+    cancelled: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens whose KV is still to be computed."""
+        return len(self.token_ids) - self.num_computed
+
+    def hashes(self, block_size: int) -> list[BlockHash]:
+        """Hashes of all full blocks of the tokens so far."""
+        if (len(self.block_hashes) + 1) * block_size <= len(self.token_ids):
+            self.block_hashes = hash_blocks(self.token_ids, block_size, self.block_hashes)
+        return self.block_hashes
+
+    def append(self, token: SampledToken) -> None:
+        self.token_ids.append(token.token_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Why a sequence ends; `stop_token_id` when a stop token (not EOS) ended it."""
+
+    reason: FinishReason
+    stop_token_id: int | None = None
+
+
+def check_finish(
+    sequence: Sequence, eos_token_ids: SequenceOf[int], max_model_len: int
+) -> Finish | None:
+    """Whether the last token ends the sequence. `min_tokens` needs no check here: the sampler
+    bans the tokens that could end it too early."""
+    last, params = sequence.token_ids[-1], sequence.sampling
+    if last in params.stop_token_ids:
+        return Finish(FinishReason.STOP, last)
+    if last in eos_token_ids and not params.ignore_eos:
+        return Finish(FinishReason.STOP)
+    if sequence.num_output_tokens >= params.max_tokens or sequence.num_tokens >= max_model_len:
+        return Finish(FinishReason.LENGTH)
+    return None

@@ -1,0 +1,271 @@
+"""A rank: device, group, weights, cache, runner and extension, built in this order.
+
+`build_worker` is what a `WorkerSpec` of the engine names; `worker_specs` makes those specs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+import torch
+
+from common.config.schema import EngineConfig, LogConfig
+from common.core.errors import ConfigError
+from common.core.model_spec import ModelSpec
+from common.core.plugins import import_string
+from common.distributed.executor import Emit, Extension, WorkerSpec
+from common.distributed.group import TensorParallelGroup
+from common.engine.kv_cache import (
+    KVCache,
+    cache_bytes,
+    check_num_blocks,
+    plan_num_blocks,
+    resized,
+)
+from common.engine.memory import available_bytes
+from common.engine.messages import CacheShape, RankReady, StepBatch
+from common.engine.runner import ModelRunner
+from common.model.decoder import CausalLM
+from common.model.dtype import choose_dtype, dtype_name
+from common.model.loader import load_model
+
+logger = logging.getLogger(__name__)
+
+
+class CacheExtension(Extension, Protocol):
+    """An extension that works on the rank's KV cache. Its factory is called as
+    `factory(cache_tensor, cache_shape, shared_fd, rank, config, emit)`; the cache and the
+    descriptor stay the rank's and outlive the extension."""
+
+    def info(self) -> bytes:
+        """What the rank announces for it in `RankReady.extension_info`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExtensionConfig:
+    """Which extension a rank hosts: an import string, and bytes only its factory reads."""
+
+    factory: str
+    config: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """`WorkerSpec.config` of the engine's ranks. `engine.model.model` is a folder's path."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    extension: ExtensionConfig | None = None
+
+
+def worker_specs(
+    config: WorkerConfig, role: str = "node", log: LogConfig | None = None
+) -> list[WorkerSpec]:
+    """One spec per rank of --tensor-parallel-size, for `make_executor`."""
+    size = config.engine.parallel.tensor_parallel_size
+    return [
+        WorkerSpec(
+            factory="common.engine.worker:build_worker",
+            rank=rank,
+            world_size=size,
+            init_method="",
+            config=msgspec.to_builtins(config, builtin_types=(bytes,)),
+            role=role,
+            log=log or LogConfig(),
+        )
+        for rank in range(size)
+    ]
+
+
+def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
+    """Builds rank `spec.rank`. Blocks until all ranks are here and weights are loaded.
+
+    Raises:
+        ConfigError: the model, its files or the memory do not allow this configuration.
+        NodeError: another rank did not come or died meanwhile.
+    """
+    config = msgspec.convert(spec.config, WorkerConfig)
+    engine = config.engine
+    device = choose_device(engine.parallel.device, spec.rank)
+    _set_threads(engine.parallel.cpu_threads, spec.world_size)
+    model_spec, max_model_len = _read_model(engine)
+    group = TensorParallelGroup(
+        spec.rank,
+        spec.world_size,
+        spec.init_method,
+        device,
+        engine.parallel.distributed_timeout,
+    )
+    dtype = choose_dtype(engine.model.dtype, model_spec.dtype, device)
+    model = load_model(model_spec, engine.model, group, device, dtype, _Progress(spec.rank))
+    shape = _cache_shape(model_spec, engine, group, dtype)
+    cache = _allocate(engine, model, shape, max_model_len, group, device)
+    runner = ModelRunner(model, cache.tensor, device, samples=spec.rank == 0)
+    _warm_up(runner, engine)
+    extension = _build_extension(config.extension, cache, spec.rank, emit)
+    return ModelWorker(spec.rank, group, runner, cache, extension)
+
+
+class ModelWorker:
+    """One rank, ready to step (see `common.distributed.executor.Worker`)."""
+
+    def __init__(
+        self,
+        rank: int,
+        group: TensorParallelGroup,
+        runner: ModelRunner,
+        cache: KVCache,
+        extension: CacheExtension | None,
+    ) -> None:
+        self._rank = rank
+        self._group = group
+        self._runner = runner
+        self._cache = cache
+        self._extension = extension
+        self._decoder = msgspec.msgpack.Decoder(StepBatch)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    @property
+    def extension(self) -> CacheExtension | None:
+        return self._extension
+
+    def ready(self) -> bytes:
+        ready = RankReady(
+            rank=self._rank,
+            cache=self._cache.shape,
+            weights_bytes=self._runner.model.weights_bytes,
+            device=str(self._runner.device),
+            extension_info=self._extension.info() if self._extension else b"",
+        )
+        return self._encoder.encode(ready)
+
+    def step(self, message: bytes) -> bytes:
+        return self._encoder.encode(self._runner.run(self._decoder.decode(message)))
+
+    def close(self) -> None:
+        self._group.close()
+        self._cache.close()
+
+
+# ---- the stages of build_worker ----
+
+
+def choose_device(requested: str, rank: int) -> torch.device:
+    """--device resolved: rank r computes on GPU r, or on the CPU.
+
+    Raises:
+        ConfigError: there is no such GPU.
+    """
+    count = torch.cuda.device_count()
+    if requested == "cpu" or (requested == "auto" and count == 0):
+        return torch.device("cpu")
+    if rank >= count:
+        raise ConfigError(
+            f"rank {rank} has no GPU of its own (found {count}): "
+            "lower --tensor-parallel-size or pass --device cpu"
+        )
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _set_threads(requested: int, world_size: int) -> None:
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(requested or max(1, cores // world_size))
+
+
+def _read_model(engine: EngineConfig) -> tuple[ModelSpec, int]:
+    """The model's spec and the context window to serve."""
+    if engine.model.model is None:
+        raise ConfigError("--model must name a checkpoint folder")
+    spec = ModelSpec.from_folder(engine.model.model)
+    max_model_len = engine.model.max_model_len or spec.max_position_embeddings
+    spec.check_max_model_len(max_model_len)
+    return spec, max_model_len
+
+
+class _Progress:
+    """Logs loading at each quarter, on rank 0."""
+
+    def __init__(self, rank: int) -> None:
+        self._quiet = rank != 0
+        self._quarters = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        quarters = 4 * done // max(total, 1)
+        if quarters > self._quarters and not self._quiet:
+            logger.info("loading weights: %d %% of %s", 25 * quarters, _gib(total))
+        self._quarters = quarters
+
+
+def _cache_shape(
+    spec: ModelSpec, engine: EngineConfig, group: TensorParallelGroup, dtype: torch.dtype
+) -> CacheShape:
+    """This rank's cache, of one block: its size is not known yet."""
+    head_start, head_end = spec.kv_head_range(group.rank, group.size)
+    return CacheShape(
+        layer_start=0,
+        layer_end=spec.num_layers,
+        head_start=head_start,
+        head_end=head_end,
+        num_blocks=1,
+        block_size=engine.cache.block_size,
+        head_dim=spec.head_dim,
+        dtype=dtype_name(dtype),
+        total_layers=spec.num_layers,
+        total_kv_heads=spec.num_kv_heads,
+    )
+
+
+def _allocate(
+    engine: EngineConfig,
+    model: CausalLM,
+    shape: CacheShape,
+    max_model_len: int,
+    group: TensorParallelGroup,
+    device: torch.device,
+) -> KVCache:
+    """As many blocks as the rank with the least room has."""
+    room = available_bytes(engine, model, shape, device)
+    num_blocks = plan_num_blocks(engine, cache_bytes(shape), max_model_len, room, device.type)
+    everywhere = group.all_gather(torch.tensor([num_blocks], device=device), dim=0)
+    num_blocks = int(everywhere.min())
+    check_num_blocks(engine, num_blocks, max_model_len)
+    shape = resized(shape, num_blocks)
+    if group.rank == 0:
+        tokens, size = num_blocks * shape.block_size, _gib(cache_bytes(shape))
+        logger.info("KV blocks: %d (= %d tokens, %s per rank)", num_blocks, tokens, size)
+    return KVCache.allocate(shape, device)
+
+
+def _warm_up(runner: ModelRunner, engine: EngineConfig) -> None:
+    """On a GPU with the largest step; a CPU has no kernels to choose: a short one shows that
+    the ranks compute together."""
+    if runner.device.type == "cuda":
+        scheduler = engine.scheduler
+        runner.warm_up(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+    else:
+        runner.warm_up(num_tokens=engine.cache.block_size, num_seqs=1)
+
+
+def _build_extension(
+    config: ExtensionConfig | None, cache: KVCache, rank: int, emit: Emit
+) -> CacheExtension | None:
+    if config is None:
+        return None
+    extension: CacheExtension = import_string(config.factory)(
+        cache_tensor=cache.tensor,
+        cache_shape=cache.shape,
+        shared_fd=cache.fd,
+        rank=rank,
+        config=config.config,
+        emit=emit,
+    )
+    return extension
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB"

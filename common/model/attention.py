@@ -1,0 +1,122 @@
+"""Attention over the paged KV cache: the interface, and what every backend shares.
+
+A step's sequences are concatenated along the token dimension. `prepare` turns their block
+tables into whatever the backend's kernels index with, once per step; `forward` runs once per
+layer with the result.
+
+The cache is `[layers, 2, num_blocks, kv_heads, block_size, head_dim]` (2 = key, value),
+head-major inside a block, and must be allocated as zeros: slots never written are read and
+masked, and 0 × NaN would not vanish.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """One rank's attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """The sequences of a step, in the order of their tokens. Sequence i computes
+    `query_lens[i]` tokens after `starts[i]` that are in the cache already; `block_tables[i]`
+    covers both."""
+
+    query_lens: Sequence[int]
+    starts: Sequence[int]
+    block_tables: Sequence[Sequence[int]]
+    block_size: int
+
+    @property
+    def context_lens(self) -> list[int]:
+        """Tokens each sequence's last query attends to, itself included."""
+        return [start + length for start, length in zip(self.starts, self.query_lens, strict=True)]
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where each sequence's tokens begin in the step, and where the last ones end."""
+        return list(accumulate(self.query_lens, initial=0))
+
+    def used_tables(self) -> list[Sequence[int]]:
+        """The blocks each sequence reads, without those reserved for later tokens."""
+        size = self.block_size
+        return [
+            table[: -(-length // size)]
+            for table, length in zip(self.block_tables, self.context_lens, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotMapping:
+    """Where each token's key and value go: `blocks` and `slots`, both `[T]`."""
+
+    blocks: Tensor
+    slots: Tensor
+
+    @classmethod
+    def of(cls, batch: AttentionBatch, device: torch.device) -> SlotMapping:
+        tables = pad_tables(batch.used_tables())
+        sequence = torch.repeat_interleave(torch.tensor(batch.query_lens))
+        shift = torch.tensor(batch.starts) - torch.tensor(batch.offsets[:-1])
+        positions = torch.arange(len(sequence)) + shift[sequence]
+        blocks = tables[sequence, positions // batch.block_size]
+        return cls(blocks.to(device), (positions % batch.block_size).to(device))
+
+    def write(self, layer_cache: Tensor, k: Tensor, v: Tensor) -> None:
+        """Puts `k`, `v` [T, kv_heads, D] into one layer's cache [2, N, kv_heads, S, D]."""
+        layer_cache[0][self.blocks, :, self.slots] = k
+        layer_cache[1][self.blocks, :, self.slots] = v
+
+
+def pad_tables(tables: Sequence[Sequence[int]]) -> Tensor:
+    """Block tables as one tensor. Short ones are filled up with their own first block, so that
+    what a mask hides is never another sequence's."""
+    width = max(map(len, tables))
+    return torch.tensor([[*table, *table[:1] * (width - len(table))] for table in tables])
+
+
+AttentionContext = Any  # what a backend's `prepare` returns; nobody else looks inside
+
+
+class AttentionBackend(ABC):
+    """Writes a step's keys and values into the cache and attends over it."""
+
+    def __init__(self, shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> None:
+        self.shape = shape
+        self.device = device
+        self.dtype = dtype
+
+    @abstractmethod
+    def prepare(self, batch: AttentionBatch) -> AttentionContext:
+        """What `forward` needs to know of a step; valid for that step and all layers."""
+
+    @abstractmethod
+    def forward(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv_cache: Tensor,
+        context: AttentionContext,
+    ) -> Tensor:
+        """q [T, heads, D], k and v [T, kv_heads, D] → attention's output [T, heads, D].
+        A sequence's result does not depend on the others in the step beyond rounding."""

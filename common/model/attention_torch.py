@@ -1,0 +1,153 @@
+"""Paged attention in plain torch, for CPUs and for GPUs without FlashInfer.
+
+Sequences with one query (decodes) are gathered from the cache into one padded batch per bucket
+of similar length, and attended in one call. Longer queries (prefill chunks) take one
+call each. Both pass KV heads without repeating them for the query heads that share them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.model.attention import AttentionBackend, AttentionBatch, SlotMapping, pad_tables
+
+
+@dataclass(frozen=True, slots=True)
+class _Decodes:
+    """B sequences with one query each."""
+
+    rows: Tensor  # [B] which of the step's tokens
+    gather: Tensor  # [B · kv_heads · blocks] rows of the cache seen as [N · kv_heads, S · D]
+    length: int  # tokens of the longest
+    mask: Tensor | None  # [B, 1, 1, length] added to the scores; None: all are the longest
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """One sequence with several queries."""
+
+    start: int  # its first token in the step
+    end: int
+    gather: Tensor | None  # as for decodes; None: it has no context before this step
+    length: int
+    mask: Tensor | None  # [queries, length]; None with `gather` None: plain causal
+
+
+@dataclass(frozen=True, slots=True)
+class TorchContext:
+    slots: SlotMapping
+    decodes: tuple[_Decodes, ...]
+    chunks: tuple[_Chunk, ...]
+
+
+class TorchAttention(AttentionBackend):
+    """See `AttentionBackend`."""
+
+    def prepare(self, batch: AttentionBatch) -> TorchContext:
+        tables, lengths, offsets = batch.used_tables(), batch.context_lens, batch.offsets
+        buckets: defaultdict[int, list[int]] = defaultdict(list)
+        chunks = []
+        for i, query_len in enumerate(batch.query_lens):
+            if query_len == 1:
+                buckets[len(tables[i]).bit_length()].append(i)
+            else:
+                chunks.append(self._chunk(offsets[i], query_len, tables[i], lengths[i]))
+        decodes = [
+            self._decodes(
+                [offsets[i] for i in group], [tables[i] for i in group], [lengths[i] for i in group]
+            )
+            for group in buckets.values()
+        ]
+        return TorchContext(SlotMapping.of(batch, self.device), tuple(decodes), tuple(chunks))
+
+    def forward(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, context: TorchContext
+    ) -> Tensor:
+        cache = kv_cache[layer]
+        context.slots.write(cache, k, v)
+        out = torch.empty_like(q)
+        for group in context.decodes:
+            out[group.rows] = self._attend_decodes(q[group.rows], cache, group)
+        for chunk in context.chunks:
+            part = slice(chunk.start, chunk.end)
+            out[part] = self._attend_chunk(q[part], k[part], v[part], cache, chunk)
+        return out
+
+    # ---- once per step ----
+
+    def _decodes(
+        self, rows: list[int], tables: list[Sequence[int]], lengths: list[int]
+    ) -> _Decodes:
+        longest = max(lengths)
+        mask = None
+        if min(lengths) < longest:
+            beyond = torch.arange(longest) >= torch.tensor(lengths)[:, None]
+            mask = self._additive(beyond)[:, None, None]
+        return _Decodes(torch.tensor(rows).to(self.device), self._gather(tables), longest, mask)
+
+    def _chunk(self, offset: int, queries: int, table: Sequence[int], length: int) -> _Chunk:
+        if queries == length:
+            return _Chunk(offset, offset + queries, None, length, None)
+        positions = torch.arange(length - queries, length)
+        mask = self._additive(torch.arange(length) > positions[:, None])
+        return _Chunk(offset, offset + queries, self._gather([table]), length, mask)
+
+    def _additive(self, hidden: Tensor) -> Tensor:
+        """0 where a key may be seen, -inf where it is hidden."""
+        mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, float("-inf"))
+        return mask.to(self.device)
+
+    def _gather(self, tables: list[Sequence[int]]) -> Tensor:
+        """The cache rows of each (sequence, head, block)."""
+        heads = self.shape.num_kv_heads
+        rows = pad_tables(tables)[:, None] * heads + torch.arange(heads)[:, None]
+        return rows.flatten().to(self.device)
+
+    # ---- once per layer ----
+
+    def _read(self, cache: Tensor, gather: Tensor, length: int) -> Tensor:
+        """Keys or values [N, heads, S, D] → [B, heads, length, D]: whole runs of S · D numbers
+        are copied, because a block is head-major."""
+        heads, dim = self.shape.num_kv_heads, self.shape.head_dim
+        runs = cache.view(cache.shape[0] * heads, -1).index_select(0, gather)
+        slots = -(-length // cache.shape[2]) * cache.shape[2]
+        return runs.view(-1, heads, slots, dim)[:, :, :length]
+
+    def _attend_decodes(self, q: Tensor, cache: Tensor, group: _Decodes) -> Tensor:
+        """The query heads that share a KV head become its queries: [B, kv_heads, G, D]."""
+        keys = self._read(cache[0], group.gather, group.length)
+        values = self._read(cache[1], group.gather, group.length)
+        grouped = q.view(q.shape[0], self.shape.num_kv_heads, -1, self.shape.head_dim)
+        out = F.scaled_dot_product_attention(
+            grouped, keys, values, attn_mask=group.mask, scale=self.shape.scale
+        )
+        return out.reshape(q.shape)
+
+    def _attend_chunk(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, chunk: _Chunk
+    ) -> Tensor:
+        """KV heads are the batch, the query heads that share one its heads:
+        [kv_heads, G, T, D] × [kv_heads, 1 → G, length, D], the 1 → G without a copy."""
+        heads, dim = self.shape.num_kv_heads, self.shape.head_dim
+        if chunk.gather is None:
+            keys, values = k.transpose(0, 1), v.transpose(0, 1)
+        else:
+            keys = self._read(cache[0], chunk.gather, chunk.length)[0]
+            values = self._read(cache[1], chunk.gather, chunk.length)[0]
+        queries = q.view(q.shape[0], heads, -1, dim).permute(1, 2, 0, 3)
+        shared = (-1, queries.shape[1], -1, -1)
+        out = F.scaled_dot_product_attention(
+            queries,
+            keys[:, None].expand(shared),
+            values[:, None].expand(shared),
+            attn_mask=chunk.mask,
+            is_causal=chunk.gather is None,
+            scale=self.shape.scale,
+        )
+        return out.permute(2, 0, 1, 3).reshape(q.shape)

@@ -1,0 +1,186 @@
+"""The decoder: one class for every supported family, which differ in biases, norms and rope.
+
+    hidden = embed(tokens)
+    each layer:  hidden += attention(norm(hidden));  hidden += mlp(norm(hidden))
+    logits = head(norm(hidden))
+
+Inference only: callers run it under `torch.inference_mode()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.core.model_spec import ModelSpec
+from common.distributed.group import TensorParallelGroup
+from common.model.attention import AttentionBackend, AttentionContext, AttentionShape
+from common.model.backends import make_backend
+from common.model.layers import (
+    MergedColumnParallelLinear,
+    ParallelLMHead,
+    Placement,
+    QKVParallelLinear,
+    RMSNorm,
+    RowParallelLinear,
+    Shard,
+    VocabParallelEmbedding,
+)
+from common.model.rope import RotaryEmbedding, rotate
+
+
+class Attention:
+    """Grouped-query self-attention (arXiv:2305.13245)."""
+
+    def __init__(self, prefix: str, spec: ModelSpec, placement: Placement) -> None:
+        self.head_dim = spec.head_dim
+        self.qkv_proj = QKVParallelLinear(prefix, spec, placement)
+        self.o_proj = RowParallelLinear(
+            f"{prefix}.o_proj",
+            spec.num_heads * spec.head_dim,
+            spec.hidden_size,
+            spec.o_bias,
+            placement,
+        )
+        self.qk_norms: tuple[RMSNorm, ...] = ()
+        if spec.qk_norm:
+            self.qk_norms = tuple(
+                RMSNorm(f"{prefix}.{name}", spec.head_dim, spec.rms_norm_eps, placement)
+                for name in ("q_norm", "k_norm")
+            )
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`[T, hidden]` → q [T, heads, D], k and v [T, kv_heads, D], positions applied."""
+        heads, kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        projected = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
+        qk, v = projected.split((heads + kv_heads, kv_heads), dim=1)
+        if self.qk_norms:
+            q, k = qk.split((heads, kv_heads), dim=1)
+            qk = torch.cat((self.qk_norms[0](q), self.qk_norms[1](k)), dim=1)
+        q, k = rotate(qk, cos, sin).split((heads, kv_heads), dim=1)
+        return q, k, v
+
+    def shards(self) -> Iterator[Shard]:
+        for part in (self.qkv_proj, self.o_proj, *self.qk_norms):
+            yield from part.shards()
+
+
+class MLP:
+    """SwiGLU (arXiv:2002.05202)."""
+
+    def __init__(self, prefix: str, spec: ModelSpec, placement: Placement) -> None:
+        names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
+        self.gate_up_proj = MergedColumnParallelLinear(
+            names, spec.hidden_size, spec.intermediate_size, spec.mlp_bias, placement
+        )
+        self.down_proj = RowParallelLinear(
+            f"{prefix}.down_proj",
+            spec.intermediate_size,
+            spec.hidden_size,
+            spec.mlp_bias,
+            placement,
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
+
+    def shards(self) -> Iterator[Shard]:
+        yield from self.gate_up_proj.shards()
+        yield from self.down_proj.shards()
+
+
+class DecoderLayer:
+    """Attention and MLP, each behind a norm and added to what came in."""
+
+    def __init__(self, prefix: str, spec: ModelSpec, placement: Placement) -> None:
+        size, eps = spec.hidden_size, spec.rms_norm_eps
+        self.input_norm = RMSNorm(f"{prefix}.input_layernorm", size, eps, placement)
+        self.attention = Attention(f"{prefix}.self_attn", spec, placement)
+        self.mlp_norm = RMSNorm(f"{prefix}.post_attention_layernorm", size, eps, placement)
+        self.mlp = MLP(f"{prefix}.mlp", spec, placement)
+
+    def shards(self) -> Iterator[Shard]:
+        for part in (self.input_norm, self.attention, self.mlp_norm, self.mlp):
+            yield from part.shards()
+
+
+class CausalLM:
+    """A rank's part of a decoder-only language model.
+
+    `attention.prepare(batch)` gives the context that `forward` takes. Weights are zero until
+    `load_model` fills them.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        group: TensorParallelGroup,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """Raises ConfigError if the model cannot be split over the group."""
+        spec.validate_tensor_parallel(group.size)
+        placement = Placement(group, device, dtype)
+        vocab = (spec.vocab_size, spec.hidden_size)
+        self.spec = spec
+        self.dtype = dtype
+        self.rope = RotaryEmbedding(spec.rope, spec.head_dim, device)
+        self.embedding = VocabParallelEmbedding("model.embed_tokens", *vocab, placement)
+        self.layers = [
+            DecoderLayer(f"model.layers.{i}", spec, placement) for i in range(spec.num_layers)
+        ]
+        self.norm = RMSNorm("model.norm", spec.hidden_size, spec.rms_norm_eps, placement)
+        tied = self.embedding.weight if spec.tie_word_embeddings else None
+        self.lm_head = ParallelLMHead("lm_head", *vocab, placement, tied)
+        self.attention: AttentionBackend = make_backend(
+            _attention_shape(spec, group), device, dtype
+        )
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, context: AttentionContext, kv_cache: Tensor
+    ) -> Tensor:
+        """Computes a step's tokens and writes their KV.
+
+        Args:
+            token_ids, positions: int64 `[T]`, the sequences' tokens end to end.
+            context: of `self.attention.prepare`.
+            kv_cache: `[layers, 2, num_blocks, kv_heads, block_size, head_dim]`, in `dtype`.
+
+        Returns:
+            `[T, hidden]`; pass the rows whose next token is wanted to `compute_logits`.
+        """
+        hidden = self.embedding(token_ids)
+        cos, sin = self.rope.angles(positions, self.dtype)
+        for index, layer in enumerate(self.layers):
+            q, k, v = layer.attention.project(layer.input_norm(hidden), cos, sin)
+            attended = self.attention.forward(index, q, k, v, kv_cache, context)
+            hidden = hidden + layer.attention.o_proj(attended.flatten(1))
+            hidden = hidden + layer.mlp(layer.mlp_norm(hidden))
+        return hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """`[B, hidden]` → float32 logits `[B, vocab]`, equal on every rank."""
+        return self.lm_head(self.norm(hidden))
+
+    def shards(self) -> Iterator[Shard]:
+        """Every part of the checkpoint that this rank keeps."""
+        yield from self.embedding.shards()
+        for layer in self.layers:
+            yield from layer.shards()
+        yield from self.norm.shards()
+        if not self.spec.tie_word_embeddings:
+            yield from self.lm_head.shards()
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of this rank's weights."""
+        return sum(shard.target.nbytes for shard in self.shards())
+
+
+def _attention_shape(spec: ModelSpec, group: TensorParallelGroup) -> AttentionShape:
+    start, end = spec.kv_head_range(group.rank, group.size)
+    return AttentionShape(spec.num_heads // group.size, end - start, spec.head_dim)

@@ -1,0 +1,149 @@
+"""Fills a model's weights from a checkpoint folder. Safetensors only: nothing executable is
+ever read. Files are memory-mapped and each rank reads only the parts it keeps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from common.config.schema import ModelConfig
+from common.core.errors import ConfigError
+from common.core.model_spec import ModelSpec
+from common.distributed.group import TensorParallelGroup
+from common.model.decoder import CausalLM
+from common.model.layers import Shard
+
+OnProgress = Callable[[int, int], None]  # (bytes done, bytes in total)
+
+INDEX_FILE = "model.safetensors.index.json"
+DUMMY_SCALE = 0.05
+
+
+def load_model(
+    spec: ModelSpec,
+    config: ModelConfig,
+    group: TensorParallelGroup,
+    device: torch.device,
+    dtype: torch.dtype,
+    on_progress: OnProgress | None = None,
+) -> CausalLM:
+    """This rank's part of the model `config.model` names, in `dtype` on `device`.
+
+    Raises:
+        ConfigError: the folder's tensors are not those of `spec`; the message names them all.
+    """
+    model = CausalLM(spec, group, device, dtype)
+    shards = list(model.shards())
+    if config.load_format == "dummy":
+        _copy(_dummy_parts(shards, config.seed), shards, on_progress)
+        return model
+    if config.model is None:
+        raise ConfigError("--model must name a checkpoint folder")
+    with ExitStack() as stack:
+        checkpoint = _open_checkpoint(Path(config.model), stack)
+        _check(shards, checkpoint, spec)
+        _copy(_checkpoint_parts(shards, checkpoint), shards, on_progress)
+    return model
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The folder's safetensors files, sorted: those its index names, or all.
+
+    Raises:
+        ConfigError: there are none, or one the index names is missing.
+    """
+    index = folder / INDEX_FILE
+    if index.is_file():
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+        files = [folder / name for name in sorted(names)]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    missing = [file.name for file in files if not file.is_file()]
+    if missing or not files:
+        what = ", ".join(missing) or "*.safetensors"
+        raise ConfigError(f"{folder} lacks {what}; only safetensors weights are read")
+    return files
+
+
+def _copy(
+    parts: Iterable[tuple[Shard, Tensor]], shards: list[Shard], on_progress: OnProgress | None
+) -> None:
+    total, done = sum(shard.target.nbytes for shard in shards), 0
+    for shard, part in parts:
+        shard.target.copy_(part)
+        done += shard.target.nbytes
+        if on_progress is not None:
+            on_progress(done, total)
+
+
+# ---- safetensors ----
+
+
+def _open_checkpoint(folder: Path, stack: ExitStack) -> dict[str, Any]:
+    """Tensor name → the file's lazy slice of it."""
+    checkpoint: dict[str, Any] = {}
+    for path in weight_files(folder):
+        try:
+            file = stack.enter_context(safe_open(path, framework="pt"))
+        except SafetensorError as error:
+            raise ConfigError(f"{path} is not a safetensors file: {error}") from error
+        checkpoint.update((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118
+    return checkpoint
+
+
+def _checkpoint_parts(
+    shards: list[Shard], checkpoint: Mapping[str, Any]
+) -> Iterator[tuple[Shard, Tensor]]:
+    for shard in shards:
+        yield shard, checkpoint[shard.name][shard.index]
+
+
+def _check(shards: list[Shard], checkpoint: Mapping[str, Any], spec: ModelSpec) -> None:
+    """Raises ConfigError if the checkpoint's tensors are not exactly the expected ones."""
+    expected = {shard.name: list(shard.shape) for shard in shards}
+    found = {name: part.get_shape() for name, part in checkpoint.items()}
+    problems = {
+        "missing": sorted(expected.keys() - found.keys()),
+        "unexpected": sorted(
+            name for name in found.keys() - expected.keys() if not _harmless(name, spec)
+        ),
+        "of another shape": [
+            f"{name} {found[name]} ≠ {shape}"
+            for name, shape in expected.items()
+            if name in found and found[name] != shape
+        ],
+    }
+    listed = [f"{kind}: {', '.join(names)}" for kind, names in problems.items() if names]
+    if listed:
+        raise ConfigError(f"weights do not fit {spec.architecture}; tensors " + "; ".join(listed))
+
+
+def _harmless(name: str, spec: ModelSpec) -> bool:
+    """Tensors some checkpoints carry and no decoder needs."""
+    tied_head = spec.tie_word_embeddings and name == "lm_head.weight"
+    return tied_head or name.endswith("rotary_emb.inv_freq")
+
+
+# ---- dummy ----
+
+
+def _dummy_parts(shards: list[Shard], seed: int) -> Iterator[tuple[Shard, Tensor]]:
+    """Small random matrices and biases, norms of one. Whole tensors are drawn and then cut, so
+    that groups of every size hold the same model."""
+    for shard in shards:
+        if shard.name.endswith("norm.weight"):
+            yield shard, torch.ones(shard.shape)[shard.index]
+            continue
+        digest = hashlib.blake2b(f"{seed} {shard.name}".encode(), digest_size=7).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest))
+        whole = torch.empty(shard.shape).uniform_(-DUMMY_SCALE, DUMMY_SCALE, generator=generator)
+        yield shard, whole[shard.index]

@@ -1,0 +1,89 @@
+"""One readable line per event on stderr, or one JSON object, with the request it concerns."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Any, ClassVar
+
+from common.config.schema import LogConfig
+
+request_id_var: ContextVar[str | None] = ContextVar("request_id", default=None)
+"""The request the current task works for; every log line of that task carries it."""
+
+
+def setup_logging(role: str, config: LogConfig, rank: int | None = None) -> None:
+    """Sends this process's log records to stderr, in place of any earlier handlers."""
+    name = role if rank is None else f"{role}/{rank}"
+    handler = logging.StreamHandler(sys.stderr)
+    if config.log_format == "json":
+        handler.setFormatter(JSONFormatter(name))
+    else:
+        handler.setFormatter(TextFormatter(name, colour=sys.stderr.isatty()))
+    root = logging.getLogger()
+    for old in root.handlers[:]:
+        root.removeHandler(old)
+        old.close()
+    root.addHandler(handler)
+    root.setLevel(config.log_level.upper())
+    # Requests are logged once, by the role, with their id and their outcome.
+    logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+
+
+class TextFormatter(logging.Formatter):
+    """`HH:MM:SS.mmm LEVEL role[/rank] request-id message`; no request: `-`."""
+
+    COLOURS: ClassVar[dict[int, str]] = {
+        logging.DEBUG: "2",
+        logging.WARNING: "33",
+        logging.ERROR: "31",
+        logging.CRITICAL: "1;31",
+    }
+
+    def __init__(self, name: str, *, colour: bool) -> None:
+        super().__init__()
+        self.name = name
+        self.colour = colour
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
+        level = f"{record.levelname:<7}"
+        if self.colour and record.levelno in self.COLOURS:
+            level = f"\x1b[{self.COLOURS[record.levelno]}m{level}\x1b[0m"
+        line = f"{time} {level} {self.name} {_request_id()} {record.getMessage()}"
+        return "\n".join([line, *_trace(self, record)])
+
+
+class JSONFormatter(logging.Formatter):
+    """Keys: time (UTC), level, role, logger, message; request_id and exception if there are."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def format(self, record: logging.LogRecord) -> str:
+        event: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "role": self.name,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if (request_id := request_id_var.get()) is not None:
+            event["request_id"] = request_id
+        if trace := _trace(self, record):
+            event["exception"] = "\n".join(trace)
+        return json.dumps(event, ensure_ascii=False)
+
+
+def _request_id() -> str:
+    return request_id_var.get() or "-"
+
+
+def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> list[str]:
+    if record.exc_info and record.exc_info[0] is not None:
+        return formatter.formatException(record.exc_info).splitlines()
+    return []

@@ -1,0 +1,168 @@
+"""Prometheus metrics of the roles. Names and units follow vLLM's, with the prefix `pdserve:`.
+
+Each object owns its registry: two clusters, or a test's many nodes, live in one process. Labels
+are bounded: node ids and request ids are in the log, not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from common.core.request import FinishReason, Timeline
+
+TOKEN_SECONDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10,
+)  # fmt: skip
+REQUEST_SECONDS = (
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 5, 10, 20, 40, 80, 160, 320,
+)  # fmt: skip
+TRANSFER_SECONDS = (
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10,
+)  # fmt: skip
+
+
+class _Metrics:
+    """A registry and short constructors for what goes into it."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+    def _counter(self, name: str, help: str, *labels: str) -> Counter:
+        return Counter(f"pdserve:{name}", help, labels, registry=self.registry)
+
+    def _gauge(self, name: str, help: str, *labels: str) -> Gauge:
+        return Gauge(f"pdserve:{name}", help, labels, registry=self.registry)
+
+    def _histogram(self, name: str, help: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(f"pdserve:{name}", help, registry=self.registry, buckets=buckets)
+
+
+class RouterMetrics(_Metrics):
+    """What clients see: load, latencies, outcomes; and the nodes behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running = self._gauge("num_requests_running", "Requests being served")
+        self.waiting = self._gauge("num_requests_waiting", "Requests waiting for a place or node")
+        self.prompt_tokens = self._counter("prompt_tokens_total", "Prompt tokens of requests")
+        self.generation_tokens = self._counter("generation_tokens_total", "Tokens generated")
+        self.ttft = self._histogram(
+            "time_to_first_token_seconds", "Acceptance to first token", REQUEST_SECONDS
+        )
+        self.itl = self._histogram(
+            "inter_token_latency_seconds", "Between tokens of a choice", TOKEN_SECONDS
+        )
+        self.tpot = self._histogram(
+            "request_time_per_output_token_seconds", "A request's mean after the first token",
+            TOKEN_SECONDS,
+        )  # fmt: skip
+        self.e2e = self._histogram(
+            "e2e_request_latency_seconds", "Acceptance to last token", REQUEST_SECONDS
+        )
+        self.queue_time = self._histogram(
+            "request_queue_time_seconds", "Acceptance to placement", REQUEST_SECONDS
+        )
+        self.finished = self._counter(
+            "request_success_total", "Choices finished, by reason", "finished_reason"
+        )
+        self.requests = self._counter(
+            "requests_total", "Requests ended: OK, or the error's code", "code"
+        )
+        self.retries = self._counter(
+            "request_retries_total", "Stages tried again, by the error's code", "stage", "code"
+        )
+        self.breaker_trips = self._counter("breaker_trips_total", "Breakers opened", "role")
+        self.nodes = self._gauge("nodes", "Registered nodes", "role", "state")
+
+    def observe_request(
+        self,
+        timeline: Timeline,
+        *,
+        prompt_tokens: int,
+        completion_tokens: int,
+        finish_reasons: Sequence[FinishReason],
+    ) -> None:
+        """A request whose every choice finished; `completion_tokens` is the sum over choices."""
+        self.requests.labels("OK").inc()
+        self.prompt_tokens.inc(prompt_tokens)
+        self.generation_tokens.inc(completion_tokens)
+        for reason in finish_reasons:
+            self.finished.labels(reason.value).inc()
+        for histogram, seconds in (
+            (self.queue_time, timeline.queued),
+            (self.ttft, timeline.first_token),
+            (self.e2e, timeline.finished),
+            (self.tpot, time_per_output_token(timeline, completion_tokens, len(finish_reasons))),
+        ):
+            if seconds is not None:
+                histogram.observe(seconds)
+
+    def observe_error(self, code: str) -> None:
+        """A request that ended with a typed error (`PdserveError.code`)."""
+        self.requests.labels(code).inc()
+
+    def set_nodes(self, counts: Mapping[tuple[str, str], int]) -> None:
+        """Registered nodes by (role, state); what is absent is zero."""
+        self.nodes.clear()
+        for (role, state), count in counts.items():
+            self.nodes.labels(role, state).set(count)
+
+
+class NodeMetrics(_Metrics):
+    """What one prefill or decode node does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running = self._gauge("num_requests_running", "Sequences in the running batch")
+        self.waiting = self._gauge("num_requests_waiting", "Sequences not yet in the batch")
+        self.kv_cache_usage = self._gauge("kv_cache_usage_perc", "KV blocks in use; 1 is all")
+        self.prompt_tokens = self._counter("prompt_tokens_total", "Prompt tokens computed")
+        self.generation_tokens = self._counter("generation_tokens_total", "Tokens sampled")
+        self.preemptions = self._counter("num_preemptions_total", "Sequences set back to waiting")
+        self.prefix_queries = self._counter(
+            "prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache"
+        )
+        self.prefix_hits = self._counter(
+            "prefix_cache_hits_total", "Prompt tokens found in the prefix cache"
+        )
+        self.transfer_bytes = self._counter("kv_transfer_bytes_total", "KV bytes moved")
+        self.transfer_seconds = self._histogram(
+            "kv_transfer_seconds", "First run sent to last run landed", TRANSFER_SECONDS
+        )
+        self.transfers = self._counter(
+            "kv_transfers_total", "KV hand-offs ended: OK, or the error's code", "outcome"
+        )
+
+    def set_load(self, *, running: int, waiting: int, kv_usage: float) -> None:
+        """The scheduler's state after a step; `kv_usage` is 0 … 1."""
+        self.running.set(running)
+        self.waiting.set(waiting)
+        self.kv_cache_usage.set(kv_usage)
+
+    def observe_prefix(self, *, queried: int, hit: int) -> None:
+        """A prompt's tokens looked up and found."""
+        self.prefix_queries.inc(queried)
+        self.prefix_hits.inc(hit)
+
+    def observe_transfer(self, *, num_bytes: int, seconds: float) -> None:
+        """A KV hand-off that landed."""
+        self.transfers.labels("OK").inc()
+        self.transfer_bytes.inc(num_bytes)
+        self.transfer_seconds.observe(seconds)
+
+    def observe_transfer_error(self, code: str) -> None:
+        """A KV hand-off that ended with a `TransferError`."""
+        self.transfers.labels(code).inc()
+
+
+def time_per_output_token(
+    timeline: Timeline, completion_tokens: int, num_choices: int
+) -> float | None:
+    """Mean seconds from a token to the next of the same choice (TPOT); None when no choice has
+    a second token or the request did not finish."""
+    later_tokens = completion_tokens / max(num_choices, 1) - 1
+    if timeline.first_token is None or timeline.finished is None or later_tokens <= 0:
+        return None
+    return (timeline.finished - timeline.first_token) / later_tokens

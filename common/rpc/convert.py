@@ -1,0 +1,124 @@
+"""Dataclass ⇄ protobuf for what travels between the roles. Nothing here decides anything."""
+
+from __future__ import annotations
+
+from common.core.errors import InvalidRequest
+from common.core.request import FinishReason, GenerateJob, Timeline, TokenEvent
+from common.core.sampling import SampledToken, SamplingParams, TokenLogprobs
+from common.rpc.pb import cluster_pb2 as cluster
+from common.rpc.pb import inference_pb2 as inference
+
+_FINISH_TO_PB = {
+    None: inference.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: inference.FINISH_REASON_STOP,
+    FinishReason.LENGTH: inference.FINISH_REASON_LENGTH,
+}
+_FINISH_FROM_PB = {value: key for key, value in _FINISH_TO_PB.items()}
+
+
+def sampling_to_pb(params: SamplingParams) -> inference.SamplingParams:
+    return inference.SamplingParams(
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        seed=params.seed,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=params.logit_bias,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+        logprobs=params.logprobs,
+    )
+
+
+def sampling_from_pb(message: inference.SamplingParams) -> SamplingParams:
+    """Every field must be set: routers fill in the defaults, nodes do not guess."""
+    return SamplingParams(
+        max_tokens=message.max_tokens,
+        min_tokens=message.min_tokens,
+        temperature=message.temperature,
+        top_p=message.top_p,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        seed=message.seed,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        repetition_penalty=message.repetition_penalty,
+        logit_bias=dict(message.logit_bias),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+    )
+
+
+def job_to_pb(job: GenerateJob) -> cluster.Job:
+    return cluster.Job(
+        request_id=job.request_id,
+        prompt_token_ids=job.prompt_token_ids,
+        sampling=sampling_to_pb(job.sampling),
+        num_choices=job.num_choices,
+    )
+
+
+def job_from_pb(message: cluster.Job) -> GenerateJob:
+    if not message.prompt_token_ids:
+        raise InvalidRequest("the prompt has no tokens", param="prompt")
+    return GenerateJob(
+        request_id=message.request_id,
+        prompt_token_ids=tuple(message.prompt_token_ids),
+        sampling=sampling_from_pb(message.sampling),
+        num_choices=max(1, message.num_choices),
+    )
+
+
+def token_to_pb(token: SampledToken) -> inference.Token:
+    if token.logprobs is None:
+        return inference.Token(id=token.token_id)
+    top = [inference.TopLogprob(token_id=i, logprob=p) for i, p in token.logprobs.top]
+    return inference.Token(id=token.token_id, logprob=token.logprobs.logprob, top_logprobs=top)
+
+
+def token_from_pb(message: inference.Token) -> SampledToken:
+    if not message.HasField("logprob"):
+        return SampledToken(message.id)
+    top = tuple((entry.token_id, entry.logprob) for entry in message.top_logprobs)
+    return SampledToken(message.id, TokenLogprobs(message.logprob, top))
+
+
+def finish_to_pb(reason: FinishReason | None) -> inference.FinishReason:
+    return _FINISH_TO_PB[reason]
+
+
+def event_to_pb(event: TokenEvent) -> cluster.TokenEvent:
+    return cluster.TokenEvent(
+        choice=event.choice,
+        tokens=[token_to_pb(token) for token in event.tokens],
+        finish_reason=_FINISH_TO_PB[event.finish_reason],
+        stop_token_id=event.stop_token_id,
+    )
+
+
+def event_from_pb(message: cluster.TokenEvent) -> TokenEvent:
+    return TokenEvent(
+        choice=message.choice,
+        tokens=tuple(token_from_pb(token) for token in message.tokens),
+        finish_reason=_FINISH_FROM_PB.get(message.finish_reason),
+        stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
+    )
+
+
+def timeline_to_pb(timeline: Timeline) -> inference.Timeline:
+    return inference.Timeline(
+        queued=timeline.queued,
+        reserved=timeline.reserved,
+        first_token=timeline.first_token,
+        transferred=timeline.transferred,
+        finished=timeline.finished,
+        cached_tokens=timeline.cached_tokens,
+        transfer_bytes=timeline.transfer_bytes,
+        transfer_seconds=timeline.transfer_seconds,
+    )

@@ -1,0 +1,56 @@
+"""start → serve → drain → stop, the same for every role.
+
+The first SIGTERM or SIGINT drains: no new work, what is in flight finishes. The second stops
+at once. A part that fails ends the process with one line and a non-zero code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Callable
+
+from common.core.errors import PdserveError
+
+logger = logging.getLogger(__name__)
+
+
+async def serve_until_stopped(
+    failed: asyncio.Future[None], drain: Callable[[], Awaitable[None]], drain_timeout: float
+) -> int:
+    """Waits for a signal or for `failed`; returns the exit code: 0 drained, 1 failed."""
+    signals: asyncio.Queue[str] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signals.put_nowait, number.name)
+    name = await _first(signals.get(), failed)
+    if name is None:
+        return 1
+    logger.info("%s: draining (a second one stops at once)", name)
+    draining = asyncio.ensure_future(drain())
+    again = asyncio.ensure_future(signals.get())
+    done, _ = await asyncio.wait(
+        {draining, again, failed}, timeout=drain_timeout, return_when=asyncio.FIRST_COMPLETED
+    )
+    again.cancel()
+    if draining in done:
+        logger.info("drained")
+        return 0
+    draining.cancel()
+    logger.warning("stopping with work in flight (%s)", "signal" if again in done else "time-out")
+    return 0 if again in done else 1
+
+
+async def _first(signal_name: Awaitable[str], failed: asyncio.Future[None]) -> str | None:
+    waiting = asyncio.ensure_future(signal_name)
+    await asyncio.wait({waiting, failed}, return_when=asyncio.FIRST_COMPLETED)
+    if not failed.done():
+        return waiting.result()
+    waiting.cancel()
+    error = failed.exception()
+    if isinstance(error, PdserveError):
+        logger.error("%s", error)
+    else:
+        logger.error("a part of this process failed", exc_info=error)
+    return None

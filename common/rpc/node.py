@@ -1,0 +1,83 @@
+"""What every node has besides its engine: a gRPC server, a metrics server, a registration."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from common.config.schema import NodeConfig
+from common.obs.http import MetricsServer, Readiness, start_metrics_server
+from common.rpc.pb import cluster_pb2 as pb
+from common.rpc.registration import Registration
+from common.rpc.server import Channels, GrpcServer
+
+logger = logging.getLogger(__name__)
+
+_STOP_GRACE = 1.0  # seconds gRPC calls in flight get when the node stops
+
+
+class NodeServer:
+    """Start order: `bind` (the address is known), `start`; later `drain`, `stop`."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        self.config = config
+        self.grpc = GrpcServer()
+        self.channels = Channels()
+        self._registration: Registration | None = None
+        self._metrics: MetricsServer | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def bind(self) -> str:
+        """Takes the gRPC port; returns the address to announce."""
+        port = self.grpc.bind(self.config.host, self.config.grpc_port)
+        return f"{self.config.advertise_host or self.config.host}:{port}"
+
+    def add(self, service: str, add_to_server: Any, servicer: Any) -> None:
+        """Adds one of cluster.proto's services."""
+        self.grpc.add(pb.DESCRIPTOR.services_by_name[service], add_to_server, servicer)
+
+    async def start(
+        self,
+        info: pb.NodeInfo,
+        load: Callable[[], pb.NodeLoad],
+        metrics: CollectorRegistry,
+        ready: Readiness,
+    ) -> None:
+        """Serves, then registers: a node is never known before it can answer."""
+        await self.grpc.start()
+        await self.grpc.set_healthy(True)
+        host = self.config.advertise_host or self.config.host
+        self._metrics = await start_metrics_server(
+            self.config.host, self.config.metrics_port, metrics, ready
+        )
+        info.metrics_address = f"{host}:{self._metrics.port}"
+        info.host = socket.gethostname()
+        self._registration = Registration(self.config.router, info, load, self.channels)
+        self._tasks.append(asyncio.create_task(self._registration.run()))
+        logger.info("serving gRPC on %s, metrics on %s", info.address, info.metrics_address)
+
+    async def drain(self, idle: Callable[[], bool]) -> None:
+        """Takes no new work; returns when `idle` says that the old work is done."""
+        await self._end_registration()
+        await self.grpc.set_healthy(False)
+        while not idle():
+            await asyncio.sleep(0.05)
+
+    async def stop(self) -> None:
+        await self._end_registration()
+        await self.grpc.stop(_STOP_GRACE)
+        if self._metrics is not None:
+            await self._metrics.close()
+        await self.channels.close()
+
+    async def _end_registration(self) -> None:
+        registration, self._registration = self._registration, None
+        for task in self._tasks:
+            task.cancel()
+        if registration is not None:
+            await registration.deregister()

@@ -1,0 +1,68 @@
+"""A node's life at the router: register, heartbeat with the load, deregister.
+
+The order of start does not matter, and neither does a router that restarts: whenever the
+router does not know the node, the node registers again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import grpc
+
+from common.rpc.pb import cluster_pb2 as pb
+from common.rpc.pb import cluster_pb2_grpc as pb_grpc
+from common.rpc.server import Channels
+
+logger = logging.getLogger(__name__)
+
+_RPC_TIMEOUT = 2.0  # seconds
+_RETRY_DELAY = 0.3
+
+
+class Registration:
+    """Keeps one node registered with one router until `deregister`."""
+
+    def __init__(
+        self, router: str, info: pb.NodeInfo, load: Callable[[], pb.NodeLoad], channels: Channels
+    ) -> None:
+        self._router = router
+        self._stub = pb_grpc.RegistryStub(channels.get(router))
+        self._info = info
+        self._load = load
+        self._interval = 1.0
+        self._known = False
+
+    async def run(self) -> None:
+        """Runs until cancelled; a router that is away is retried for ever, quietly."""
+        warned = False
+        while True:
+            try:
+                await self._beat()
+                warned = False
+            except grpc.aio.AioRpcError as error:
+                if not warned:
+                    logger.warning("router %s: %s; trying again", self._router, error.details())
+                warned, self._known = True, False
+            await asyncio.sleep(self._interval if self._known else _RETRY_DELAY)
+
+    async def _beat(self) -> None:
+        if self._known:
+            beat = pb.HeartbeatRequest(node_id=self._info.node_id, load=self._load())
+            self._known = (await self._stub.Heartbeat(beat, timeout=_RPC_TIMEOUT)).known
+        if not self._known:
+            request = pb.RegisterRequest(node=self._info, load=self._load())
+            response = await self._stub.Register(request, timeout=_RPC_TIMEOUT)
+            self._interval, self._known = response.heartbeat_interval_s, True
+            logger.info("registered with router %s as %s", self._router, self._info.node_id)
+
+    async def deregister(self) -> None:
+        """Tells the router to send nothing more; a router that is away needs no telling."""
+        self._known = False
+        try:
+            request = pb.DeregisterRequest(node_id=self._info.node_id)
+            await self._stub.Deregister(request, timeout=_RPC_TIMEOUT)
+        except grpc.aio.AioRpcError as error:
+            logger.warning("could not deregister from %s: %s", self._router, error.details())

@@ -1,0 +1,91 @@
+"""Typed errors over gRPC: a status code for strangers, trailing metadata for ourselves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+
+from common.core import errors
+from common.core.errors import Blame, PdserveError
+from common.obs.logging import request_id_var
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID_KEY = "x-request-id"
+_CODE, _BLAME, _RETRYABLE, _PARAM, _RETRY_AFTER = (
+    f"pdserve-{name}" for name in ("error-code", "blame", "retryable", "param", "retry-after")
+)
+
+_STATUS: dict[type[PdserveError], grpc.StatusCode] = {
+    errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.RequestTooLarge: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.ModelNotFound: grpc.StatusCode.NOT_FOUND,
+    errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.Cancelled: grpc.StatusCode.CANCELLED,
+    errors.TransferError: grpc.StatusCode.ABORTED,
+    errors.NodeError: grpc.StatusCode.INTERNAL,
+}
+_CLASS = {status: cls for cls, status in reversed(list(_STATUS.items()))}
+
+
+@asynccontextmanager
+async def serving(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+    """Wraps a handler's body: sets the request id for its log lines and turns exceptions into
+    statuses, in one place."""
+    request_id_var.set(_metadata(context.invocation_metadata()).get(REQUEST_ID_KEY, "-"))
+    try:
+        yield
+    except PdserveError as error:
+        await _abort(context, error)
+    except (asyncio.CancelledError, GeneratorExit, grpc.aio.AbortError):
+        raise
+    except Exception as error:
+        logger.exception("unexpected error in a gRPC handler")
+        await _abort(context, PdserveError(f"internal error: {error!r}"))
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: PdserveError) -> None:
+    metadata = [
+        (_CODE, error.code),
+        (_BLAME, str(error.blame)),
+        (_RETRYABLE, str(int(error.retryable))),
+    ]
+    if error.param is not None:
+        metadata.append((_PARAM, error.param))
+    if error.retry_after is not None:
+        metadata.append((_RETRY_AFTER, str(error.retry_after)))
+    await context.abort(
+        _STATUS.get(type(error), grpc.StatusCode.INTERNAL), error.message, tuple(metadata)
+    )
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError, peer: Blame) -> PdserveError:
+    """The typed error behind a failed call. Without our metadata the transport failed, and
+    the peer is to blame."""
+    metadata = _metadata(error.trailing_metadata() or ())
+    message = error.details() or error.code().name
+    if _CODE not in metadata:
+        return errors.NodeError(
+            f"{peer} node: {error.code().name}: {message}", code="PEER_LOST", blame=peer
+        )
+    cls = _CLASS.get(error.code(), PdserveError)
+    retry_after = metadata.get(_RETRY_AFTER)
+    return cls(
+        message,
+        code=metadata[_CODE],
+        blame=Blame(metadata.get(_BLAME, peer)),
+        retryable=metadata.get(_RETRYABLE) == "1",
+        param=metadata.get(_PARAM),
+        retry_after=float(retry_after) if retry_after else None,
+    )
+
+
+def _metadata(pairs: Sequence[tuple[str, str | bytes]] | Any) -> dict[str, str]:
+    return {key: value for key, value in pairs or () if isinstance(value, str)}

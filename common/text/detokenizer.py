@@ -1,0 +1,73 @@
+"""Token ids to text, one token at a time, never cutting a character.
+
+    ids:   … done ] context | pending …
+                    └── decoded again each time ──┘
+
+A token's text depends on its neighbours: a character may span several tokens, and
+sentencepiece decoders drop the leading space of the first token they see. So each new token is
+decoded together with the last few that produced text (the context), and only what is
+new is handed out. This is the prefix-offset method of Hugging Face text-generation-inference;
+the window is a handful of tokens, so the cost per token is constant.
+"""
+
+from __future__ import annotations
+
+from common.text.tokenizer import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+# A character is at most four bytes, so a longer wait means bytes that never were UTF-8.
+_MAX_PENDING = 8
+
+
+class Detokenizer:
+    """One sequence's text. What `push` and `flush` return, concatenated, is
+    `tokenizer.decode(all ids)`.
+
+    One exception: decoders with byte fallback spoil a whole run of byte tokens when its end is
+    cut; characters of that run already handed out stay as they are.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special_tokens
+        self._window: list[int] = []  # context, then pending
+        self._context = 0  # tokens of the window that were handed out
+        self._context_text = ""  # their text, decoded alone
+
+    def push(self, token_id: int) -> str:
+        """The text this token completes; empty while a character is incomplete."""
+        if self._skip_special and self._tokenizer.is_special(token_id):
+            return ""
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        if len(text) > len(self._context_text) and not text.endswith(_REPLACEMENT):
+            return self._hand_out(len(self._window), text)
+        if len(self._window) - self._context >= _MAX_PENDING:
+            return self._give_up(text)
+        return ""
+
+    def flush(self) -> str:
+        """What is left when no token follows; an incomplete character becomes U+FFFD."""
+        return self._hand_out(len(self._window), self._decode(self._window))
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def _hand_out(self, end: int, text: str) -> str:
+        """Hands out the window up to `end`, whose text is `text`; the tokens just handed out
+        become the context."""
+        new = text[len(self._context_text) :]
+        del self._window[: self._context]
+        self._context = end - self._context
+        self._context_text = self._decode(self._window[: self._context])
+        return new
+
+    def _give_up(self, text: str) -> str:
+        """Hands out pending tokens that are not UTF-8, but keeps the last ones while they may
+        begin a character: at most three, and only where the cut changes no text."""
+        for keep in (3, 2, 1):
+            end = len(self._window) - keep
+            head = self._decode(self._window[:end])
+            if head + self._decode(self._window[end:]) == text:
+                return self._hand_out(end, head)
+        return self._hand_out(len(self._window), text)

@@ -1,0 +1,153 @@
+"""Text ⇄ token ids for one model, and its chat template.
+
+Always `PreTrainedTokenizerFast` over the checkpoint's own `tokenizer.json`: transformers'
+AutoTokenizer rebuilds some families from their vocabulary and ignores that file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerFast
+
+from common.core.errors import ConfigError, InvalidRequest
+
+_RESERVED = frozenset(signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+# What a template may raise when it meets messages it was not written for.
+_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+
+
+class Tokenizer:
+    """Read-only after construction, so threads may share it."""
+
+    def __init__(
+        self, hf: PreTrainedTokenizerFast, eos_token_ids: Sequence[int] | None = None
+    ) -> None:
+        self._hf = hf
+        self._backend = hf.backend_tokenizer
+        # Left on, these would be switched off by the first call: a write that threads race for.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        added = self._backend.get_added_tokens_decoder()
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self._special = frozenset(i for i, token in added.items() if token.special)
+        self._alphabet = _decoder_alphabet(repr(self._backend.decoder))
+        self.vocab_size: int = self._backend.get_vocab_size()
+        own_eos = () if hf.eos_token_id is None else (hf.eos_token_id,)
+        self.eos_token_ids = tuple(own_eos if eos_token_ids is None else eos_token_ids)
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> Tokenizer:
+        """The tokenizer of a Hugging Face checkpoint.
+
+        Raises:
+            ConfigError: `tokenizer.json` is missing or cannot be read.
+        """
+        folder = Path(folder)
+        if not (folder / "tokenizer.json").is_file():
+            raise ConfigError(
+                f"{folder} holds no tokenizer.json; give the folder that does with --tokenizer "
+                "(save a slow tokenizer once with `PreTrainedTokenizerFast.save_pretrained`)"
+            )
+        try:
+            hf = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # the reader's own errors have no common class
+            raise ConfigError(f"cannot read the tokenizer in {folder}: {error}") from error
+        return cls(hf, _eos_from_config(folder))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Token ids; `add_special_tokens` runs the post-processor, which gives a BOS where the
+        model wants one."""
+        encoded = self._hf(text, add_special_tokens=add_special_tokens, verbose=False)
+        return tuple(encoded["input_ids"])
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of the ids; bytes that are no UTF-8 become U+FFFD. Ids past the vocabulary
+        (rows that only pad an embedding) are empty."""
+        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The exact bytes one token stands for inside a text, special or not."""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        token = self._backend.id_to_token(token_id) or ""
+        if byte := _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(byte[1], 16)])
+        return b"".join(self._alphabet.get(char) or char.encode() for char in token)
+
+    def token_text(self, token_id: int) -> str:
+        """One token as text; bytes that are no UTF-8 alone become U+FFFD."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = False,
+    ) -> tuple[int, ...]:
+        """Token ids of a conversation. Templates run in transformers' Jinja sandbox.
+
+        Raises:
+            InvalidRequest: there is no template, or it refuses these messages.
+        """
+        if chat_template is None and not self._hf.chat_template:
+            raise InvalidRequest(
+                "this model has no chat template; use /v1/completions", param="messages"
+            )
+        if clash := _RESERVED.intersection(template_kwargs or ()):
+            raise InvalidRequest(
+                f"{sorted(clash)[0]!r} is not a template variable", param="chat_template_kwargs"
+            )
+        try:
+            text = self._hf.apply_chat_template(
+                list(messages),
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+                **(template_kwargs or {}),
+            )
+        except _TEMPLATE_ERRORS as error:
+            param = "messages" if chat_template is None else "chat_template"
+            raise InvalidRequest(f"the chat template failed: {error}", param=param) from error
+        return self.encode(str(text), add_special_tokens)
+
+
+def _eos_from_config(folder: Path) -> tuple[int, ...] | None:
+    """`eos_token_id` of generation_config.json, else of config.json; None when neither says."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        eos = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        if eos is not None:
+            return tuple(eos) if isinstance(eos, list) else (eos,)
+    return None
+
+
+def _decoder_alphabet(decoder: str) -> dict[str, bytes]:
+    """Which characters of a vocabulary entry stand for other bytes, from the decoder's repr."""
+    if "ByteLevel" in decoder:
+        return _byte_level_alphabet()
+    return {"▁": b" "} if "▁" in decoder else {}
+
+
+def _byte_level_alphabet() -> dict[str, bytes]:
+    """GPT-2's printable stand-ins: a printable Latin-1 byte is itself, the others are counted
+    up from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    table = {chr(byte): bytes([byte]) for byte in printable}
+    return table | {chr(0x100 + i): bytes([byte]) for i, byte in enumerate(others)}

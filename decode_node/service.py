@@ -1,0 +1,67 @@
+"""The decode node's gRPC services: jobs from routers, commits from prefill nodes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+import grpc
+
+from common.core.errors import InvalidRequest
+from common.rpc import convert
+from common.rpc.pb import cluster_pb2 as pb
+from common.rpc.pb import cluster_pb2_grpc as pb_grpc
+from common.rpc.status import serving
+from kv_transfer.sink import KVSink
+
+if TYPE_CHECKING:
+    from decode_node.node import DecodeNode
+
+
+class DecodeService(pb_grpc.DecodeServicer):
+    def __init__(self, node: DecodeNode) -> None:
+        self._node = node
+
+    async def Run(
+        self, request: pb.DecodeRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.DecodeEvent]:
+        async with serving(context):
+            session = self._node.open(convert.job_from_pb(request.job))
+            try:
+                async with aclosing(session.events(request.local_prefill)) as events:
+                    async for event in events:
+                        yield event
+            finally:
+                self._node.close(session)
+
+
+class KVTransferService(pb_grpc.KVTransferServicer):
+    def __init__(self, sink: KVSink) -> None:
+        self._sink = sink
+
+    async def Commit(
+        self, request: pb.CommitRequest, context: grpc.aio.ServicerContext
+    ) -> pb.CommitResponse:
+        async with serving(context):
+            if len(request.first_token.tokens) != 1:
+                raise InvalidRequest("a commit carries exactly one token")
+            nbytes = await self._sink.commit(
+                request.transfer_id, request.epoch, request.first_token
+            )
+            return pb.CommitResponse(bytes=nbytes)
+        raise AssertionError("unreachable: serving() aborts the call")
+
+    async def Renew(
+        self, request: pb.RenewRequest, context: grpc.aio.ServicerContext
+    ) -> pb.RenewResponse:
+        async with serving(context):
+            self._sink.renew(request.transfer_id, request.epoch)
+        return pb.RenewResponse()
+
+    async def Abort(
+        self, request: pb.AbortRequest, context: grpc.aio.ServicerContext
+    ) -> pb.AbortResponse:
+        async with serving(context):
+            self._sink.abort(request.transfer_id, request.epoch, request.reason)
+        return pb.AbortResponse()

@@ -1,0 +1,128 @@
+"""One job on the decode node, from the reservation of its blocks to its last token.
+
+    reserve ──ticket──▶ (the prefill node writes) ──landed──▶ decode ──▶ tokens
+
+Choice 0 takes the transferred KV. The other choices of the job share its full blocks through
+the prefix cache and compute the prompt's last, partly filled block themselves, so n choices
+cost one prefill and one transfer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from common.core.errors import PdserveError
+from common.core.request import GenerateJob, TokenEvent
+from common.core.sampling import SampledToken
+from common.engine.core import EngineCore
+from common.engine.sequence import Finish, Sequence, Status
+from common.rpc import convert
+from common.rpc.pb import cluster_pb2 as pb
+from kv_transfer.sink import KVSink
+
+
+class SessionHost(Protocol):
+    """What a session needs of its node."""
+
+    engine: EngineCore
+    sink: KVSink
+
+    def adopt(self, sequence: Sequence, session: DecodeSession) -> None:
+        """From now on the engine's events about the sequence go to the session."""
+
+
+class DecodeSession:
+    """Whoever makes a session must `close` it, whatever happened: that frees everything."""
+
+    def __init__(self, host: SessionHost, job: GenerateJob) -> None:
+        self._host = host
+        self._job = job
+        self._sequences: list[Sequence] = []
+        self._unfinished = job.num_choices
+        self._admitted = asyncio.Event()
+        self._events: asyncio.Queue[TokenEvent | PdserveError] = asyncio.Queue()
+        self._transfer_id: bytes | None = None
+
+    # ---- the path, top to bottom ------------------------------------------------------------
+
+    async def events(self, local_prefill: bool) -> AsyncIterator[pb.DecodeEvent]:
+        """Reserved and Landed (unless the prompt is computed here), then tokens until every
+        choice has finished."""
+        first = self._add(choice=0, remote=not local_prefill)
+        if not local_prefill:
+            await self._admitted.wait()
+            yield pb.DecodeEvent(reserved=await self._reserve(first))
+            yield pb.DecodeEvent(landed=await self._land(first))
+        for choice in range(1, self._job.num_choices):
+            self._add(choice, remote=False)
+        while self._unfinished:
+            event = await self._events.get()
+            if isinstance(event, PdserveError):
+                raise event
+            self._unfinished -= event.finish_reason is not None
+            yield pb.DecodeEvent(tokens=convert.event_to_pb(event))
+
+    async def close(self) -> None:
+        """Ends whatever is still going on and gives all blocks back."""
+        if self._transfer_id is not None:
+            await self._host.sink.cancel(self._transfer_id)
+        for sequence in self._sequences:
+            if sequence.status is not Status.DONE:
+                await self._host.engine.stop(sequence)
+                self._host.engine.release(sequence)
+
+    # ---- what the engine says ---------------------------------------------------------------
+
+    def admitted(self, sequence: Sequence) -> None:
+        if sequence.remote:
+            self._admitted.set()
+
+    def sampled(self, sequence: Sequence, token: SampledToken, finish: Finish | None) -> None:
+        self._events.put_nowait(
+            TokenEvent(
+                choice=sequence.choice,
+                tokens=(token,),
+                finish_reason=finish.reason if finish else None,
+                stop_token_id=finish.stop_token_id if finish else None,
+            )
+        )
+        if finish:
+            self._host.engine.release(sequence)
+
+    def fail(self, error: PdserveError) -> None:
+        """The node cannot go on."""
+        self._events.put_nowait(error)
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _add(self, choice: int, remote: bool) -> Sequence:
+        sequence = self._host.engine.new_sequence(self._job, choice=choice, remote=remote)
+        self._sequences.append(sequence)
+        self._host.adopt(sequence, self)
+        self._host.engine.add(sequence)
+        return sequence
+
+    async def _reserve(self, sequence: Sequence) -> pb.Ticket:
+        first_block = sequence.num_computed // self._host.engine.scheduler.pool.block_size
+        ticket = await self._host.sink.reserve(
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            first_block=first_block,
+            block_ids=tuple(sequence.block_table[first_block:]),
+            on_freed=lambda: self._host.engine.release(sequence),
+        )
+        self._transfer_id = ticket.transfer_id
+        return ticket.to_proto()
+
+    async def _land(self, sequence: Sequence) -> pb.Landed:
+        assert self._transfer_id is not None
+        arrival = await self._host.sink.wait(self._transfer_id)
+        self._transfer_id = None
+        event = convert.event_from_pb(arrival.payload)
+        cached = sequence.num_cached
+        if self._host.engine.activate(sequence, event.tokens[0]):
+            # The first token ended the choice; its client has it from the prefill node.
+            self._host.engine.release(sequence)
+            self._unfinished -= 1
+        return pb.Landed(bytes=arrival.nbytes, cached_tokens=cached)

@@ -1,0 +1,169 @@
+"""The sink rank's book: which transfers may write into which blocks, and how far each piece is.
+
+    accept ──▶ open ──all pieces in──▶ landed          frames after that are duplicates
+                 └──lost, bad frame──▶ failed          frames after that are drained
+    quiesce / release: forgotten; nobody is inside the blocks when it returns
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from common.core.errors import Blame, TransferError
+from kv_transfer.blocks import piece_nbytes
+from kv_transfer.connector import Event, Failed, Landed, Progress, SinkTransfer
+from kv_transfer.frame import Frame, bad_frame
+from kv_transfer.gate import Gate
+from kv_transfer.layout import CacheView, Rect
+
+
+@dataclass(slots=True)
+class Incoming:
+    """One accepted transfer."""
+
+    transfer: SinkTransfer
+    missing: int  # bytes
+    nbytes: int
+    gate: Gate = field(default_factory=Gate)
+    next_block: dict[Rect, int] = field(default_factory=dict)  # of each piece seen so far
+    peers: set[object] = field(default_factory=set)  # connections that answer for a piece
+    over: bool = False  # landed or failed: the event was emitted
+
+    def block_ids(self, frame: Frame) -> tuple[int, ...]:
+        start = frame.first - self.transfer.first_block
+        return self.transfer.block_ids[start : start + frame.count]
+
+
+class Intake:
+    """All methods are thread-safe; events are emitted outside the lock."""
+
+    def __init__(self, view: CacheView, emit: Callable[[Event], None]) -> None:
+        self._view = view
+        self._emit = emit
+        self._lock = threading.Lock()
+        self._incoming: dict[bytes, Incoming] = {}
+        self.counts: Counter[str] = Counter()
+
+    def accept(self, transfer: SinkTransfer) -> None:
+        nbytes = piece_nbytes(self._view.cache, self._view.rect, len(transfer.block_ids))
+        incoming = Incoming(transfer, nbytes, nbytes, over=nbytes == 0)
+        with self._lock:
+            old = self._incoming.get(transfer.transfer_id)
+            if old is not None and old.transfer.epoch >= transfer.epoch:
+                self.counts["stale_accept"] += 1
+                return
+            self._incoming[transfer.transfer_id] = incoming
+        if old is not None:
+            old.gate.close()
+        if incoming.over:
+            self._emit(Landed(transfer.transfer_id, transfer.epoch, 0))
+
+    def begin(self, frame: Frame, peer: object) -> None:
+        """`peer` answers for a piece from now on; also a sign of life."""
+        with self._lock:
+            incoming = self._current(frame)
+            if incoming is None:
+                return
+            incoming.peers.add(peer)
+        self._emit(Progress(frame.transfer_id, frame.epoch, 0))
+
+    def admit(self, frame: Frame, peer: object) -> Incoming | None:
+        """The transfer into whose blocks the frame belongs; the piece counts as received up
+        to the frame's end. None: the frame is late or a duplicate and must be drained.
+
+        Raises:
+            TransferError: BAD_FRAME, it contradicts what was agreed.
+        """
+        with self._lock:
+            incoming = self._current(frame)
+            if incoming is None:
+                return None
+            incoming.peers.add(peer)
+            self._check(frame, incoming)
+            due = incoming.next_block.get(frame.rect, incoming.transfer.first_block)
+            if frame.first + frame.count <= due:
+                self.counts["duplicate_frame"] += 1
+                return None
+            if frame.first != due:
+                raise bad_frame(f"block {frame.first} came where {due} was due")
+            incoming.next_block[frame.rect] = frame.first + frame.count
+            return incoming
+
+    def _current(self, frame: Frame) -> Incoming | None:
+        incoming = self._incoming.get(frame.transfer_id)
+        if incoming is None:
+            self.counts["unknown_frame"] += 1
+        elif incoming.transfer.epoch != frame.epoch:
+            self.counts["stale_frame"] += 1
+        elif not incoming.gate.is_open:
+            self.counts["cancelled_frame"] += 1
+        else:
+            return incoming
+        return None
+
+    def _check(self, frame: Frame, incoming: Incoming) -> None:
+        rect, transfer = frame.rect, incoming.transfer
+        if not rect.area or rect.intersect(self._view.rect) != rect:
+            raise bad_frame(f"{rect} is not within this rank's {self._view.rect}")
+        if any(rect != known and rect.intersect(known).area for known in incoming.next_block):
+            raise bad_frame(f"{rect} overlaps another piece of the transfer")
+        end = transfer.first_block + len(transfer.block_ids)
+        if frame.count < 1 or frame.first < transfer.first_block or frame.first + frame.count > end:
+            raise bad_frame(
+                f"blocks {frame.first}+{frame.count} are not within {transfer.first_block}…{end - 1}"
+            )
+
+    def landed(self, incoming: Incoming, frame: Frame) -> None:
+        """The frame's blocks are in place."""
+        nbytes = piece_nbytes(self._view.cache, frame.rect, frame.count)
+        transfer = incoming.transfer
+        with self._lock:
+            incoming.missing -= nbytes
+            done = incoming.missing == 0 and not incoming.over
+            incoming.over = incoming.over or done
+            self.counts["bytes"] += nbytes
+        if done:
+            self._emit(Landed(transfer.transfer_id, transfer.epoch, incoming.nbytes))
+        else:
+            self._emit(Progress(transfer.transfer_id, transfer.epoch, nbytes))
+
+    def fail(self, transfer_id: bytes, error: TransferError) -> None:
+        """Ends one transfer, if it is known and not over."""
+        with self._lock:
+            incoming = self._incoming.get(transfer_id)
+            if incoming is None or incoming.over:
+                return
+            incoming.over = True
+        self._emit(
+            Failed(
+                transfer_id,
+                incoming.transfer.epoch,
+                error.code,
+                error.blame.value,
+                error.retryable,
+                error.message,
+            )
+        )
+
+    def disconnected(self, peer: object, error: TransferError) -> None:
+        """A connection ended: its unfinished transfers fail."""
+        with self._lock:
+            orphans = [key for key, each in self._incoming.items() if peer in each.peers]
+        for transfer_id in orphans:
+            self.fail(transfer_id, error)
+
+    def forget(self, transfer_id: bytes) -> None:
+        """Returns when nobody is inside the transfer's blocks; nobody will be."""
+        with self._lock:
+            incoming = self._incoming.pop(transfer_id, None)
+        if incoming is not None:
+            incoming.gate.close()
+
+
+def peer_lost(error: OSError, blame: Blame) -> TransferError:
+    return TransferError(
+        f"the {blame} rank is gone: {error}", code="PEER_LOST", blame=blame, retryable=True
+    )

@@ -1,0 +1,91 @@
+"""What the built-in connectors share: a server for the sink, links for the source."""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from common.core.errors import Blame, ConfigError, TransferError
+from kv_transfer.connector import (
+    BlockRun,
+    KVConnector,
+    RankContext,
+    SinkTransfer,
+    SourceTransfer,
+)
+from kv_transfer.connectors.intake import Intake, peer_lost
+from kv_transfer.connectors.links import Channel, Links
+from kv_transfer.connectors.server import PipeServer
+from kv_transfer.pipe import KVPipe, PipeListener
+
+
+class LinkedConnector(KVConnector):
+    """Subclasses say how to listen, how to dial and how to serve a connection."""
+
+    def __init__(self, context: RankContext, config: Mapping[str, Any]) -> None:
+        super().__init__(context, config)
+        device = context.view.cache.device.type
+        if device not in self.capabilities.devices:
+            raise ConfigError(f"{type(self).__name__} cannot move KV of a {device} cache")
+        self.intake = Intake(context.view, context.emit)
+        self._links = Links(self.dial, context.emit)
+        self._server: PipeServer | None = None
+        self._starting = threading.Lock()
+
+    @abstractmethod
+    def listen(self, host: str) -> PipeListener: ...
+
+    @abstractmethod
+    def dial(self, endpoint: bytes) -> Channel:
+        """Connects and introduces itself. Raises OSError or TransferError."""
+
+    @abstractmethod
+    def serve(self, pipe: KVPipe) -> None:
+        """Greets the source behind `pipe` and takes its blocks until it leaves (OSError).
+
+        Raises:
+            TransferError: the source broke the rules.
+        """
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Late, duplicate and drained frames, and bytes."""
+        return self.intake.counts
+
+    def endpoint(self) -> bytes:
+        with self._starting:
+            if self._server is None:
+                self._server = PipeServer(self.listen(self.context.bind_host), self._serve)
+            return self._server.endpoint
+
+    def _serve(self, pipe: KVPipe) -> None:
+        try:
+            self.serve(pipe)
+        except TransferError as error:
+            self.counts[error.code] += 1
+            self.intake.disconnected(pipe, error)
+        except OSError as error:
+            self.intake.disconnected(pipe, peer_lost(error, Blame.PREFILL))
+
+    def accept(self, transfer: SinkTransfer) -> None:
+        self.intake.accept(transfer)
+
+    def submit(self, transfer: SourceTransfer) -> None:
+        self._links.submit(transfer)
+
+    def ready(
+        self, transfer_id: bytes, run: BlockRun, block_ids: tuple[int, ...], last: bool
+    ) -> None:
+        self._links.ready(transfer_id, run, block_ids, last)
+
+    def quiesce(self, transfer_id: bytes) -> None:
+        self.intake.forget(transfer_id)
+        self._links.forget(transfer_id)
+
+    def close(self, deadline: float) -> None:
+        self._links.close(deadline)
+        if self._server is not None:
+            self._server.close(deadline)

@@ -1,0 +1,276 @@
+"""The source rank's side: transfers under way, and one link (thread, queue, connection) to each
+sink rank. A link's connection outlives its transfers."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from common.core.errors import Blame, TransferError
+from kv_transfer.connector import (
+    BlockRun,
+    Event,
+    Failed,
+    Progress,
+    Sent,
+    SourceTransfer,
+)
+from kv_transfer.connectors.intake import peer_lost
+from kv_transfer.frame import Frame, Kind
+from kv_transfer.gate import Gate
+from kv_transfer.layout import Piece
+
+KEEPALIVE_S = 1.0  # between signs of life while a transfer waits for its next run
+IDLE_S = 60.0  # after which an unused connection is closed
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Outgoing:
+    """One transfer under way."""
+
+    transfer: SourceTransfer
+    pending: int  # pieces whose last run is not delivered
+    gate: Gate = field(default_factory=Gate)
+    nbytes: int = 0
+    started: float = 0.0
+    over: bool = False  # sent or failed: the event was emitted
+
+    def frame(self, kind: Kind, piece: Piece, run: BlockRun) -> Frame:
+        transfer = self.transfer
+        return Frame(kind, transfer.transfer_id, transfer.epoch, piece.rect, run.first, run.count)
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """One piece of one run; the first of each piece is empty and announces it."""
+
+    outgoing: Outgoing
+    piece: Piece
+    run: BlockRun = BlockRun(0, 0)
+    block_ids: tuple[int, ...] = ()
+    last: bool = False
+
+
+class Channel(ABC):
+    """A connection as a link uses it, from one thread. Errors: OSError, TransferError."""
+
+    @abstractmethod
+    def begin(self, frame: Frame) -> None:
+        """Tells the sink that this connection answers for a piece; also a sign of life."""
+
+    @abstractmethod
+    def deliver(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> int:
+        """Moves blocks; returns bytes moved: 0 when the gate is shut."""
+
+    @abstractmethod
+    def alive(self) -> bool: ...
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """Makes a blocked call fail; from any thread."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class Links:
+    """All links and transfers of one source rank. Thread-safe."""
+
+    def __init__(self, dial: Callable[[bytes], Channel], emit: Callable[[Event], None]) -> None:
+        self._dial = dial
+        self._emit = emit
+        self._lock = threading.Lock()
+        self._outgoing: dict[bytes, Outgoing] = {}
+        self._links: dict[bytes, Link] = {}
+        self._closing = False
+
+    def submit(self, transfer: SourceTransfer) -> None:
+        outgoing = Outgoing(transfer, len(transfer.pieces))
+        with self._lock:
+            if transfer.transfer_id in self._outgoing or self._closing:
+                return
+            self._outgoing[transfer.transfer_id] = outgoing
+            for piece, endpoint in transfer.pieces:
+                self._put(endpoint, Delivery(outgoing, piece))
+
+    def ready(
+        self, transfer_id: bytes, run: BlockRun, block_ids: tuple[int, ...], last: bool
+    ) -> None:
+        with self._lock:
+            outgoing = self._outgoing.get(transfer_id)
+            if outgoing is None or outgoing.over:
+                return
+            outgoing.started = outgoing.started or time.monotonic()
+            for piece, endpoint in outgoing.transfer.pieces:
+                self._put(endpoint, Delivery(outgoing, piece, run, block_ids, last))
+            if not outgoing.transfer.pieces and last:
+                outgoing.over = True
+        if outgoing.over:
+            self._emit(Sent(transfer_id, outgoing.transfer.epoch, 0, 0.0))
+
+    def _put(self, endpoint: bytes, delivery: Delivery) -> None:
+        link = self._links.get(endpoint)
+        if link is None:
+            link = self._links[endpoint] = Link(endpoint, self._dial, self)
+        link.queue.put(delivery)
+
+    def delivered(self, delivery: Delivery, nbytes: int) -> None:
+        outgoing, transfer = delivery.outgoing, delivery.outgoing.transfer
+        with self._lock:
+            outgoing.nbytes += nbytes
+            outgoing.pending -= delivery.last
+            done = outgoing.pending == 0 and not outgoing.over
+            outgoing.over = outgoing.over or done
+        self._emit(Progress(transfer.transfer_id, transfer.epoch, nbytes))
+        if done:
+            seconds = time.monotonic() - outgoing.started
+            self._emit(Sent(transfer.transfer_id, transfer.epoch, outgoing.nbytes, seconds))
+
+    def fail(self, outgoing: Outgoing, error: TransferError) -> None:
+        """Ends one transfer, if it is not over."""
+        transfer = outgoing.transfer
+        with self._lock:
+            if outgoing.over:
+                return
+            outgoing.over = True
+        fault = (error.code, error.blame.value, error.retryable, error.message)
+        self._emit(Failed(transfer.transfer_id, transfer.epoch, *fault))
+
+    def retire(self, link: Link) -> bool:
+        """Whether the link may end: nothing was queued meanwhile."""
+        with self._lock:
+            if not link.queue.empty():
+                return False
+            del self._links[link.endpoint]
+            return True
+
+    def forget(self, transfer_id: bytes) -> None:
+        """Returns when no thread reads the transfer's blocks; none will."""
+        with self._lock:
+            outgoing = self._outgoing.pop(transfer_id, None)
+        if outgoing is not None:
+            outgoing.over = True
+            outgoing.gate.close()
+
+    def close(self, deadline: float) -> None:
+        end = time.monotonic() + deadline
+        with self._lock:
+            self._closing = True
+            links = list(self._links.values())
+        for link in links:
+            link.stop()
+        for link in links:
+            link.thread.join(max(0.0, end - time.monotonic()))
+
+
+class Link:
+    """The way to one sink rank. Deliveries go out in order, one at a time."""
+
+    def __init__(self, endpoint: bytes, dial: Callable[[bytes], Channel], links: Links) -> None:
+        self.endpoint = endpoint
+        self.queue: queue.SimpleQueue[Delivery | None] = queue.SimpleQueue()
+        self._dial = dial
+        self._links = links
+        self._channel: Channel | None = None
+        self._live: dict[Outgoing, Piece] = {}  # transfers the connection answers for
+        self.thread = threading.Thread(target=self._run, name="kv-source", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                try:
+                    delivery = self.queue.get(timeout=KEEPALIVE_S if self._live else IDLE_S)
+                except queue.Empty:
+                    if not self._live and self._links.retire(self):
+                        return
+                    self._keep_alive()
+                    continue
+                if delivery is None:
+                    return
+                if not delivery.outgoing.over:
+                    self._serve(delivery)
+        finally:
+            self._disconnect()
+
+    def _serve(self, delivery: Delivery) -> None:
+        try:
+            if not delivery.run.count and not delivery.last:
+                self._begin(delivery)
+            else:
+                self._deliver(delivery)
+        except TransferError as error:
+            self._broken(delivery.outgoing, error)
+        except OSError as error:
+            self._broken(delivery.outgoing, peer_lost(error, Blame.DECODE))
+
+    def _begin(self, delivery: Delivery) -> None:
+        """Announces a piece; a kept connection that turns out dead is replaced once."""
+        frame = delivery.outgoing.frame(Kind.BEGIN, delivery.piece, delivery.run)
+        kept = self._channel
+        try:
+            if kept is not None and kept.alive():
+                kept.begin(frame)
+            else:
+                self._connect().begin(frame)
+        except OSError:
+            if kept is None or self._live:
+                raise
+            self._connect().begin(frame)
+        self._live[delivery.outgoing] = delivery.piece
+
+    def _connect(self) -> Channel:
+        self._disconnect()
+        try:
+            self._channel = self._dial(self.endpoint)
+        except OSError as error:
+            raise TransferError(
+                f"cannot connect to the decode rank: {error}",
+                code="CONNECT_FAILED",
+                blame=Blame.DECODE,
+                retryable=True,
+            ) from error
+        return self._channel
+
+    def _deliver(self, delivery: Delivery) -> None:
+        outgoing, nbytes = delivery.outgoing, 0
+        if self._channel is None or outgoing not in self._live:
+            raise ConnectionError("the connection was lost before")
+        if delivery.run.count:
+            frame = outgoing.frame(Kind.DATA, delivery.piece, delivery.run)
+            nbytes = self._channel.deliver(frame, delivery.block_ids, outgoing.gate)
+        if delivery.last:
+            self._live.pop(outgoing, None)
+        self._links.delivered(delivery, nbytes)
+
+    def _keep_alive(self) -> None:
+        for outgoing, piece in list(self._live.items()):
+            if outgoing.over:
+                del self._live[outgoing]
+            else:
+                self._serve(Delivery(outgoing, piece))
+
+    def _broken(self, outgoing: Outgoing, error: TransferError) -> None:
+        """Nothing more can be said on this connection: all its transfers fail."""
+        logger.warning("KV connection failed: %s", error)
+        self._disconnect()
+        for each in {outgoing, *self._live}:
+            self._links.fail(each, error)
+        self._live.clear()
+
+    def _disconnect(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def stop(self) -> None:
+        self.queue.put(None)
+        if (channel := self._channel) is not None:
+            channel.interrupt()

@@ -1,0 +1,79 @@
+"""KV blocks over TCP: no copy in user space on either side."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from common.core.errors import ConfigError
+from kv_transfer.connectors.pipe_connector import PipeConnector
+from kv_transfer.connectors.sockets import SocketPipe
+from kv_transfer.pipe import PipeListener, PipeTransport
+
+CONNECT_TIMEOUT_S = 5.0
+UNACKED_TIMEOUT_MS = 30_000  # a peer behind a cut link is lost after so long
+BUFFER_NBYTES = 4 << 20
+
+
+class Endpoint(msgspec.Struct):
+    host: str
+    port: int
+
+
+class TCPConnector(PipeConnector):
+    """Takes no options."""
+
+    def transport(self, config: Mapping[str, Any]) -> PipeTransport:
+        if config:
+            raise ConfigError(f"the tcp connector has no option {', '.join(sorted(config))!r}")
+        return TCPTransport()
+
+
+class TCPTransport(PipeTransport):
+    def listen(self, host: str) -> PipeListener:
+        return TCPListener(host)
+
+    def dial(self, endpoint: bytes) -> SocketPipe:
+        try:
+            where = msgspec.msgpack.decode(endpoint, type=Endpoint)
+        except msgspec.DecodeError as error:
+            raise ConnectionError(f"not a TCP endpoint: {error}") from error
+        return SocketPipe(tune(socket.create_connection((where.host, where.port), CONNECT_TIMEOUT_S)))
+
+
+class TCPListener(PipeListener):
+    """Listens on a free port of `host`."""
+
+    def __init__(self, host: str) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._sock = socket.create_server((host, 0), family=family, backlog=128)
+        self._endpoint = msgspec.msgpack.encode(Endpoint(host, self._sock.getsockname()[1]))
+
+    @property
+    def endpoint(self) -> bytes:
+        return self._endpoint
+
+    def accept(self) -> SocketPipe:
+        return SocketPipe(tune(self._sock.accept()[0]))
+
+    def interrupt(self) -> None:
+        self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+def tune(sock: socket.socket) -> socket.socket:
+    """No delay, big buffers, and a silent peer is noticed."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_NBYTES)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_NBYTES)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKED_TIMEOUT_MS)
+    return sock

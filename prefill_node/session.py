@@ -1,0 +1,135 @@
+"""One job on the prefill node, from its queue to the acknowledged hand-off.
+
+    queue ──admitted──▶ compute in chunks ──first token──▶ commit ──acknowledged──▶ free
+                          │ every chunk's blocks
+                          ▼
+                     connector ═══▶ the decode node
+
+The blocks belong to the hand-off from `begin` on: they are free when it says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from time import monotonic
+from typing import Protocol
+
+from common.core.errors import PdserveError
+from common.core.request import GenerateJob, TokenEvent
+from common.core.sampling import SampledToken
+from common.engine.core import EngineCore
+from common.engine.sequence import Finish, Sequence, Status
+from common.rpc import convert
+from common.rpc.pb import cluster_pb2 as pb
+from kv_transfer.connector import BlockRun
+from kv_transfer.source import Handoff, KVSource
+from kv_transfer.ticket import Ticket
+
+
+class SessionHost(Protocol):
+    """What a session needs of its node."""
+
+    engine: EngineCore
+    source: KVSource
+
+    def adopt(self, sequence: Sequence, session: PrefillSession) -> None:
+        """From now on the engine's events about the sequence go to the session."""
+
+
+class PrefillSession:
+    """Whoever makes a session must `close` it, whatever happened: that frees everything."""
+
+    def __init__(self, host: SessionHost, job: GenerateJob, ticket: Ticket) -> None:
+        self._host = host
+        self._job = job
+        self._ticket = ticket
+        self._sequence = host.engine.new_sequence(job)
+        self._first_token: asyncio.Future[TokenEvent] = asyncio.get_running_loop().create_future()
+        self._handoff: Handoff | None = None
+        self._next_block = ticket.first_block  # the first one not yet sent
+        self._arrived = monotonic()
+        self._admitted = self._arrived
+
+    # ---- the path, top to bottom ------------------------------------------------------------
+
+    async def events(self) -> AsyncIterator[pb.PrefillEvent]:
+        """FirstToken, then HandedOff (unless that token ended the job)."""
+        engine = self._host.engine
+        self._handoff = await self._host.source.begin(
+            self._ticket, on_freed=lambda: engine.release(self._sequence)
+        )
+        self._host.adopt(self._sequence, self)
+        engine.add(self._sequence)
+        event = await self._handoff.watch(self._first_token)
+        yield pb.PrefillEvent(first_token=self._describe(event))
+        if event.finish_reason is not None and self._job.num_choices == 1:
+            return  # nobody will decode: `close` ends the hand-off
+        result = await self._handoff.commit(convert.event_to_pb(event))
+        yield pb.PrefillEvent(
+            handed_off=pb.HandedOff(bytes=result.nbytes, transfer_s=result.seconds)
+        )
+
+    async def close(self) -> None:
+        """Ends whatever is still going on and gives all blocks back."""
+        if self._sequence.status is not Status.DONE:
+            await self._host.engine.stop(self._sequence)
+        if self._handoff is not None:
+            await self._handoff.abort("the prefill ended early")
+        if self._sequence.status is not Status.DONE:
+            self._host.engine.release(self._sequence)
+
+    # ---- what the engine says ---------------------------------------------------------------
+
+    def admitted(self, sequence: Sequence) -> None:
+        self._admitted = monotonic()
+        self._send_ready_blocks()
+
+    def computed(self, sequence: Sequence) -> None:
+        self._send_ready_blocks()
+
+    def sampled(self, sequence: Sequence, token: SampledToken, finish: Finish | None) -> None:
+        if not finish:
+            self._host.engine.scheduler.hold(sequence)
+        if not self._first_token.done():
+            self._first_token.set_result(
+                TokenEvent(
+                    choice=0,
+                    tokens=(token,),
+                    finish_reason=finish.reason if finish else None,
+                    stop_token_id=finish.stop_token_id if finish else None,
+                )
+            )
+
+    def fail(self, error: PdserveError) -> None:
+        """The node cannot go on."""
+        if not self._first_token.done():
+            self._first_token.set_exception(error)
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _send_ready_blocks(self) -> None:
+        """Hands every block that is final to the connector: while the prompt is computed the
+        full ones, at its end all."""
+        assert self._handoff is not None
+        sequence, pool = self._sequence, self._host.engine.scheduler.pool
+        last = sequence.num_computed >= sequence.num_prompt_tokens
+        end = (
+            pool.blocks_for(sequence.num_prompt_tokens)
+            if last
+            else sequence.num_computed // pool.block_size
+        )
+        count = max(0, end - self._next_block)
+        if count or last:
+            run = BlockRun(self._next_block, count)
+            blocks = tuple(sequence.block_table[run.first : run.first + count])
+            self._handoff.ready(run, blocks, last=last)
+            self._next_block += count
+
+    def _describe(self, event: TokenEvent) -> pb.FirstToken:
+        return pb.FirstToken(
+            token=convert.event_to_pb(event),
+            cached_tokens=self._sequence.num_cached,
+            queue_s=self._admitted - self._arrived,
+            compute_s=monotonic() - self._admitted,
+        )

@@ -1,0 +1,66 @@
+"""Log-probabilities in OpenAI's two shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from common.core.sampling import SampledToken
+from common.text.tokenizer import Tokenizer
+
+_FLOOR = -9999.0  # JSON has no -Infinity
+
+
+class CompletionLogprobs:
+    """`/v1/completions`: parallel lists. One object per choice: it counts text offsets."""
+
+    def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
+        self._tokenizer = tokenizer
+        self._offset = offset
+
+    def add(self, tokens: Sequence[SampledToken]) -> dict[str, list[Any]]:
+        result: dict[str, list[Any]] = {
+            "text_offset": [],
+            "token_logprobs": [],
+            "tokens": [],
+            "top_logprobs": [],
+        }
+        for token in tokens:
+            text = self._tokenizer.token_text(token.token_id)
+            result["text_offset"].append(self._offset)
+            result["tokens"].append(text)
+            result["token_logprobs"].append(_logprob(token))
+            result["top_logprobs"].append(self._top(token))
+            self._offset += len(text)
+        return result
+
+    def _top(self, token: SampledToken) -> dict[str, float]:
+        """The chosen token beside the most likely ones, which may hold it too."""
+        top = token.logprobs.top if token.logprobs else ()
+        pairs = {self._tokenizer.token_text(i): max(p, _FLOOR) for i, p in reversed(top)}
+        return pairs | {self._tokenizer.token_text(token.token_id): _logprob(token)}
+
+
+def chat_logprobs(
+    tokens: Sequence[SampledToken], tokenizer: Tokenizer
+) -> dict[str, list[dict[str, Any]]]:
+    """`/v1/chat/completions`: one entry per token."""
+    content = []
+    for token in tokens:
+        top = token.logprobs.top if token.logprobs else ()
+        entry = _entry(token.token_id, _logprob(token), tokenizer)
+        entry["top_logprobs"] = [_entry(i, max(p, _FLOOR), tokenizer) for i, p in top]
+        content.append(entry)
+    return {"content": content}
+
+
+def _entry(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
+    return {
+        "token": tokenizer.token_text(token_id),
+        "logprob": logprob,
+        "bytes": list(tokenizer.token_bytes(token_id)),
+    }
+
+
+def _logprob(token: SampledToken) -> float:
+    return _FLOOR if token.logprobs is None else max(token.logprobs.logprob, _FLOOR)

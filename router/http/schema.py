@@ -1,0 +1,123 @@
+"""Request bodies, as OpenAI and vLLM word them.
+
+Only types are checked here; ranges are checked where gRPC's are (`router/sampling.py`). Every
+field may be null, which means absent: clients send that.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, field_validator
+
+TokenIds = list[int]
+
+# What to say of a field that takes several shapes, when it has none of them.
+SHAPES = {
+    "prompt": "a string, a list of strings, token ids or a list of lists of token ids",
+    "stop": "a string or a list of strings",
+    "content": "a string or a list of parts of type text",
+    "tool_choice": "a string or an object",
+}
+
+
+class Body(BaseModel):
+    """Fields we do not know are kept in `model_extra`, to be logged, and otherwise ignored."""
+
+    model_config = ConfigDict(
+        strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=(), frozen=True
+    )
+
+    model: str | None = None
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    include_usage: bool | None = None
+
+
+class GenerationBody(Body):
+    """What completions and chat have in common."""
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
+    # Accepted for compatibility; they change nothing here.
+    user: str | None = None
+    priority: int | None = None
+
+
+class CompletionBody(GenerationBody):
+    prompt: str | list[str] | TokenIds | list[TokenIds]
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+class TextPart(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One turn. Fields beside these go to the chat template as they are."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[TextPart] | None = None
+
+    @field_validator("content")
+    @classmethod
+    def _join_parts(cls, content: str | list[TextPart] | None) -> str | None:
+        return "".join(p.text for p in content) if isinstance(content, list) else content
+
+
+class ChatTemplateBody(Body):
+    """What says how messages become a prompt."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatBody(GenerationBody, ChatTemplateBody):
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+
+
+class TokenizeBody(ChatTemplateBody):
+    prompt: str | None = None
+    messages: list[Message] | None = None
+
+
+class DetokenizeBody(Body):
+    tokens: TokenIds

@@ -1,0 +1,146 @@
+"""Which nodes there are, how loaded they are, and which may be used now."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+
+from common.config.schema import RoutingConfig
+from common.rpc.pb import cluster_pb2 as pb
+from router.breaker import BreakerState, CircuitBreaker
+
+logger = logging.getLogger(__name__)
+
+ROLE_NAMES: dict[int, str] = {pb.ROLE_PREFILL: "prefill", pb.ROLE_DECODE: "decode"}
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One registered node, as this router sees it."""
+
+    info: pb.NodeInfo
+    load: pb.NodeLoad
+    last_seen: float
+    breaker: CircuitBreaker
+    in_flight: int = 0  # requests this router has on the node
+
+    @property
+    def role(self) -> str:
+        return ROLE_NAMES[self.info.role]
+
+
+class Registry:
+    """Nodes by id. A node whose heartbeats stop is not used, and forgotten after ten
+    time-outs; when it comes back it registers again."""
+
+    def __init__(self, config: RoutingConfig, now: Callable[[], float] = monotonic) -> None:
+        self._config = config
+        self._now = now
+        self._nodes: dict[str, Node] = {}
+        self._changed = asyncio.Event()
+        self.trips = 0  # breakers opened on nodes since gone
+
+    def register(self, info: pb.NodeInfo, load: pb.NodeLoad) -> None:
+        breaker = CircuitBreaker(
+            self._config.breaker_failures, self._config.breaker_cooldown, self._now
+        )
+        known = self._nodes.get(info.node_id)
+        if known is not None:
+            known.info, known.load, known.last_seen = info, load, self._now()
+        else:
+            self._nodes[info.node_id] = Node(info, load, self._now(), breaker)
+            logger.info(
+                "%s registered: %s, %d KV blocks, tp %d, connector %s, fingerprint %s",
+                info.node_id, info.address, info.num_blocks, info.tensor_parallel_size,
+                info.kv_connector, info.fingerprint,
+            )  # fmt: skip
+        self._notify()
+
+    def heartbeat(self, node_id: str, load: pb.NodeLoad) -> bool:
+        """False: the node is unknown and must register."""
+        node = self._nodes.get(node_id)
+        if node is None:
+            return False
+        revived = not self._alive(node) or (load.healthy and not node.load.healthy)
+        node.load, node.last_seen = load, self._now()
+        if revived:
+            self._notify()
+        return True
+
+    def deregister(self, node_id: str) -> None:
+        """The node drains: what it has goes on, nothing new is placed on it."""
+        if self._nodes.pop(node_id, None) is not None:
+            logger.info("%s deregistered", node_id)
+
+    def usable(self, role: int) -> list[Node]:
+        """Nodes of a role on which a request may be placed now."""
+        return [
+            node
+            for node in self._nodes.values()
+            if node.info.role == role
+            and self._alive(node)
+            and node.load.healthy
+            and node.breaker.allows()
+        ]
+
+    async def wait_for_change(self) -> None:
+        """Returns when a node came or came back."""
+        await self._changed.wait()
+
+    def forget_lost(self) -> None:
+        """Drops nodes that have been silent for long."""
+        limit = 10 * self._config.heartbeat_timeout
+        for node_id, node in list(self._nodes.items()):
+            if self._now() - node.last_seen > limit and node.in_flight == 0:
+                logger.warning("%s is lost: silent for %.0f s", node_id, limit)
+                del self._nodes[node_id]
+
+    def describe(self) -> list[dict[str, Any]]:
+        """All nodes, for `/v1/cluster`."""
+        return [self._describe(node) for node in self._nodes.values()]
+
+    def counts(self) -> dict[tuple[str, str], int]:
+        """Nodes by (role, state), for the metrics."""
+        counts: dict[tuple[str, str], int] = {}
+        for node in self._nodes.values():
+            key = (node.role, self._state(node))
+            counts[key] = counts.get(key, 0) + 1
+        return counts
+
+    def _alive(self, node: Node) -> bool:
+        return self._now() - node.last_seen <= self._config.heartbeat_timeout
+
+    def _state(self, node: Node) -> str:
+        if not self._alive(node):
+            return "lost"
+        if not node.load.healthy:
+            return "unhealthy"
+        return "ready" if node.breaker.state is BreakerState.CLOSED else "broken"
+
+    def _describe(self, node: Node) -> dict[str, Any]:
+        load = node.load
+        info = MessageToDict(node.info, preserving_proto_field_name=True)
+        info["role"] = node.role
+        return {
+            **info,
+            "state": self._state(node),
+            "reason": load.reason,
+            "breaker": node.breaker.state.value,
+            "in_flight": node.in_flight,
+            "running": load.running,
+            "waiting": load.waiting,
+            "free_blocks": load.free_blocks,
+            "total_blocks": load.total_blocks,
+            "kv_cache_usage": 1 - load.free_blocks / max(1, load.total_blocks),
+            "seconds_since_heartbeat": round(self._now() - node.last_seen, 3),
+        }
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

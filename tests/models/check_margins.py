@@ -1,0 +1,89 @@
+"""Measure how clearly greedy decoding is decided for each checkpoint.
+
+    python tests/models/check_margins.py [--show]
+
+For prompts of 1 to 600 tokens it generates 64 tokens with transformers in fp32 and prints how
+large the gap between the best and the second-best logit was.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from story_grammar import IM_END, IM_START, make_corpus
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+HERE = Path(__file__).resolve().parent
+NAMES = ("llama-gqa", "qwen2", "qwen3", "mistral")
+NEW_TOKENS = 64
+PROMPTS = (
+    "Once upon a time",
+    "Once upon a time there was a brave girl named Zoë.",
+    "Day 3. The sun was warm and bright ☀.",
+    '"Good morning, Lily!" said señor Paco.',
+    "They made jalapeño soup for Uncle Björn. First they took",
+    f"{IM_START}user\nTell me a story about Tom.{IM_END}\n{IM_START}assistant\n",
+    f"{IM_START}user\nTell me a story of 3 days about 小明.{IM_END}\n{IM_START}assistant\n",
+)
+
+
+def make_prompts(tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
+    """Token ids of single-token, short, 200-token and 600-token prompts."""
+    texts = [tokenizer.encode(text) for text in PROMPTS]
+    stories = make_corpus(seed=7, count=60, chat_share=0.0)
+    long = [tokenizer.encode(text, verbose=False) for text in stories]
+    long = [ids for ids in long if len(ids) > 700][:4]
+    single = [[tokenizer.eos_token_id], tokenizer.encode("The")[:1]]
+    return single + texts + [ids[:200] for ids in long] + [ids[:600] for ids in long]
+
+
+@torch.no_grad()
+def greedy(model: PreTrainedModel, prompt: list[int]) -> tuple[list[int], list[float]]:
+    """The greedy continuation, end tokens ignored, and the margin of each of its tokens."""
+    output = model(input_ids=torch.tensor([prompt]), use_cache=True)
+    tokens: list[int] = []
+    margins: list[float] = []
+    for _ in range(NEW_TOKENS):
+        best = output.logits[0, -1].topk(2)
+        margins.append((best.values[0] - best.values[1]).item())
+        tokens.append(int(best.indices[0]))
+        output = model(
+            input_ids=torch.tensor([tokens[-1:]]),
+            past_key_values=output.past_key_values,
+            use_cache=True,
+        )
+    return tokens, margins
+
+
+def measure(name: str, show: bool) -> None:
+    """Print the margins of one checkpoint."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(HERE / name)
+    model = AutoModelForCausalLM.from_pretrained(HERE / name, dtype=torch.float32).train(False)
+    margins: list[float] = []
+    for prompt in make_prompts(tokenizer):
+        tokens, found = greedy(model, prompt)
+        margins += found
+        if show:
+            print(f"{len(prompt)} tokens, margin {min(found):.3f}: {tokenizer.decode(tokens)!r}")
+    ordered = sorted(margins)
+    smallest = ", ".join(f"{margin:.3f}" for margin in ordered[:5])
+    below = {limit: sum(margin < limit for margin in ordered) for limit in (0.01, 0.1, 0.5)}
+    median = ordered[len(ordered) // 2]
+    print(f"{name}: {len(ordered)} tokens, smallest {smallest}, median {median:.2f}, below {below}")
+
+
+def main() -> None:
+    """Read the command line and measure every checkpoint."""
+    parser = argparse.ArgumentParser(description="Measure greedy logit margins.")
+    parser.add_argument("--show", action="store_true", help="print the continuations too")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in NAMES:
+        if (HERE / name / "config.json").exists():
+            measure(name, options.show)
+
+
+if __name__ == "__main__":
+    main()

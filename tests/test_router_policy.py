@@ -1,0 +1,127 @@
+"""Placement, breaker, registry and admission, with a clock of our own."""
+
+import asyncio
+
+import pytest
+
+from common.config.schema import RoutingConfig
+from common.core.errors import Overloaded, Unavailable
+from common.rpc.pb import cluster_pb2 as pb
+from router.admission import Admission
+from router.breaker import BreakerState, CircuitBreaker
+from router.placement import RoundRobin, least_load, place
+from router.registry import Registry
+
+
+class Clock:
+    def __init__(self):
+        self.time = 100.0
+
+    def __call__(self):
+        return self.time
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def registry(clock):
+    return Registry(RoutingConfig(heartbeat_timeout=5, breaker_failures=2), clock)
+
+
+def add(registry, node_id, role=pb.ROLE_DECODE, fingerprint="f", connector="tcp", **load):
+    load = {"free_blocks": 10, "total_blocks": 10, "healthy": True, **load}
+    info = pb.NodeInfo(
+        node_id=node_id, role=role, address=f"{node_id}:1", fingerprint=fingerprint,
+        kv_connector=connector,
+    )  # fmt: skip
+    registry.register(info, pb.NodeLoad(**load))
+
+
+def ids(nodes):
+    return [node.info.node_id for node in nodes]
+
+
+async def test_a_silent_node_is_not_used_and_one_that_returns_is(registry, clock):
+    add(registry, "d0")
+    clock.time += 5.1
+    assert registry.usable(pb.ROLE_DECODE) == []
+    assert registry.heartbeat("d0", pb.NodeLoad(healthy=True))
+    assert ids(registry.usable(pb.ROLE_DECODE)) == ["d0"]
+    clock.time += 51
+    registry.forget_lost()
+    assert not registry.heartbeat("d0", pb.NodeLoad(healthy=True))
+
+
+async def test_an_unhealthy_or_deregistered_node_gets_nothing_new(registry):
+    add(registry, "d0", healthy=False)
+    add(registry, "d1")
+    registry.deregister("d1")
+    assert registry.usable(pb.ROLE_DECODE) == []
+    assert registry.counts() == {("decode", "unhealthy"): 1}
+
+
+async def test_only_nodes_that_fit_together_are_paired(registry):
+    add(registry, "p0", pb.ROLE_PREFILL, fingerprint="a")
+    add(registry, "p1", pb.ROLE_PREFILL, fingerprint="b")
+    add(registry, "d0", fingerprint="b")
+    add(registry, "d1", fingerprint="c")
+    add(registry, "d2", fingerprint="a", connector="shm")
+    nodes = registry.usable(pb.ROLE_PREFILL), registry.usable(pb.ROLE_DECODE)
+    for _ in range(4):
+        placement = place(*nodes, RoundRobin(), RoundRobin())
+        assert placement and placement.prefill
+        assert ids([placement.prefill, placement.decode]) == ["p1", "d0"]
+    assert place([], nodes[1], least_load, least_load) is None
+    local = place([], nodes[1], least_load, least_load, local_prefill=True)
+    assert local is not None and local.prefill is None
+
+
+async def test_round_robin_takes_turns_and_least_load_the_least_loaded(registry):
+    for i, tokens in enumerate((5, 0, 9)):
+        add(registry, f"d{i}", waiting_tokens=tokens)
+    nodes = registry.usable(pb.ROLE_DECODE)
+    turn = RoundRobin()
+    assert [turn(nodes).info.node_id for _ in range(4)] == ["d0", "d1", "d2", "d0"]
+    assert least_load(nodes).info.node_id == "d1"
+    nodes[1].in_flight = 1
+    assert least_load(nodes).info.node_id == "d0"
+
+
+def test_the_breaker_opens_after_failures_in_a_row_and_allows_one_trial(clock):
+    breaker = CircuitBreaker(max_failures=2, cooldown=3, now=clock)
+    breaker.failed()
+    breaker.succeeded()
+    breaker.failed()
+    assert breaker.allows()
+    breaker.failed()
+    assert not breaker.allows() and breaker.state is BreakerState.OPEN
+    clock.time += 3
+    assert breaker.allows()
+    breaker.placed()
+    assert not breaker.allows() and breaker.state is BreakerState.HALF_OPEN
+    breaker.undecided()
+    assert breaker.allows()
+    breaker.placed()
+    breaker.failed()
+    assert not breaker.allows()
+    clock.time += 3
+    breaker.placed()
+    breaker.succeeded()
+    assert breaker.allows() and breaker.state is BreakerState.CLOSED
+
+
+async def test_admission_bounds_both_the_running_and_the_waiting():
+    admission = Admission(max_running=1, max_waiting=1, timeout=0.05)
+    async with admission.place():
+        waiting = asyncio.create_task(admission.place().__aenter__())
+        await asyncio.sleep(0.01)
+        with pytest.raises(Overloaded):
+            await admission.place().__aenter__()
+        with pytest.raises(Unavailable, match=r"0\.05 s"):
+            await waiting
+    async with admission.place():
+        assert admission.running == 1
+    assert admission.running == admission.waiting == 0
