@@ -79,6 +79,9 @@ class DecodeSession:
         if sequence.remote:
             self._admitted.set()
 
+    def computed(self, sequence: Sequence) -> None:
+        """Nobody waits for the KV of a step here."""
+
     def sampled(self, sequence: Sequence, token: SampledToken, finish: Finish | None) -> None:
         self._events.put_nowait(
             TokenEvent(
@@ -119,7 +122,7 @@ class DecodeSession:
         assert self._transfer_id is not None
         arrival = await self._host.sink.wait(self._transfer_id)
         self._transfer_id = None
-        event = convert.event_from_pb(arrival.payload)
+        event = convert.event_from_pb(arrival.first_token)
         cached = sequence.num_cached
         if self._host.engine.activate(sequence, event.tokens[0]):
             # The first token ended the choice; its client has it from the prefill node.

@@ -71,7 +71,7 @@ def _segments(
 
 def memory_of(cache: torch.Tensor) -> memoryview:
     """All bytes of a contiguous CPU cache, writable."""
-    return memoryview(cache.view(torch.uint8).reshape(-1).numpy())
+    return cache.view(torch.uint8).reshape(-1).numpy().data
 
 
 def gather(view: CacheView, rect: Rect, block_ids: Sequence[int]) -> torch.Tensor:

@@ -150,6 +150,11 @@ class KVConnector(ABC):
         """`config` is `--kv-connector-config`; raises ConfigError on unknown keys."""
         self.context = context
 
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Late, duplicate and drained events by name, for the metrics. Default: none."""
+        return {}
+
     @abstractmethod
     def endpoint(self) -> bytes:
         """Where sources reach this rank; opaque bytes carried in the ticket."""
@@ -164,7 +169,9 @@ class KVConnector(ABC):
         connect is a `Failed` event."""
 
     @abstractmethod
-    def ready(self, transfer_id: bytes, run: BlockRun, block_ids: tuple[int, ...], last: bool) -> None:
+    def ready(
+        self, transfer_id: bytes, run: BlockRun, block_ids: tuple[int, ...], last: bool
+    ) -> None:
         """Source: these blocks hold final KV and may be delivered. `block_ids` are this
         node's physical blocks for `run`; `last` marks the transfer's final run (which may
         be empty). The blocks stay untouched until `release`."""

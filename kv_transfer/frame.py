@@ -1,13 +1,13 @@
 """What connectors say to each other: fixed-size headers, each followed by `nbytes` of payload.
 
-    source                                  sink
-    HELLO  payload: who I am        ──▶
-                                    ◀──     WELCOME, or REFUSED (payload: why)
-    BEGIN  a piece of a transfer    ──▶     this connection answers for it (also a keepalive)
-    DATA   payload: the KV bytes    ──▶     into the blocks                              (push)
-    OFFER  payload: my block ids    ──▶     reads them from my memory                    (pull)
-                                    ◀──     TAKEN
-    CONFIRM  count 1: I still held them ──▶ the read counts; 0: it does not
+source                                  sink
+HELLO  payload: who I am        ──▶
+                                ◀──     WELCOME, or REFUSED (payload: why)
+BEGIN  a piece of a transfer    ──▶     this connection answers for it (also a keepalive)
+DATA   payload: the KV bytes    ──▶     into the blocks                              (push)
+OFFER  payload: my block ids    ──▶     reads them from my memory                    (pull)
+                                ◀──     TAKEN
+CONFIRM  count 1: I still held them ──▶ the read counts; 0: it does not
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class KVPipe(ABC):
 
 def memory_of_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous uint8 CPU tensor."""
-    return memoryview(tensor.numpy())
+    return tensor.numpy().data
 
 
 def send_bytes(pipe: KVPipe, data: bytes) -> None:

@@ -64,8 +64,8 @@ class Action(StrEnum):
     FREE = "free"
 
 
-S = TypeVar("S", SinkState, SourceState)
-E = TypeVar("E", SinkEvent, SourceEvent)
+S = TypeVar("S", bound=StrEnum)
+E = TypeVar("E", bound=StrEnum)
 Step = tuple[S, tuple[Action, ...]]
 
 _A = Action

@@ -94,7 +94,10 @@ class Ticket:
 
     def _check(self) -> None:
         faults = [
-            (len(self.transfer_id) != 16, f"a transfer id of {len(self.transfer_id)} bytes, not 16"),
+            (
+                len(self.transfer_id) != 16,
+                f"a transfer id of {len(self.transfer_id)} bytes, not 16",
+            ),
             (not 0 < self.lease_s < float("inf"), f"a lease of {self.lease_s} s"),
             (self.block_size < 1, f"a block size of {self.block_size}"),
             (self.num_prompt_tokens < 1, "no prompt tokens"),

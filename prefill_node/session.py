@@ -5,7 +5,8 @@
                           ▼
                      connector ═══▶ the decode node
 
-The blocks belong to the hand-off from `begin` on: they are free when it says so.
+The blocks are freed by `close` alone: when no step computes into them and the hand-off has
+said that no rank reads them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from common.core.errors import PdserveError
 from common.core.request import GenerateJob, TokenEvent
 from common.core.sampling import SampledToken
 from common.engine.core import EngineCore
-from common.engine.sequence import Finish, Sequence, Status
+from common.engine.sequence import Finish, Sequence
 from common.rpc import convert
 from common.rpc.pb import cluster_pb2 as pb
 from kv_transfer.connector import BlockRun
@@ -56,9 +57,7 @@ class PrefillSession:
     async def events(self) -> AsyncIterator[pb.PrefillEvent]:
         """FirstToken, then HandedOff (unless that token ended the job)."""
         engine = self._host.engine
-        self._handoff = await self._host.source.begin(
-            self._ticket, on_freed=lambda: engine.release(self._sequence)
-        )
+        self._handoff = await self._host.source.begin(self._ticket, on_freed=lambda: None)
         self._host.adopt(self._sequence, self)
         engine.add(self._sequence)
         event = await self._handoff.watch(self._first_token)
@@ -72,12 +71,10 @@ class PrefillSession:
 
     async def close(self) -> None:
         """Ends whatever is still going on and gives all blocks back."""
-        if self._sequence.status is not Status.DONE:
-            await self._host.engine.stop(self._sequence)
+        await self._host.engine.stop(self._sequence)
         if self._handoff is not None:
             await self._handoff.abort("the prefill ended early")
-        if self._sequence.status is not Status.DONE:
-            self._host.engine.release(self._sequence)
+        self._host.engine.release(self._sequence)
 
     # ---- what the engine says ---------------------------------------------------------------
 

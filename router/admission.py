@@ -34,7 +34,9 @@ class Admission:
             await asyncio.wait_for(self._places.acquire(), self._timeout)
         except TimeoutError:
             raise Unavailable(
-                f"no place came free within {self._timeout:g} s", code="QUEUE_TIMEOUT", retry_after=2.0
+                f"no place came free within {self._timeout:g} s",
+                code="QUEUE_TIMEOUT",
+                retry_after=2.0,
             ) from None
         finally:
             self.waiting -= 1

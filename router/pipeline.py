@@ -1,10 +1,10 @@
 """The request path: admit → place → dispatch → detokenize → stream.
 
-    client ─▶ Pipeline.generate ─▶ Dispatch ─ Decode.Run ──▶ D   reserves blocks
-                                       ◀──── ticket ───────
-                                       ──── Prefill.Run ──▶ P ══ KV blocks ══▶ D
-                                       ◀──── first token ──          goes to the client at once
-                                       ◀──── tokens ─────── D        after P's commit
+client ─▶ Pipeline.generate ─▶ Dispatch ─ Decode.Run ──▶ D   reserves blocks
+                                   ◀──── ticket ───────
+                                   ──── Prefill.Run ──▶ P ══ KV blocks ══▶ D
+                                   ◀──── first token ──          goes to the client at once
+                                   ◀──── tokens ─────── D        after P's commit
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from itertools import product
 from time import monotonic
 from typing import Any
@@ -161,7 +160,7 @@ class _Run:
         self.finish_reasons: list[FinishReason] = []
         self.token_gaps: list[float] = []
         self._start = monotonic()
-        self._timeline = Timeline()
+        self._moments: dict[str, float] = {}
         self._num_tokens = 0
         self._last_token: dict[int, float] = {}
         self._open = {
@@ -181,7 +180,7 @@ class _Run:
 
     def mark(self, moment: str) -> None:
         """Notes that a moment of the timeline (one of its fields) is now."""
-        self._timeline = replace(self._timeline, **{moment: monotonic() - self._start})
+        self._moments[moment] = monotonic() - self._start
 
     def deltas(self, event: TokenEvent) -> Sequence[TextDelta]:
         """The text an event brings; nothing for a choice that a stop string has ended."""
@@ -203,8 +202,8 @@ class _Run:
         return (TextDelta(event.choice, output.text, tokens, reason, stop_reason),)
 
     def stats(self, dispatch: Dispatch) -> GenerationStats:
-        timeline = replace(
-            self._timeline,
+        timeline = Timeline(
+            **self._moments,  # type: ignore[arg-type]
             cached_tokens=dispatch.cached_tokens,
             transfer_bytes=dispatch.transfer_bytes,
             transfer_seconds=dispatch.transfer_seconds,

@@ -44,7 +44,6 @@ class Registry:
         self._now = now
         self._nodes: dict[str, Node] = {}
         self._changed = asyncio.Event()
-        self.trips = 0  # breakers opened on nodes since gone
 
     def register(self, info: pb.NodeInfo, load: pb.NodeLoad) -> None:
         breaker = CircuitBreaker(
@@ -112,6 +111,10 @@ class Registry:
             key = (node.role, self._state(node))
             counts[key] = counts.get(key, 0) + 1
         return counts
+
+    def trips(self) -> int:
+        """How often the breakers of the present nodes opened."""
+        return sum(node.breaker.trips for node in self._nodes.values())
 
     def _alive(self, node: Node) -> bool:
         return self._now() - node.last_seen <= self._config.heartbeat_timeout

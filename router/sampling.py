@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from common.core.errors import InvalidRequest
 from common.core.sampling import SamplingParams
@@ -54,7 +55,7 @@ def make_sampling(
     Raises:
         InvalidRequest: a value is out of range; `param` is the argument's name.
     """
-    given = {
+    given: dict[str, Any] = {
         "max_tokens": max_tokens,
         "min_tokens": min_tokens,
         "temperature": temperature,

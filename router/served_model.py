@@ -66,9 +66,7 @@ class ServedModel:
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids of a text; a long one is encoded on a thread."""
-        return await off_loop(
-            len(text), lambda: self.tokenizer.encode(text, add_special_tokens)
-        )
+        return await off_loop(len(text), lambda: self.tokenizer.encode(text, add_special_tokens))
 
 
 async def off_loop(num_chars: int, work: Callable[[], T]) -> T:

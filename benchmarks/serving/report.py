@@ -56,7 +56,7 @@ def warn_if_late(summary: Summary, console: Console) -> None:
 
 
 def _totals(summary: Summary) -> Table:
-    table = Table("requests", "", title="Run", title_justify="left")
+    table = Table(title="Requests", title_justify="left", show_header=False)
     rows: list[tuple[str, str]] = [
         ("completed", str(summary.completed)),
         ("failed", str(summary.failed)),

@@ -56,6 +56,8 @@ class Cluster:
         self.url = ""
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._folder = tempfile.TemporaryDirectory(prefix="pdserve-")
+        self._ports_file = Path(config.server.ports_file or f"{self._folder.name}/router.json")
+        self._ports_file.unlink(missing_ok=True)  # it would name an older router's ports
         self._router: Child | None = None
         self._nodes: list[Child] = []
         self._watchers: list[asyncio.Task[None]] = []
@@ -124,11 +126,9 @@ class Cluster:
 
     async def _start_router(self) -> dict[str, int]:
         """Starts the router and learns its ports; started again, it takes the same ones."""
-        path = Path(self.config.server.ports_file or Path(self._folder.name) / "router.json")
-        path.unlink(missing_ok=True)
-        self._router = Child(self._router_spec(ports_file=str(path)), self.write)
+        self._router = Child(self._router_spec(ports_file=str(self._ports_file)), self.write)
         await self._run(self._router)
-        while (ports := read_ports(path)) is None:
+        while (ports := read_ports(self._ports_file)) is None:
             await asyncio.sleep(POLL_INTERVAL)
         self._router.spec = self._router_spec(port=ports["http"], grpc_port=ports["grpc"])
         return ports

@@ -99,7 +99,6 @@ async def ask(url: str, config: DemoConfig) -> AsyncIterator[dict[str, Any]]:
         NodeError: the server answered with an error, before or within the stream.
     """
     request = {
-        "model": model_name(config.cluster),
         "messages": [{"role": "user", "content": config.prompt}],
         "max_tokens": config.max_tokens,
         "temperature": 0,

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import difflib
+import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
 
 from common.core.errors import ConfigError
 from common.core.plugins import import_string
@@ -22,6 +24,8 @@ COMMANDS = {
         "decode": ("decode_node.__main__:main", "node that generates tokens"),
     },
     "Tools": {
+        "bench": ("common.cli.main:bench", "load generator (from a source checkout)"),
+        "model": ("common.cli.model:main", "unpack the embedded model, print its folder"),
         "version": ("common.cli.main:show_version", "print the version"),
     },
 }
@@ -63,6 +67,18 @@ def help_text() -> str:
 def show_version(argv: Sequence[str] = ()) -> int:
     print(f"pdserve {version('pdserve')}")
     return 0
+
+
+def bench(argv: Sequence[str]) -> int:
+    """The script in `benchmarks/`, which is no part of the installed packages.
+
+    Raises:
+        ConfigError: this is not a source checkout.
+    """
+    script = Path(__file__).parents[2] / "benchmarks" / "bench_serving.py"
+    if not script.is_file():
+        raise ConfigError("the benchmark is not installed; run it from a source checkout")
+    return subprocess.call([sys.executable, str(script), *argv])
 
 
 def _unknown(command: str, known: list[str]) -> str:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.text import Text
 
 from common.cli.child import Write
@@ -71,13 +70,9 @@ def with_model(config: ClusterConfig, console: Console) -> ClusterConfig:
     if config.engine.model.model is not None:
         return config
     # Costs an import of torch, which supervising a cluster does not need.
-    from common.model.embedded import ensure_embedded_model
+    from common.cli.model import unpack
 
-    with Progress(*Progress.get_default_columns(), console=console, transient=True) as bar:
-        task = bar.add_task("unpacking the embedded model", total=None)
-        path = ensure_embedded_model(
-            on_progress=lambda done, total: bar.update(task, completed=done, total=total)
-        )
+    path = unpack(console)
     model = replace(config.engine.model, model=str(path))
     return replace(config, engine=replace(config.engine, model=model))
 

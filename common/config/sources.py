@@ -120,10 +120,14 @@ def parse(
     base = cls()
     found = tuple(options(base))
     parser = _parser(found, prog, description)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help"}.intersection(arguments):  # whatever else is wrong
+        parser.print_help()
+        raise SystemExit(0)
     given = os.environ if environ is None else environ
     environment = {name: value for name, value in given.items() if value != ""}
     _check_environment(parser, found, environment)
-    namespace, unknown = parser.parse_known_args(argv, env_vars=environment)
+    namespace, unknown = parser.parse_known_args(arguments, env_vars=environment)
     if unknown:
         known = [flag for action in parser._actions for flag in action.option_strings]
         parser.error(_unknown("option", unknown[0].partition("=")[0], known))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import msgspec
@@ -14,6 +15,8 @@ from common.core.errors import (
     PdserveError,
     TransferError,
 )
+
+logger = logging.getLogger(__name__)
 
 _CLASSES: dict[str, type[PdserveError]] = {
     cls.__name__: cls for cls in (ConfigError, InvalidRequest, NodeError, TransferError)
@@ -30,9 +33,11 @@ class _Failure:
 
 
 def typed(error: BaseException, rank: int) -> PdserveError:
-    """`error` itself if it is typed, else a NodeError that names the rank and the cause."""
+    """`error` itself if it is typed, else a NodeError that names the rank and the cause. What
+    nobody foresaw is logged here, where its traceback still is."""
     if isinstance(error, PdserveError):
         return error
+    logger.error("rank %d failed", rank, exc_info=error)
     return NodeError(f"rank {rank}: {type(error).__name__}: {error}")
 
 

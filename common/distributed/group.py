@@ -75,7 +75,7 @@ def _connect(
         return dist.ProcessGroupNCCL(store, rank, size, options)
     # torch has no public name for gloo's options. They are needed to bind to loopback: by
     # default gloo listens on whatever address the host's name resolves to.
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = timeout
     return dist.ProcessGroupGloo(store, rank, size, options)

@@ -86,7 +86,6 @@ class InProcessExecutor(Executor):
         try:
             return await asyncio.get_running_loop().run_in_executor(threads, work)
         except Exception as error:
-            logger.debug("rank 0 failed", exc_info=True)
             raise typed(error, rank=0) from error
 
     def _deliver(self, event: bytes) -> None:

@@ -130,17 +130,17 @@ class MultiprocessExecutor(Executor):
         while True:
             _, header, body = await self._socket.recv_multipart()
             rank, kind, number = wire.HEADER.unpack(header)
-            if kind == Kind.EVENT:
-                if self._hear is not None:
-                    self._hear(rank, body)
-            else:
+            if kind == Kind.BROKEN:
+                self._end(decode_failure(body))
+            elif kind != Kind.EVENT:
                 self._settle(kind, number, body)
+            elif self._hear is not None:
+                self._hear(rank, body)
 
     def _settle(self, kind: int, number: int, body: bytes) -> None:
-        """Late answers (their caller was cancelled, or another rank failed) have no future."""
         future = self._waiting.pop(number, None)
         if future is None or future.done():
-            return
+            return  # its caller was cancelled
         if kind == Kind.FAILURE:
             future.set_exception(decode_failure(body))
         else:
@@ -157,7 +157,7 @@ class MultiprocessExecutor(Executor):
     async def _watch(self, rank: int, process: Process) -> None:
         status = await process.wait()
         if self._ended is not None:
-            return
+            return  # it was told to stop, or followed another
         reason = f"rank {rank} (pid {process.pid}) {_describe_exit(status)}"
         self._end(NodeError(reason, code="RANK_DIED"))
         self._kill()

@@ -8,7 +8,6 @@ node's business: a rank ignores them, so that a node can drain.
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import signal
 import sys
@@ -26,8 +25,6 @@ from common.distributed.executor import Worker, WorkerSpec
 from common.distributed.failure import encode_failure
 from common.distributed.wire import Kind, Link
 from common.obs.logging import setup_logging
-
-logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 FLUSH_MS = 1000
@@ -48,8 +45,8 @@ class Outbox:
     def emit(self, event: bytes) -> None:
         self.send(Kind.EVENT, 0, event)
 
-    def fail(self, number: int, error: Exception) -> None:
-        self.send(Kind.FAILURE, number, encode_failure(error, self._rank))
+    def fail(self, kind: Kind, number: int, error: Exception) -> None:
+        self.send(kind, number, encode_failure(error, self._rank))
 
 
 def main(directory: Path, rank: int) -> int:
@@ -98,13 +95,12 @@ def _run(spec: WorkerSpec, steps: zmq.Socket, calls: zmq.Socket, out: Outbox) ->
         worker: Worker = import_string(spec.factory)(spec, out.emit)
         out.send(Kind.RESULT, number, worker.ready())
     except Exception as error:  # the boundary: whatever it was, the node hears it
-        logger.debug("start failed", exc_info=True)
-        out.fail(number, error)
+        out.fail(Kind.FAILURE, number, error)
         steps.recv_multipart()  # stay until stopped, so that the answer is read before the exit
         return 1
     server = threading.Thread(target=_serve_calls, args=(calls, worker, out), name="calls")
     server.start()
-    _serve(steps, worker.step, out, answer=spec.rank == 0)
+    _serve(steps, worker.step, out, on_error=Kind.BROKEN, answer=spec.rank == 0)
     server.join()
     worker.close()
     return 0
@@ -112,7 +108,8 @@ def _run(spec: WorkerSpec, steps: zmq.Socket, calls: zmq.Socket, out: Outbox) ->
 
 def _serve_calls(calls: zmq.Socket, worker: Worker, out: Outbox) -> None:
     extension = worker.extension
-    deadline = _serve(calls, extension.handle if extension else _no_extension, out, answer=True)
+    handle = extension.handle if extension is not None else _no_extension
+    deadline = _serve(calls, handle, out, on_error=Kind.FAILURE)
     if extension is not None:
         extension.close(deadline)
 
@@ -122,10 +119,14 @@ def _no_extension(message: bytes) -> bytes:
 
 
 def _serve(
-    requests: zmq.Socket, handle: Callable[[bytes], bytes], out: Outbox, answer: bool
+    requests: zmq.Socket,
+    handle: Callable[[bytes], bytes],
+    out: Outbox,
+    on_error: Kind,
+    answer: bool = True,
 ) -> float:
     """Serves until told to stop; returns the seconds granted for stopping. Without `answer`
-    only failures are reported."""
+    only errors are reported."""
     while True:
         head, body = requests.recv_multipart()
         (number,) = wire.NUMBER.unpack(head)
@@ -134,8 +135,7 @@ def _serve(
         try:
             result = handle(body)
         except Exception as error:  # the boundary: every failure becomes a typed answer
-            logger.exception("failed: %s", error)
-            out.fail(number, error)
+            out.fail(on_error, number, error)
         else:
             if answer:
                 out.send(Kind.RESULT, number, result)

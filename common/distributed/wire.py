@@ -32,7 +32,8 @@ class Kind(IntEnum):
 
     RESULT = 0
     FAILURE = 1
-    EVENT = 2
+    BROKEN = 2  # a step failed, so the ranks no longer agree; nothing can be asked any more
+    EVENT = 3
 
 
 class Link(IntEnum):

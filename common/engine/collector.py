@@ -22,7 +22,11 @@ class SchedulerCollector(Collector):
             ("num_requests_running", "Sequences in the running batch", len(scheduler.running)),
             ("num_requests_waiting", "Sequences waiting for blocks", len(scheduler.waiting)),
             ("num_requests_remote", "Sequences waiting for their KV", len(scheduler.remote)),
-            ("kv_cache_usage_perc", "KV blocks held; 1 is all", 1 - pool.num_free / pool.num_blocks),
+            (
+                "kv_cache_usage_perc",
+                "KV blocks held; 1 is all",
+                1 - pool.num_free / pool.num_blocks,
+            ),
             ("kv_blocks_free", "KV blocks nobody holds", pool.num_free),
             ("kv_blocks_total", "KV blocks", pool.num_blocks),
         ):

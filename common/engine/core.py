@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import time
 from typing import Protocol
 
 import msgspec
@@ -49,7 +48,6 @@ class EngineCore:
         max_model_len: int,
     ) -> None:
         self.scheduler = scheduler
-        self.last_progress = time.monotonic()
         self._executor = executor
         self._listener = listener
         self._max_model_len = max_model_len
@@ -90,7 +88,7 @@ class EngineCore:
         self.scheduler.hold(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """Frees the blocks of a sequence that is HELD or REMOTE, or that never ran."""
+        """Frees the blocks of a sequence that is stopped, REMOTE, or never ran."""
         if sequence.status is Status.RUNNING:
             raise RuntimeError("a running sequence must be stopped before it is released")
         self.scheduler.release(sequence)
@@ -110,19 +108,21 @@ class EngineCore:
                 self._work.clear()
                 await self._work.wait()
                 continue
-            self._begin(batch)
-            answer = await self._executor.step(msgspec.msgpack.encode(batch))
-            self._apply(batch, msgspec.msgpack.decode(answer, type=StepOutput))
+            ids = {entry.seq_id for entry in batch.sequences}
+            sequences = {s.seq_id: s for s in self.scheduler.running if s.seq_id in ids}
+            self._in_flight = sequences
+            self._apply(batch, sequences, await self._step(batch))
 
-    def _begin(self, batch: StepBatch) -> None:
-        ids = {entry.seq_id for entry in batch.sequences}
-        self._in_flight = {s.seq_id: s for s in self.scheduler.running if s.seq_id in ids}
+    async def _step(self, batch: StepBatch) -> StepOutput:
         self._step_done = asyncio.Event()
+        try:
+            answer = await self._executor.step(msgspec.msgpack.encode(batch))
+        finally:
+            self._in_flight = {}
+            self._step_done.set()
+        return msgspec.msgpack.decode(answer, type=StepOutput)
 
-    def _apply(self, batch: StepBatch, output: StepOutput) -> None:
-        sequences, self._in_flight = self._in_flight, {}
-        self._step_done.set()
-        self.last_progress = time.monotonic()
+    def _apply(self, batch: StepBatch, sequences: dict[int, Sequence], output: StepOutput) -> None:
         tokens = dict(output.tokens)
         for entry in batch.sequences:
             sequence = sequences[entry.seq_id]

@@ -18,7 +18,7 @@ from common.core.sampling import SampledToken, SamplingParams, TokenLogprobs
 from common.engine.messages import StepSequence
 from common.engine.philox import uniform
 
-_TOP_P_WIDTH = 256  # the nucleus is nearly always this small: try it before a full sort
+_TOP_P_WIDTH = 256  # nuclei are nearly always this small: look here before sorting more
 
 
 def sample(logits: torch.Tensor, sequences: Sequence[StepSequence]) -> list[SampledToken]:
@@ -162,11 +162,13 @@ def _filter_top_p(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torc
         return probs
     share = _column([params[row].top_p for row in rows], probs)
     subset = probs[rows]
-    for width in (min(_TOP_P_WIDTH, subset.shape[1]), subset.shape[1]):
-        values = subset.topk(width, dim=-1).values
+    width = _TOP_P_WIDTH
+    while True:
+        values = subset.topk(min(width, subset.shape[1]), dim=-1).values
         before = values.cumsum(dim=-1) - values
-        if bool((before[:, -1:] >= share).all()):
+        if width >= subset.shape[1] or bool((before[:, -1:] >= share).all()):
             break
+        width *= 16
     kept = (before < share).sum(dim=-1, keepdim=True).clamp(min=1)
     least = values.gather(1, kept - 1)
     probs[rows] = subset.masked_fill(subset < least, 0.0)

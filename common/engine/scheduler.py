@@ -50,6 +50,7 @@ class Scheduler:
     # ---- entering and leaving -------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
+        sequence.status = Status.WAITING
         self.waiting.append(sequence)
 
     def admit(self) -> list[Sequence]:

@@ -12,6 +12,7 @@ from common.core.sampling import SampledToken, SamplingParams
 
 
 class Status(Enum):
+    NEW = auto()  # the scheduler does not know it yet
     WAITING = auto()  # owns no blocks
     REMOTE = auto()  # owns blocks that another node fills
     RUNNING = auto()  # owns blocks and is computed
@@ -30,7 +31,7 @@ class Sequence:
     num_prompt_tokens: int
     choice: int = 0
     remote: bool = False  # its KV comes from another node
-    status: Status = Status.WAITING
+    status: Status = Status.NEW
     num_computed: int = 0
     num_cached: int = 0  # prompt tokens found in the prefix cache at admission
     block_table: list[int] = field(default_factory=list)

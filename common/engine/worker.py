@@ -197,7 +197,7 @@ class _Progress:
     def __call__(self, done: int, total: int) -> None:
         quarters = 4 * done // max(total, 1)
         if quarters > self._quarters and not self._quiet:
-            logger.info("loading weights: %d %% of %s", 25 * quarters, _gib(total))
+            logger.info("loading weights: %d %% of %s", 25 * quarters, _size(total))
         self._quarters = quarters
 
 
@@ -236,7 +236,7 @@ def _allocate(
     check_num_blocks(engine, num_blocks, max_model_len)
     shape = resized(shape, num_blocks)
     if group.rank == 0:
-        tokens, size = num_blocks * shape.block_size, _gib(cache_bytes(shape))
+        tokens, size = num_blocks * shape.block_size, _size(cache_bytes(shape))
         logger.info("KV blocks: %d (= %d tokens, %s per rank)", num_blocks, tokens, size)
     return KVCache.allocate(shape, device)
 
@@ -257,15 +257,10 @@ def _build_extension(
     if config is None:
         return None
     extension: CacheExtension = import_string(config.factory)(
-        cache_tensor=cache.tensor,
-        cache_shape=cache.shape,
-        shared_fd=cache.fd,
-        rank=rank,
-        config=config.config,
-        emit=emit,
+        cache.tensor, cache.shape, cache.fd, rank, config.config, emit
     )
     return extension
 
 
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB"
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"

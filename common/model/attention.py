@@ -90,7 +90,7 @@ def pad_tables(tables: Sequence[Sequence[int]]) -> Tensor:
     """Block tables as one tensor. Short ones are filled up with their own first block, so that
     what a mask hides is never another sequence's."""
     width = max(map(len, tables))
-    return torch.tensor([[*table, *table[:1] * (width - len(table))] for table in tables])
+    return torch.tensor([[*table, *[table[0]] * (width - len(table))] for table in tables])
 
 
 AttentionContext = Any  # what a backend's `prepare` returns; nobody else looks inside

@@ -75,7 +75,7 @@ class FlashInferAttention(AttentionBackend):
 
     def _plan_prefill(self, batch: AttentionBatch) -> Any:
         self._prefill.plan(
-            self._int32(batch.offsets),
+            _int32(batch.offsets),
             *self._pages(batch),
             self.shape.num_heads,
             self.shape.num_kv_heads,
@@ -94,10 +94,12 @@ class FlashInferAttention(AttentionBackend):
         tables = batch.used_tables()
         filled = [(length - 1) % batch.block_size + 1 for length in batch.context_lens]
         return (
-            self._int32(list(accumulate(map(len, tables), initial=0))),
-            self._int32([block for table in tables for block in table]),
-            self._int32(filled),
+            _int32(list(accumulate(map(len, tables), initial=0))),
+            _int32([block for table in tables for block in table]).to(self.device),
+            _int32(filled),
         )
 
-    def _int32(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32).to(self.device)
+
+def _int32(values: Sequence[int]) -> Tensor:
+    """On the host, where `plan` reads offsets and lengths; it copies them to the GPU itself."""
+    return torch.tensor(values, dtype=torch.int32)

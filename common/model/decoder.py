@@ -28,6 +28,7 @@ from common.model.layers import (
     RowParallelLinear,
     Shard,
     VocabParallelEmbedding,
+    shards_of,
 )
 from common.model.rope import RotaryEmbedding, rotate
 
@@ -64,8 +65,7 @@ class Attention:
         return q, k, v
 
     def shards(self) -> Iterator[Shard]:
-        for part in (self.qkv_proj, self.o_proj, *self.qk_norms):
-            yield from part.shards()
+        return shards_of(self.qkv_proj, self.o_proj, *self.qk_norms)
 
 
 class MLP:
@@ -89,8 +89,7 @@ class MLP:
         return self.down_proj(F.silu(gate) * up)
 
     def shards(self) -> Iterator[Shard]:
-        yield from self.gate_up_proj.shards()
-        yield from self.down_proj.shards()
+        return shards_of(self.gate_up_proj, self.down_proj)
 
 
 class DecoderLayer:
@@ -104,8 +103,7 @@ class DecoderLayer:
         self.mlp = MLP(f"{prefix}.mlp", spec, placement)
 
     def shards(self) -> Iterator[Shard]:
-        for part in (self.input_norm, self.attention, self.mlp_norm, self.mlp):
-            yield from part.shards()
+        return shards_of(self.input_norm, self.attention, self.mlp_norm, self.mlp)
 
 
 class CausalLM:
@@ -168,12 +166,8 @@ class CausalLM:
 
     def shards(self) -> Iterator[Shard]:
         """Every part of the checkpoint that this rank keeps."""
-        yield from self.embedding.shards()
-        for layer in self.layers:
-            yield from layer.shards()
-        yield from self.norm.shards()
-        if not self.spec.tie_word_embeddings:
-            yield from self.lm_head.shards()
+        head = () if self.spec.tie_word_embeddings else (self.lm_head,)
+        return shards_of(self.embedding, *self.layers, self.norm, *head)
 
     @property
     def weights_bytes(self) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,19 @@ class Shard:
     shape: tuple[int, ...]  # of the whole tensor
     index: tuple[slice, ...]  # this rank's part of it
     target: Tensor  # where the part goes; may be a view into a fused weight
+
+
+class Sharded(Protocol):
+    """Whatever holds weights."""
+
+    def shards(self) -> Iterator[Shard]:
+        """This rank's parts of the checkpoint."""
+
+
+def shards_of(*parts: Sharded) -> Iterator[Shard]:
+    """The shards of several layers, in order."""
+    for part in parts:
+        yield from part.shards()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ _MAX_HEADER = 100_000_000  # the format's own limit
 
 
 def weights_revision(folder: Path, load_format: str = "auto", seed: int = 0) -> str:
-    """16 hex digits over `config.json` and, of each weights file, its header (names, shapes,
-    dtypes), size and a few evenly spread pages: fine-tunes of one base differ nowhere else. Dummy weights
-    are their seed.
+    """16 hex digits over `config.json` and, of each weights file, its size, its header (names,
+    shapes, dtypes) and a few evenly spread pages: fine-tunes of one base differ nowhere else.
+    Dummy weights are their seed.
 
     Raises:
         ConfigError: a file is missing or not safetensors.

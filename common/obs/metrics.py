@@ -1,14 +1,15 @@
 """Prometheus metrics of the roles. Names and units follow vLLM's, with the prefix `pdserve:`.
 
-Each object owns its registry: two clusters, or a test's many nodes, live in one process. Labels
-are bounded: node ids and request ids are in the log, not here.
+What happens is counted here; what merely is (queue lengths, blocks, nodes) is read by collectors
+when it is scraped. Each object owns its registry: two clusters, or a test's many nodes, live in
+one process. Labels are bounded: node ids and request ids are in the log, not here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from common.core.request import FinishReason, Timeline
 
@@ -32,20 +33,15 @@ class _Metrics:
     def _counter(self, name: str, help: str, *labels: str) -> Counter:
         return Counter(f"pdserve:{name}", help, labels, registry=self.registry)
 
-    def _gauge(self, name: str, help: str, *labels: str) -> Gauge:
-        return Gauge(f"pdserve:{name}", help, labels, registry=self.registry)
-
     def _histogram(self, name: str, help: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(f"pdserve:{name}", help, registry=self.registry, buckets=buckets)
 
 
 class RouterMetrics(_Metrics):
-    """What clients see: load, latencies, outcomes; and the nodes behind them."""
+    """What clients see: latencies, tokens, outcomes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.running = self._gauge("num_requests_running", "Requests being served")
-        self.waiting = self._gauge("num_requests_waiting", "Requests waiting for a place or node")
         self.prompt_tokens = self._counter("prompt_tokens_total", "Prompt tokens of requests")
         self.generation_tokens = self._counter("generation_tokens_total", "Tokens generated")
         self.ttft = self._histogram(
@@ -73,8 +69,6 @@ class RouterMetrics(_Metrics):
         self.retries = self._counter(
             "request_retries_total", "Stages tried again, by the error's code", "stage", "code"
         )
-        self.breaker_trips = self._counter("breaker_trips_total", "Breakers opened", "role")
-        self.nodes = self._gauge("nodes", "Registered nodes", "role", "state")
 
     def observe_request(
         self,
@@ -103,30 +97,12 @@ class RouterMetrics(_Metrics):
         """A request that ended with a typed error (`PdserveError.code`)."""
         self.requests.labels(code).inc()
 
-    def set_nodes(self, counts: Mapping[tuple[str, str], int]) -> None:
-        """Registered nodes by (role, state); what is absent is zero."""
-        self.nodes.clear()
-        for (role, state), count in counts.items():
-            self.nodes.labels(role, state).set(count)
-
 
 class NodeMetrics(_Metrics):
-    """What one prefill or decode node does."""
+    """What one prefill or decode node moves."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.running = self._gauge("num_requests_running", "Sequences in the running batch")
-        self.waiting = self._gauge("num_requests_waiting", "Sequences not yet in the batch")
-        self.kv_cache_usage = self._gauge("kv_cache_usage_perc", "KV blocks in use; 1 is all")
-        self.prompt_tokens = self._counter("prompt_tokens_total", "Prompt tokens computed")
-        self.generation_tokens = self._counter("generation_tokens_total", "Tokens sampled")
-        self.preemptions = self._counter("num_preemptions_total", "Sequences set back to waiting")
-        self.prefix_queries = self._counter(
-            "prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache"
-        )
-        self.prefix_hits = self._counter(
-            "prefix_cache_hits_total", "Prompt tokens found in the prefix cache"
-        )
         self.transfer_bytes = self._counter("kv_transfer_bytes_total", "KV bytes moved")
         self.transfer_seconds = self._histogram(
             "kv_transfer_seconds", "First run sent to last run landed", TRANSFER_SECONDS
@@ -134,17 +110,6 @@ class NodeMetrics(_Metrics):
         self.transfers = self._counter(
             "kv_transfers_total", "KV hand-offs ended: OK, or the error's code", "outcome"
         )
-
-    def set_load(self, *, running: int, waiting: int, kv_usage: float) -> None:
-        """The scheduler's state after a step; `kv_usage` is 0 … 1."""
-        self.running.set(running)
-        self.waiting.set(waiting)
-        self.kv_cache_usage.set(kv_usage)
-
-    def observe_prefix(self, *, queried: int, hit: int) -> None:
-        """A prompt's tokens looked up and found."""
-        self.prefix_queries.inc(queried)
-        self.prefix_hits.inc(hit)
 
     def observe_transfer(self, *, num_bytes: int, seconds: float) -> None:
         """A KV hand-off that landed."""

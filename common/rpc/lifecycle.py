@@ -31,7 +31,7 @@ async def serve_until_stopped(
     draining = asyncio.ensure_future(drain())
     again = asyncio.ensure_future(signals.get())
     done, _ = await asyncio.wait(
-        {draining, again, failed}, timeout=drain_timeout, return_when=asyncio.FIRST_COMPLETED
+        [draining, again, failed], timeout=drain_timeout, return_when=asyncio.FIRST_COMPLETED
     )
     again.cancel()
     if draining in done:
@@ -44,7 +44,7 @@ async def serve_until_stopped(
 
 async def _first(signal_name: Awaitable[str], failed: asyncio.Future[None]) -> str | None:
     waiting = asyncio.ensure_future(signal_name)
-    await asyncio.wait({waiting, failed}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait([waiting, failed], return_when=asyncio.FIRST_COMPLETED)
     if not failed.done():
         return waiting.result()
     waiting.cancel()

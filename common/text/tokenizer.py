@@ -21,7 +21,15 @@ from common.core.errors import ConfigError, InvalidRequest
 _RESERVED = frozenset(signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 # What a template may raise when it meets messages it was not written for.
-_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+_TEMPLATE_ERRORS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 
 
 class Tokenizer:
@@ -114,7 +122,7 @@ class Tokenizer:
             )
         try:
             text = self._hf.apply_chat_template(
-                list(messages),
+                [dict(message) for message in messages],
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,

@@ -1,8 +1,8 @@
 """The sink rank's book: which transfers may write into which blocks, and how far each piece is.
 
-    accept ──▶ open ──all pieces in──▶ landed          frames after that are duplicates
-                 └──lost, bad frame──▶ failed          frames after that are drained
-    quiesce / release: forgotten; nobody is inside the blocks when it returns
+accept ──▶ open ──all pieces in──▶ landed          frames after that are duplicates
+             └──lost, bad frame──▶ failed          frames after that are drained
+quiesce / release: forgotten; nobody is inside the blocks when it returns
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ class Intake:
         end = transfer.first_block + len(transfer.block_ids)
         if frame.count < 1 or frame.first < transfer.first_block or frame.first + frame.count > end:
             raise bad_frame(
-                f"blocks {frame.first}+{frame.count} are not within {transfer.first_block}…{end - 1}"
+                f"{frame.count} blocks from {frame.first} are not within "
+                f"{transfer.first_block}…{end - 1}"
             )
 
     def landed(self, incoming: Incoming, frame: Frame) -> None:

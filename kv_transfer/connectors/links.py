@@ -25,6 +25,7 @@ from kv_transfer.frame import Frame, Kind
 from kv_transfer.gate import Gate
 from kv_transfer.layout import Piece
 
+NO_BLOCKS = BlockRun(0, 0)
 KEEPALIVE_S = 1.0  # between signs of life while a transfer waits for its next run
 IDLE_S = 60.0  # after which an unused connection is closed
 
@@ -53,7 +54,7 @@ class Delivery:
 
     outgoing: Outgoing
     piece: Piece
-    run: BlockRun = BlockRun(0, 0)
+    run: BlockRun = NO_BLOCKS
     block_ids: tuple[int, ...] = ()
     last: bool = False
 
@@ -214,20 +215,22 @@ class Link:
     def _begin(self, delivery: Delivery) -> None:
         """Announces a piece; a kept connection that turns out dead is replaced once."""
         frame = delivery.outgoing.frame(Kind.BEGIN, delivery.piece, delivery.run)
-        kept = self._channel
-        try:
-            if kept is not None and kept.alive():
-                kept.begin(frame)
-            else:
-                self._connect().begin(frame)
-        except OSError:
-            if kept is None or self._live:
-                raise
+        if self._channel is not None and not self._announced(self._channel, frame):
+            self._lose(peer_lost(ConnectionError("the connection broke"), Blame.DECODE))
+        if self._channel is None:
             self._connect().begin(frame)
         self._live[delivery.outgoing] = delivery.piece
 
+    def _announced(self, kept: Channel, frame: Frame) -> bool:
+        if not kept.alive():
+            return False
+        try:
+            kept.begin(frame)
+        except OSError:
+            return False
+        return True
+
     def _connect(self) -> Channel:
-        self._disconnect()
         try:
             self._channel = self._dial(self.endpoint)
         except OSError as error:
@@ -258,10 +261,14 @@ class Link:
                 self._serve(Delivery(outgoing, piece))
 
     def _broken(self, outgoing: Outgoing, error: TransferError) -> None:
-        """Nothing more can be said on this connection: all its transfers fail."""
         logger.warning("KV connection failed: %s", error)
+        self._links.fail(outgoing, error)
+        self._lose(error)
+
+    def _lose(self, error: TransferError) -> None:
+        """Nothing more can be said on this connection: all its transfers fail."""
         self._disconnect()
-        for each in {outgoing, *self._live}:
+        for each in self._live:
             self._links.fail(each, error)
         self._live.clear()
 

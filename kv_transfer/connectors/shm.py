@@ -51,7 +51,6 @@ class Greeting(msgspec.Struct):
     fingerprint: str
     rect: Rect
     num_blocks: int
-    num_heads: int
     offset: int  # of the cache in the file
     nbytes: int  # of the cache
 
@@ -95,8 +94,7 @@ class ShmConnector(LinkedConnector):
 
     def _greet(self, pipe: SocketPipe, shared_fd: int) -> None:
         view = self.context.view
-        _, _, num_blocks, heads, _, _ = view.cache.shape
-        geometry = (num_blocks, heads, view.shared_offset, view.cache.nbytes)
+        geometry = (view.cache.shape[2], view.shared_offset, view.cache.nbytes)
         greeting = Greeting(self.context.fingerprint, view.rect, *geometry)
         send_frame(pipe, Frame(Kind.HELLO), msgspec.msgpack.encode(greeting))
         readable = os.open(f"/proc/self/fd/{shared_fd}", os.O_RDONLY)
@@ -210,7 +208,9 @@ class Peer:
 
     def __init__(self, greeting: Greeting, fd: int, block_nbytes: int) -> None:
         end = greeting.offset + greeting.nbytes
-        if greeting.offset < 0 or greeting.nbytes != block_nbytes * greeting.num_blocks:
+        if block_nbytes == 0 or greeting.offset < 0:
+            raise bad_frame(f"{greeting.rect} at {greeting.offset} is no cache")
+        if greeting.nbytes != block_nbytes * greeting.num_blocks:
             raise bad_frame(f"a cache of {greeting.nbytes} bytes does not fit its geometry")
         if os.fstat(fd).st_size < end:
             raise bad_frame(f"the memory file ends before byte {end}")
@@ -218,7 +218,8 @@ class Peer:
         self._num_blocks = greeting.num_blocks
         mapped = memoryview(mmap.mmap(fd, end, prot=mmap.PROT_READ))[greeting.offset :]
         layers = greeting.rect.layer_end - greeting.rect.layer_start
-        self._words = words(mapped, layers, greeting.num_blocks, greeting.num_heads)
+        heads = greeting.rect.head_end - greeting.rect.head_start
+        self._words = words(mapped, layers, greeting.num_blocks, heads)
 
     def part(self, rect: Rect, block_ids: NDArray[np.uint32]) -> NDArray[Any]:
         """The planes and heads of `rect`, after checking what the source says it offers."""

@@ -11,8 +11,9 @@ from typing import Any
 from aiohttp import web
 from pydantic import ValidationError
 
-from common.core.errors import InvalidRequest, PdserveError
+from common.core.errors import InvalidRequest, PdserveError, Unavailable
 from router.http.encoding import json_response
+from router.http.request_id import public_id
 from router.http.schema import SHAPES
 
 logger = logging.getLogger(__name__)
@@ -46,14 +47,19 @@ def http_error_response(error: web.HTTPException) -> web.Response:
     return json_response(body, status=error.status, headers={"Allow": allow} if allow else {})
 
 
-def as_typed(error: Exception, request_id: str) -> PdserveError:
+def as_typed(error: Exception) -> PdserveError:
     """The typed error, or for a defect an internal error that names only the request."""
     if isinstance(error, PdserveError):
         if error.http_status >= 500:
-            logger.warning("request %s failed: %s", request_id, error)
+            logger.warning("request %s failed: %s", public_id.get(), error)
         return error
-    logger.error("request %s: unexpected error", request_id, exc_info=error)
-    return PdserveError(f"internal error; its log entry is under request id {request_id}")
+    logger.error("request %s: unexpected error", public_id.get(), exc_info=error)
+    return PdserveError(f"internal error; its log entry is under request id {public_id.get()}")
+
+
+def stopping() -> Unavailable:
+    """What clients are told while this process ends: another router may serve them."""
+    return Unavailable("the server is shutting down", code="SHUTTING_DOWN")
 
 
 def from_validation(error: ValidationError) -> InvalidRequest:

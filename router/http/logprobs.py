@@ -35,10 +35,12 @@ class CompletionLogprobs:
         return result
 
     def _top(self, token: SampledToken) -> dict[str, float]:
-        """The chosen token beside the most likely ones, which may hold it too."""
+        """The most likely tokens and the chosen one, which may be one of them."""
         top = token.logprobs.top if token.logprobs else ()
-        pairs = {self._tokenizer.token_text(i): max(p, _FLOOR) for i, p in reversed(top)}
-        return pairs | {self._tokenizer.token_text(token.token_id): _logprob(token)}
+        pairs: dict[str, float] = {}
+        for token_id, logprob in (*top, (token.token_id, _logprob(token))):
+            pairs.setdefault(self._tokenizer.token_text(token_id), max(logprob, _FLOOR))
+        return pairs
 
 
 def chat_logprobs(

@@ -6,11 +6,15 @@ field may be null, which means absent: clients send that.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, FailFast, field_validator
+from typing_extensions import TypeAliasType
 
-TokenIds = list[int]
+# A long list of the wrong type would otherwise give as long a list of errors.
+Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
+TokenIds = TypeAliasType("TokenIds", Annotated[list[int], FailFast()])
+Prompts = TypeAliasType("Prompts", Annotated[list[TokenIds], FailFast()])
 
 # What to say of a field that takes several shapes, when it has none of them.
 SHAPES = {
@@ -48,8 +52,8 @@ class GenerationBody(Body):
     min_p: float | None = None
     n: int | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     presence_penalty: float | None = None
@@ -66,7 +70,7 @@ class GenerationBody(Body):
 
 
 class CompletionBody(GenerationBody):
-    prompt: str | list[str] | TokenIds | list[TokenIds]
+    prompt: str | Texts | TokenIds | Prompts
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
@@ -94,6 +98,9 @@ class Message(BaseModel):
         return "".join(p.text for p in content) if isinstance(content, list) else content
 
 
+Messages = TypeAliasType("Messages", Annotated[list[Message], FailFast()])
+
+
 class ChatTemplateBody(Body):
     """What says how messages become a prompt."""
 
@@ -105,7 +112,7 @@ class ChatTemplateBody(Body):
 
 
 class ChatBody(GenerationBody, ChatTemplateBody):
-    messages: list[Message]
+    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -116,7 +123,7 @@ class ChatBody(GenerationBody, ChatTemplateBody):
 
 class TokenizeBody(ChatTemplateBody):
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Messages | None = None
 
 
 class DetokenizeBody(Body):

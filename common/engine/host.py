@@ -1,0 +1,109 @@
+"""Starting an engine: the model's facts, the ranks, and what pairing needs to know of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from common.config.schema import EngineConfig, LogConfig
+from common.core.errors import ConfigError, InvalidRequest
+from common.core.model_spec import ModelSpec
+from common.core.request import GenerateJob
+from common.distributed.executor import Executor
+from common.distributed.launch import make_executor
+from common.engine.block_pool import BlockPool
+from common.engine.messages import RankReady
+from common.engine.scheduler import Scheduler
+from common.engine.worker import ExtensionConfig, WorkerConfig, choose_device, worker_specs
+from common.model.dtype import choose_dtype, dtype_name
+from common.model.revision import weights_revision
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """The model a node serves, known before any weight is read."""
+
+    name: str
+    folder: Path
+    spec: ModelSpec
+    max_model_len: int
+    revision: str
+    dtype: str
+
+    @classmethod
+    def read(cls, engine: EngineConfig) -> ModelFacts:
+        """Raises ConfigError when this node could not serve the model as configured."""
+        config = engine.model
+        assert config.model is not None, "resolve_model comes first"
+        folder = Path(config.model)
+        spec = ModelSpec.from_folder(folder)
+        max_model_len = config.max_model_len or spec.max_position_embeddings
+        spec.check_max_model_len(max_model_len)
+        spec.validate_tensor_parallel(engine.parallel.tensor_parallel_size)
+        dtype = choose_dtype(config.dtype, spec.dtype, choose_device(engine.parallel.device, 0))
+        return cls(
+            name=config.served_model_name or folder.resolve().name,
+            folder=folder,
+            spec=spec,
+            max_model_len=max_model_len,
+            revision=weights_revision(folder, config.load_format, config.seed),
+            dtype=dtype_name(dtype),
+        )
+
+    def kv_identity(self, block_size: int) -> dict[str, str]:
+        """What must be equal wherever this node's KV is to be used."""
+        return {
+            "weights": self.revision,
+            "dtype": self.dtype,
+            "block_size": str(block_size),
+            "layers": str(self.spec.num_layers),
+            "kv_heads": str(self.spec.num_kv_heads),
+            "head_dim": str(self.spec.head_dim),
+        }
+
+    def check(self, job: GenerateJob) -> None:
+        """Raises InvalidRequest for a job this model cannot do; a router should have known."""
+        if max(job.prompt_token_ids) >= self.spec.vocab_size:
+            raise InvalidRequest(
+                f"token id {max(job.prompt_token_ids)} is outside the vocabulary of "
+                f"{self.spec.vocab_size}",
+                param="prompt",
+            )
+        if len(job.prompt_token_ids) >= self.max_model_len:
+            raise InvalidRequest(
+                f"the prompt has {len(job.prompt_token_ids)} tokens; this node's maximum context "
+                f"length is {self.max_model_len} tokens, prompt and completion together",
+                param="prompt",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """A node's ranks, running."""
+
+    executor: Executor
+    ready: tuple[RankReady, ...]
+    scheduler: Scheduler
+
+    @classmethod
+    async def start(
+        cls,
+        role: str,
+        engine: EngineConfig,
+        facts: ModelFacts,
+        extension: ExtensionConfig,
+        log: LogConfig,
+    ) -> Ranks:
+        """Raises ConfigError or NodeError when a rank cannot start; nothing is left then."""
+        specs = worker_specs(WorkerConfig(engine, extension), role, log)
+        executor = make_executor(specs)
+        answers = await executor.start()
+        ready = tuple(msgspec.msgpack.decode(answer, type=RankReady) for answer in answers)
+        cache = ready[0].cache
+        pool = BlockPool(cache.num_blocks, cache.block_size, engine.cache.enable_prefix_caching)
+        if pool.blocks_for(facts.max_model_len) > pool.num_blocks:
+            raise ConfigError(f"{pool.num_blocks} KV blocks cannot hold one sequence")
+        scheduler = Scheduler(pool, engine.scheduler, facts.spec.eos_token_ids)
+        return cls(executor, ready, scheduler)

@@ -1,0 +1,71 @@
+"""The decode node: blocks reserved and filled by prefill nodes; tokens to the router."""
+
+from __future__ import annotations
+
+import msgspec
+
+from common.core.errors import Blame
+from common.core.request import GenerateJob
+from common.engine.node import EngineNode
+from common.engine.worker import ExtensionConfig
+from common.rpc.pb import cluster_pb2 as pb
+from common.rpc.pb import cluster_pb2_grpc as pb_grpc
+from decode_node.service import DecodeService, KVTransferService
+from decode_node.session import DecodeSession
+from kv_transfer.layout import Rect, fingerprint
+from kv_transfer.rank import RankConfig
+from kv_transfer.sink import KVSink
+from kv_transfer.ticket import RankEndpoint
+
+
+class DecodeNode(EngineNode[DecodeSession]):
+    role = pb.ROLE_DECODE
+    blame = Blame.DECODE
+    sink: KVSink
+
+    def fingerprint(self) -> str:
+        return fingerprint(self.facts.kv_identity(self.config.engine.cache.block_size))
+
+    def extension(self) -> ExtensionConfig:
+        transfer = self.config.transfer
+        config = RankConfig(
+            connector=transfer.kv_connector,
+            fingerprint=self.fingerprint(),
+            bind_host=transfer.kv_host,
+            options=transfer.kv_connector_config,
+        )
+        return ExtensionConfig("kv_transfer.rank:build_rank", msgspec.msgpack.encode(config))
+
+    def add_services(self) -> None:
+        executor = self.ranks.executor
+        self.sink = KVSink(
+            [
+                RankEndpoint(
+                    ready.rank,
+                    Rect(c.layer_start, c.layer_end, c.head_start, c.head_end),
+                    ready.extension_info,
+                )
+                for ready in self.ranks.ready
+                for c in (ready.cache,)
+            ],
+            fingerprint=self.fingerprint(),
+            connector=self.config.transfer.kv_connector,
+            block_size=self.config.engine.cache.block_size,
+            address=self.address,
+            lease_s=self.config.transfer.kv_lease,
+            call=executor.call,
+        )
+        executor.on_event(self.sink.on_event)
+        self.server.add("Decode", pb_grpc.add_DecodeServicer_to_server, DecodeService(self))
+        self.server.add(
+            "KVTransfer",
+            pb_grpc.add_KVTransferServicer_to_server,
+            KVTransferService(self.sink),
+        )
+
+    async def close_transfers(self) -> None:
+        await self.sink.close()
+
+    def open(self, job: GenerateJob) -> DecodeSession:
+        """A session for a router's job; the caller closes it with `close`."""
+        return self.admit(job, lambda: DecodeSession(self, job))

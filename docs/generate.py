@@ -1,0 +1,156 @@
+"""Writes the parts of the pages that the code says: options, metrics, state tables.
+
+    python docs/generate.py
+
+A part lies between `<!-- begin NAME -->` and `<!-- end NAME -->`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from common.config.schema import ClusterConfig, RouterConfig, SchedulerConfig, WorkerNodeConfig
+from common.config.sources import Option, options
+from common.engine.block_pool import BlockPool
+from common.engine.collector import SchedulerCollector
+from common.engine.scheduler import Scheduler
+from common.obs.metrics import NodeMetrics, RouterMetrics
+from kv_transfer.protocol import SINK, SOURCE
+
+FOLDER = Path(__file__).parent
+PAGES = ("operate.md", "internals.md")
+COMMANDS = {"up": ClusterConfig, "router": RouterConfig, "prefill, decode": WorkerNodeConfig}
+
+Found = dict[str, Option]  # by command
+
+
+def rewrite(page: str) -> str:
+    """The page with its parts as the code says now."""
+    pattern = re.compile(r"<!-- begin (\S+) -->\n.*?<!-- end \1 -->", re.DOTALL)
+    return pattern.sub(
+        lambda found: f"<!-- begin {found[1]} -->\n{_part(found[1])}\n<!-- end {found[1]} -->",
+        page,
+    )
+
+
+def _part(name: str) -> str:
+    return "\n".join(PARTS[name]())
+
+
+def _table(*rows: tuple[str, ...]) -> Iterator[str]:
+    head, *body = rows
+    yield f"| {' | '.join(head)} |"
+    yield "|" + "---|" * len(head)
+    for row in body:
+        yield f"| {' | '.join(row)} |"
+
+
+# ---- options ----
+
+
+def option_tables() -> Iterator[str]:
+    """One table for each group of options."""
+    for name, group in _groups().items():
+        commands = dict.fromkeys(command for found in group.values() for command in found)
+        yield f"\n**{name}** ({', '.join(commands)})\n"
+        rows = [_option_row(found) for found in group.values()]
+        yield from _table(("flag", "default", "meaning"), *rows)
+
+
+def _groups() -> dict[str, dict[str, Found]]:
+    groups: dict[str, dict[str, Found]] = {}
+    for command, config in COMMANDS.items():
+        for option in options(config()):
+            group = groups.setdefault(option.group, {})
+            group.setdefault(option.flag, {})[command] = option
+    return groups
+
+
+def _option_row(found: Found) -> tuple[str, str, str]:
+    option = next(iter(found.values()))
+    short = f", `{option.metadata['short']}`" if "short" in option.metadata else ""
+    negated = f", `--no-{option.key}`" if option.kind is bool else ""
+    choices = option.metadata.get("choices")
+    meaning = option.metadata["help"] + (f" (one of: {', '.join(choices)})" if choices else "")
+    return f"`{option.flag}`{short}{negated}", _defaults(found), meaning.replace("|", "\\|")
+
+
+def _defaults(found: Found) -> str:
+    shown = {command: _default(option) for command, option in found.items()}
+    if len(set(shown.values())) == 1:
+        return next(iter(shown.values()))
+    return ", ".join(f"{command}: {value}" for command, value in shown.items())
+
+
+def _default(option: Option) -> str:
+    if option.kind is bool:
+        return "on" if option.default else "off"
+    return "–" if option.default is None else f"`{option.default}`"
+
+
+# ---- metrics ----
+
+
+def router_metrics() -> Iterator[str]:
+    return _metric_table(RouterMetrics().registry)
+
+
+def node_metrics() -> Iterator[str]:
+    registry = NodeMetrics().registry
+    pool = BlockPool(num_blocks=1, block_size=1)
+    registry.register(SchedulerCollector(Scheduler(pool, SchedulerConfig(), ())))
+    return _metric_table(registry)
+
+
+def _metric_table(registry: CollectorRegistry) -> Iterator[str]:
+    metrics = sorted(registry.collect(), key=lambda metric: metric.name)
+    rows = [
+        (
+            f"`{metric.name}{'_total' if metric.type == 'counter' else ''}`",
+            metric.type,
+            metric.documentation,
+        )
+        for metric in metrics
+    ]
+    return _table(("name", "type", "meaning"), *rows)
+
+
+# ---- states ----
+
+
+def _state_table(table: Mapping[Any, Mapping[Any, Any]], events: type[StrEnum]) -> Iterator[str]:
+    head = ("state", *(f"`{event}`" for event in events))
+    rows = [(f"**{state}**", *(_cell(row.get(e)) for e in events)) for state, row in table.items()]
+    return _table(head, *rows)
+
+
+def _cell(step: tuple[Any, tuple[Any, ...]] | None) -> str:
+    if step is None:
+        return ""
+    state, actions = step
+    return f"→ {state}" + (f": {', '.join(actions)}" if actions else "")
+
+
+def _events_of(table: Mapping[Any, Mapping[Any, Any]]) -> type[StrEnum]:
+    return type(next(event for row in table.values() for event in row))
+
+
+PARTS: dict[str, Callable[[], Iterator[str]]] = {
+    "options": option_tables,
+    "router-metrics": router_metrics,
+    "node-metrics": node_metrics,
+    "sink": lambda: _state_table(SINK, _events_of(SINK)),
+    "source": lambda: _state_table(SOURCE, _events_of(SOURCE)),
+}
+
+
+if __name__ == "__main__":
+    for name in PAGES:
+        page = FOLDER / name
+        page.write_text(rewrite(page.read_text(encoding="utf-8")), encoding="utf-8")

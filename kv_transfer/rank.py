@@ -1,0 +1,246 @@
+"""The rank half of the KV transfer: a connector behind the executor's bytes.
+
+It is the `Extension` of `common/distributed/executor.py`: it lives in each rank, beside the
+cache, and is served while a step computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+import torch
+
+from common.core.errors import Blame, ConfigError, TransferError
+from common.core.plugins import resolve
+from kv_transfer.connector import (
+    API_VERSION,
+    BlockRun,
+    Event,
+    Failed,
+    KVConnector,
+    Landed,
+    Progress,
+    RankContext,
+    Sent,
+    SinkTransfer,
+    SourceTransfer,
+)
+from kv_transfer.layout import CacheView, Rect
+
+BUILTIN = {
+    "shm": "kv_transfer.connectors.shm:ShmConnector",
+    "tcp": "kv_transfer.connectors.tcp:TCPConnector",
+}
+ENTRY_POINTS = "pdserve.kv_connectors"
+
+
+class CacheShape(Protocol):
+    """What is needed of `common.engine.messages.CacheShape`."""
+
+    @property
+    def layer_start(self) -> int: ...
+    @property
+    def layer_end(self) -> int: ...
+    @property
+    def head_start(self) -> int: ...
+    @property
+    def head_end(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RankConfig:
+    """What a rank needs to build its connector; msgpack in the worker's configuration."""
+
+    connector: str
+    fingerprint: str
+    bind_host: str = "127.0.0.1"
+    options: dict[str, Any] = field(default_factory=dict)  # --kv-connector-config
+    source: bool = False  # a source announces no endpoint
+
+
+# ---- commands, from node to rank ----
+
+
+class Accept(msgspec.Struct, tag=True):
+    transfer: SinkTransfer
+
+
+class Submit(msgspec.Struct, tag=True):
+    transfer: SourceTransfer
+
+
+class Ready(msgspec.Struct, tag=True):
+    transfer_id: bytes
+    run: BlockRun
+    block_ids: tuple[int, ...]
+    last: bool
+
+
+class Quiesce(msgspec.Struct, tag=True):
+    """May take up to `gate.GRACE_S` when a peer has stalled."""
+
+    transfer_id: bytes
+
+
+class Release(msgspec.Struct, tag=True):
+    transfer_id: bytes
+
+
+class Stats(msgspec.Struct, tag=True):
+    """Answered by the connector's `counts`."""
+
+
+Command = Accept | Submit | Ready | Quiesce | Release | Stats
+
+
+class Reply(msgspec.Struct):
+    error: Fault | None = None
+    counts: dict[str, int] = {}
+
+
+class Fault(msgspec.Struct):
+    """A PdserveError on its way to the node."""
+
+    message: str
+    code: str
+    blame: str
+    retryable: bool
+
+
+_commands = msgspec.msgpack.Decoder(Command)
+_replies = msgspec.msgpack.Decoder(Reply)
+_tagged_event = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
+_events: dict[str, msgspec.msgpack.Decoder[Any]] = {
+    kind.__name__: msgspec.msgpack.Decoder(kind) for kind in (Progress, Landed, Sent, Failed)
+}
+
+
+def encode_event(event: Event) -> bytes:
+    return msgspec.msgpack.encode((type(event).__name__, event))
+
+
+def decode_event(message: bytes) -> Event:
+    name, body = _tagged_event.decode(message)
+    event: Event = _events[name].decode(body)
+    return event
+
+
+class TransferRank:
+    """Serves one rank's connector."""
+
+    def __init__(self, connector: KVConnector, source: bool) -> None:
+        self._connector = connector
+        self._endpoint = b"" if source else connector.endpoint()
+
+    def info(self) -> bytes:
+        """The endpoint sources reach this rank at; empty for a source."""
+        return self._endpoint
+
+    def handle(self, message: bytes) -> bytes:
+        command = _commands.decode(message)
+        try:
+            reply = self._serve(command)
+        except TransferError as error:
+            fault = Fault(error.message, error.code, error.blame.value, error.retryable)
+            reply = Reply(error=fault)
+        return msgspec.msgpack.encode(reply)
+
+    def _serve(self, command: Command) -> Reply:
+        match command:
+            case Accept(transfer):
+                self._connector.accept(transfer)
+            case Submit(transfer):
+                self._connector.submit(transfer)
+            case Ready(transfer_id, run, block_ids, last):
+                self._connector.ready(transfer_id, run, block_ids, last)
+            case Quiesce(transfer_id):
+                self._connector.quiesce(transfer_id)
+            case Release(transfer_id):
+                self._connector.release(transfer_id)
+            case Stats():
+                return Reply(counts=dict(self._connector.counts))
+        return Reply()
+
+    def close(self, deadline: float) -> None:
+        self._connector.close(deadline)
+
+
+def build_rank(
+    cache: torch.Tensor,
+    shape: CacheShape,
+    shared_fd: int | None,
+    rank: int,
+    config: bytes,
+    emit: Callable[[bytes], None],
+) -> TransferRank:
+    """The factory a worker calls once its cache is allocated. `config` is a msgpack
+    `RankConfig`; `shared_fd` is the memory file whose first byte is the cache's.
+
+    Raises:
+        ConfigError: no such connector, an unknown option, or another API version.
+    """
+    settings = msgspec.msgpack.decode(config, type=RankConfig)
+    connector_type = resolve(settings.connector, BUILTIN, ENTRY_POINTS)
+    if connector_type.api_version != API_VERSION:
+        raise ConfigError(
+            f"connector {settings.connector!r} speaks API version {connector_type.api_version}, "
+            f"this is {API_VERSION}; install a matching release of it"
+        )
+    rect = Rect(shape.layer_start, shape.layer_end, shape.head_start, shape.head_end)
+    context = RankContext(
+        view=CacheView(cache, rect, shared_fd),
+        bind_host=settings.bind_host,
+        fingerprint=settings.fingerprint,
+        emit=lambda event: emit(encode_event(event)),
+    )
+    return TransferRank(connector_type(context, settings.options), settings.source)
+
+
+# ---- the node's end ----
+
+Call = Callable[[int, bytes], Awaitable[bytes]]  # Executor.call
+
+
+async def call_rank(call: Call, rank: int, command: Command) -> Reply:
+    """Raises TransferError when the rank's connector did."""
+    reply = _replies.decode(await call(rank, msgspec.msgpack.encode(command)))
+    if (fault := reply.error) is not None:
+        raise TransferError(
+            fault.message, code=fault.code, blame=Blame(fault.blame), retryable=fault.retryable
+        )
+    return reply
+
+
+async def call_ranks(call: Call, commands: Mapping[int, Command]) -> None:
+    """Calls several ranks at once and waits for all of them; raises the first one's error."""
+    calls = (call_rank(call, rank, command) for rank, command in commands.items())
+    for answer in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(answer, BaseException):
+            raise answer
+
+
+async def call_living(call: Call, commands: Mapping[int, Command]) -> int:
+    """As `call_ranks`, but returns how many ranks could not answer: a dead rank reads and
+    writes nothing any more, and its node ends soon."""
+    calls = (call_rank(call, rank, command) for rank, command in commands.items())
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    return sum(isinstance(answer, BaseException) for answer in answers)
+
+
+def failure(event: Failed) -> TransferError:
+    return TransferError(
+        event.message, code=event.code, blame=Blame(event.blame), retryable=event.retryable
+    )
+
+
+async def count_ranks(call: Call, ranks: Sequence[int]) -> dict[str, int]:
+    """The connectors' counters, summed over ranks."""
+    total: dict[str, int] = {}
+    for rank in ranks:
+        for name, count in (await call_rank(call, rank, Stats())).counts.items():
+            total[name] = total.get(name, 0) + count
+    return total

@@ -1,0 +1,321 @@
+"""The source's control half: plans, announces runs to its ranks, commits, keeps the lease.
+
+    begin() ──▶ handoff.ready(run) … ──▶ handoff.commit()
+    however it ends, on_freed() is called once: no rank reads the blocks any more
+
+Lives on the event loop of the prefill node; drives the `SOURCE` table of `protocol.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from common.core.errors import Blame, PdserveError, TransferError
+from kv_transfer.connector import BlockRun, Failed, SourceTransfer
+from kv_transfer.layout import Piece, Rect, plan
+from kv_transfer.lease import Lease
+from kv_transfer.protocol import SOURCE, Action, Machine, SourceEvent, SourceState
+from kv_transfer.rank import (
+    Call,
+    Quiesce,
+    Ready,
+    Submit,
+    call_living,
+    call_ranks,
+    decode_event,
+    failure,
+)
+from kv_transfer.tasks import Tasks
+from kv_transfer.ticket import Ticket
+
+logger = logging.getLogger(__name__)
+
+Commit = Callable[[Ticket, Any], Awaitable[int]]  # raises PdserveError; returns bytes landed
+Abort = Callable[[Ticket, str], Awaitable[None]]
+Renew = Callable[[Ticket], Awaitable[None]]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffResult:
+    nbytes: int
+    seconds: float  # from the first run announced to the commit's answer
+
+
+class KVSource:
+    """`call` and `on_event` are the executor's; `commit` and `abort` reach the sink's node."""
+
+    def __init__(
+        self,
+        rank_rects: Sequence[Rect],
+        *,
+        fingerprint: str,
+        connector: str,
+        block_size: int,
+        lease_s: float,
+        call: Call,
+        commit: Commit,
+        abort: Abort,
+        renew: Renew | None = None,
+    ) -> None:
+        self.rank_rects = tuple(rank_rects)
+        self.lease_s = lease_s
+        self.call = call
+        self.send_commit = commit
+        self.send_abort = abort
+        self.send_renew = renew
+        self.tasks = Tasks()
+        self.counts: Counter[str] = Counter()  # sent, bytes, failed/CODE, late state/event
+        self._ours = {"fingerprint": fingerprint, "KV connector": connector}
+        self._block_size = block_size
+        self._live: dict[bytes, Handoff] = {}
+
+    async def begin(self, ticket: Ticket, on_freed: Callable[[], None]) -> Handoff:
+        """Starts a hand-off. From this call on the blocks are freed by `on_freed` alone,
+        which is called once, also when this raises.
+
+        Raises:
+            TransferError: FINGERPRINT_MISMATCH, LAYOUT_MISMATCH, or a duplicate ticket.
+        """
+        try:
+            self._check(ticket)
+            pieces = plan(self.rank_rects, [each.rect for each in ticket.endpoints])
+        except TransferError as error:
+            self.counts[f"failed/{error.code}"] += 1
+            on_freed()
+            raise
+        handoff = self._live[ticket.transfer_id] = Handoff(self, ticket, pieces, on_freed)
+        return handoff
+
+    def _check(self, ticket: Ticket) -> None:
+        theirs = {"fingerprint": ticket.fingerprint, "KV connector": ticket.connector}
+        for name, ours in self._ours.items():
+            if theirs[name] != ours:
+                raise _mismatch("FINGERPRINT_MISMATCH", name, ours, theirs[name])
+        if ticket.block_size != self._block_size:
+            raise _mismatch("LAYOUT_MISMATCH", "block size", self._block_size, ticket.block_size)
+        if ticket.transfer_id in self._live:
+            raise TransferError(
+                f"transfer {ticket.transfer_id.hex()} is under way", code="STALE_EPOCH"
+            )
+
+    def on_event(self, rank: int, message: bytes) -> None:
+        """A rank's connector reports; on the event loop."""
+        event = decode_event(message)
+        handoff = self._live.get(event.transfer_id)
+        if handoff is None or handoff.ticket.epoch != event.epoch:
+            self.counts["late_event"] += 1
+        elif isinstance(event, Failed):
+            handoff.fail(SourceEvent.FAILED, failure(event))
+        else:
+            handoff.renew()
+
+    def forget(self, handoff: Handoff) -> None:
+        del self._live[handoff.ticket.transfer_id]
+
+    async def close(self) -> None:
+        """Aborts what is under way and waits until all blocks are handed back."""
+        for handoff in list(self._live.values()):
+            await handoff.abort("the prefill node stops")
+        await self.tasks.join()
+
+
+class Handoff:
+    """One transfer under way."""
+
+    def __init__(
+        self,
+        source: KVSource,
+        ticket: Ticket,
+        pieces: Sequence[Piece],
+        on_freed: Callable[[], None],
+    ) -> None:
+        self.ticket = ticket
+        self._source = source
+        self._on_freed = on_freed
+        self._machine = Machine(SOURCE, SourceState.SENDING, source.counts)
+        self._lease = Lease(source.lease_s, self._lapse)
+        self._cause: PdserveError | None = None
+        self._nbytes = 0
+        self._payload: Any = None
+        self._started: float | None = None
+        self._seconds = 0.0
+        self._freed = asyncio.Event()
+        self._committing: asyncio.Task[None] | None = None
+        self._ranks = sorted({piece.source_rank for piece in pieces})
+        self._commands: asyncio.Queue[dict[int, Submit | Ready]] = asyncio.Queue()
+        self._commands.put_nowait({rank: self._submit(rank, pieces) for rank in self._ranks})
+        self._announcing = source.tasks.start(self._announce())
+        self._renewing = source.tasks.start(self._keep_renewing())
+
+    def _submit(self, rank: int, pieces: Sequence[Piece]) -> Submit:
+        mine = tuple(
+            (piece, self.ticket.endpoints[piece.sink_rank].endpoint)
+            for piece in pieces
+            if piece.source_rank == rank
+        )
+        return Submit(SourceTransfer(self.ticket.transfer_id, self.ticket.epoch, mine))
+
+    @property
+    def error(self) -> PdserveError | None:
+        """Why it failed, as soon as that is known: a caller may stop computing."""
+        return self._cause
+
+    def ready(self, run: BlockRun, block_ids: Sequence[int], last: bool = False) -> None:
+        """These blocks hold final KV: `block_ids` are this node's blocks for `run`. Runs come
+        in order; blocks the sink has already are left out here. Never blocks; without effect
+        on a hand-off that has failed."""
+        self.renew()
+        self._started = self._started or asyncio.get_running_loop().time()
+        skipped = min(run.count, max(0, self.ticket.first_block - run.first))
+        wanted = BlockRun(run.first + skipped, run.count - skipped)
+        if not wanted.count and not last:
+            return
+        command = Ready(self.ticket.transfer_id, wanted, tuple(block_ids)[skipped:], last)
+        self._commands.put_nowait(dict.fromkeys(self._ranks, command))
+
+    async def commit(self, payload: Any) -> HandoffResult:
+        """The last run was announced: asks the sink to take over with `payload`. Returns when
+        it has, and after `on_freed`.
+
+        Raises:
+            TransferError: why the hand-off failed; the blocks are free.
+        """
+        self._payload = payload
+        self.renew()
+        self._on(SourceEvent.COMMIT)
+        await self._freed.wait()
+        if self._cause is not None:
+            raise self._cause
+        return HandoffResult(self._nbytes, self._seconds)
+
+    async def abort(self, reason: str) -> None:
+        """Gives up; returns after `on_freed`. Without effect on the outcome of a hand-off that
+        has one."""
+        error = TransferError(reason, code="ABORTED", blame=Blame.PREFILL, retryable=True)
+        self.fail(SourceEvent.ABORT, error)
+        await self._freed.wait()
+
+    async def watch(self, work: asyncio.Future[T]) -> T:
+        """Waits for `work` while the hand-off stands.
+
+        Raises:
+            TransferError: why the hand-off failed, as soon as its blocks are free.
+        """
+        freed = asyncio.ensure_future(self._freed.wait())
+        try:
+            await asyncio.wait([work, freed], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            freed.cancel()
+        if not work.done() and self._cause is not None:
+            raise self._cause
+        return work.result()
+
+    def renew(self) -> None:
+        """Progress: the lease starts anew."""
+        self._lease.renew()
+
+    def fail(self, event: SourceEvent, error: PdserveError) -> None:
+        actions = self._machine.on(event)
+        if actions:  # else it is too late to matter: the first cause stays
+            self._cause = error
+        self._run(actions)
+
+    def _lapse(self) -> None:
+        error = TransferError(
+            f"the hand-off made no progress for {self._source.lease_s} s",
+            code="LEASE_EXPIRED",
+            retryable=True,
+        )
+        self.fail(SourceEvent.LEASE_LAPSED, error)
+
+    def _on(self, event: SourceEvent) -> None:
+        self._run(self._machine.on(event))
+
+    def _run(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            self._do(action)
+
+    def _do(self, action: Action) -> None:
+        counts, tasks = self._source.counts, self._source.tasks
+        match action:
+            case Action.SEND_COMMIT:
+                self._committing = tasks.start(self._send_commit())
+            case Action.SEND_ABORT:
+                tasks.start(self._send_abort())
+            case Action.REPORT_SUCCESS:
+                counts["sent"] += 1
+                counts["bytes"] += self._nbytes
+            case Action.REPORT_FAILURE:
+                assert self._cause is not None
+                counts[f"failed/{self._cause.code}"] += 1
+            case Action.QUIESCE:
+                tasks.start(self._quiesce())
+            case Action.FREE:
+                self._free()
+
+    async def _announce(self) -> None:
+        """Passes commands to the ranks in order."""
+        while (commands := await self._commands.get()) and self._cause is None:
+            try:
+                await call_ranks(self._source.call, commands)
+            except PdserveError as error:
+                self.fail(SourceEvent.FAILED, error)
+
+    async def _keep_renewing(self) -> None:
+        """While the prompt waits and computes, both leases hang on the sink's answers."""
+        while self._source.send_renew and self._machine.state is SourceState.SENDING:
+            await asyncio.sleep(self._source.lease_s / 3)
+            try:
+                await self._source.send_renew(self.ticket)
+            except TransferError as error:
+                self.fail(SourceEvent.FAILED, error)
+            except PdserveError as error:  # out of reach: if it stays so, the lease lapses
+                logger.warning("cannot renew a hand-off: %s", error)
+            else:
+                self.renew()
+
+    async def _send_commit(self) -> None:
+        try:
+            self._nbytes = await self._source.send_commit(self.ticket, self._payload)
+        except TransferError as error:
+            self.fail(SourceEvent.COMMIT_REFUSED, error)
+        except PdserveError as error:
+            self.fail(SourceEvent.FAILED, error)
+        else:
+            now = asyncio.get_running_loop().time()
+            self._seconds = now - (self._started or now)
+            self._on(SourceEvent.COMMIT_ACKED)
+
+    async def _send_abort(self) -> None:
+        await self._source.send_abort(self.ticket, str(self._cause))
+
+    async def _quiesce(self) -> None:
+        self._commands.put_nowait({})
+        await asyncio.wait([self._announcing])  # or a submit could overtake the quiesce
+        if self._committing is not None:
+            self._committing.cancel()
+        command = Quiesce(self.ticket.transfer_id)
+        dead = await call_living(self._source.call, dict.fromkeys(self._ranks, command))
+        self._source.counts["dead_rank"] += dead
+        self._on(SourceEvent.QUIESCED)
+
+    def _free(self) -> None:
+        self._lease.end()
+        self._source.forget(self)
+        self._on_freed()
+        self._freed.set()
+
+
+def _mismatch(code: str, name: str, ours: object, theirs: object) -> TransferError:
+    return TransferError(
+        f"{name}: the prefill node has {ours}, the decode node {theirs}; "
+        "give both nodes the same options",
+        code=code,
+        blame=Blame.PREFILL,
+    )

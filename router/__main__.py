@@ -1,0 +1,48 @@
+"""`python -m router`: the router alone, on any host."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from common.config.schema import ModelConfig, RouterConfig
+from common.config.sources import parse
+from common.core.errors import ConfigError, PdserveError
+from common.core.plugins import import_string
+from common.obs.logging import setup_logging
+from router.server import serve
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the router until a signal; returns the exit code: 2 when it cannot start as
+    configured."""
+    config = parse(
+        RouterConfig,
+        prog="pdserve router",
+        description="The router: HTTP and gRPC front, placement, dispatch. Needs no torch.",
+        argv=argv,
+    )
+    setup_logging("router", config.log)
+    try:
+        return asyncio.run(serve(replace(config, model=_resolve_model(config.model))))
+    except PdserveError as error:
+        logger.error("%s", error)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+def _resolve_model(config: ModelConfig) -> ModelConfig:
+    """With no --model: the embedded one. Making it ready needs torch, so it is named here, not
+    imported."""
+    if config.model is not None:
+        return config
+    resolved: ModelConfig = import_string("common.model.default_model:resolve_model")(config)
+    return resolved
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""The aiohttp application: routes, and what happens around every request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from aiohttp import hdrs, web
+from prometheus_client import CollectorRegistry
+
+from common.core.errors import InvalidRequest
+from common.obs.logging import request_id_var
+from router.http import chat, completions, info, tokenize
+from router.http.errors import as_typed, error_response, http_error_response, stopping
+from router.http.front import FRONT, Front
+from router.http.info import REGISTRY
+from router.http.reply import TIMELINE_HEADER
+from router.http.request_id import HEADER as REQUEST_ID
+from router.http.request_id import adopt, public_id
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_CORS_PREFLIGHT = {
+    "Access-Control-Allow-Methods": "GET, HEAD, POST, OPTIONS",
+    "Access-Control-Allow-Headers": f"Authorization, Content-Type, {REQUEST_ID}, {TIMELINE_HEADER}",
+    "Access-Control-Max-Age": "86400",
+}
+
+
+@dataclass(slots=True)
+class Traffic:
+    """The requests being answered, and whether more are."""
+
+    tasks: set[asyncio.Task[object]] = field(default_factory=set)
+    draining: bool = False
+
+
+TRAFFIC = web.AppKey("traffic", Traffic)
+
+
+def make_app(front: Front, registry: CollectorRegistry, max_body_size: int) -> web.Application:
+    """The API over `front`. Bodies of more than `max_body_size` bytes get 413."""
+    app = web.Application(
+        client_max_size=max_body_size, middlewares=[_identify, _answer_errors, _track, _preflight]
+    )
+    app[FRONT] = front
+    app[REGISTRY] = registry
+    app[TRAFFIC] = Traffic()
+    app.add_routes(
+        [
+            web.post("/v1/completions", completions.create_completion),
+            web.post("/v1/chat/completions", chat.create_chat_completion),
+            web.post("/tokenize", tokenize.tokenize),
+            web.post("/detokenize", tokenize.detokenize),
+            web.get("/v1/models", info.list_models),
+            web.get("/v1/models/{model:.+}", info.get_model),
+            web.get("/v1/cluster", info.cluster),
+            web.get("/health", info.health),
+            web.get("/ready", info.ready),
+            web.get("/metrics", info.metrics),
+            web.get("/version", info.server_version),
+        ]
+    )
+    app.on_response_prepare.append(_add_headers)
+    return app
+
+
+@web.middleware
+async def _identify(request: web.Request, handler: Handler) -> web.StreamResponse:
+    public_id.set(adopt(request.headers.get(REQUEST_ID, "")))
+    request_id_var.set(public_id.get())
+    return await handler(request)
+
+
+@web.middleware
+async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        return http_error_response(error)
+    except web.RequestPayloadError as error:  # broken chunks or compression
+        return error_response(InvalidRequest(f"the body cannot be read: {error}"))
+    except ConnectionError:  # the client is gone: nobody to answer
+        raise
+    except asyncio.CancelledError:
+        if request.transport is None or request.transport.is_closing():
+            raise
+        # The client is there, so it is this server that stops; a stream has said so itself.
+        return error_response(stopping())
+    except Exception as error:
+        return error_response(as_typed(error))
+
+
+@web.middleware
+async def _track(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Knows the requests in flight, so that a stop can wait for them, then end them."""
+    traffic = request.app[TRAFFIC]
+    if traffic.draining:
+        raise stopping()
+    task = asyncio.current_task()
+    assert task is not None
+    traffic.tasks.add(task)
+    try:
+        return await handler(request)
+    finally:
+        traffic.tasks.discard(task)
+
+
+@web.middleware
+async def _preflight(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Browsers ask before they POST JSON to another origin."""
+    if request.method == hdrs.METH_OPTIONS:
+        return web.Response(status=204, headers=_CORS_PREFLIGHT)
+    return await handler(request)
+
+
+async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """On every response, streams and errors included."""
+    response.headers[REQUEST_ID] = public_id.get()
+    response.headers["Access-Control-Allow-Origin"] = "*"
+    response.headers["Access-Control-Expose-Headers"] = REQUEST_ID

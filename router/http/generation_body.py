@@ -1,0 +1,70 @@
+"""Request bodies to generation requests: what completions and chat do alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+
+from common.core.errors import InvalidRequest
+from router.generation import GenerationRequest
+from router.http.reply import TIMELINE_HEADER
+from router.http.schema import GenerationBody
+from router.sampling import make_choices, make_sampling, make_stop
+from router.served_model import ServedModel
+
+
+def make_request(
+    body: GenerationBody,
+    model: ServedModel,
+    *,
+    request_id: str,
+    prompt_token_ids: tuple[int, ...],
+    max_tokens: int,
+    logprobs: int | None,
+) -> GenerationRequest:
+    """Raises InvalidRequest when a value is out of range."""
+    return GenerationRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt_token_ids,
+        sampling=make_sampling(
+            vocab_size=model.vocab_size,
+            max_tokens=max_tokens,
+            min_tokens=body.min_tokens,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+            min_p=body.min_p,
+            seed=body.seed,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            repetition_penalty=body.repetition_penalty,
+            logit_bias=body.logit_bias,
+            stop_token_ids=body.stop_token_ids,
+            ignore_eos=body.ignore_eos,
+            logprobs=logprobs,
+        ),
+        n=make_choices(body.n),
+        stop=make_stop(body.stop),
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
+    )
+
+
+def check_response_format(body: GenerationBody) -> None:
+    """Only plain text is generated."""
+    if body.response_format is not None and body.response_format.get("type") != "text":
+        raise InvalidRequest(
+            "response_format must be {'type': 'text'}: structured output is not supported yet",
+            param="response_format",
+        )
+
+
+def reply_options(request: web.Request, body: GenerationBody) -> dict[str, Any]:
+    """The part of a Reply that every endpoint reads from the same fields."""
+    options = body.stream_options
+    return {
+        "stream": bool(body.stream),
+        "include_usage": bool(options and options.include_usage),
+        "include_timeline": request.headers.get(TIMELINE_HEADER) == "1",
+    }

@@ -1,0 +1,66 @@
+"""GET endpoints that tell what this server is: models, health, readiness, cluster, version."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+
+from common.core.errors import Unavailable
+from router.http.encoding import json_response
+from router.http.front import FRONT
+from router.served_model import ServedModel
+
+REGISTRY = web.AppKey("registry", CollectorRegistry)
+
+
+async def list_models(request: web.Request) -> web.Response:
+    return json_response({"object": "list", "data": [_card(request.app[FRONT].model)]})
+
+
+async def get_model(request: web.Request) -> web.Response:
+    model = request.app[FRONT].model
+    model.check_name(request.match_info["model"])
+    return json_response(_card(model))
+
+
+async def health(request: web.Request) -> web.Response:
+    """This process lives; whether it can serve is /ready."""
+    return web.Response()
+
+
+async def ready(request: web.Request) -> web.Response:
+    is_ready, reason = request.app[FRONT].generator.ready()
+    if not is_ready:
+        raise Unavailable(reason)
+    return json_response({"status": "ready"})
+
+
+async def metrics(request: web.Request) -> web.Response:
+    text = generate_latest(request.app[REGISTRY])
+    return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+
+
+async def cluster(request: web.Request) -> web.Response:
+    return json_response(request.app[FRONT].generator.cluster())
+
+
+async def server_version(request: web.Request) -> web.Response:
+    try:
+        return json_response({"version": version("pdserve")})
+    except PackageNotFoundError:  # run from a source tree that was never installed
+        return json_response({"version": "unknown"})
+
+
+def _card(model: ServedModel) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "pdserve",
+        "root": model.root,
+        "max_model_len": model.max_model_len,
+    }

@@ -1,0 +1,164 @@
+"""Generations to one HTTP response, whole or streamed; the endpoints differ in the wording."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Protocol
+
+from aiohttp import web
+
+from common.core.errors import PdserveError
+from router.generation import GenerationRequest, GenerationStats, Generator, TextDelta
+from router.http.encoding import EventStream, json_response
+from router.http.errors import as_typed, error_body, stopping
+from router.http.merge import merge
+
+TIMELINE_HEADER = "X-Pdserve-Timeline"
+
+Update = tuple[int, TextDelta | GenerationStats]  # (prompt's index, what is new)
+
+
+class Wording(Protocol):
+    """How an endpoint words its choices. One object per request; it may remember choices."""
+
+    object_name: ClassVar[str]
+    chunk_object_name: ClassVar[str]
+
+    def choice(self, index: int, whole: TextDelta) -> dict[str, Any]:
+        """A complete choice; `whole` holds all of its text and tokens."""
+
+    def chunks(self, index: int, delta: TextDelta) -> Iterable[dict[str, Any]]:
+        """The choices of the events that tell of one delta, one choice an event."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Reply:
+    """One response in the making."""
+
+    id: str
+    model: str
+    wording: Wording
+    requests: Sequence[GenerationRequest]
+    stream: bool
+    include_usage: bool
+    include_timeline: bool
+    created: int = field(default_factory=lambda: int(time.time()))
+    stats: dict[int, GenerationStats] = field(default_factory=dict)
+
+    async def respond(self, request: web.Request, generator: Generator) -> web.StreamResponse:
+        """Runs the generations and answers.
+
+        Raises:
+            PdserveError: they failed before anything was sent.
+        """
+        updates = merge([generator.generate(one) for one in self.requests])
+        async with aclosing(updates):
+            if self.stream:
+                return await self._respond_stream(request, updates)
+            return await self._respond_whole(updates)
+
+    async def _respond_whole(self, updates: AsyncGenerator[Update, None]) -> web.Response:
+        choices: dict[int, list[TextDelta]] = {}
+        async for prompt, update in updates:
+            if isinstance(update, GenerationStats):
+                self.stats[prompt] = update
+            else:
+                choices.setdefault(self._index(prompt, update), []).append(update)
+        body = self._envelope(self.wording.object_name)
+        body["choices"] = [self.wording.choice(i, _joined(choices[i])) for i in sorted(choices)]
+        return json_response(body | {"usage": self._usage()} | self._extension())
+
+    async def _respond_stream(
+        self, request: web.Request, updates: AsyncGenerator[Update, None]
+    ) -> web.StreamResponse:
+        # Until the first token there is no response yet, so an error still has its own status.
+        first = await anext(updates, None)
+        if first is None:
+            raise _unfinished()
+        stream = EventStream(request)
+        await stream.open()
+        try:
+            async with aclosing(self._events(first, updates)) as events:
+                async for event in events:
+                    await stream.send(event)
+        except asyncio.CancelledError:
+            if stream.connected:  # then it is this server that goes
+                await stream.send(error_body(stopping()))
+                await stream.close()
+            raise
+        return await stream.close()
+
+    async def _events(
+        self, first: Update, updates: AsyncGenerator[Update, None]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """All events but [DONE]; an error is the last one."""
+        try:
+            for event in self._chunks(*first):
+                yield event
+            async for prompt, update in updates:
+                for event in self._chunks(prompt, update):
+                    yield event
+            usage = self._usage()
+            if self.include_usage or self.include_timeline:
+                head = self._envelope(self.wording.chunk_object_name)
+                yield head | {"choices": [], "usage": usage} | self._extension()
+        except Exception as error:
+            yield error_body(as_typed(error))
+
+    def _chunks(self, prompt: int, update: TextDelta | GenerationStats) -> Iterable[dict[str, Any]]:
+        if isinstance(update, GenerationStats):
+            self.stats[prompt] = update
+            return
+        for choice in self.wording.chunks(self._index(prompt, update), update):
+            chunk = self._envelope(self.wording.chunk_object_name) | {"choices": [choice]}
+            yield chunk | {"usage": None} if self.include_usage else chunk
+
+    def _index(self, prompt: int, delta: TextDelta) -> int:
+        return prompt * self.requests[prompt].n + delta.choice
+
+    def _envelope(self, object_name: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": object_name,
+            "created": self.created,
+            "model": self.model,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        """Sums over the prompts; a prompt counts once, however many choices share it."""
+        if len(self.stats) != len(self.requests):
+            raise _unfinished()
+        prompt = sum(stats.prompt_tokens for stats in self.stats.values())
+        completion = sum(stats.completion_tokens for stats in self.stats.values())
+        cached = sum(stats.cached_tokens for stats in self.stats.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def _extension(self) -> dict[str, Any]:
+        """Our own key, for clients that ask with `X-Pdserve-Timeline: 1`: when things happened
+        to the (first) prompt."""
+        if not self.include_timeline:
+            return {}
+        return {"pdserve": {"timeline": asdict(self.stats[0].timeline)}}
+
+
+def _joined(deltas: Sequence[TextDelta]) -> TextDelta:
+    return TextDelta(
+        choice=deltas[0].choice,
+        text="".join(delta.text for delta in deltas),
+        tokens=tuple(token for delta in deltas for token in delta.tokens),
+        finish_reason=deltas[-1].finish_reason,
+        stop_reason=deltas[-1].stop_reason,
+    )
+
+
+def _unfinished() -> PdserveError:
+    return PdserveError("the generation ended without a result")

@@ -1,0 +1,70 @@
+"""The HTTP server's life: start → serve → drain → stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from common.core.errors import ConfigError
+from router.http.app import TRAFFIC
+
+logger = logging.getLogger(__name__)
+
+_LAST_WORDS = 2.0  # seconds in which requests cut off by a stop may still say so
+
+
+@dataclass(frozen=True, slots=True)
+class HTTPServer:
+    """A listening application."""
+
+    app: web.Application
+    runner: web.AppRunner
+    site: web.TCPSite
+    port: int
+
+    @classmethod
+    async def start(cls, app: web.Application, host: str, port: int) -> HTTPServer:
+        """Listens; port 0 takes a free one.
+
+        Raises:
+            ConfigError: the address cannot be bound.
+        """
+        runner = web.AppRunner(
+            app,
+            # A client that hangs up cancels its handler, which closes its generation.
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=0.5,
+        )
+        await runner.setup()
+        site = web.TCPSite(runner, host, port)
+        try:
+            await site.start()
+        except OSError as error:
+            await runner.cleanup()
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        return cls(app, runner, site, runner.addresses[0][1])
+
+    async def stop(self, drain_timeout: float) -> None:
+        """Takes no new request, lets those in flight end for `drain_timeout` seconds, then
+        cancels them: each client is told. A second stop does no harm."""
+        traffic = self.app[TRAFFIC]
+        traffic.draining = True
+        if self.site in self.runner.sites:
+            await self.site.stop()
+        await _wait(traffic.tasks, drain_timeout)
+        if late := set(traffic.tasks):
+            logger.warning("cut off %d requests in flight", len(late))
+            for task in late:
+                task.cancel()
+            await _wait(late, _LAST_WORDS)
+        await self.runner.cleanup()
+
+
+async def _wait(tasks: Collection[asyncio.Task[object]], timeout: float) -> None:
+    if tasks:
+        await asyncio.wait(set(tasks), timeout=timeout)

@@ -1,0 +1,138 @@
+"""The router process: start → serve → drain → stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from common.config.schema import ModelConfig, RouterConfig
+from common.core.model_spec import ModelSpec
+from common.obs.metrics import RouterMetrics
+from common.obs.ports import write_ports
+from common.rpc.lifecycle import serve_until_stopped
+from common.rpc.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
+from common.rpc.server import Channels, GrpcServer
+from common.text.tokenizer import Tokenizer
+from router.http.app import make_app
+from router.http.front import Front
+from router.http.server import HTTPServer
+from router.pipeline import Pipeline
+from router.registry import Registry
+from router.registry_service import RegistryService
+from router.served_model import ServedModel
+from router.service import InferenceServicer
+
+logger = logging.getLogger(__name__)
+
+_HOUSEKEEPING = 1.0  # seconds
+_GRPC_GRACE = 1.0  # seconds gRPC calls in flight get after the drain
+
+
+async def serve(config: RouterConfig) -> int:
+    """Runs the router until a signal; returns the exit code.
+
+    Raises:
+        ConfigError: the model cannot be read or an address cannot be bound.
+    """
+    model = load_served_model(config.model)
+    registry, channels, metrics = Registry(config.routing), Channels(), RouterMetrics()
+    pipeline = Pipeline(config.routing, registry, model.tokenizer, channels, metrics)
+    metrics.registry.register(PipelineCollector(pipeline, registry))
+    grpc_server = GrpcServer()
+    _add_services(grpc_server, config, model, pipeline, registry)
+    grpc_port = grpc_server.bind(config.server.host, config.server.grpc_port)
+    front = Front(generator=pipeline, model=model)
+    app = make_app(front, metrics.registry, config.server.max_body_size)
+    http = await HTTPServer.start(app, config.server.host, config.server.port)
+    await grpc_server.start()
+    if config.server.ports_file is not None:
+        write_ports(config.server.ports_file, {"http": http.port, "grpc": grpc_port})
+    logger.info(
+        "serving %s: HTTP on %s:%d, gRPC on port %d",
+        model.name, config.server.host, http.port, grpc_port,
+    )  # fmt: skip
+    failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    housekeeping = asyncio.create_task(_keep_house(grpc_server, pipeline, registry))
+    timeout = config.server.drain_timeout
+    try:
+        return await serve_until_stopped(failed, lambda: http.stop(timeout), timeout + 5)
+    finally:
+        housekeeping.cancel()
+        await http.stop(0)
+        await grpc_server.stop(_GRPC_GRACE)
+        await channels.close()
+
+
+def load_served_model(config: ModelConfig) -> ServedModel:
+    """Name, window and tokenizer of the model; no weights."""
+    assert config.model is not None, "main resolves the embedded model"
+    folder = Path(config.model)
+    spec = ModelSpec.from_folder(folder)
+    max_model_len = config.max_model_len or spec.max_position_embeddings
+    spec.check_max_model_len(max_model_len)
+    return ServedModel(
+        name=config.served_model_name or folder.resolve().name,
+        root=str(folder),
+        max_model_len=max_model_len,
+        vocab_size=spec.vocab_size,
+        created=int(time.time()),
+        tokenizer=Tokenizer.from_folder(config.tokenizer or folder),
+    )
+
+
+def _add_services(
+    server: GrpcServer,
+    config: RouterConfig,
+    model: ServedModel,
+    pipeline: Pipeline,
+    registry: Registry,
+) -> None:
+    server.add(
+        inference_pb2.DESCRIPTOR.services_by_name["Inference"],
+        inference_pb2_grpc.add_InferenceServicer_to_server,
+        InferenceServicer(pipeline, model),
+    )
+    server.add(
+        cluster_pb2.DESCRIPTOR.services_by_name["Registry"],
+        cluster_pb2_grpc.add_RegistryServicer_to_server,
+        RegistryService(registry, model.name, config.routing.heartbeat_interval),
+    )
+
+
+async def _keep_house(server: GrpcServer, pipeline: Pipeline, registry: Registry) -> None:
+    """gRPC health follows /ready; nodes silent for long are forgotten."""
+    while True:
+        await server.set_healthy(pipeline.ready()[0])
+        registry.forget_lost()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(registry.wait_for_change(), _HOUSEKEEPING)
+
+
+class PipelineCollector(Collector):
+    """The router's present state, read when it is scraped."""
+
+    def __init__(self, pipeline: Pipeline, registry: Registry) -> None:
+        self._pipeline = pipeline
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        admission = self._pipeline.admission
+        for name, help, value in (
+            ("num_requests_running", "Requests being served", admission.running),
+            ("num_requests_waiting", "Requests waiting for a place", admission.waiting),
+        ):
+            yield GaugeMetricFamily(f"pdserve:{name}", help, value)
+        nodes = GaugeMetricFamily("pdserve:nodes", "Registered nodes", labels=("role", "state"))
+        for labels, count in self._registry.counts().items():
+            nodes.add_metric(labels, count)
+        yield nodes
+        trips = GaugeMetricFamily("pdserve:breaker_trips", "Breakers opened on present nodes")
+        trips.add_metric((), self._registry.trips())
+        yield trips

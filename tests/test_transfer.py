@@ -1,0 +1,317 @@
+"""The control halves, over a connector that misbehaves and over the real ones."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from kv_fakes import FINGERPRINT, Geometry, Pair, make_pair
+
+from common.core.errors import Cancelled, TransferError
+from common.rpc.pb import cluster_pb2
+from kv_transfer.connector import BlockRun
+from kv_transfer.layout import Rect
+from kv_transfer.lease import Lease
+from kv_transfer.rank import count_ranks
+from kv_transfer.source import Handoff
+from kv_transfer.ticket import RankEndpoint, Ticket
+
+FAKE = "kv_fakes:FakeConnector"
+SOURCE_IDS, SINK_IDS = (9, 3, 4, 5, 12), (2, 3, 11, 0, 7)
+TOKENS = 18  # five blocks of four
+
+
+@asynccontextmanager
+async def pair(*args: Any, **options: Any) -> AsyncIterator[Pair]:
+    torch.set_num_threads(1)
+    made = make_pair(*args, **options)
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+async def start(made: Pair, first_block: int = 0) -> tuple[Ticket, Handoff]:
+    ticket = await made.sink.reserve(
+        TOKENS, first_block, SINK_IDS[first_block:], lambda: made.freed.append("sink")
+    )
+    handoff = await made.source.begin(ticket, lambda: made.freed.append("source"))
+    return ticket, handoff
+
+
+def announce(handoff: Handoff) -> None:
+    handoff.ready(BlockRun(0, 2), SOURCE_IDS[:2])
+    handoff.ready(BlockRun(2, 2), SOURCE_IDS[2:4])
+    handoff.ready(BlockRun(4, 1), SOURCE_IDS[4:], last=True)
+
+
+def assert_landed(made: Pair, full: torch.Tensor, first_block: int = 0) -> None:
+    sources, sinks = list(SOURCE_IDS[first_block:]), list(SINK_IDS[first_block:])
+    others = sorted(set(range(made.sink_node.geometry.num_blocks)) - set(sinks))
+    for cache, rect in zip(made.sink_node.caches, made.sink_node.rects, strict=True):
+        heads = full[:, :, :, rect.head_start : rect.head_end]
+        assert torch.equal(cache[:, :, sinks], heads[:, :, sources])
+        assert not cache[:, :, others].any()  # nothing beside the blocks was written
+
+
+@pytest.mark.parametrize("connector", ["tcp", "shm"])
+@pytest.mark.parametrize("source_tp", [1, 2, 4])
+@pytest.mark.parametrize("sink_tp", [1, 2, 4])
+async def test_every_byte_for_all_tensor_parallel_pairs(
+    connector: str, source_tp: int, sink_tp: int
+) -> None:
+    async with pair(connector, source_tp, sink_tp) as made:  # two KV heads: 4 ranks replicate
+        full = made.source_node.fill_random()
+        ticket, handoff = await start(made)
+        announce(handoff)
+        arrival, result = await asyncio.gather(
+            made.sink.wait(ticket.transfer_id), handoff.commit("token")
+        )
+        assert_landed(made, full)
+        assert arrival.first_token == "token"
+        assert arrival.nbytes == result.nbytes > 0
+        assert made.freed == ["source"]  # the sink's blocks are the waiter's now
+
+
+@pytest.mark.parametrize("connector", ["tcp", "shm"])
+async def test_blocks_the_sink_has_are_left_out(connector: str) -> None:
+    async with pair(connector, 2, 1, geometry=Geometry(dtype=torch.bfloat16)) as made:
+        full = made.source_node.fill_random()
+        ticket, handoff = await start(made, first_block=3)
+        announce(handoff)
+        await asyncio.gather(handoff.commit(1), made.sink.wait(ticket.transfer_id))
+        assert_landed(made, full, first_block=3)
+
+
+@pytest.mark.parametrize("connector", ["tcp", "shm"])
+async def test_concurrent_transfers_share_connections(connector: str) -> None:
+    async with pair(connector, 2, 2, geometry=Geometry(num_blocks=40)) as made:
+        full = made.source_node.fill_random()
+        tickets = []
+
+        async def one(index: int) -> None:
+            ids = tuple(range(5 * index, 5 * index + 5))
+            ticket = await made.sink.reserve(TOKENS, 0, ids[::-1], lambda: None)
+            tickets.append(ticket)
+            handoff = await made.source.begin(ticket, lambda: made.freed.append("source"))
+            for block in range(5):
+                handoff.ready(BlockRun(block, 1), ids[block : block + 1], last=block == 4)
+                await asyncio.sleep(0)
+            await handoff.commit(index)
+            assert (await made.sink.wait(ticket.transfer_id)).first_token == index
+
+        await asyncio.gather(*(one(index) for index in range(8)))
+        rows = [5 * index + block for index in range(8) for block in range(5)]
+        mirrored = [5 * index + 4 - block for index in range(8) for block in range(5)]
+        for cache, rect in zip(made.sink_node.caches, made.sink_node.rects, strict=True):
+            heads = full[:, :, :, rect.head_start : rect.head_end]
+            assert torch.equal(cache[:, :, mirrored], heads[:, :, rows])
+        assert made.freed == ["source"] * 8
+
+
+async def test_commit_may_come_before_the_data_and_is_idempotent() -> None:
+    async with pair(FAKE, faults={"delay": 0.1}) as made:
+        ticket, handoff = await start(made)
+        announce(handoff)
+        early = asyncio.create_task(made.sink.commit(ticket.transfer_id, ticket.epoch, "early"))
+        result = await handoff.commit("again")
+        assert await early == result.nbytes
+        assert (await made.sink.wait(ticket.transfer_id)).first_token == "early"
+        assert await made.sink.commit(ticket.transfer_id, ticket.epoch, "late") == result.nbytes
+
+
+async def test_duplicate_events_are_counted_not_obeyed() -> None:
+    async with pair(FAKE, 2, 2, faults={"duplicate": True}) as made:
+        ticket, handoff = await start(made)
+        announce(handoff)
+        await handoff.commit(0)
+        await made.sink.wait(ticket.transfer_id)
+        assert made.sink.counts["landed"] == 1
+        assert made.sink.counts["landed/ranks_landed"] + made.sink.counts["late_event"] >= 1
+        assert made.freed == ["source"]
+
+
+async def test_data_that_never_lands_ends_with_the_lease() -> None:
+    async with pair(FAKE, lease_s=0.15, faults={"lose": True}) as made:
+        ticket, handoff = await start(made)
+        announce(handoff)
+        outcomes = await asyncio.gather(
+            handoff.commit(0), made.sink.wait(ticket.transfer_id), return_exceptions=True
+        )
+        assert [type(each) for each in outcomes] == [TransferError] * 2
+        assert outcomes[1].code in ("LEASE_EXPIRED", "ABORTED")
+        assert sorted(made.freed) == ["sink", "source"]
+
+
+async def test_each_side_frees_alone() -> None:
+    async with pair(FAKE, lease_s=0.1, faults={}) as made:
+        ticket, handoff = await start(made)  # and then neither side hears anything
+        with pytest.raises(TransferError) as error:
+            await made.sink.wait(ticket.transfer_id)
+        assert error.value.code in ("LEASE_EXPIRED", "ABORTED")
+        with pytest.raises(TransferError, match="LEASE_EXPIRED"):
+            await handoff.commit(0)
+        assert sorted(made.freed) == ["sink", "source"]
+
+
+async def test_progress_renews_the_lease() -> None:
+    async with pair(FAKE, lease_s=0.2, faults={}) as made:
+        ticket, handoff = await start(made)
+        for block in range(5):  # 0.5 s altogether
+            await asyncio.sleep(0.1)
+            handoff.ready(BlockRun(block, 1), SOURCE_IDS[block : block + 1], last=block == 4)
+        await handoff.commit(0)
+        await made.sink.wait(ticket.transfer_id)
+
+
+async def test_a_failed_rank_fails_both_sides() -> None:
+    async with pair(FAKE, 2, 1, faults={"fail_after": 1}) as made:
+        ticket, handoff = await start(made)
+        announce(handoff)
+        with pytest.raises(TransferError, match="PEER_LOST"):
+            await handoff.commit(0)
+        assert handoff.error is not None
+        with pytest.raises(TransferError, match="ABORTED"):
+            await made.sink.wait(ticket.transfer_id)
+        assert sorted(made.freed) == ["sink", "source"]
+
+
+async def test_a_refused_reservation_frees_before_it_raises() -> None:
+    async with pair(FAKE, faults={"refuse": True}) as made:
+        with pytest.raises(TransferError, match="CONNECT_FAILED"):
+            await start(made)
+        assert made.freed == ["sink"]
+
+
+@pytest.mark.parametrize("connector", ["tcp", "shm"])
+@pytest.mark.parametrize("stage", ["reserved", "sending", "committing"])
+async def test_the_client_leaves(connector: str, stage: str) -> None:
+    async with pair(connector, 1, 2) as made:
+        ticket, handoff = await start(made)
+        committing: asyncio.Task[Any] | None = None
+        if stage != "reserved":
+            handoff.ready(BlockRun(0, 2), SOURCE_IDS[:2])
+        if stage == "committing":  # the last runs never come, so it stays open
+            committing = asyncio.create_task(handoff.commit(0))
+            await asyncio.sleep(0.02)
+        assert await made.sink.cancel(ticket.transfer_id) is True
+        with pytest.raises(Cancelled):
+            await made.sink.wait(ticket.transfer_id)
+        with pytest.raises((TransferError, Cancelled)):
+            await (committing or handoff.commit(0))
+        assert sorted(made.freed) == ["sink", "source"]
+
+
+async def test_cancel_after_the_landing_leaves_the_blocks_to_the_waiter() -> None:
+    async with pair(FAKE, faults={}) as made:
+        ticket, handoff = await start(made)
+        announce(handoff)
+        await handoff.commit(0)
+        assert await made.sink.cancel(ticket.transfer_id) is False
+        assert made.freed == ["source"]
+        assert await made.sink.cancel(b"?" * 16) is True
+
+
+async def test_the_source_aborts() -> None:
+    async with pair("tcp") as made:
+        ticket, handoff = await start(made)
+        handoff.ready(BlockRun(0, 2), SOURCE_IDS[:2])
+        await handoff.abort("out of blocks")
+        with pytest.raises(TransferError, match="out of blocks"):
+            await made.sink.wait(ticket.transfer_id)
+        assert sorted(made.freed) == ["sink", "source"]
+        handoff.ready(BlockRun(2, 2), SOURCE_IDS[2:4])  # too late: no effect
+        with pytest.raises(TransferError, match="out of blocks"):
+            await handoff.commit(0)
+
+
+async def test_stale_epochs_and_unknown_transfers_are_typed() -> None:
+    async with pair(FAKE, faults={}) as made:
+        ticket, handoff = await start(made)
+        with pytest.raises(TransferError, match="STALE_EPOCH"):
+            await made.sink.commit(ticket.transfer_id, ticket.epoch - 1, 0)
+        with pytest.raises(TransferError, match="UNKNOWN_TRANSFER"):
+            made.sink.abort(b"x" * 16, 1, "?")
+        with pytest.raises(TransferError, match="under way"):
+            await made.source.begin(ticket, lambda: made.freed.append("second"))
+        assert made.freed == ["second"]
+        await handoff.abort("done")
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "says"),
+    [
+        ({"fingerprint": "0" * 24}, "FINGERPRINT_MISMATCH", FINGERPRINT),
+        ({"connector": "tcp"}, "FINGERPRINT_MISMATCH", "tcp"),
+        ({"block_size": 32}, "LAYOUT_MISMATCH", "the prefill node has 4, the decode node 32"),
+        (
+            {"endpoints": (RankEndpoint(0, Rect(0, 9, 0, 2), b""),)},
+            "LAYOUT_MISMATCH",
+            "layer_start=3",
+        ),
+    ],
+)
+async def test_a_ticket_that_does_not_fit(change: dict[str, Any], code: str, says: str) -> None:
+    async with pair(FAKE, faults={}) as made:
+        ticket = await made.sink.reserve(TOKENS, 0, SINK_IDS, lambda: None)
+        with pytest.raises(TransferError, match=says) as error:
+            await made.source.begin(
+                replace(ticket, **change), lambda: made.freed.append("source")
+            )
+        assert error.value.code == code
+        assert made.freed == ["source"]
+
+
+async def test_ticket_survives_the_wire_and_is_checked() -> None:
+    endpoint = RankEndpoint(0, Rect(0, 3, 0, 2), b"\x00\xff")
+    ticket = Ticket(b"t" * 16, 3, 1.5, "h:1", "f", "tcp", 4, 18, 2, (endpoint,))
+    assert Ticket.from_proto(ticket.to_proto()) == ticket
+    assert ticket.num_blocks == 5
+    faults: list[tuple[dict[str, Any], str]] = [
+        ({"transfer_id": b"short"}, "BAD_FRAME"),
+        ({"lease_s": float("nan")}, "BAD_FRAME"),
+        ({"block_size": 0}, "BAD_FRAME"),
+        ({"num_prompt_tokens": 0}, "BAD_FRAME"),
+        ({"first_block": 6}, "BAD_FRAME"),
+        ({"endpoints": ()}, "BAD_FRAME"),
+        ({"endpoints": (replace(endpoint, rank=1),)}, "BAD_FRAME"),
+        ({"endpoints": (replace(endpoint, rect=Rect(3, 1, 2, 0)),)}, "LAYOUT_MISMATCH"),
+    ]
+    for change, code in faults:
+        with pytest.raises(TransferError) as error:
+            Ticket.from_proto(replace(ticket, **change).to_proto())
+        assert error.value.code == code, change
+    with pytest.raises(TransferError):
+        Ticket.from_proto(cluster_pb2.Ticket())
+
+
+async def test_ranks_report_their_counters() -> None:
+    async with pair("tcp", 1, 2) as made:
+        made.source_node.fill_random()
+        ticket, handoff = await start(made)
+        announce(handoff)
+        result = await handoff.commit(0)
+        await made.sink.wait(ticket.transfer_id)
+        counts = await count_ranks(made.sink_node.call, [0, 1])
+        assert counts["bytes"] == result.nbytes
+
+
+async def test_lease_lapses_once_and_only_without_renewal() -> None:
+    lapses: list[float] = []
+    loop = asyncio.get_running_loop()
+    lease = Lease(0.1, lambda: lapses.append(loop.time()))
+    started = loop.time()
+    await asyncio.sleep(0.06)
+    lease.renew()
+    await asyncio.sleep(0.2)
+    assert len(lapses) == 1
+    assert 0.15 <= lapses[0] - started
+    ended = Lease(0.01, lambda: lapses.append(0.0))
+    ended.end()
+    await asyncio.sleep(0.03)
+    assert len(lapses) == 1
