@@ -10,7 +10,7 @@ cost one prefill and one transfer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from common.core.errors import PdserveError
@@ -47,7 +47,7 @@ class DecodeSession:
 
     # ---- the path, top to bottom ------------------------------------------------------------
 
-    async def events(self, local_prefill: bool) -> AsyncIterator[pb.DecodeEvent]:
+    async def events(self, local_prefill: bool) -> AsyncGenerator[pb.DecodeEvent, None]:
         """Reserved and Landed (unless the prompt is computed here), then tokens until every
         choice has finished."""
         first = self._add(choice=0, remote=not local_prefill)

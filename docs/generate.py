@@ -15,13 +15,23 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from common.config.schema import ClusterConfig, RouterConfig, SchedulerConfig, WorkerNodeConfig
+from common.config.schema import (
+    ClusterConfig,
+    RouterConfig,
+    RoutingConfig,
+    SchedulerConfig,
+    WorkerNodeConfig,
+)
 from common.config.sources import Option, options
 from common.engine.block_pool import BlockPool
 from common.engine.collector import SchedulerCollector
 from common.engine.scheduler import Scheduler
 from common.obs.metrics import NodeMetrics, RouterMetrics
+from common.rpc.server import Channels
 from kv_transfer.protocol import SINK, SOURCE
+from router.pipeline import Pipeline
+from router.registry import Registry
+from router.server import PipelineCollector
 
 FOLDER = Path(__file__).parent
 PAGES = ("operate.md", "internals.md")
@@ -98,7 +108,11 @@ def _default(option: Option) -> str:
 
 
 def router_metrics() -> Iterator[str]:
-    return _metric_table(RouterMetrics().registry)
+    metrics, registry = RouterMetrics(), Registry(RoutingConfig())
+    # Nothing is asked of it but its queue's length, so it needs no tokenizer.
+    pipeline = Pipeline(RoutingConfig(), registry, None, Channels(), metrics)  # type: ignore[arg-type]
+    metrics.registry.register(PipelineCollector(pipeline, registry))
+    return _metric_table(metrics.registry)
 
 
 def node_metrics() -> Iterator[str]:

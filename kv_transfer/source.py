@@ -209,7 +209,8 @@ class Handoff:
         """
         freed = asyncio.ensure_future(self._freed.wait())
         try:
-            await asyncio.wait([work, freed], return_when=asyncio.FIRST_COMPLETED)
+            either: list[asyncio.Future[Any]] = [work, freed]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
             freed.cancel()
         if not work.done() and self._cause is not None:

@@ -12,7 +12,7 @@ said that no rank reads them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from time import monotonic
 from typing import Protocol
 
@@ -54,7 +54,7 @@ class PrefillSession:
 
     # ---- the path, top to bottom ------------------------------------------------------------
 
-    async def events(self) -> AsyncIterator[pb.PrefillEvent]:
+    async def events(self) -> AsyncGenerator[pb.PrefillEvent, None]:
         """FirstToken, then HandedOff (unless that token ended the job)."""
         engine = self._host.engine
         self._handoff = await self._host.source.begin(self._ticket, on_freed=lambda: None)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import grpc
+from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from common.core.errors import Blame, NodeError, PdserveError
 from common.core.request import GenerateJob, TokenEvent
@@ -94,7 +95,7 @@ class _Call:
         """The next event, which must be of this kind."""
         with self._typed_errors():
             event = await self._call.read()
-        if event is grpc.aio.EOF or not event.HasField(field):
+        if event is EOF or not event.HasField(field):
             raise self._error or NodeError(
                 f"{self._peer} node: the stream has no {field!r}",
                 code="PROTOCOL_ERROR",
@@ -104,7 +105,7 @@ class _Call:
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         with self._typed_errors():
-            while (event := await self._call.read()) is not grpc.aio.EOF:
+            while (event := await self._call.read()) is not EOF:
                 yield event
 
     def then(self, handle: Callable[[Any], None], on_error: Callable[[PdserveError], None]) -> None:

@@ -48,7 +48,11 @@ async def serve(config: RouterConfig) -> int:
     grpc_server = GrpcServer()
     _add_services(grpc_server, config, model, pipeline, registry)
     grpc_port = grpc_server.bind(config.server.host, config.server.grpc_port)
-    front = Front(generator=pipeline, model=model)
+    front = Front(
+        generator=pipeline,
+        model=model,
+        trust_request_chat_template=config.server.trust_request_chat_template,
+    )
     app = make_app(front, metrics.registry, config.server.max_body_size)
     http = await HTTPServer.start(app, config.server.host, config.server.port)
     await grpc_server.start()

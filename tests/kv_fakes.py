@@ -121,9 +121,7 @@ class FakeNode:
 
     async def call(self, rank: int, message: bytes) -> bytes:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._threads[rank], self.ranks[rank].handle, message
-        )
+        return await loop.run_in_executor(self._threads[rank], self.ranks[rank].handle, message)
 
     def fill_random(self, seed: int = 0) -> torch.Tensor:
         """Fills the ranks' caches from one whole model cache, which is returned."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 from pathlib import Path
 from types import ModuleType
 
@@ -42,12 +43,26 @@ def test_every_flag_and_metric_is_in_operate() -> None:
 
 def test_flags_in_the_pages_exist() -> None:
     known = {option.flag for config in ROLE_CONFIGS for option in options(config())}
-    for page in PAGES:
-        blocks = re.findall(
-            r"^pdserve (?:up|router|prefill|decode)\b.*?(?<!\\)$", page.read_text(), re.M | re.S
-        )
-        used = {flag for block in blocks for flag in re.findall(r"--[a-z-]+", block)}
-        assert used - known - {"--config"} == set(), page.name
+    commands = _commands(r"pdserve (?:up|router|prefill|decode)\b")
+    assert commands
+    used = {flag for command in commands for flag in re.findall(r"--[a-z-]+", command)}
+    assert used - known - {"--config"} == set()
+
+
+def test_benchmark_commands_in_the_pages_parse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from serving.options import parse_args
+
+    commands = _commands(r"python benchmarks/bench_serving\.py")
+    assert commands
+    for command in commands:
+        parse_args(shlex.split(command.replace("\\\n", " "))[2:])
+
+
+def _commands(start: str) -> list[str]:
+    """Shell commands of all pages that begin so, continued lines included."""
+    pattern = re.compile(rf"^{start}.*?(?<!\\)$", re.M | re.S)
+    return [found for page in PAGES for found in pattern.findall(page.read_text(encoding="utf-8"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -635,6 +635,16 @@ async def test_stop_tells_those_it_cuts_off(site: Site, stream: bool) -> None:
         await check_error(await request, 503)
 
 
+async def test_a_stream_cut_off_is_one_response(site: Site) -> None:
+    site.generator.delay = 0.05
+    reader, _writer = await raw_request(site, {"prompt": "a", "stream": True})
+    await reader.readuntil(b"data: ")
+    await site.server.stop(drain_timeout=0)
+    rest = await reader.read()
+    assert b"shutting_down" in rest
+    assert rest.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
 async def test_no_new_request_while_draining(site: Site) -> None:
     """On a connection that is already open."""
     site.generator.delay = 0.05

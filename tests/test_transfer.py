@@ -260,9 +260,7 @@ async def test_a_ticket_that_does_not_fit(change: dict[str, Any], code: str, say
     async with pair(FAKE, faults={}) as made:
         ticket = await made.sink.reserve(TOKENS, 0, SINK_IDS, lambda: None)
         with pytest.raises(TransferError, match=says) as error:
-            await made.source.begin(
-                replace(ticket, **change), lambda: made.freed.append("source")
-            )
+            await made.source.begin(replace(ticket, **change), lambda: made.freed.append("source"))
         assert error.value.code == code
         assert made.freed == ["source"]
 

@@ -124,6 +124,9 @@ class ServerConfig:
     grpc_port: int = option(
         8001, "gRPC port: clients and node registration (0: a free one)", **PORT
     )
+    trust_request_chat_template: bool = option(
+        False, "accept `chat_template` in requests (Jinja can use much CPU)"
+    )
     ports_file: str | None = option(
         None, "file to write the ports to once they are open, as JSON", metavar="FILE"
     )

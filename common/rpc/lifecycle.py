@@ -10,6 +10,7 @@ import asyncio
 import logging
 import signal
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from common.core.errors import PdserveError
 
@@ -30,8 +31,9 @@ async def serve_until_stopped(
     logger.info("%s: draining (a second one stops at once)", name)
     draining = asyncio.ensure_future(drain())
     again = asyncio.ensure_future(signals.get())
+    events: list[asyncio.Future[Any]] = [draining, again, failed]
     done, _ = await asyncio.wait(
-        [draining, again, failed], timeout=drain_timeout, return_when=asyncio.FIRST_COMPLETED
+        events, timeout=drain_timeout, return_when=asyncio.FIRST_COMPLETED
     )
     again.cancel()
     if draining in done:
@@ -44,7 +46,8 @@ async def serve_until_stopped(
 
 async def _first(signal_name: Awaitable[str], failed: asyncio.Future[None]) -> str | None:
     waiting = asyncio.ensure_future(signal_name)
-    await asyncio.wait([waiting, failed], return_when=asyncio.FIRST_COMPLETED)
+    events: list[asyncio.Future[Any]] = [waiting, failed]
+    await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
     if not failed.done():
         return waiting.result()
     waiting.cancel()

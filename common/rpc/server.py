@@ -80,7 +80,7 @@ class Channels:
         for address in list(addresses):
             channel = self._channels.pop(address, None)
             if channel is not None:
-                await channel.close()
+                await channel.close(None)
 
     async def close(self) -> None:
         await self.drop(list(self._channels))

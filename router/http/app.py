@@ -86,7 +86,7 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
     except asyncio.CancelledError:
         if request.transport is None or request.transport.is_closing():
             raise
-        # The client is there, so it is this server that stops; a stream has said so itself.
+        # The client is there, so it is this server that stops.
         return error_response(stopping())
     except Exception as error:
         return error_response(as_typed(error))

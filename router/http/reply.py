@@ -86,10 +86,9 @@ class Reply:
                 async for event in events:
                     await stream.send(event)
         except asyncio.CancelledError:
-            if stream.connected:  # then it is this server that goes
-                await stream.send(error_body(stopping()))
-                await stream.close()
-            raise
+            if not stream.connected:
+                raise
+            await stream.send(error_body(stopping()))  # it is this server that goes
         return await stream.close()
 
     async def _events(
