@@ -111,6 +111,7 @@ def plan(sources: Sequence[Rect], sinks: Sequence[Rect]) -> list[Piece]:
             raise TransferError(
                 f"no source rank holds {missing[0]}, which sink rank {sink_rank} needs",
                 code="LAYOUT_MISMATCH",
+                retryable=False,
                 blame=Blame.PREFILL,
             )
     return pieces

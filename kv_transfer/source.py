@@ -319,4 +319,5 @@ def _mismatch(code: str, name: str, ours: object, theirs: object) -> TransferErr
         "give both nodes the same options",
         code=code,
         blame=Blame.PREFILL,
+        retryable=False,
     )

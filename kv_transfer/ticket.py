@@ -35,6 +35,7 @@ class RankEndpoint:
             raise TransferError(
                 f"rank {message.rank} announces the empty {rect}",
                 code="LAYOUT_MISMATCH",
+                retryable=False,
                 blame=Blame.DECODE,
             )
         return cls(message.rank, rect, message.endpoint)

@@ -47,7 +47,10 @@ def expect_welcome(pipe: KVPipe) -> None:
     frame, payload = recv_greeting(pipe, Blame.DECODE)
     if frame.kind is not Kind.WELCOME:
         raise TransferError(
-            payload.decode(errors="replace"), code="FINGERPRINT_MISMATCH", blame=Blame.PREFILL
+            payload.decode(errors="replace"),
+            code="FINGERPRINT_MISMATCH",
+            blame=Blame.PREFILL,
+            retryable=False,
         )
 
 
@@ -58,7 +61,7 @@ def welcome(pipe: KVPipe, ours: str, theirs: str) -> None:
         return
     message = f"fingerprint {theirs} ≠ {ours}: the nodes serve different models or layouts"
     send_frame(pipe, Frame(Kind.REFUSED), message.encode())
-    raise TransferError(message, code="FINGERPRINT_MISMATCH", blame=Blame.PREFILL)
+    raise TransferError(message, code="FINGERPRINT_MISMATCH", blame=Blame.PREFILL, retryable=False)
 
 
 class Mover:

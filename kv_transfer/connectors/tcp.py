@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Mapping
 from typing import Any
@@ -62,7 +63,8 @@ class TCPListener(PipeListener):
         return SocketPipe(tune(self._sock.accept()[0]))
 
     def interrupt(self) -> None:
-        self._sock.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # it is closed already
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._sock.close()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -35,13 +34,10 @@ def prompts(folder: Path) -> list[tuple[int, ...]]:
     ]
 
 
-@pytest.fixture(scope="module", params=TOPOLOGIES, ids=lambda p: "{}-p{}-d{}-{}".format(*p))
-def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    model, prefill_tp, decode_tp, connector = request.param
-    with Cluster(
-        model, prefill_tp=prefill_tp, decode_tp=decode_tp, kv_connector=connector
-    ) as cluster:
-        yield cluster
+def each_alone(topology: tuple[str, int, int, str]) -> object:
+    """The topologies are independent: spread them over the test processes."""
+    name = "{}-p{}-d{}-{}".format(*topology)
+    return pytest.param(*topology, id=name, marks=pytest.mark.xdist_group(name))
 
 
 def whole(cluster: Cluster, prompt: tuple[int, ...]) -> str:
@@ -86,8 +82,16 @@ def check_exact(cluster: Cluster) -> None:
     cluster.wait_idle()
 
 
-def test_greedy_output_equals_transformers(cluster: Cluster) -> None:
-    check_exact(cluster)
+@pytest.mark.parametrize(
+    ("model", "prefill_tp", "decode_tp", "connector"), map(each_alone, TOPOLOGIES)
+)
+def test_greedy_output_equals_transformers(
+    model: str, prefill_tp: int, decode_tp: int, connector: str
+) -> None:
+    with Cluster(
+        model, prefill_tp=prefill_tp, decode_tp=decode_tp, kv_connector=connector
+    ) as cluster:
+        check_exact(cluster)
 
 
 @pytest.mark.parametrize("connector", ["shm", "tcp"])

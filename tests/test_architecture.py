@@ -1,0 +1,129 @@
+"""The house rules: imports run downward, without cycles; the router needs no torch; the
+generated stubs are what the sources generate."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("common", "kv_transfer", "prefill_node", "decode_node", "router")
+
+# Who may import whom, besides itself. `common/cli` names roles as strings and imports none.
+ALLOWED = {
+    "common.core": set(),
+    "common.config": {"common.core"},
+    "common.obs": {"common.core", "common.config"},
+    "common.rpc": {"common.core", "common.config", "common.obs"},
+    "common.text": {"common.core"},
+    "common.distributed": {"common.core", "common.config", "common.obs"},
+    "common.model": {"common.core", "common.config", "common.distributed"},
+    "common.engine": {
+        "common.core", "common.config", "common.obs", "common.rpc", "common.distributed",
+        "common.model",
+    },
+    "common.cli": {"common.core", "common.config", "common.obs", "common.model"},
+    "kv_transfer": {"common.core", "common.config", "common.obs", "common.rpc"},
+    "prefill_node": {
+        "common.core", "common.config", "common.obs", "common.rpc", "common.engine",
+        "kv_transfer",
+    },
+    "decode_node": {
+        "common.core", "common.config", "common.obs", "common.rpc", "common.engine",
+        "kv_transfer",
+    },
+    "router": {"common.core", "common.config", "common.obs", "common.rpc", "common.text"},
+}  # fmt: skip
+
+
+def area(module: str) -> str:
+    parts = module.split(".")
+    return ".".join(parts[:2]) if parts[0] == "common" else parts[0]
+
+
+def modules() -> dict[str, ast.Module]:
+    found = {}
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            if "pb" not in path.parts:
+                name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+                found[name.removesuffix(".__init__")] = ast.parse(path.read_text())
+    return found
+
+
+def imports(tree: ast.Module, everywhere: bool = False) -> set[str]:
+    """Modules a file imports when it is loaded (or `everywhere`: type checking, functions)."""
+    names: set[str] = set()
+    pending: list[ast.AST] = list(tree.body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        is_guard = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        if everywhere or not (is_guard or is_function):
+            pending += ast.iter_child_nodes(node)
+    return names
+
+
+def test_imports_run_downward() -> None:
+    wrong = [
+        f"{module} imports {name}"
+        for module, tree in modules().items()
+        for name in imports(tree, everywhere=True)
+        if name.split(".")[0] in PACKAGES and "." in name
+        if area(name) != area(module) and area(name) not in ALLOWED.get(area(module), set())
+    ]
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_no_cycles() -> None:
+    known = modules()
+    graph = {name: imports(tree) & known.keys() - {name} for name, tree in known.items()}
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " → ".join((*path[path.index(name) :], name))
+        if name not in done:
+            for target in graph[name]:
+                visit(target, (*path, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def test_the_router_loads_without_torch() -> None:
+    code = "import sys, router.__main__; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("word", ["pickle", "marshal", "torch.load", "eval", "exec"])
+def test_nothing_executable_is_read(word: str) -> None:
+    """No pickle and its kin anywhere in the product."""
+    hits = []
+    for module, tree in modules().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in (word, f"{word}.loads"):
+                hits.append(module)
+        if word in imports(tree, everywhere=True):
+            hits.append(module)
+    assert not hits
+
+
+def test_the_stubs_are_fresh(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "common.rpc.generate", str(tmp_path)], check=True, cwd=ROOT
+    )
+    committed = ROOT / "common" / "rpc" / "pb"
+    for path in sorted(tmp_path.iterdir()):
+        fresh = (committed / path.name).read_text() == path.read_text()
+        assert fresh, f"{path.name}: run `make proto`"
+    generated = {path.name for path in tmp_path.iterdir()} | {"__init__.py"}
+    assert {path.name for path in committed.glob("*.py*") if path.is_file()} == generated
