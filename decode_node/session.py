@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from time import monotonic
 from typing import Protocol
 
 from common.core.errors import PdserveError
@@ -18,6 +19,7 @@ from common.core.request import GenerateJob, TokenEvent
 from common.core.sampling import SampledToken
 from common.engine.core import EngineCore
 from common.engine.sequence import Finish, Sequence, Status
+from common.obs.metrics import NodeMetrics
 from common.rpc import convert
 from common.rpc.pb import cluster_pb2 as pb
 from kv_transfer.sink import KVSink
@@ -28,6 +30,7 @@ class SessionHost(Protocol):
 
     engine: EngineCore
     sink: KVSink
+    metrics: NodeMetrics
 
     def adopt(self, sequence: Sequence, session: DecodeSession) -> None:
         """From now on the engine's events about the sequence go to the session."""
@@ -120,8 +123,13 @@ class DecodeSession:
 
     async def _land(self, sequence: Sequence) -> pb.Landed:
         assert self._transfer_id is not None
-        arrival = await self._host.sink.wait(self._transfer_id)
+        waiting_since = monotonic()
+        with self._host.metrics.transfer_errors():
+            arrival = await self._host.sink.wait(self._transfer_id)
         self._transfer_id = None
+        self._host.metrics.observe_transfer(
+            num_bytes=arrival.nbytes, seconds=monotonic() - waiting_since
+        )
         event = convert.event_from_pb(arrival.first_token)
         cached = sequence.num_cached
         if self._host.engine.activate(sequence, event.tokens[0]):

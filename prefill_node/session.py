@@ -21,6 +21,7 @@ from common.core.request import GenerateJob, TokenEvent
 from common.core.sampling import SampledToken
 from common.engine.core import EngineCore
 from common.engine.sequence import Finish, Sequence
+from common.obs.metrics import NodeMetrics
 from common.rpc import convert
 from common.rpc.pb import cluster_pb2 as pb
 from kv_transfer.connector import BlockRun
@@ -33,6 +34,7 @@ class SessionHost(Protocol):
 
     engine: EngineCore
     source: KVSource
+    metrics: NodeMetrics
 
     def adopt(self, sequence: Sequence, session: PrefillSession) -> None:
         """From now on the engine's events about the sequence go to the session."""
@@ -56,15 +58,16 @@ class PrefillSession:
 
     async def events(self) -> AsyncGenerator[pb.PrefillEvent, None]:
         """FirstToken, then HandedOff (unless that token ended the job)."""
-        engine = self._host.engine
-        self._handoff = await self._host.source.begin(self._ticket, on_freed=lambda: None)
-        self._host.adopt(self._sequence, self)
-        engine.add(self._sequence)
-        event = await self._handoff.watch(self._first_token)
-        yield pb.PrefillEvent(first_token=self._describe(event))
-        if event.finish_reason is not None and self._job.num_choices == 1:
-            return  # nobody will decode: `close` ends the hand-off
-        result = await self._handoff.commit(convert.event_to_pb(event))
+        with self._host.metrics.transfer_errors():
+            self._handoff = await self._host.source.begin(self._ticket, on_freed=lambda: None)
+            self._host.adopt(self._sequence, self)
+            self._host.engine.add(self._sequence)
+            event = await self._handoff.watch(self._first_token)
+            yield pb.PrefillEvent(first_token=self._describe(event))
+            if event.finish_reason is not None and self._job.num_choices == 1:
+                return  # nobody will decode: `close` ends the hand-off
+            result = await self._handoff.commit(convert.event_to_pb(event))
+        self._host.metrics.observe_transfer(num_bytes=result.nbytes, seconds=result.seconds)
         yield pb.PrefillEvent(
             handed_off=pb.HandedOff(bytes=result.nbytes, transfer_s=result.seconds)
         )

@@ -12,6 +12,7 @@ from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from common.core.errors import Blame, NodeError, PdserveError
 from common.core.request import GenerateJob, TokenEvent
+from common.obs.logging import request_id_var
 from common.rpc import convert
 from common.rpc.pb import cluster_pb2 as pb
 from common.rpc.pb import cluster_pb2_grpc as pb_grpc
@@ -34,7 +35,8 @@ class Dispatch:
         self._placement = placement
         self._channels = channels
         self._mark = mark
-        self._metadata = ((REQUEST_ID_KEY, job.request_id),)
+        # The client's id, where it gave one, so that one word finds a request in every log.
+        self._metadata = ((REQUEST_ID_KEY, request_id_var.get() or job.request_id),)
         self.cached_tokens = 0
         self.transfer_bytes = 0
         self.transfer_seconds = 0.0

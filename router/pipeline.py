@@ -75,11 +75,11 @@ class Pipeline:
             run.mark("finished")
         except PdserveError as error:
             self._metrics.observe_error(error.code)
-            logger.warning("failed: %s", error)
+            logger.warning("%s failed: %s", request.request_id, error)
             raise
         except (GeneratorExit, asyncio.CancelledError):
             self._metrics.observe_error("CANCELLED")
-            logger.info("cancelled by the client")
+            logger.info("%s cancelled by the client", request.request_id)
             raise
         stats = run.stats(dispatch)
         self._observe(run, stats)
@@ -144,8 +144,8 @@ class Pipeline:
         for seconds in run.token_gaps:
             self._metrics.itl.observe(seconds)
         logger.info(
-            "finished: %d prompt tokens (%d cached), %d generated, TTFT %.0f ms, %.0f ms in all",
-            stats.prompt_tokens, stats.cached_tokens, stats.completion_tokens,
+            "%s finished: %d prompt tokens (%d cached), %d generated, TTFT %.0f ms, %.0f ms in all",
+            run.job.request_id, stats.prompt_tokens, stats.cached_tokens, stats.completion_tokens,
             1e3 * (stats.timeline.first_token or 0), 1e3 * (stats.timeline.finished or 0),
         )  # fmt: skip
 

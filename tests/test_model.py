@@ -11,6 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
+
+from common.config.schema import ModelConfig
+from common.core.errors import ConfigError
+from common.core.model_spec import ModelSpec
+from common.model.attention import AttentionBatch, AttentionShape
+from common.model.attention_torch import TorchAttention
+from common.model.decoder import CausalLM
+from common.model.loader import load_model
 from tiny_engine import (
     BLOCK_SIZE,
     CPU,
@@ -22,15 +31,6 @@ from tiny_engine import (
     some_tokens,
     step,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
-
-from common.config.schema import ModelConfig
-from common.core.errors import ConfigError
-from common.core.model_spec import ModelSpec
-from common.model.attention import AttentionBatch, AttentionShape
-from common.model.attention_torch import TorchAttention
-from common.model.decoder import CausalLM
-from common.model.loader import load_model
 
 MODELS = Path(__file__).parent / "models"
 TRAINED = ["llama-gqa", "mistral", "qwen2", "qwen3"]

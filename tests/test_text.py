@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from fakes_pipeline import byte_fallback_folder, byte_level_folder
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from common.text.detokenizer import Detokenizer
 from common.text.stop import StopMatcher
 from common.text.stream import TextStream
 from common.text.tokenizer import Tokenizer
+from fakes_pipeline import byte_fallback_folder, byte_level_folder
 
 TEXT = "hello  world 叫 🙂 é <|x|>"
 

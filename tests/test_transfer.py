@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from kv_fakes import FINGERPRINT, Geometry, Pair, make_pair
 
 from common.core.errors import Cancelled, TransferError
 from common.rpc.pb import cluster_pb2
+from kv_fakes import FINGERPRINT, Geometry, Pair, make_pair
 from kv_transfer.connector import BlockRun
 from kv_transfer.layout import Rect
 from kv_transfer.lease import Lease

@@ -7,10 +7,12 @@ one process. Labels are bounded: node ids and request ids are in the log, not he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from common.core.errors import TransferError
 from common.core.request import FinishReason, Timeline
 
 TOKEN_SECONDS = (
@@ -66,9 +68,6 @@ class RouterMetrics(_Metrics):
         self.requests = self._counter(
             "requests_total", "Requests ended: OK, or the error's code", "code"
         )
-        self.retries = self._counter(
-            "request_retries_total", "Stages tried again, by the error's code", "stage", "code"
-        )
 
     def observe_request(
         self,
@@ -105,7 +104,9 @@ class NodeMetrics(_Metrics):
         super().__init__()
         self.transfer_bytes = self._counter("kv_transfer_bytes_total", "KV bytes moved")
         self.transfer_seconds = self._histogram(
-            "kv_transfer_seconds", "First run sent to last run landed", TRANSFER_SECONDS
+            "kv_transfer_seconds",
+            "Prefill: first run sent to commit answered. Decode: blocks reserved to KV landed",
+            TRANSFER_SECONDS,
         )
         self.transfers = self._counter(
             "kv_transfers_total", "KV hand-offs ended: OK, or the error's code", "outcome"
@@ -117,9 +118,14 @@ class NodeMetrics(_Metrics):
         self.transfer_bytes.inc(num_bytes)
         self.transfer_seconds.observe(seconds)
 
-    def observe_transfer_error(self, code: str) -> None:
-        """A KV hand-off that ended with a `TransferError`."""
-        self.transfers.labels(code).inc()
+    @contextmanager
+    def transfer_errors(self) -> Iterator[None]:
+        """Counts a KV hand-off that ends with a TransferError inside, and lets it pass."""
+        try:
+            yield
+        except TransferError as error:
+            self.transfers.labels(error.code).inc()
+            raise
 
 
 def time_per_output_token(

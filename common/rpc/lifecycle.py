@@ -32,9 +32,7 @@ async def serve_until_stopped(
     draining = asyncio.ensure_future(drain())
     again = asyncio.ensure_future(signals.get())
     events: list[asyncio.Future[Any]] = [draining, again, failed]
-    done, _ = await asyncio.wait(
-        events, timeout=drain_timeout, return_when=asyncio.FIRST_COMPLETED
-    )
+    done, _ = await asyncio.wait(events, timeout=drain_timeout, return_when=asyncio.FIRST_COMPLETED)
     again.cancel()
     if draining in done:
         logger.info("drained")

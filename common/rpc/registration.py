@@ -65,4 +65,4 @@ class Registration:
             request = pb.DeregisterRequest(node_id=self._info.node_id)
             await self._stub.Deregister(request, timeout=_RPC_TIMEOUT)
         except grpc.aio.AioRpcError as error:
-            logger.warning("could not deregister from %s: %s", self._router, error.details())
+            logger.info("router %s is away: %s", self._router, error.details())

@@ -24,18 +24,36 @@ class Endpoint(msgspec.Struct):
     port: int
 
 
-class TCPConnector(PipeConnector):
-    """Takes no options."""
+class Options(msgspec.Struct, forbid_unknown_fields=True):
+    """`--kv-connector-config` of the tcp connector."""
 
+    # Linux always allows Reno. Where BBR is the host's choice, its pacing halves the speed of a
+    # transfer within a rack. "" leaves the host's choice.
+    congestion_control: str = "reno"
+
+
+class TCPConnector(PipeConnector):
     def transport(self, config: Mapping[str, Any]) -> PipeTransport:
-        if config:
-            raise ConfigError(f"the tcp connector has no option {', '.join(sorted(config))!r}")
-        return TCPTransport()
+        try:
+            return TCPTransport(msgspec.convert(dict(config), Options))
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"--kv-connector-config of tcp: {error}") from error
 
 
 class TCPTransport(PipeTransport):
+    """Raises ConfigError when this host lacks the congestion control asked for."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        with socket.socket() as probe:
+            try:
+                tune(probe, options)
+            except OSError as error:
+                algorithm = options.congestion_control
+                raise ConfigError(f"congestion control {algorithm!r}: {error}") from error
+
     def listen(self, host: str) -> PipeListener:
-        return TCPListener(host)
+        return TCPListener(host, self._options)
 
     def dial(self, endpoint: bytes) -> SocketPipe:
         try:
@@ -50,7 +68,8 @@ class TCPTransport(PipeTransport):
 class TCPListener(PipeListener):
     """Listens on a free port of `host`."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, options: Options) -> None:
+        self._options = options
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._sock = socket.create_server((host, 0), family=family, backlog=128)
         self._endpoint = msgspec.msgpack.encode(Endpoint(host, self._sock.getsockname()[1]))
@@ -60,7 +79,7 @@ class TCPListener(PipeListener):
         return self._endpoint
 
     def accept(self) -> SocketPipe:
-        return SocketPipe(tune(self._sock.accept()[0]))
+        return SocketPipe(tune(self._sock.accept()[0], self._options))
 
     def interrupt(self) -> None:
         with contextlib.suppress(OSError):  # it is closed already
@@ -70,7 +89,7 @@ class TCPListener(PipeListener):
         self._sock.close()
 
 
-def tune(sock: socket.socket) -> socket.socket:
+def tune(sock: socket.socket, options: Options) -> socket.socket:
     """No delay, big buffers, and a silent peer is noticed."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_NBYTES)
@@ -80,4 +99,7 @@ def tune(sock: socket.socket) -> socket.socket:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKED_TIMEOUT_MS)
+    if options.congestion_control:
+        algorithm = options.congestion_control.encode()
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, algorithm)
     return sock

@@ -17,7 +17,7 @@ from router.http.front import FRONT, Front
 from router.http.info import REGISTRY
 from router.http.reply import TIMELINE_HEADER
 from router.http.request_id import HEADER as REQUEST_ID
-from router.http.request_id import adopt, public_id
+from router.http.request_id import adopt
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -68,8 +68,7 @@ def make_app(front: Front, registry: CollectorRegistry, max_body_size: int) -> w
 
 @web.middleware
 async def _identify(request: web.Request, handler: Handler) -> web.StreamResponse:
-    public_id.set(adopt(request.headers.get(REQUEST_ID, "")))
-    request_id_var.set(public_id.get())
+    request_id_var.set(adopt(request.headers.get(REQUEST_ID, "")))
     return await handler(request)
 
 
@@ -117,6 +116,6 @@ async def _preflight(request: web.Request, handler: Handler) -> web.StreamRespon
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """On every response, streams and errors included."""
-    response.headers[REQUEST_ID] = public_id.get()
+    response.headers[REQUEST_ID] = request_id_var.get() or "-"
     response.headers["Access-Control-Allow-Origin"] = "*"
     response.headers["Access-Control-Expose-Headers"] = REQUEST_ID

@@ -12,8 +12,8 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from common.core.errors import InvalidRequest, PdserveError, Unavailable
+from common.obs.logging import request_id_var
 from router.http.encoding import json_response
-from router.http.request_id import public_id
 from router.http.schema import SHAPES
 
 logger = logging.getLogger(__name__)
@@ -50,11 +50,9 @@ def http_error_response(error: web.HTTPException) -> web.Response:
 def as_typed(error: Exception) -> PdserveError:
     """The typed error, or for a defect an internal error that names only the request."""
     if isinstance(error, PdserveError):
-        if error.http_status >= 500:
-            logger.warning("request %s failed: %s", public_id.get(), error)
         return error
-    logger.error("request %s: unexpected error", public_id.get(), exc_info=error)
-    return PdserveError(f"internal error; its log entry is under request id {public_id.get()}")
+    logger.error("unexpected error", exc_info=error)
+    return PdserveError(f"internal error; its log entry is under request id {request_id_var.get()}")
 
 
 def stopping() -> Unavailable:

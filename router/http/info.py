@@ -11,6 +11,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from common.core.errors import Unavailable
 from router.http.encoding import json_response
+from router.http.errors import error_response
 from router.http.front import FRONT
 from router.served_model import ServedModel
 
@@ -35,7 +36,8 @@ async def health(request: web.Request) -> web.Response:
 async def ready(request: web.Request) -> web.Response:
     is_ready, reason = request.app[FRONT].generator.ready()
     if not is_ready:
-        raise Unavailable(reason)
+        # Asked for all the time while a cluster starts: an answer, not a failure to log.
+        return error_response(Unavailable(reason, code="NOT_READY"))
     return json_response({"status": "ready"})
 
 

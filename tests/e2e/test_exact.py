@@ -115,5 +115,3 @@ def test_without_a_prefix_cache_the_tokens_are_the_same() -> None:
             node_metrics(node)["pdserve:prefix_cache_hits_total"] == 0 for node in cluster.nodes()
         )
         cluster.wait_idle()
-
-

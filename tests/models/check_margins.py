@@ -12,8 +12,9 @@ import argparse
 from pathlib import Path
 
 import torch
-from story_grammar import IM_END, IM_START, make_corpus
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from story_grammar import IM_END, IM_START, make_corpus
 
 HERE = Path(__file__).resolve().parent
 NAMES = ("llama-gqa", "qwen2", "qwen3", "mistral")

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from story_grammar import END_OF_TEXT, IM_END, IM_START, make_corpus
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     GenerationConfig,
@@ -32,6 +31,8 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from story_grammar import END_OF_TEXT, IM_END, IM_START, make_corpus
 
 HERE = Path(__file__).resolve().parent
 SEED = 20240607
