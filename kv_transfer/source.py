@@ -297,6 +297,7 @@ class Handoff:
         await self._source.send_abort(self.ticket, str(self._cause))
 
     async def _quiesce(self) -> None:
+        self._renewing.cancel()
         self._commands.put_nowait({})
         await asyncio.wait([self._announcing])  # or a submit could overtake the quiesce
         if self._committing is not None:
