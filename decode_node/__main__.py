@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import sys
 from collections.abc import Sequence
 
-from common.config.schema import WorkerNodeConfig
-from common.config.sources import parse
-from common.core.errors import ConfigError, PdserveError
-from common.obs.logging import setup_logging
+from common.engine.main import run_node
 from decode_node.node import DecodeNode
 
-logger = logging.getLogger(__name__)
+DESCRIPTION = "A decode node: takes KV from prefill nodes and generates tokens."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a decode node until a signal; returns the exit code: 2 when it cannot start as
-    configured."""
-    config = parse(
-        WorkerNodeConfig,
-        prog="pdserve decode",
-        description="A decode node: takes KV from prefill nodes and generates tokens.",
-        argv=argv,
+    return run_node(
+        DecodeNode, "A decode node: takes KV from prefill nodes and generates tokens.", argv
     )
-    setup_logging("decode", config.log)
-    try:
-        return asyncio.run(_serve(config))
-    except PdserveError as error:
-        logger.error("%s", error)
-        return 2 if isinstance(error, ConfigError) else 1
-
-
-async def _serve(config: WorkerNodeConfig) -> int:
-    return await DecodeNode(config).serve()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import TYPE_CHECKING
 
 import grpc
 
@@ -13,27 +12,25 @@ from common.rpc import convert
 from common.rpc.pb import cluster_pb2 as pb
 from common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from common.rpc.status import serving
+from decode_node.session import SessionHost
 from kv_transfer.sink import KVSink
-
-if TYPE_CHECKING:
-    from decode_node.node import DecodeNode
 
 
 class DecodeService(pb_grpc.DecodeServicer):
-    def __init__(self, node: DecodeNode) -> None:
-        self._node = node
+    def __init__(self, host: SessionHost) -> None:
+        self._host = host
 
     async def Run(
         self, request: pb.DecodeRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.DecodeEvent]:
         async with serving(context):
-            session = self._node.open(convert.job_from_pb(request.job))
+            session = self._host.open(convert.job_from_pb(request.job))
             try:
                 async with aclosing(session.events(request.local_prefill)) as events:
                     async for event in events:
                         yield event
             finally:
-                self._node.close(session)
+                self._host.close(session)
 
 
 class KVTransferService(pb_grpc.KVTransferServicer):

@@ -26,11 +26,17 @@ from kv_transfer.sink import KVSink
 
 
 class SessionHost(Protocol):
-    """What a session needs of its node."""
+    """The node, as its services and sessions see it."""
 
     engine: EngineCore
     sink: KVSink
     metrics: NodeMetrics
+
+    def open(self, job: GenerateJob) -> DecodeSession:
+        """A session for a router's job; raises Unavailable, InvalidRequest."""
+
+    def close(self, session: DecodeSession) -> None:
+        """Ends a session in the background."""
 
     def adopt(self, sequence: Sequence, session: DecodeSession) -> None:
         """From now on the engine's events about the sequence go to the session."""

@@ -30,11 +30,17 @@ from kv_transfer.ticket import Ticket
 
 
 class SessionHost(Protocol):
-    """What a session needs of its node."""
+    """The node, as its services and sessions see it."""
 
     engine: EngineCore
     source: KVSource
     metrics: NodeMetrics
+
+    def open(self, job: GenerateJob, ticket: Ticket) -> PrefillSession:
+        """A session for a router's job; raises Unavailable, InvalidRequest."""
+
+    def close(self, session: PrefillSession) -> None:
+        """Ends a session in the background."""
 
     def adopt(self, sequence: Sequence, session: PrefillSession) -> None:
         """From now on the engine's events about the sequence go to the session."""

@@ -349,6 +349,20 @@ def test_a_sink_that_wants_nothing_has_landed(rank: Callable[..., Rank]) -> None
     assert sink.expect(Landed).nbytes == 0
 
 
+def test_a_connector_that_raises_fails_its_transfers(
+    rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Any, endpoint: bytes) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(TCPTransport, "dial", broken)
+    sink, source = rank(TCPConnector), rank(TCPConnector)
+    for transfer_id in (ID, ID[::-1]):  # the link survives
+        submit(source, sink, transfer_id)
+        failed = source.expect(Failed)
+        assert (failed.code, failed.blame) == ("CONNECTOR_FAILED", "prefill")
+
+
 # ---- shared memory ----
 
 

@@ -7,6 +7,7 @@ quiesce / release: forgotten; nobody is inside the blocks when it returns
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from kv_transfer.connector import Event, Failed, Landed, Progress, SinkTransfer
 from kv_transfer.frame import Frame, bad_frame
 from kv_transfer.gate import Gate
 from kv_transfer.layout import CacheView, Rect
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -164,7 +167,13 @@ class Intake:
             incoming.gate.close()
 
 
-def peer_lost(error: OSError, blame: Blame) -> TransferError:
-    return TransferError(
-        f"the {blame} rank is gone: {error}", code="PEER_LOST", blame=blame, retryable=True
-    )
+def as_transfer_error(error: Exception, peer: Blame) -> TransferError:
+    """What ended a connection, typed: the one place where a connector's own exceptions end.
+    `peer` is the other side's role."""
+    if isinstance(error, TransferError):
+        return error
+    if isinstance(error, OSError):
+        return TransferError(f"the {peer} rank is gone: {error}", code="PEER_LOST", blame=peer)
+    logger.error("a KV connector failed", exc_info=error)
+    ours = Blame.DECODE if peer is Blame.PREFILL else Blame.PREFILL
+    return TransferError(f"the KV connector failed: {error!r}", code="CONNECTOR_FAILED", blame=ours)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from common.core.errors import Blame, ConfigError, TransferError
+from common.core.errors import Blame, ConfigError
 from kv_transfer.connector import (
     BlockRun,
     KVConnector,
@@ -16,7 +16,7 @@ from kv_transfer.connector import (
     SinkTransfer,
     SourceTransfer,
 )
-from kv_transfer.connectors.intake import Intake, peer_lost
+from kv_transfer.connectors.intake import Intake, as_transfer_error
 from kv_transfer.connectors.links import Channel, Links
 from kv_transfer.connectors.server import PipeServer
 from kv_transfer.pipe import KVPipe, PipeListener
@@ -64,11 +64,10 @@ class LinkedConnector(KVConnector):
     def _serve(self, pipe: KVPipe) -> None:
         try:
             self.serve(pipe)
-        except TransferError as error:
-            self.counts[error.code] += 1
-            self.intake.disconnected(pipe, error)
-        except OSError as error:
-            self.intake.disconnected(pipe, peer_lost(error, Blame.PREFILL))
+        except Exception as error:
+            typed = as_transfer_error(error, Blame.PREFILL)
+            self.counts[typed.code] += 1
+            self.intake.disconnected(pipe, typed)
 
     def accept(self, transfer: SinkTransfer) -> None:
         self.intake.accept(transfer)

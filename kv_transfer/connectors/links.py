@@ -20,7 +20,7 @@ from kv_transfer.connector import (
     Sent,
     SourceTransfer,
 )
-from kv_transfer.connectors.intake import peer_lost
+from kv_transfer.connectors.intake import as_transfer_error
 from kv_transfer.frame import Frame, Kind
 from kv_transfer.gate import Gate
 from kv_transfer.layout import Piece
@@ -207,16 +207,14 @@ class Link:
                 self._begin(delivery)
             else:
                 self._deliver(delivery)
-        except TransferError as error:
-            self._broken(delivery.outgoing, error)
-        except OSError as error:
-            self._broken(delivery.outgoing, peer_lost(error, Blame.DECODE))
+        except Exception as error:
+            self._broken(delivery.outgoing, as_transfer_error(error, Blame.DECODE))
 
     def _begin(self, delivery: Delivery) -> None:
         """Announces a piece; a kept connection that turns out dead is replaced once."""
         frame = delivery.outgoing.frame(Kind.BEGIN, delivery.piece, delivery.run)
         if self._channel is not None and not self._announced(self._channel, frame):
-            self._lose(peer_lost(ConnectionError("the connection broke"), Blame.DECODE))
+            self._lose(as_transfer_error(ConnectionError("the connection broke"), Blame.DECODE))
         if self._channel is None:
             self._connect().begin(frame)
         self._live[delivery.outgoing] = delivery.piece

@@ -60,9 +60,8 @@ class TCPTransport(PipeTransport):
             where = msgspec.msgpack.decode(endpoint, type=Endpoint)
         except msgspec.DecodeError as error:
             raise ConnectionError(f"not a TCP endpoint: {error}") from error
-        return SocketPipe(
-            tune(socket.create_connection((where.host, where.port), CONNECT_TIMEOUT_S))
-        )
+        sock = socket.create_connection((where.host, where.port), CONNECT_TIMEOUT_S)
+        return SocketPipe(tune(sock, self._options))
 
 
 class TCPListener(PipeListener):
