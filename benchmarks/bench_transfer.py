@@ -72,9 +72,9 @@ class Shape:
 
 
 SHAPES = (
-    Shape("SmolLM2 fp32, 2000 tokens", 30, 3, 64, "float32", 125),
-    Shape("Llama-8B bf16, 1000 tokens", 32, 8, 128, "bfloat16", 63, num_blocks=256),
-    Shape("Llama-8B bf16 TP8, 1000 tokens", 32, 1, 128, "bfloat16", 63),
+    Shape("SmolLM2 fp32, 2000 tok", 30, 3, 64, "float32", 125),
+    Shape("8B bf16, 1000 tok", 32, 8, 128, "bfloat16", 63, num_blocks=256),
+    Shape("8B bf16 TP8, 1000 tok", 32, 1, 128, "bfloat16", 63),
 )
 
 

@@ -190,6 +190,12 @@ def build_rank(
             f"connector {settings.connector!r} speaks API version {connector_type.api_version}, "
             f"this is {API_VERSION}; install a matching release of it"
         )
+    capabilities = connector_type.capabilities
+    if settings.source and capabilities.pull and capabilities.same_host and shared_fd is None:
+        raise ConfigError(
+            f"connector {settings.connector!r} needs the cache in shared memory, which a "
+            f"{cache.device.type} cache is not; choose another --kv-connector, such as tcp"
+        )
     rect = Rect(shape.layer_start, shape.layer_end, shape.head_start, shape.head_end)
     context = RankContext(
         view=CacheView(cache, rect, shared_fd),

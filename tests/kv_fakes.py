@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
+from common.core.errors import TransferError
 from common.engine.messages import CacheShape
 from kv_transfer.blocks import gather, piece_nbytes, scatter
 from kv_transfer.connector import (
@@ -246,8 +247,6 @@ class FakeConnector(KVConnector):
 
     def accept(self, transfer: SinkTransfer) -> None:
         if self.network.faults.get("refuse"):
-            from common.core.errors import TransferError
-
             raise TransferError("no", code="CONNECT_FAILED")
         view = self.context.view
         self.accepted[transfer.transfer_id] = transfer

@@ -459,7 +459,7 @@ def test_a_killed_source_is_noticed_at_once(
     process.start()
     try:
         assert delivered.wait(30.0)
-        assert sink.cache[:, :, list(SINK_IDS[:2])].all()
+        wait_for(lambda: bool(sink.cache[:, :, list(SINK_IDS[:2])].all()))
     finally:
         process.kill()
         process.join()
@@ -576,6 +576,8 @@ def test_misconfiguration_is_told_at_start() -> None:
     build(RankConfig("tcp", "f", source=True, options={"congestion_control": ""}))
     with pytest.raises(ConfigError, match="no option 'streams'"):
         build(RankConfig("shm", "f", options={"streams": 4}))
+    with pytest.raises(ConfigError, match="needs the cache in shared memory"):
+        build(RankConfig("shm", "f", source=True))
     with pytest.raises(ConfigError, match="unknown name 'pigeon'"):
         build(RankConfig("pigeon", "f"))
     with pytest.raises(ConfigError, match="speaks API version 99"):

@@ -74,19 +74,15 @@ class ShmConnector(LinkedConnector):
     # ---- source ----
 
     def dial(self, endpoint: bytes) -> ShmChannel:
-        if self.context.view.shared_fd is None:
-            raise TransferError(
-                "the shm connector needs a cache in shared memory",
-                code="CONNECT_FAILED",
-                blame=Blame.PREFILL,
-            )
+        shared_fd = self.context.view.shared_fd
+        assert shared_fd is not None  # build_rank saw to it
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(CONNECT_TIMEOUT_S)
             sock.connect(b"\0" + endpoint)
             check_same_user(sock)
             pipe = SocketPipe(sock)
-            self._greet(pipe, self.context.view.shared_fd)
+            self._greet(pipe, shared_fd)
         except BaseException:
             sock.close()
             raise

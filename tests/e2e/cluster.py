@@ -2,74 +2,129 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import requests
 
 from common.obs.ports import read_ports
 
 MODELS = Path(__file__).parents[1] / "models"
 START_TIMEOUT = 120.0
+STOP_TIMEOUT = 30.0
 DEFAULTS = {
     "dtype": "float32",
     "num-gpu-blocks-override": "192",
     "max-num-batched-tokens": "64",  # so that prompts of a few hundred tokens take several steps
     "max-num-seqs": "16",
     "cpu-threads": "1",
-    "queue-timeout": "20",
-    "drain-timeout": "10",
 }
+UP_DEFAULTS = {"queue-timeout": "20", "drain-timeout": "10"}
+
+
+class Home:
+    """A folder that is the temporary one of all processes started in it, by which those that
+    outlive their test, and the files they leave, are found."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="pdserve-test-")
+        self.path = Path(self._folder.name)
+        self._tmp = self.path / "tmp"
+        self._tmp.mkdir()
+
+    def start(
+        self, command: list[str], log: Path, environment: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Its own session, so that a test can signal all of it."""
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "TMPDIR": str(self._tmp), **(environment or {})},
+            )
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything started here that still runs."""
+        return [each for each in psutil.process_iter() if self._owns(each)]
+
+    def _owns(self, process: psutil.Process) -> bool:
+        try:
+            ours = process.environ().get("TMPDIR") == str(self._tmp)
+            return ours and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+
+    def close(self) -> list[str]:
+        """Ends whatever is left and says what it was: processes and temporary files."""
+        running = self.processes()
+        left = [f"process {each.pid}: {each.name()}" for each in running]
+        for process in running:
+            process.kill()
+        left += [f"file {path.name}" for path in self._tmp.iterdir()]
+        self._folder.cleanup()
+        return left
 
 
 class Cluster:
-    """Use as a context manager. `options` are flags without dashes: `prefill_tp=2`."""
+    """Use as a context manager. `options` are flags without dashes: `prefill_tp=2`; an empty
+    value is a switch. Leaving it also checks that nothing is left over."""
 
-    def __init__(self, model: str | Path, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str | Path,
+        environment: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> None:
         self.model = Path(model) if "/" in str(model) else MODELS / model
-        self._options = {
-            **DEFAULTS,
-            **{name.replace("_", "-"): str(value) for name, value in options.items()},
-        }
-        self._folder = tempfile.TemporaryDirectory(prefix="pdserve-test-")
-        self.log_path = Path(self._folder.name) / "log"
+        given = {name.replace("_", "-"): str(value) for name, value in options.items()}
+        self._options = {**DEFAULTS, **UP_DEFAULTS, **given}
+        self._environment = environment
+        self.home = Home()
+        self.log_path = self.home.path / "log"
         self.ports: dict[str, int] = {}
 
     def __enter__(self) -> Cluster:
-        ports_file = Path(self._folder.name) / "ports.json"
+        ports_file = self.home.path / "ports.json"
         pdserve = Path(sys.executable).with_name("pdserve")
         command = [str(pdserve), "up", "--model", str(self.model)]
         command += ["--port", "0", "--grpc-port", "0", "--ports-file", str(ports_file)]
-        for name, value in self._options.items():
-            command += [f"--{name}", value] if value != "" else [f"--{name}"]
-        with self.log_path.open("wb") as log:
-            self.process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
+        command += flags(self._options)
+        self.process = self.home.start(command, self.log_path, self._environment)
         try:
             self.ports = self.wait_for(lambda: read_ports(ports_file), START_TIMEOUT)
             self.wait_for(lambda: self.get("/ready").status_code == 200, START_TIMEOUT)
         except BaseException:
-            self.__exit__()
+            self.stop()
+            self.home.close()
             raise
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.stop()
+        log = self.log()
+        left = self.home.close()
+        assert error or not left, f"left over: {left}\n{log}"
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Ends `up` and returns its exit code."""
         if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
+            self.process.send_signal(number)
             try:
-                self.process.wait(30)
+                self.process.wait(STOP_TIMEOUT)
             except subprocess.TimeoutExpired:
                 os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.wait()
-        self._folder.cleanup()
+        return self.process.wait()
 
     # ---- asking -----------------------------------------------------------------------------
 
@@ -94,9 +149,23 @@ class Cluster:
         answer: dict[str, Any] = response.json()
         return answer
 
+    def stream(self, prompt: Any, **body: Any) -> Iterator[dict[str, Any]]:
+        """The events of one streamed completion, errors included; it must end with [DONE]."""
+        body = {"prompt": prompt, "temperature": 0, "stream": True, **body}
+        url = f"{self.url}/v1/completions"
+        with requests.post(url, json=body, stream=True, timeout=60) as response:
+            assert response.status_code == 200, f"{response.text}\n{self.log()}"
+            yield from events(response.iter_lines())
+
     def nodes(self, role: str | None = None) -> list[dict[str, Any]]:
         nodes = self.get("/v1/cluster").json()["nodes"]
         return [node for node in nodes if role in (None, node["role"])]
+
+    def node_process(self, role: str) -> psutil.Process:
+        """The first node of a role (its ranks are this process's children)."""
+        module = {"router": "router"}.get(role, f"{role}_node")
+        children = psutil.Process(self.process.pid).children()
+        return next(child for child in children if module in child.cmdline())
 
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
@@ -119,16 +188,35 @@ class Cluster:
 
     def wait_idle(self, timeout: float = 15.0) -> None:
         """Every block of every node is free again, by the nodes' own metrics."""
-        self.wait_for(lambda: all(self._is_idle(node) for node in self.nodes()), timeout)
+        self.wait_for(lambda: all(map(is_idle, self.nodes())), timeout)
 
-    def _is_idle(self, node: dict[str, Any]) -> bool:
-        values = node_metrics(node)
-        return (
-            values["pdserve:kv_blocks_free"] == values["pdserve:kv_blocks_total"]
-            and values["pdserve:num_requests_running"] == 0
-            and values["pdserve:num_requests_waiting"] == 0
-            and values["pdserve:num_requests_remote"] == 0
-        )
+
+def flags(options: Mapping[str, str]) -> list[str]:
+    return [
+        part
+        for name, value in options.items()
+        for part in ([f"--{name}", value] if value != "" else [f"--{name}"])
+    ]
+
+
+def events(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:
+    """The JSON of server-sent events up to [DONE], which must be the last thing sent."""
+    done = False
+    for line in lines:
+        assert not done, f"{line!r} after [DONE]"
+        if line == b"":
+            continue
+        assert line.startswith(b"data: "), line
+        if line == b"data: [DONE]":
+            done = True
+        else:
+            yield json.loads(line[6:])
+    assert done, "the stream ended without [DONE]"
+
+
+def text_of(stream: Iterator[dict[str, Any]]) -> str:
+    """The text of a streamed completion; an error event fails the test."""
+    return "".join(each["choices"][0]["text"] for each in stream if each["choices"])
 
 
 def node_metrics(node: dict[str, Any]) -> dict[str, float]:
@@ -136,3 +224,13 @@ def node_metrics(node: dict[str, Any]) -> dict[str, float]:
     text = requests.get(f"http://{node['metrics_address']}/metrics", timeout=10).text
     lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
     return {name: float(value) for name, _, value in lines}
+
+
+def is_idle(node: dict[str, Any]) -> bool:
+    values = node_metrics(node)
+    return (
+        values["pdserve:kv_blocks_free"] == values["pdserve:kv_blocks_total"]
+        and values["pdserve:num_requests_running"] == 0
+        and values["pdserve:num_requests_waiting"] == 0
+        and values["pdserve:num_requests_remote"] == 0
+    )
