@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from common.core.errors import Blame
 from common.core.request import GenerateJob
 from common.engine.node import EngineNode
@@ -13,7 +11,7 @@ from common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from decode_node.service import DecodeService, KVTransferService
 from decode_node.session import DecodeSession
 from kv_transfer.layout import Rect, fingerprint
-from kv_transfer.rank import RankConfig
+from kv_transfer.rank import FACTORY, rank_config
 from kv_transfer.sink import KVSink
 from kv_transfer.ticket import RankEndpoint
 
@@ -24,17 +22,11 @@ class DecodeNode(EngineNode[DecodeSession]):
     sink: KVSink
 
     def fingerprint(self) -> str:
-        return fingerprint(self.facts.kv_identity(self.config.engine.cache.block_size))
+        return fingerprint(self.kv_identity())
 
     def extension(self) -> ExtensionConfig:
-        transfer = self.config.transfer
-        config = RankConfig(
-            connector=transfer.kv_connector,
-            fingerprint=self.fingerprint(),
-            bind_host=transfer.kv_host,
-            options=transfer.kv_connector_config,
-        )
-        return ExtensionConfig("kv_transfer.rank:build_rank", msgspec.msgpack.encode(config))
+        config = rank_config(self.config.transfer, self.fingerprint(), source=False)
+        return ExtensionConfig(FACTORY, config)
 
     def add_services(self) -> None:
         executor = self.ranks.executor

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
+from common.config.schema import TransferConfig
 from common.core.errors import Blame, ConfigError, TransferError
 from common.core.plugins import resolve
 from kv_transfer.connector import (
@@ -60,6 +61,22 @@ class RankConfig:
     bind_host: str = "127.0.0.1"
     options: dict[str, Any] = field(default_factory=dict)  # --kv-connector-config
     source: bool = False  # a source announces no endpoint
+
+
+FACTORY = "kv_transfer.rank:build_rank"  # what a worker imports
+
+
+def rank_config(config: TransferConfig, fingerprint: str, *, source: bool) -> bytes:
+    """The bytes `build_rank` wants, for a node's options."""
+    return msgspec.msgpack.encode(
+        RankConfig(
+            connector=config.kv_connector,
+            fingerprint=fingerprint,
+            bind_host=config.kv_host,
+            options=config.kv_connector_config,
+            source=source,
+        )
+    )
 
 
 # ---- commands, from node to rank ----

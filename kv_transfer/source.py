@@ -1,7 +1,7 @@
 """The source's control half: plans, announces runs to its ranks, commits, keeps the lease.
 
-    begin() ──▶ handoff.ready(run) … ──▶ handoff.commit()
-    however it ends, on_freed() is called once: no rank reads the blocks any more
+    begin() ──▶ handoff.ready(run) … ──▶ handoff.commit() or abort()
+    when either has returned or raised, no rank reads the blocks any more
 
 Lives on the event loop of the prefill node; drives the `SOURCE` table of `protocol.py`.
 """
@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from common.core.errors import Blame, PdserveError, TransferError
 from kv_transfer.connector import BlockRun, Failed, SourceTransfer
@@ -35,10 +35,19 @@ from kv_transfer.ticket import Ticket
 
 logger = logging.getLogger(__name__)
 
-Commit = Callable[[Ticket, Any], Awaitable[int]]  # raises PdserveError; returns bytes landed
-Abort = Callable[[Ticket, str], Awaitable[None]]
-Renew = Callable[[Ticket], Awaitable[None]]
 T = TypeVar("T")
+
+
+class SinkNode(Protocol):
+    """The decode node behind a ticket. Calls raise PdserveError: TransferError when the sink
+    refuses, others when it is out of reach."""
+
+    async def commit(self, ticket: Ticket, payload: Any) -> int:
+        """Returns the bytes that landed, once the sequence is runnable there."""
+
+    async def renew(self, ticket: Ticket) -> None: ...
+
+    async def abort(self, ticket: Ticket, reason: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +57,7 @@ class HandoffResult:
 
 
 class KVSource:
-    """`call` and `on_event` are the executor's; `commit` and `abort` reach the sink's node."""
+    """`call` and `on_event` are the executor's."""
 
     def __init__(
         self,
@@ -59,25 +68,20 @@ class KVSource:
         block_size: int,
         lease_s: float,
         call: Call,
-        commit: Commit,
-        abort: Abort,
-        renew: Renew | None = None,
+        sink: SinkNode,
     ) -> None:
         self.rank_rects = tuple(rank_rects)
         self.lease_s = lease_s
         self.call = call
-        self.send_commit = commit
-        self.send_abort = abort
-        self.send_renew = renew
+        self.sink = sink
         self.tasks = Tasks()
         self.counts: Counter[str] = Counter()  # sent, bytes, failed/CODE, late state/event
         self._ours = {"fingerprint": fingerprint, "KV connector": connector}
         self._block_size = block_size
         self._live: dict[bytes, Handoff] = {}
 
-    async def begin(self, ticket: Ticket, on_freed: Callable[[], None]) -> Handoff:
-        """Starts a hand-off. From this call on the blocks are freed by `on_freed` alone,
-        which is called once, also when this raises.
+    def begin(self, ticket: Ticket) -> Handoff:
+        """Starts a hand-off. Whoever begins one ends it, by `commit` or `abort`.
 
         Raises:
             TransferError: FINGERPRINT_MISMATCH, LAYOUT_MISMATCH, or a duplicate ticket.
@@ -87,9 +91,8 @@ class KVSource:
             pieces = plan(self.rank_rects, [each.rect for each in ticket.endpoints])
         except TransferError as error:
             self.counts[f"failed/{error.code}"] += 1
-            on_freed()
             raise
-        handoff = self._live[ticket.transfer_id] = Handoff(self, ticket, pieces, on_freed)
+        handoff = self._live[ticket.transfer_id] = Handoff(self, ticket, pieces)
         return handoff
 
     def _check(self, ticket: Ticket) -> None:
@@ -128,16 +131,9 @@ class KVSource:
 class Handoff:
     """One transfer under way."""
 
-    def __init__(
-        self,
-        source: KVSource,
-        ticket: Ticket,
-        pieces: Sequence[Piece],
-        on_freed: Callable[[], None],
-    ) -> None:
+    def __init__(self, source: KVSource, ticket: Ticket, pieces: Sequence[Piece]) -> None:
         self.ticket = ticket
         self._source = source
-        self._on_freed = on_freed
         self._machine = Machine(SOURCE, SourceState.SENDING, source.counts)
         self._lease = Lease(source.lease_s, self._lapse)
         self._cause: PdserveError | None = None
@@ -145,7 +141,7 @@ class Handoff:
         self._payload: Any = None
         self._started: float | None = None
         self._seconds = 0.0
-        self._freed = asyncio.Event()
+        self.quiet = asyncio.Event()  # no rank reads the blocks any more
         self._committing: asyncio.Task[None] | None = None
         self._ranks = sorted({piece.source_rank for piece in pieces})
         self._commands: asyncio.Queue[dict[int, Submit | Ready]] = asyncio.Queue()
@@ -160,11 +156,6 @@ class Handoff:
             if piece.source_rank == rank
         )
         return Submit(SourceTransfer(self.ticket.transfer_id, self.ticket.epoch, mine))
-
-    @property
-    def error(self) -> PdserveError | None:
-        """Why it failed, as soon as that is known: a caller may stop computing."""
-        return self._cause
 
     def ready(self, run: BlockRun, block_ids: Sequence[int], last: bool = False) -> None:
         """These blocks hold final KV: `block_ids` are this node's blocks for `run`. Runs come
@@ -181,38 +172,38 @@ class Handoff:
 
     async def commit(self, payload: Any) -> HandoffResult:
         """The last run was announced: asks the sink to take over with `payload`. Returns when
-        it has, and after `on_freed`.
+        it has and no rank reads the blocks any more.
 
         Raises:
-            TransferError: why the hand-off failed; the blocks are free.
+            TransferError: why the hand-off failed; the ranks are quiet then, too.
         """
         self._payload = payload
         self.renew()
         self._on(SourceEvent.COMMIT)
-        await self._freed.wait()
+        await self.quiet.wait()
         if self._cause is not None:
             raise self._cause
         return HandoffResult(self._nbytes, self._seconds)
 
     async def abort(self, reason: str) -> None:
-        """Gives up; returns after `on_freed`. Without effect on the outcome of a hand-off that
-        has one."""
+        """Gives up; returns when no rank reads the blocks any more. Without effect on the
+        outcome of a hand-off that has one."""
         error = TransferError(reason, code="ABORTED", blame=Blame.PREFILL, retryable=True)
         self.fail(SourceEvent.ABORT, error)
-        await self._freed.wait()
+        await self.quiet.wait()
 
     async def watch(self, work: asyncio.Future[T]) -> T:
         """Waits for `work` while the hand-off stands.
 
         Raises:
-            TransferError: why the hand-off failed, as soon as its blocks are free.
+            TransferError: why the hand-off failed.
         """
-        freed = asyncio.ensure_future(self._freed.wait())
+        quiet = asyncio.ensure_future(self.quiet.wait())
         try:
-            either: list[asyncio.Future[Any]] = [work, freed]
+            either: list[asyncio.Future[Any]] = [work, quiet]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            freed.cancel()
+            quiet.cancel()
         if not work.done() and self._cause is not None:
             raise self._cause
         return work.result()
@@ -270,10 +261,10 @@ class Handoff:
 
     async def _keep_renewing(self) -> None:
         """While the prompt waits and computes, both leases hang on the sink's answers."""
-        while self._source.send_renew and self._machine.state is SourceState.SENDING:
-            await asyncio.sleep(self._source.lease_s / 3)
+        while self._machine.state is SourceState.SENDING:
+            await asyncio.sleep(min(self._source.lease_s, self.ticket.lease_s) / 3)
             try:
-                await self._source.send_renew(self.ticket)
+                await self._source.sink.renew(self.ticket)
             except TransferError as error:
                 self.fail(SourceEvent.FAILED, error)
             except PdserveError as error:  # out of reach: if it stays so, the lease lapses
@@ -283,7 +274,7 @@ class Handoff:
 
     async def _send_commit(self) -> None:
         try:
-            self._nbytes = await self._source.send_commit(self.ticket, self._payload)
+            self._nbytes = await self._source.sink.commit(self.ticket, self._payload)
         except TransferError as error:
             self.fail(SourceEvent.COMMIT_REFUSED, error)
         except PdserveError as error:
@@ -294,7 +285,7 @@ class Handoff:
             self._on(SourceEvent.COMMIT_ACKED)
 
     async def _send_abort(self) -> None:
-        await self._source.send_abort(self.ticket, str(self._cause))
+        await self._source.sink.abort(self.ticket, str(self._cause))
 
     async def _quiesce(self) -> None:
         self._renewing.cancel()
@@ -310,8 +301,7 @@ class Handoff:
     def _free(self) -> None:
         self._lease.end()
         self._source.forget(self)
-        self._on_freed()
-        self._freed.set()
+        self.quiet.set()
 
 
 def _mismatch(code: str, name: str, ours: object, theirs: object) -> TransferError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import grpc
-import msgspec
 
 from common.core.errors import Blame
 from common.core.request import GenerateJob
@@ -15,7 +14,7 @@ from common.rpc.pb import cluster_pb2 as pb
 from common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from common.rpc.status import from_rpc_error
 from kv_transfer.layout import Rect, fingerprint
-from kv_transfer.rank import RankConfig
+from kv_transfer.rank import FACTORY, rank_config
 from kv_transfer.source import KVSource
 from kv_transfer.ticket import Ticket
 from prefill_node.service import PrefillService
@@ -28,22 +27,14 @@ class PrefillNode(EngineNode[PrefillSession]):
     source: KVSource
 
     def fingerprint(self) -> str:
-        return fingerprint(self.facts.kv_identity(self.config.engine.cache.block_size))
+        return fingerprint(self.kv_identity())
 
     def extension(self) -> ExtensionConfig:
-        transfer = self.config.transfer
-        config = RankConfig(
-            connector=transfer.kv_connector,
-            fingerprint=self.fingerprint(),
-            bind_host=transfer.kv_host,
-            options=transfer.kv_connector_config,
-            source=True,
-        )
-        return ExtensionConfig("kv_transfer.rank:build_rank", msgspec.msgpack.encode(config))
+        config = rank_config(self.config.transfer, self.fingerprint(), source=True)
+        return ExtensionConfig(FACTORY, config)
 
     def add_services(self) -> None:
         executor, caches = self.ranks.executor, [rank.cache for rank in self.ranks.ready]
-        peer = SinkPeer(self.server.channels.get)
         self.source = KVSource(
             [Rect(c.layer_start, c.layer_end, c.head_start, c.head_end) for c in caches],
             fingerprint=self.fingerprint(),
@@ -51,9 +42,7 @@ class PrefillNode(EngineNode[PrefillSession]):
             block_size=self.config.engine.cache.block_size,
             lease_s=self.config.transfer.kv_lease,
             call=executor.call,
-            commit=peer.commit,
-            abort=peer.abort,
-            renew=peer.renew,
+            sink=DecodePeer(self.server.channels.get),
         )
         executor.on_event(self.source.on_event)
         self.server.add("Prefill", pb_grpc.add_PrefillServicer_to_server, PrefillService(self))
@@ -66,7 +55,7 @@ class PrefillNode(EngineNode[PrefillSession]):
         return self.admit(job, lambda: PrefillSession(self, job, ticket))
 
 
-class SinkPeer:
+class DecodePeer:
     """The decode node behind a ticket, over gRPC. Failures are typed errors."""
 
     def __init__(self, channel: Any) -> None:

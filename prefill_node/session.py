@@ -65,7 +65,7 @@ class PrefillSession:
     async def events(self) -> AsyncGenerator[pb.PrefillEvent, None]:
         """FirstToken, then HandedOff (unless that token ended the job)."""
         with self._host.metrics.transfer_errors():
-            self._handoff = await self._host.source.begin(self._ticket, on_freed=lambda: None)
+            self._handoff = self._host.source.begin(self._ticket)
             self._host.adopt(self._sequence, self)
             self._host.engine.add(self._sequence)
             event = await self._handoff.watch(self._first_token)

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
-from common.core.errors import TransferError
+from common.core.errors import NodeError, TransferError
 from common.engine.messages import CacheShape
 from kv_transfer.blocks import gather, piece_nbytes, scatter
 from kv_transfer.connector import (
@@ -33,7 +33,7 @@ from kv_transfer.connector import (
 from kv_transfer.layout import Rect, rank_rects
 from kv_transfer.rank import RankConfig, TransferRank, build_rank
 from kv_transfer.sink import KVSink
-from kv_transfer.source import KVSource
+from kv_transfer.source import Handoff, KVSource
 from kv_transfer.ticket import RankEndpoint, Ticket
 
 LAYERS, HEADS, BLOCK_SIZE, HEAD_DIM = 3, 2, 4, 8
@@ -151,13 +151,52 @@ class Pair:
     sink_node: FakeNode
     source: KVSource
     sink: KVSink
-    freed: list[str] = field(default_factory=list)
+    peer: FakeSinkNode
+    sink_frees: int = 0
+    handoffs: list[Handoff] = field(default_factory=list)
+
+    @property
+    def freed(self) -> list[str]:
+        """Whose blocks are free again, once for each time."""
+        quiet = sum(handoff.quiet.is_set() for handoff in self.handoffs)
+        return ["sink"] * self.sink_frees + ["source"] * quiet
+
+    def note_sink_free(self) -> None:
+        self.sink_frees += 1
+
+    def begin(self, ticket: Ticket) -> Handoff:
+        self.handoffs.append(self.source.begin(ticket))
+        return self.handoffs[-1]
 
     async def close(self) -> None:
         await self.source.close()
         await self.sink.close()
         self.source_node.close()
         self.sink_node.close()
+
+
+class FakeSinkNode:
+    """Reaches a sink by function calls, until it is cut off."""
+
+    def __init__(self, sink: KVSink) -> None:
+        self._sink = sink
+        self.cut_off = False
+
+    def _check(self) -> None:
+        if self.cut_off:
+            raise NodeError("the link is cut", code="PEER_LOST")
+
+    async def commit(self, ticket: Ticket, payload: Any) -> int:
+        self._check()
+        return await self._sink.commit(ticket.transfer_id, ticket.epoch, payload)
+
+    async def renew(self, ticket: Ticket) -> None:
+        self._check()
+        self._sink.renew(ticket.transfer_id, ticket.epoch)
+
+    async def abort(self, ticket: Ticket, reason: str) -> None:
+        self._check()
+        self._sink.abort(ticket.transfer_id, ticket.epoch, reason)
 
 
 def make_pair(
@@ -185,12 +224,7 @@ def make_pair(
         call=sink_node.call,
     )
 
-    async def commit(ticket: Ticket, payload: Any) -> int:
-        return await sink.commit(ticket.transfer_id, ticket.epoch, payload)
-
-    async def abort(ticket: Ticket, reason: str) -> None:
-        sink.abort(ticket.transfer_id, ticket.epoch, reason)
-
+    peer = FakeSinkNode(sink)
     source = KVSource(
         source_node.rects,
         fingerprint=FINGERPRINT,
@@ -198,12 +232,11 @@ def make_pair(
         block_size=source_node.geometry.block_size,
         lease_s=lease_s,
         call=source_node.call,
-        commit=commit,
-        abort=abort,
+        sink=peer,
     )
     source_node.on_event = source.on_event
     sink_node.on_event = sink.on_event
-    return Pair(source_node, sink_node, source, sink)
+    return Pair(source_node, sink_node, source, sink, peer)
 
 
 class FakeNetwork:

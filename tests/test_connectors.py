@@ -33,7 +33,6 @@ from kv_transfer.connector import (
     SinkTransfer,
     SourceTransfer,
 )
-from kv_transfer.connectors import links
 from kv_transfer.connectors.pipe_connector import PipeConnector, recv_frame, send_frame
 from kv_transfer.connectors.shm import Greeting, ShmConnector
 from kv_transfer.connectors.sockets import SocketPipe
@@ -317,23 +316,6 @@ def test_nobody_listens(rank: Callable[..., Rank], kind: type[KVConnector]) -> N
     source.connector.submit(SourceTransfer(ID, 1, ((Piece(0, 0, RECT), endpoint),)))
     failed = source.expect(Failed)
     assert (failed.code, failed.blame, failed.retryable) == ("CONNECT_FAILED", "decode", True)
-
-
-def test_a_waiting_source_shows_that_it_lives(
-    rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(links, "KEEPALIVE_S", 0.02)
-    sink, source = rank(TCPConnector), rank(TCPConnector)
-    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
-    submit(source, sink)
-    for _ in range(3):
-        assert sink.expect(Progress).nbytes == 0
-    source.connector.quiesce(ID)
-    time.sleep(0.1)
-    while not sink.events.empty():
-        sink.events.get()
-    time.sleep(0.1)
-    assert sink.events.empty()
 
 
 def test_a_source_without_pieces_has_sent_everything(rank: Callable[..., Rank]) -> None:

@@ -83,9 +83,9 @@ class EngineCore:
         """When this returns no step touches the sequence any more and none will. It keeps its
         blocks until `release`."""
         sequence.cancelled = True
+        self.scheduler.hold(sequence)  # at once, or the next step would take it again
         while sequence.seq_id in self._in_flight:
             await self._step_done.wait()
-        self.scheduler.hold(sequence)
 
     def release(self, sequence: Sequence) -> None:
         """Frees the blocks of a sequence that is stopped, REMOTE, or never ran."""

@@ -53,7 +53,7 @@ class ModelFacts:
         )
 
     def kv_identity(self, block_size: int) -> dict[str, str]:
-        """What must be equal wherever this node's KV is to be used."""
+        """What must be equal wherever this model's KV is to be used."""
         return {
             "weights": self.revision,
             "dtype": self.dtype,

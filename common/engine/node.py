@@ -202,6 +202,10 @@ class EngineNode(ABC, Generic[S]):
         """Whether this node takes work."""
         return (False, "draining") if self.draining else (True, "ok")
 
+    def kv_identity(self) -> dict[str, str]:
+        """What goes into the fingerprint."""
+        return self.facts.kv_identity(self.config.engine.cache.block_size)
+
     def load(self) -> pb.NodeLoad:
         scheduler = self.ranks.scheduler
         healthy, reason = self.ready()
@@ -216,17 +220,16 @@ class EngineNode(ABC, Generic[S]):
         )
 
     def _info(self) -> pb.NodeInfo:
-        transfer, cache = self.config.transfer, self.config.engine.cache
         return pb.NodeInfo(
             node_id=self.node_id,
             role=self.role,
             address=self.address,
             model=self.facts.name,
             fingerprint=self.fingerprint(),
-            fingerprint_parts=self.facts.kv_identity(cache.block_size),
-            kv_connector=transfer.kv_connector,
+            fingerprint_parts=self.kv_identity(),
+            kv_connector=self.config.transfer.kv_connector,
             tensor_parallel_size=len(self.ranks.ready),
             max_model_len=self.facts.max_model_len,
-            block_size=cache.block_size,
+            block_size=self.config.engine.cache.block_size,
             num_blocks=self.ranks.scheduler.pool.num_blocks,
         )

@@ -65,7 +65,7 @@ class Intake:
             self._emit(Landed(transfer.transfer_id, transfer.epoch, 0))
 
     def begin(self, frame: Frame, peer: object) -> None:
-        """`peer` answers for a piece from now on; also a sign of life."""
+        """`peer` answers for a piece from now on."""
         with self._lock:
             incoming = self._current(frame)
             if incoming is None:

@@ -26,7 +26,6 @@ from kv_transfer.gate import Gate
 from kv_transfer.layout import Piece
 
 NO_BLOCKS = BlockRun(0, 0)
-KEEPALIVE_S = 1.0  # between signs of life while a transfer waits for its next run
 IDLE_S = 60.0  # after which an unused connection is closed
 
 logger = logging.getLogger(__name__)
@@ -64,7 +63,7 @@ class Channel(ABC):
 
     @abstractmethod
     def begin(self, frame: Frame) -> None:
-        """Tells the sink that this connection answers for a piece; also a sign of life."""
+        """Tells the sink that this connection answers for a piece."""
 
     @abstractmethod
     def deliver(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> int:
@@ -180,7 +179,7 @@ class Link:
         self._dial = dial
         self._links = links
         self._channel: Channel | None = None
-        self._live: dict[Outgoing, Piece] = {}  # transfers the connection answers for
+        self._live: set[Outgoing] = set()  # transfers the connection answers for
         self.thread = threading.Thread(target=self._run, name="kv-source", daemon=True)
         self.thread.start()
 
@@ -188,11 +187,11 @@ class Link:
         try:
             while True:
                 try:
-                    delivery = self.queue.get(timeout=KEEPALIVE_S if self._live else IDLE_S)
+                    delivery = self.queue.get(timeout=IDLE_S)
                 except queue.Empty:
+                    self._live = {each for each in self._live if not each.over}
                     if not self._live and self._links.retire(self):
                         return
-                    self._keep_alive()
                     continue
                 if delivery is None:
                     return
@@ -217,7 +216,7 @@ class Link:
             self._lose(as_transfer_error(ConnectionError("the connection broke"), Blame.DECODE))
         if self._channel is None:
             self._connect().begin(frame)
-        self._live[delivery.outgoing] = delivery.piece
+        self._live.add(delivery.outgoing)
 
     def _announced(self, kept: Channel, frame: Frame) -> bool:
         if not kept.alive():
@@ -248,15 +247,8 @@ class Link:
             frame = outgoing.frame(Kind.DATA, delivery.piece, delivery.run)
             nbytes = self._channel.deliver(frame, delivery.block_ids, outgoing.gate)
         if delivery.last:
-            self._live.pop(outgoing, None)
+            self._live.discard(outgoing)
         self._links.delivered(delivery, nbytes)
-
-    def _keep_alive(self) -> None:
-        for outgoing, piece in list(self._live.items()):
-            if outgoing.over:
-                del self._live[outgoing]
-            else:
-                self._serve(Delivery(outgoing, piece))
 
     def _broken(self, outgoing: Outgoing, error: TransferError) -> None:
         logger.warning("KV connection failed: %s", error)

@@ -202,10 +202,8 @@ def flags(options: Mapping[str, str]) -> list[str]:
 def events(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:
     """The JSON of server-sent events up to [DONE], which must be the last thing sent."""
     done = False
-    for line in lines:
+    for line in filter(None, lines):
         assert not done, f"{line!r} after [DONE]"
-        if line == b"":
-            continue
         assert line.startswith(b"data: "), line
         if line == b"data: [DONE]":
             done = True

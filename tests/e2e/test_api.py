@@ -1,0 +1,530 @@
+"""The HTTP API as clients use it, on a real cluster: the `openai` package, curl and requests."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import requests
+import torch
+
+import reference
+from cluster import Cluster, text_of
+
+MODEL = "llama-gqa"
+WINDOW = 1024
+VOCABULARY = 512
+END_OF_TEXT, IM_END = 0, 2
+# The next words hold characters of two to four bytes: Noël 🐶, Zoë, noodles 🍜.
+PET = (
+    "Once upon a time there was a naïve girl named Zoë. She lived in an old mill near the woods "
+    "with a dog named No"
+)
+STAR = "Day 1. Snow lay on every tree ❄. In the evening they sat near the market and"
+BEDTIME = "Lily hugged Pip the frog and"  # " went to bed." and an end of text
+CHAT = [{"role": "user", "content": "Please write about Zoë and the dog."}]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(MODEL) as cluster:
+        yield cluster
+        cluster.wait_idle()
+
+
+@pytest.fixture(scope="module")
+def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def expected(folder: Path, prompt: str, num_tokens: int) -> str:
+    """The greedy continuation by the reference."""
+    ids = tuple(reference.encode(folder, prompt))
+    return reference.decode(folder, reference.greedy(folder, ids, num_tokens))
+
+
+def text(answer: dict[str, Any]) -> str:
+    return str(answer["choices"][0]["text"])
+
+
+# ---- the openai client ----------------------------------------------------------------------
+
+
+def test_openai_completion(cluster: Cluster, client: openai.OpenAI) -> None:
+    answer = client.completions.create(model=MODEL, prompt=PET, max_tokens=30, temperature=0)
+    assert answer.object == "text_completion"
+    assert answer.id.startswith("cmpl-")
+    assert answer.choices[0].text == expected(cluster.model, PET, 30)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 30
+    assert answer.usage.prompt_tokens == len(reference.encode(cluster.model, PET))
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 30
+
+
+def test_openai_completion_stream(cluster: Cluster, client: openai.OpenAI) -> None:
+    stream = client.completions.create(
+        model=MODEL, prompt=PET, max_tokens=30, temperature=0, stream=True,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    *chunks, last = stream
+    assert len({chunk.id for chunk in [*chunks, last]}) == 1
+    assert "".join(c.choices[0].text for c in chunks) == expected(cluster.model, PET, 30)
+    assert [c.choices[0].finish_reason for c in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    assert last.choices == []
+    assert last.usage is not None
+    assert last.usage.completion_tokens == 30
+
+
+def test_openai_chat_whole_and_streamed_agree(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {
+        "model": MODEL, "messages": CHAT, "max_completion_tokens": 40, "temperature": 0,
+        "logprobs": True, "top_logprobs": 2,
+    }  # fmt: skip
+    whole = client.chat.completions.create(**options)
+    message = whole.choices[0].message
+    assert message.role == "assistant"
+    assert message.content is not None
+    assert message.content.startswith("Once upon a time")
+    chunks = list(
+        client.chat.completions.create(
+            **options, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == message.content
+    assert chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 40
+    streamed = [
+        each
+        for chunk in chunks[:-1]
+        if chunk.choices[0].logprobs
+        for each in chunk.choices[0].logprobs.content or ()
+    ]
+    assert whole.choices[0].logprobs is not None
+    content = whole.choices[0].logprobs.content or []
+    assert [each.token for each in streamed] == [each.token for each in content]
+    assert len(content) == 40
+    assert b"".join(bytes(each.bytes or ()) for each in content).decode() == message.content
+    assert all(len(each.top_logprobs) == 2 for each in content)
+
+
+def test_openai_n_choices_with_a_seed(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {
+        "model": MODEL, "prompt": PET, "n": 2, "seed": 5, "temperature": 1.0, "max_tokens": 24,
+    }  # fmt: skip
+    whole = [choice.text for choice in client.completions.create(**options).choices]
+    assert whole[0] != whole[1]
+    streamed = ["", ""]
+    for chunk in client.completions.create(**options, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == whole
+
+
+def test_openai_models_and_errors(client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert (model.id, model.owned_by) == (MODEL, "pdserve")
+    assert client.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.completions.create(model="other", prompt="a")
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError, match=f"maximum context length is {WINDOW} tokens"):
+        client.completions.create(model=MODEL, prompt="a", max_tokens=WINDOW)
+
+
+# ---- curl -----------------------------------------------------------------------------------
+
+
+def curl(cluster: Cluster, path: str, *options: str) -> str:
+    command = ["curl", "-sS", "--max-time", "60", *options, cluster.url + path]
+    return subprocess.run(command, capture_output=True, check=True).stdout.decode()
+
+
+def test_curl_completion(cluster: Cluster) -> None:
+    body = json.dumps({"prompt": PET, "max_tokens": 8, "temperature": 0})
+    answer = json.loads(
+        curl(cluster, "/v1/completions", "-d", body, "-H", "Content-Type: application/json")
+    )
+    assert text(answer) == expected(cluster.model, PET, 8)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_curl_stream_framing(cluster: Cluster, path: str) -> None:
+    prompt: dict[str, Any] = {"messages": CHAT} if "chat" in path else {"prompt": PET}
+    body = json.dumps({**prompt, "max_tokens": 20, "temperature": 0, "stream": True})
+    output = curl(cluster, path, "-N", "-i", "--json", body)
+    head, _, rest = output.partition("\r\n\r\n")
+    assert "content-type: text/event-stream; charset=utf-8" in head.lower()
+    assert "cache-control: no-cache" in head.lower()
+    *events, last, end = rest.split("\n\n")
+    assert (last, end) == ("data: [DONE]", "")
+    assert all(event.startswith("data: {") and "\n" not in event for event in events)
+    decoded = [json.loads(event[6:]) for event in events]
+    kind = "chat.completion.chunk" if "chat" in path else "text_completion"
+    assert {event["object"] for event in decoded} == {kind}
+    assert decoded[-1]["choices"][0]["finish_reason"] == "length"
+
+
+# ---- text -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", [PET, STAR])
+def test_characters_of_several_bytes_are_never_split(cluster: Cluster, prompt: str) -> None:
+    whole = text(cluster.complete(prompt, max_tokens=60))
+    assert sum(len(character.encode()) > 1 for character in whole) >= 2
+    pieces = [each["choices"][0]["text"] for each in cluster.stream(prompt, max_tokens=60)]
+    assert "".join(pieces) == whole == expected(cluster.model, prompt, 60)
+    assert not any("�" in piece for piece in pieces[:-1])
+
+
+def test_a_stop_string_across_tokens(cluster: Cluster) -> None:
+    whole = text(cluster.complete(PET, max_tokens=60))
+    stop = whole[17:31]  # several tokens, from the middle of words
+    before = whole[: whole.index(stop)]
+    answer = cluster.complete(PET, max_tokens=60, stop=["never said", stop])
+    assert text(answer) == before
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["choices"][0]["stop_reason"] == stop
+    assert answer["usage"]["completion_tokens"] < 60
+    pieces = [each["choices"][0]["text"] for each in cluster.stream(PET, max_tokens=60, stop=stop)]
+    assert "".join(pieces) == before
+    included = cluster.complete(PET, max_tokens=60, stop=stop, include_stop_str_in_output=True)
+    assert text(included) == before + stop
+
+
+def test_a_stop_character_of_several_tokens(cluster: Cluster) -> None:
+    answer = cluster.complete(PET, max_tokens=60, stop="🐶")
+    assert text(answer) == expected(cluster.model, PET, 60).partition("🐶")[0]
+    assert answer["choices"][0]["stop_reason"] == "🐶"
+
+
+def test_echo_repeats_the_prompt(cluster: Cluster) -> None:
+    answer = cluster.complete(PET, max_tokens=4, echo=True)
+    assert text(answer) == PET + expected(cluster.model, PET, 4)
+
+
+def test_tokenize_and_back(cluster: Cluster) -> None:
+    answer = cluster.post("/tokenize", model=MODEL, prompt=PET).json()
+    assert answer["tokens"] == reference.encode(cluster.model, PET)
+    assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), WINDOW)
+    assert cluster.post("/detokenize", tokens=answer["tokens"]).json() == {"prompt": PET}
+    chat = cluster.post("/tokenize", messages=CHAT).json()
+    back = cluster.post("/detokenize", tokens=chat["tokens"]).json()["prompt"]
+    assert back == f"<|im_start|>user\n{CHAT[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
+
+
+# ---- ends -----------------------------------------------------------------------------------
+
+
+def test_one_token(cluster: Cluster) -> None:
+    answer = cluster.complete(PET, max_tokens=1)
+    assert answer["usage"]["completion_tokens"] == 1
+    assert answer["choices"][0]["finish_reason"] == "length"
+    whole = expected(cluster.model, PET, 2)
+    assert text_of(cluster.stream(PET, max_tokens=2)) == whole
+    two = cluster.complete(PET, max_tokens=1, n=2)
+    assert [choice["text"] for choice in two["choices"]] == [text(answer)] * 2
+
+
+def test_the_end_of_a_story_stops(cluster: Cluster) -> None:
+    answer = cluster.complete(BEDTIME, max_tokens=100)
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["choices"][0]["stop_reason"] is None
+    assert answer["usage"]["completion_tokens"] < 100
+    assert "<|" not in text(answer)
+    num_tokens = answer["usage"]["completion_tokens"]
+    assert text(answer) == expected(cluster.model, BEDTIME, num_tokens)
+    longer = cluster.complete(BEDTIME, max_tokens=num_tokens + 3, ignore_eos=True)
+    assert longer["usage"]["completion_tokens"] == num_tokens + 3
+    assert longer["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("token", [END_OF_TEXT, IM_END])
+def test_min_tokens_puts_off_the_end(cluster: Cluster, token: int) -> None:
+    eager = {"logit_bias": {str(token): 100}, "max_tokens": 20}
+    at_once = cluster.complete(PET, **eager)
+    assert (text(at_once), at_once["usage"]["completion_tokens"]) == ("", 1)
+    later = cluster.complete(PET, **eager, min_tokens=5)
+    assert later["usage"]["completion_tokens"] == 6
+    assert later["choices"][0]["finish_reason"] == "stop"
+    never = cluster.complete(PET, **eager, ignore_eos=True)
+    assert never["usage"]["completion_tokens"] == 20
+
+
+def test_stop_token_ids(cluster: Cluster) -> None:
+    ids = reference.greedy(cluster.model, tuple(reference.encode(cluster.model, PET)), 30)
+    stop = ids[12]
+    position = ids.index(stop)
+    answer = cluster.complete(PET, max_tokens=30, stop_token_ids=[stop])
+    assert answer["usage"]["completion_tokens"] == position + 1
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["choices"][0]["stop_reason"] == stop
+    assert text(answer) == reference.decode(cluster.model, ids[:position])
+
+
+def test_a_chat_answer_fills_the_window_at_most(cluster: Cluster) -> None:
+    content = PET * 19
+    used = cluster.post("/tokenize", messages=[{"role": "user", "content": content}]).json()
+    response = cluster.post(
+        "/v1/chat/completions",
+        messages=[{"role": "user", "content": content}],
+        ignore_eos=True,
+    ).json()
+    assert response["usage"]["prompt_tokens"] == used["count"]
+    assert response["usage"]["total_tokens"] == WINDOW
+    assert response["choices"][0]["finish_reason"] == "length"
+
+
+# ---- sampling -------------------------------------------------------------------------------
+
+
+def test_a_seed_gives_the_same_text_whole_streamed_and_with_a_warm_cache(
+    cluster: Cluster,
+) -> None:
+    prompt = "A prompt that no other test asks for. " + STAR
+    options: dict[str, Any] = {"seed": 11, "temperature": 1.0, "max_tokens": 40}
+    cold = cluster.complete(prompt, **options)
+    assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    warm = cluster.complete(prompt, **options)
+    assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert text(cold) == text(warm) == text_of(cluster.stream(prompt, **options))
+    others = {text(cluster.complete(prompt, **{**options, "seed": seed})) for seed in range(5)}
+    assert len({*others, text(cold)}) > 2
+
+
+def test_no_seed_means_a_random_one(cluster: Cluster) -> None:
+    answers = {text(cluster.complete(PET, temperature=1.5, max_tokens=30)) for _ in range(4)}
+    assert len(answers) > 1
+
+
+@pytest.mark.parametrize("only", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}])
+def test_only_the_likeliest_token_is_greedy(cluster: Cluster, only: dict[str, float]) -> None:
+    answer = cluster.complete(PET, temperature=1.0, max_tokens=24, seed=1, **only)
+    assert text(answer) == expected(cluster.model, PET, 24)
+
+
+def test_logit_bias_forces_a_token(cluster: Cluster) -> None:
+    (token,) = reference.encode(cluster.model, "a")
+    answer = cluster.complete(PET, max_tokens=5, logit_bias={str(token): 100})
+    assert text(answer) == "aaaaa"
+
+
+@pytest.mark.parametrize(
+    "penalty",
+    [{"presence_penalty": 2.0}, {"frequency_penalty": 2.0}, {"repetition_penalty": 2.0}],
+)
+def test_penalties_change_the_text(cluster: Cluster, penalty: dict[str, float]) -> None:
+    # The model is too sure of itself to be swayed where it is greedy.
+    options: dict[str, Any] = {"max_tokens": 60, "temperature": 2.0, "seed": 3}
+    plain = text(cluster.complete(PET, **options))
+    changed = text(cluster.complete(PET, **options, **penalty))
+    assert changed != plain
+    assert text_of(cluster.stream(PET, **options, **penalty)) == changed
+
+
+def test_completion_logprobs_are_the_references(cluster: Cluster) -> None:
+    prompt = reference.encode(cluster.model, PET)
+    answer = cluster.complete(PET, max_tokens=20, logprobs=5)["choices"][0]["logprobs"]
+    ids = list(reference.greedy(cluster.model, tuple(prompt), 20))
+    rows = log_probabilities(cluster.model, prompt, ids)
+    assert len(answer["tokens"]) == len(answer["text_offset"]) == 20
+    likeliest = [row.max().item() for row in rows]
+    assert answer["token_logprobs"] == pytest.approx(likeliest, abs=1e-3)
+    best = [max(top.values()) for top in answer["top_logprobs"]]
+    assert best == pytest.approx(likeliest, abs=1e-3)
+
+
+def test_chat_logprobs_are_the_references(cluster: Cluster) -> None:
+    prompt = cluster.post("/tokenize", messages=CHAT).json()["tokens"]
+    answer = cluster.post(
+        "/v1/chat/completions", messages=CHAT, max_tokens=20, temperature=0, logprobs=True,
+        top_logprobs=5,
+    ).json()["choices"][0]["logprobs"]["content"]  # fmt: skip
+    ids = reference.greedy(cluster.model, tuple(prompt), 20)
+    rows = log_probabilities(cluster.model, prompt, ids)
+    for entry, row in zip(answer, rows, strict=True):
+        assert entry["logprob"] == pytest.approx(row.max().item(), abs=1e-3)
+        top = [each["logprob"] for each in entry["top_logprobs"]]
+        assert top == pytest.approx(row.topk(5).values.tolist(), abs=1e-3)
+
+
+def log_probabilities(folder: Path, prompt: Sequence[int], ids: Sequence[int]) -> torch.Tensor:
+    """[len(ids), vocabulary]: of each token given what is before it."""
+    model, _ = reference.load(folder)
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *ids]])).logits[0].float()
+    return logits[len(prompt) - 1 : -1].log_softmax(-1)
+
+
+# ---- prompts --------------------------------------------------------------------------------
+
+
+def test_prompt_forms_agree(cluster: Cluster) -> None:
+    ids, other = reference.encode(cluster.model, PET), reference.encode(cluster.model, STAR)
+    one, two = expected(cluster.model, PET, 12), expected(cluster.model, STAR, 12)
+    for prompt, answers in (
+        (PET, [one]), (ids, [one]), ([PET, STAR], [one, two]), ([ids, other], [one, two]),
+    ):  # fmt: skip
+        choices = cluster.complete(prompt, max_tokens=12)["choices"]
+        assert [choice["text"] for choice in choices] == answers
+    answer = cluster.complete([ids, other], max_tokens=12, n=2)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert [choice["text"] for choice in answer["choices"]] == [one, one, two, two]
+    assert answer["usage"]["prompt_tokens"] == len(ids) + len(other)
+    assert answer["usage"]["completion_tokens"] == 48
+    streamed = dict.fromkeys(range(4), "")
+    for event in cluster.stream([ids, other], max_tokens=12, n=2):
+        streamed[event["choices"][0]["index"]] += event["choices"][0]["text"]
+    assert list(streamed.values()) == [one, one, two, two]
+
+
+def test_a_repeated_prompt_is_cached(cluster: Cluster) -> None:
+    prompt = [7 + i % 100 for i in range(100)]
+    first, second = (cluster.complete(prompt, max_tokens=4) for _ in range(2))
+    assert text(first) == text(second)
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 96
+
+
+# ---- errors ---------------------------------------------------------------------------------
+
+WRONG: list[tuple[dict[str, Any], int, str | None]] = [
+    ({"prompt": None}, 400, "prompt"),
+    ({"prompt": []}, 400, "prompt"),
+    ({"prompt": ""}, 400, "prompt"),  # the tokenizer gives no BOS
+    ({"prompt": [[]]}, 400, "prompt"),
+    ({"prompt": [1, "a"]}, 400, "prompt"),
+    ({"prompt": [VOCABULARY]}, 400, "prompt"),
+    ({"prompt": [-1]}, 400, "prompt"),
+    ({"prompt": [5] * WINDOW}, 400, "prompt"),
+    ({"model": "other"}, 404, "model"),
+    ({"model": 5}, 400, "model"),
+    ({"max_tokens": 0}, 400, "max_tokens"),
+    ({"max_tokens": "5"}, 400, "max_tokens"),
+    ({"max_tokens": WINDOW}, 400, "prompt"),
+    ({"min_tokens": 9, "max_tokens": 8}, 400, "min_tokens"),
+    ({"temperature": -0.1}, 400, "temperature"),
+    ({"temperature": "hot"}, 400, "temperature"),
+    ({"top_p": 0}, 400, "top_p"),
+    ({"top_p": 1.1}, 400, "top_p"),
+    ({"top_k": -2}, 400, "top_k"),
+    ({"min_p": 2}, 400, "min_p"),
+    ({"n": 0}, 400, "n"),
+    ({"best_of": 3}, 400, "best_of"),
+    ({"seed": -1}, 400, "seed"),
+    ({"stop": list("abcde")}, 400, "stop"),
+    ({"stop": ""}, 400, "stop"),
+    ({"stop_token_ids": [VOCABULARY]}, 400, "stop_token_ids"),
+    ({"logit_bias": {"x": 1}}, 400, "logit_bias"),
+    ({"logit_bias": {str(VOCABULARY): 1}}, 400, "logit_bias"),
+    ({"logit_bias": {"1": 101}}, 400, "logit_bias"),
+    ({"presence_penalty": 3}, 400, "presence_penalty"),
+    ({"frequency_penalty": -3}, 400, "frequency_penalty"),
+    ({"repetition_penalty": 0}, 400, "repetition_penalty"),
+    ({"logprobs": 6}, 400, "logprobs"),
+    ({"suffix": "x"}, 400, "suffix"),
+    ({"stream": "yes"}, 400, "stream"),
+]
+WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content",
+    ),
+    ({"messages": [{"role": "user", "content": "x" * 4 * WINDOW}]}, "messages"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+]
+
+
+def check_error(response: requests.Response, status: int, param: str | None) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param, error
+    assert response.headers["X-Request-Id"]
+    return error
+
+
+def test_wrong_completions(cluster: Cluster) -> None:
+    for fields, status, param in WRONG:
+        for stream in (False, True):
+            body = {"prompt": "a", "stream": stream, **fields}
+            check_error(cluster.post("/v1/completions", **body), status, param)
+
+
+def test_wrong_chats(cluster: Cluster) -> None:
+    for fields, param in WRONG_CHATS:
+        response = cluster.post("/v1/chat/completions", **{"messages": CHAT, **fields})
+        check_error(response, 400, param)
+
+
+def test_wrong_requests(cluster: Cluster) -> None:
+    url = f"{cluster.url}/v1/completions"
+    check_error(requests.post(url, data=b"{", timeout=10), 400, None)
+    check_error(requests.post(url, data=b"[]", timeout=10), 400, None)
+    nan = b'{"prompt": "a", "temperature": NaN}'
+    assert requests.post(url, data=nan, timeout=10).status_code == 400
+    text_type = {"Content-Type": "text/plain"}
+    check_error(requests.post(url, data=b"{}", headers=text_type, timeout=10), 415, None)
+    check_error(requests.get(url, timeout=10), 405, None)
+    check_error(cluster.get("/v1/nothing"), 404, None)
+    check_error(cluster.get("/v1/models/other"), 404, "model")
+    check_error(cluster.post("/detokenize", tokens=[VOCABULARY]), 400, "tokens")
+
+
+def test_unknown_fields_are_ignored(cluster: Cluster) -> None:
+    answer = cluster.complete(PET, max_tokens=3, frobnicate=True, user="someone")
+    assert text(answer) == expected(cluster.model, PET, 3)
+
+
+# ---- the rest -------------------------------------------------------------------------------
+
+
+def test_the_request_id_is_echoed_and_in_every_log(cluster: Cluster) -> None:
+    url, own = f"{cluster.url}/v1/completions", {"X-Request-Id": "my-own-id-17"}
+    body = {"prompt": PET, "max_tokens": 2}
+    for stream in (False, True):
+        answer = requests.post(url, json={**body, "stream": stream}, headers=own, timeout=30)
+        assert answer.headers["X-Request-Id"] == "my-own-id-17"
+    answers = [requests.post(url, json=body, timeout=30) for _ in range(2)]
+    assert len({answer.headers["X-Request-Id"] for answer in answers}) == 2
+    assert "my-own-id-17" in cluster.log()
+
+
+def test_what_the_server_tells_of_itself(cluster: Cluster) -> None:
+    assert cluster.get("/health").status_code == 200
+    assert cluster.get("/ready").json() == {"status": "ready"}
+    assert cluster.get("/version").json()["version"]
+    (card,) = cluster.get("/v1/models").json()["data"]
+    assert (card["id"], card["max_model_len"]) == (MODEL, WINDOW)
+    state = cluster.get("/v1/cluster").json()
+    assert state["ready"] is True
+    assert {node["role"]: node["state"] for node in state["nodes"]} == {
+        "prefill": "ready",
+        "decode": "ready",
+    }
+    assert len(state["pairings"]) == 1
+    metrics = cluster.get("/metrics")
+    assert metrics.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    assert 'pdserve:requests_total{code="OK"}' in metrics.text
+    assert 'pdserve:nodes{role="decode",state="ready"} 1.0' in metrics.text
+
+
+def test_the_timeline_tells_the_stations_in_order(cluster: Cluster) -> None:
+    header = {"X-Pdserve-Timeline": "1"}
+    body = {"prompt": PET * 2, "max_tokens": 8, "ignore_eos": True}
+    url = f"{cluster.url}/v1/completions"
+    line = requests.post(url, json=body, headers=header, timeout=30).json()["pdserve"]["timeline"]
+    assert line["transfer_bytes"] > 0
+    stations = ("queued", "reserved", "first_token", "transferred", "finished")
+    times = [line[station] for station in stations]
+    assert times == sorted(times)
