@@ -18,7 +18,7 @@ from time import monotonic
 from typing import Any
 
 from common.config.schema import RoutingConfig
-from common.core.errors import Blame, PdserveError, Unavailable
+from common.core.errors import Blame, NodeError, PdserveError, Unavailable
 from common.core.request import FinishReason, GenerateJob, Timeline, TokenEvent
 from common.obs.metrics import RouterMetrics
 from common.rpc.pb import cluster_pb2 as pb
@@ -72,6 +72,7 @@ class Pipeline:
                                 yield delta
                             if run.finished:
                                 break
+                    run.check_finished()
             run.mark("finished")
         except PdserveError as error:
             self._metrics.observe_error(error.code)
@@ -177,6 +178,15 @@ class _Run:
     @property
     def finished(self) -> bool:
         return not self._open
+
+    def check_finished(self) -> None:
+        """Raises NodeError when the decode node ended its stream and a choice is open."""
+        if self._open:
+            raise NodeError(
+                f"the decode node's stream ended before choice {min(self._open)} did",
+                code="PROTOCOL_ERROR",
+                blame=Blame.DECODE,
+            )
 
     def mark(self, moment: str) -> None:
         """Notes that a moment of the timeline (one of its fields) is now."""

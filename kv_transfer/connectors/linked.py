@@ -29,7 +29,10 @@ class LinkedConnector(KVConnector):
         super().__init__(context, config)
         device = context.view.cache.device.type
         if device not in self.capabilities.devices:
-            raise ConfigError(f"{type(self).__name__} cannot move KV of a {device} cache")
+            raise ConfigError(
+                f"{type(self).__name__} cannot move KV of a {device} cache: "
+                "choose another --kv-connector (tcp can)"
+            )
         self.intake = Intake(context.view, context.emit)
         self._links = Links(self.dial, context.emit)
         self._server: PipeServer | None = None
