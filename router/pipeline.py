@@ -64,7 +64,7 @@ class Pipeline:
             async with self.admission.place():
                 placement = await self._place(request)
                 run.mark("queued")
-                with _InFlight(placement):
+                with _InFlight(placement, self._registry):
                     dispatch = Dispatch(run.job, placement, self._channels, run.mark)
                     async with aclosing(dispatch.events()) as events:
                         async for event in events:
@@ -236,9 +236,10 @@ class _Run:
 
 
 class _InFlight:
-    """Counts a request on its nodes and tells their breakers how it ended."""
+    """Counts a request on its nodes and tells breakers and registry how it ended."""
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, placement: Placement, registry: Registry) -> None:
+        self._registry = registry
         self._nodes = {
             Blame.PREFILL: placement.prefill,
             Blame.DECODE: placement.decode,
@@ -258,5 +259,7 @@ class _InFlight:
                 node.breaker.succeeded()
             elif isinstance(error, PdserveError) and error.blame is blame:
                 node.breaker.failed()
+                if error.code == "PEER_LOST":
+                    self._registry.lost(node)
             else:
                 node.breaker.undecided()

@@ -29,6 +29,7 @@ class Node:
     last_seen: float
     breaker: CircuitBreaker
     in_flight: int = 0  # requests this router has on the node
+    lost: bool = False  # a call found nobody there since the last heartbeat
 
     @property
     def role(self) -> str:
@@ -51,7 +52,8 @@ class Registry:
         )
         known = self._nodes.get(info.node_id)
         if known is not None:
-            known.info, known.load, known.last_seen = info, load, self._now()
+            known.info, known.load = info, load
+            known.last_seen, known.lost = self._now(), False
         else:
             self._nodes[info.node_id] = Node(info, load, self._now(), breaker)
             logger.info(
@@ -67,7 +69,7 @@ class Registry:
         if node is None:
             return False
         revived = not self._alive(node) or (load.healthy and not node.load.healthy)
-        node.load, node.last_seen = load, self._now()
+        node.load, node.last_seen, node.lost = load, self._now(), False
         if revived:
             self._notify()
         return True
@@ -76,6 +78,10 @@ class Registry:
         """The node drains: what it has goes on, nothing new is placed on it."""
         if self._nodes.pop(node_id, None) is not None:
             logger.info("%s deregistered", node_id)
+
+    def lost(self, node: Node) -> None:
+        """A call found nobody there: the node is not used until it is heard from again."""
+        node.lost = True
 
     def usable(self, role: int) -> list[Node]:
         """Nodes of a role on which a request may be placed now."""
@@ -117,7 +123,8 @@ class Registry:
         return sum(node.breaker.trips for node in self._nodes.values())
 
     def _alive(self, node: Node) -> bool:
-        return self._now() - node.last_seen <= self._config.heartbeat_timeout
+        fresh = self._now() - node.last_seen <= self._config.heartbeat_timeout
+        return fresh and not node.lost
 
     def _state(self, node: Node) -> str:
         if not self._alive(node):

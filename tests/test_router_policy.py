@@ -55,6 +55,15 @@ async def test_a_silent_node_is_not_used_and_one_that_returns_is(registry, clock
     assert not registry.heartbeat("d0", pb.NodeLoad(healthy=True))
 
 
+async def test_a_node_that_did_not_answer_is_not_used_until_it_is_heard_from(registry):
+    add(registry, "d0")
+    (node,) = registry.usable(pb.ROLE_DECODE)
+    registry.lost(node)
+    assert registry.usable(pb.ROLE_DECODE) == []
+    assert registry.heartbeat("d0", pb.NodeLoad(healthy=True))
+    assert registry.usable(pb.ROLE_DECODE) == [node]
+
+
 async def test_an_unhealthy_or_deregistered_node_gets_nothing_new(registry):
     add(registry, "d0", healthy=False)
     add(registry, "d1")

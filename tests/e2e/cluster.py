@@ -1,10 +1,12 @@
-"""A whole cluster as a user starts it, `pdserve up` on free ports, and what tests ask of it."""
+"""A whole cluster as a user starts it, at once or role by role, and what tests ask of it."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,12 +25,13 @@ START_TIMEOUT = 120.0
 STOP_TIMEOUT = 30.0
 DEFAULTS = {
     "dtype": "float32",
-    "num-gpu-blocks-override": "192",
-    "max-num-batched-tokens": "64",  # so that prompts of a few hundred tokens take several steps
-    "max-num-seqs": "16",
-    "cpu-threads": "1",
+    "num_gpu_blocks_override": 192,
+    "max_num_batched_tokens": 64,  # so that prompts of a few hundred tokens take several steps
+    "max_num_seqs": 16,
+    "cpu_threads": 1,
+    "drain_timeout": 10,
 }
-UP_DEFAULTS = {"queue-timeout": "20", "drain-timeout": "10"}
+UP_DEFAULTS = {"queue_timeout": 20}
 
 
 class Home:
@@ -65,6 +68,11 @@ class Home:
         except psutil.Error:
             return False
 
+    def forget_files(self) -> None:
+        """What a process killed on purpose left in its temporary folder is no fault."""
+        shutil.rmtree(self._tmp)
+        self._tmp.mkdir()
+
     def close(self) -> list[str]:
         """Ends whatever is left and says what it was: processes and temporary files."""
         running = self.processes()
@@ -76,39 +84,16 @@ class Home:
         return left
 
 
-class Cluster:
-    """Use as a context manager. `options` are flags without dashes: `prefill_tp=2`; an empty
-    value is a switch. Leaving it also checks that nothing is left over."""
+class Service:
+    """A router with its nodes: what tests ask of it, and what they wait for. Use as a context
+    manager; leaving it also checks that nothing is left over."""
 
-    def __init__(
-        self,
-        model: str | Path,
-        environment: Mapping[str, str] | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, model: str | Path) -> None:
         self.model = Path(model) if "/" in str(model) else MODELS / model
-        given = {name.replace("_", "-"): str(value) for name, value in options.items()}
-        self._options = {**DEFAULTS, **UP_DEFAULTS, **given}
-        self._environment = environment
         self.home = Home()
         self.log_path = self.home.path / "log"
         self.ports: dict[str, int] = {}
-
-    def __enter__(self) -> Cluster:
-        ports_file = self.home.path / "ports.json"
-        pdserve = Path(sys.executable).with_name("pdserve")
-        command = [str(pdserve), "up", "--model", str(self.model)]
-        command += ["--port", "0", "--grpc-port", "0", "--ports-file", str(ports_file)]
-        command += flags(self._options)
-        self.process = self.home.start(command, self.log_path, self._environment)
-        try:
-            self.ports = self.wait_for(lambda: read_ports(ports_file), START_TIMEOUT)
-            self.wait_for(lambda: self.get("/ready").status_code == 200, START_TIMEOUT)
-        except BaseException:
-            self.stop()
-            self.home.close()
-            raise
-        return self
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}  # those that must not end
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.stop()
@@ -116,15 +101,12 @@ class Cluster:
         left = self.home.close()
         assert error or not left, f"left over: {left}\n{log}"
 
-    def stop(self, number: int = signal.SIGTERM) -> int:
-        """Ends `up` and returns its exit code."""
-        if self.process.poll() is None:
-            self.process.send_signal(number)
-            try:
-                self.process.wait(STOP_TIMEOUT)
-            except subprocess.TimeoutExpired:
-                os.killpg(self.process.pid, signal.SIGKILL)
-        return self.process.wait()
+    def stop(self, number: int = signal.SIGTERM) -> dict[str, int]:
+        """Ends all processes; their exit codes by name."""
+        processes, self.processes = self.processes, {}
+        for process in processes.values():
+            process.send_signal(number)
+        return {name: ended(process) for name, process in processes.items()}
 
     # ---- asking -----------------------------------------------------------------------------
 
@@ -155,17 +137,11 @@ class Cluster:
         url = f"{self.url}/v1/completions"
         with requests.post(url, json=body, stream=True, timeout=60) as response:
             assert response.status_code == 200, f"{response.text}\n{self.log()}"
-            yield from events(response.iter_lines())
+            yield from events(response.iter_lines(chunk_size=1))
 
     def nodes(self, role: str | None = None) -> list[dict[str, Any]]:
         nodes = self.get("/v1/cluster").json()["nodes"]
         return [node for node in nodes if role in (None, node["role"])]
-
-    def node_process(self, role: str) -> psutil.Process:
-        """The first node of a role (its ranks are this process's children)."""
-        module = {"router": "router"}.get(role, f"{role}_node")
-        children = psutil.Process(self.process.pid).children()
-        return next(child for child in children if module in child.cmdline())
 
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
@@ -181,21 +157,106 @@ class Cluster:
                     return value
             except requests.ConnectionError:
                 pass
-            if self.process.poll() is not None:
-                raise AssertionError(f"the cluster ended ({self.process.returncode})\n{self.log()}")
-            time.sleep(0.05)
+            for name, process in self.processes.items():
+                if process.poll() is not None:
+                    raise AssertionError(f"{name} ended ({process.returncode})\n{self.log()}")
+            time.sleep(0.02)
         raise AssertionError(f"still not true after {timeout} s\n{self.log()[-6000:]}")
+
+    def wait_ready(self) -> None:
+        self.wait_for(lambda: self.get("/ready").status_code == 200, START_TIMEOUT)
 
     def wait_idle(self, timeout: float = 15.0) -> None:
         """Every block of every node is free again, by the nodes' own metrics."""
         self.wait_for(lambda: all(map(is_idle, self.nodes())), timeout)
 
 
-def flags(options: Mapping[str, str]) -> list[str]:
+class Cluster(Service):
+    """`pdserve up`. `options` are flags without dashes: `prefill_tp=2`; an empty value is a
+    switch."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        environment: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(model)
+        self._options = {**DEFAULTS, **UP_DEFAULTS, **options}
+        self._environment = environment
+
+    def __enter__(self) -> Cluster:
+        ports_file = self.home.path / "ports.json"
+        pdserve = Path(sys.executable).with_name("pdserve")
+        command = [str(pdserve), "up", "--model", str(self.model)]
+        command += ["--port", "0", "--grpc-port", "0", "--ports-file", str(ports_file)]
+        command += flags(self._options)
+        self.processes["up"] = self.home.start(command, self.log_path, self._environment)
+        try:
+            self.ports = self.wait_for(lambda: read_ports(ports_file), START_TIMEOUT)
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            self.home.close()
+            raise
+        return self
+
+    def node_process(self, role: str) -> psutil.Process | None:
+        """The first node of a role, if it runs (its ranks are this process's children)."""
+        children = psutil.Process(self.processes["up"].pid).children()
+        return next((child for child in children if f"{role}_node" in child.cmdline()), None)
+
+
+class Roles(Service):
+    """Roles started one by one, in any order; nodes know the router's port before it runs."""
+
+    def __init__(self, model: str | Path) -> None:
+        super().__init__(model)
+        self.ports = {"http": free_port(), "grpc": free_port()}
+
+    def __enter__(self) -> Roles:
+        return self
+
+    def start_router(self, **options: Any) -> None:
+        ports = {"port": self.ports["http"], "grpc_port": self.ports["grpc"]}
+        self._start("router", "router", {"model": self.model, **ports, **options})
+
+    def start_node(self, role: str, name: str, **options: Any) -> None:
+        defaults = {"model": self.model, "router": self.grpc, **DEFAULTS}
+        self._start(name, f"{role}_node", {**defaults, **options})
+
+    def end(self, name: str) -> subprocess.Popen[bytes]:
+        """A process that may end from now on."""
+        return self.processes.pop(name)
+
+    def _start(self, name: str, module: str, options: Mapping[str, Any]) -> None:
+        command = [sys.executable, "-m", module, *flags(options)]
+        self.processes[name] = self.home.start(command, self.log_path)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def ended(process: subprocess.Popen[bytes]) -> int:
+    """The exit code of a process that was told to end; it is killed when it does not."""
+    try:
+        return process.wait(STOP_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.wait()
+
+
+def flags(options: Mapping[str, Any]) -> list[str]:
+    """Options by name as a command line has them; an empty value is a switch."""
     return [
         part
         for name, value in options.items()
-        for part in ([f"--{name}", value] if value != "" else [f"--{name}"])
+        for part in (f"--{name.replace('_', '-')}", str(value))
+        if part
     ]
 
 

@@ -1,0 +1,141 @@
+"""Clients that leave, and a network that fails: whatever happens, every block comes back."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import reference
+from callers import KINDS, call, fresh_prompt
+from cluster import Cluster, node_metrics
+
+MODEL = "llama-gqa"
+DELAY = 0.1  # seconds before a run of blocks is delivered; a run is at most 64 tokens
+PLACES = 12
+NUM_TOKENS = 12
+
+
+def slow(**config: Any) -> dict[str, Any]:
+    """Options of a cluster whose KV travels with tests/e2e/slow_connector.py."""
+    return {
+        "environment": {"PYTHONPATH": str(Path(__file__).parent)},
+        "kv_connector": "slow_connector:SlowTCP",
+        "kv_connector_config": json.dumps(config),
+    }
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    options = {"num_gpu_blocks_override": 512, "max_concurrent_requests": PLACES}
+    with Cluster(MODEL, **options, **slow(delay=DELAY)) as cluster:
+        yield cluster
+
+
+def load(cluster: Cluster, role: str, name: str) -> float:
+    (node,) = cluster.nodes(role)
+    return node_metrics(node)[f"pdserve:{name}"]
+
+
+def prefilling(cluster: Cluster) -> bool:
+    return (
+        load(cluster, "prefill", "num_requests_running") > 0
+        and load(cluster, "decode", "num_requests_remote") > 0
+    )
+
+
+def transferring(cluster: Cluster) -> bool:
+    """Every prompt is computed, and its KV not yet there."""
+    return (
+        load(cluster, "prefill", "num_requests_running") == 0
+        and load(cluster, "prefill", "num_requests_waiting") == 0
+        and load(cluster, "decode", "num_requests_remote") > 0
+        and load(cluster, "prefill", "kv_blocks_free") < 512
+    )
+
+
+def decoding(cluster: Cluster) -> bool:
+    return load(cluster, "decode", "num_requests_running") > 0
+
+
+def check_idle_and_exact(cluster: Cluster) -> None:
+    """Nothing is held or counted any more, and the next answer is right."""
+    cluster.wait_idle(5)
+    state = cluster.get("/v1/cluster").json()
+    assert (state["running"], state["waiting"]) == (0, 0)
+    assert all(node["in_flight"] == 0 for node in state["nodes"])
+    assert all(node["breaker"] == "closed" for node in state["nodes"])
+    prompt = fresh_prompt(40)
+    answer = cluster.complete(prompt, max_tokens=NUM_TOKENS, ignore_eos=True)
+    expected = reference.greedy(cluster.model, tuple(prompt), NUM_TOKENS)
+    assert answer["choices"][0]["text"] == reference.decode(cluster.model, expected)
+    cluster.wait_idle(5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("stage", "num_callers", "num_prompt_tokens"),
+    [(prefilling, 8, 900), (transferring, 1, 300), (decoding, 2, 20)],
+)
+def test_hanging_up(
+    cluster: Cluster, kind: str, stage: Any, num_callers: int, num_prompt_tokens: int
+) -> None:
+    max_tokens = 1000 - num_prompt_tokens
+    callers = [call(cluster, kind, num_prompt_tokens, max_tokens) for _ in range(num_callers)]
+    cluster.wait_for(lambda: stage(cluster))
+    for caller in callers:
+        caller.hang_up()
+    check_idle_and_exact(cluster)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hanging_up_in_the_queue(cluster: Cluster, kind: str) -> None:
+    served = [call(cluster, "streamed", 64, 900) for _ in range(PLACES)]
+    cluster.wait_for(lambda: cluster.get("/v1/cluster").json()["running"] == PLACES)
+    queued = [call(cluster, kind, 100, 10) for _ in range(3)]
+    cluster.wait_for(lambda: cluster.get("/v1/cluster").json()["waiting"] == 3)
+    for caller in queued:
+        caller.hang_up()
+    cluster.wait_for(lambda: cluster.get("/v1/cluster").json()["waiting"] == 0, 2)
+    for caller in served:
+        caller.hang_up()
+    check_idle_and_exact(cluster)
+
+
+def test_a_storm_of_hang_ups(cluster: Cluster) -> None:
+    rng = random.Random(40)
+    callers = []
+    for _ in range(40):
+        callers.append(call(cluster, rng.choice(KINDS), rng.randint(2, 500), rng.randint(1, 100)))
+        time.sleep(rng.random() * 0.05)  # not to wait for something: to hit any moment
+        if rng.random() < 0.7:
+            callers.pop(rng.randrange(len(callers))).hang_up()
+    for caller in callers:
+        caller.hang_up()
+    check_idle_and_exact(cluster)
+    assert "did not close cleanly" not in cluster.log()
+    assert "Traceback" not in cluster.log()
+
+
+def test_a_connector_that_fails() -> None:
+    """The first token has been sent when the first run fails: a whole answer is an error, a
+    stream ends with one."""
+    options = slow(delay=0.5, breaks=True)
+    with Cluster(MODEL, breaker_failures=100, **options) as cluster:
+        prompt = fresh_prompt(40)
+        response = cluster.post("/v1/completions", prompt=prompt, max_tokens=8)
+        assert response.status_code in (500, 503)
+        assert response.json()["error"]["code"] == "peer_lost"
+        first, last = cluster.stream(fresh_prompt(40), max_tokens=8, ignore_eos=True, logprobs=0)
+        assert len(first["choices"]) == 1
+        assert last["error"]["code"] == "peer_lost"
+        assert "breaks on purpose" in last["error"]["message"]
+        cluster.wait_idle(5)
+        # What needs no transfer is served still.
+        assert cluster.complete(prompt, max_tokens=1)["usage"]["completion_tokens"] == 1
+        cluster.wait_idle(5)

@@ -1,0 +1,224 @@
+"""Roles that come and go on their own: start in any order, drain, stop, die."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import requests
+
+import reference
+from cluster import Cluster, Roles, Service, ended, text_of
+
+MODEL = "mistral"
+PROMPT = "Once upon a time there was a naïve girl named Zoë. She lived in an old mill"
+LONG = 600  # tokens, some seconds
+
+
+def expected(service: Service, num_tokens: int) -> str:
+    ids = tuple(reference.encode(service.model, PROMPT))
+    return reference.decode(service.model, reference.greedy(service.model, ids, num_tokens))
+
+
+def check_exact(service: Service) -> None:
+    answer = service.complete(PROMPT, max_tokens=24, ignore_eos=True)
+    assert answer["choices"][0]["text"] == expected(service, 24)
+    service.wait_idle(5)
+
+
+def check_refused(service: Service, status: int) -> str:
+    """Nobody serves; returns the reason given."""
+    response = service.post("/v1/completions", prompt=PROMPT)
+    assert response.status_code == status, response.text
+    assert int(response.headers["Retry-After"]) >= 1
+    return str(response.json()["error"]["message"])
+
+
+class LongStream:
+    """A streamed completion that is certainly under way."""
+
+    def __init__(self, service: Service) -> None:
+        self._events = service.stream(PROMPT, max_tokens=LONG, ignore_eos=True)
+        self._begin = list(islice(self._events, 5))
+
+    def text(self) -> str:
+        return text_of(iter(self._begin)) + text_of(self._events)
+
+    def error(self) -> dict[str, str]:
+        """Of the last event."""
+        *_, last = self._events
+        error: dict[str, str] = last["error"]
+        return error
+
+
+# ---- one by one -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def roles() -> Iterator[Roles]:
+    """Nodes first, router last."""
+    with Roles(MODEL) as roles:
+        roles.start_node("decode", "decode")
+        roles.start_node("prefill", "prefill")
+        roles.wait_for(lambda: roles.log().count("trying again") == 2, 60)
+        roles.start_router(queue_timeout=0.5)
+        roles.wait_ready()
+        yield roles
+
+
+def test_nodes_wait_for_their_router(roles: Roles) -> None:
+    assert {node["role"] for node in roles.nodes()} == {"prefill", "decode"}
+    check_exact(roles)
+
+
+def test_a_router_that_restarts_finds_its_nodes_again(roles: Roles) -> None:
+    before = {node["node_id"] for node in roles.nodes()}
+    router = roles.end("router")
+    router.kill()
+    router.wait()
+    roles.start_router(queue_timeout=0.5, max_concurrent_requests=1, max_queued_requests=0)
+    roles.wait_ready()
+    assert {node["node_id"] for node in roles.nodes()} == before
+    check_exact(roles)
+
+
+def test_a_full_queue(roles: Roles) -> None:
+    stream = LongStream(roles)
+    assert check_refused(roles, 429) == "0 requests are waiting already"
+    assert stream.text() == expected(roles, LONG)
+    check_exact(roles)
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_a_node_drains(roles: Roles, role: str) -> None:
+    """Its stream finishes though it got SIGTERM, then it leaves; another one takes over."""
+    stream = LongStream(roles)
+    node = roles.end(role)
+    node.send_signal(signal.SIGTERM)
+    roles.wait_for(lambda: not roles.nodes(role))
+    assert stream.text() == expected(roles, LONG)
+    assert ended(node) == 0
+    assert check_refused(roles, 503) == f"no usable {role} node"
+    assert roles.get("/ready").status_code == 503
+    roles.start_node(role, role)
+    roles.wait_ready()
+    check_exact(roles)
+
+
+def test_a_node_of_another_layout_is_never_paired(roles: Roles) -> None:
+    good = roles.end("prefill")
+    good.terminate()
+    assert ended(good) == 0
+    roles.start_node("prefill", "other", block_size=32)
+    roles.wait_for(lambda: roles.nodes("prefill"), 60)
+    ready = roles.get("/ready")
+    assert ready.status_code == 503
+    assert "fingerprints" in ready.json()["error"]["message"]
+    assert "fingerprints" in check_refused(roles, 503)
+    state = roles.get("/v1/cluster").json()
+    assert (state["ready"], state["pairings"]) == (False, [])
+    sizes = {node["role"]: node["fingerprint_parts"]["block_size"] for node in state["nodes"]}
+    assert sizes == {"prefill": "32", "decode": "16"}
+    roles.start_node("prefill", "prefill")
+    roles.wait_ready()
+    check_exact(roles)
+    assert len(roles.get("/v1/cluster").json()["pairings"]) == 1
+
+
+def test_a_second_signal_stops_at_once(roles: Roles) -> None:
+    stream = LongStream(roles)
+    node = roles.end("decode")
+    node.send_signal(signal.SIGTERM)
+    roles.wait_for(lambda: not roles.nodes("decode"))
+    node.send_signal(signal.SIGTERM)
+    assert stream.error()["type"] == "server_error"
+    assert ended(node) == 0
+    assert "stopping with work in flight (signal)" in roles.log()
+
+
+def test_all_leave_in_order(roles: Roles) -> None:
+    assert set(roles.stop().values()) == {0}
+    assert roles.home.processes() == []
+
+
+# ---- deaths ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fragile() -> Iterator[Cluster]:
+    with Cluster(MODEL, decode_tp=2, restart="on-failure") as cluster:
+        yield cluster
+
+
+def test_a_decode_node_that_is_killed_comes_back(fragile: Cluster) -> None:
+    stream = LongStream(fragile)
+    node = fragile.node_process("decode")
+    assert node is not None
+    node.kill()
+    assert stream.error()["code"] == "peer_lost"
+    fragile.wait_for(lambda: "decode-0: signal 9; again in 1 s" in fragile.log())
+    fragile.wait_for(lambda: fragile.nodes("decode")[-1]["node_id"] not in (), 5)
+    wait_for_another(fragile, "decode", node.pid)
+    check_exact(fragile)
+
+
+def test_a_rank_that_is_killed_ends_its_node(fragile: Cluster) -> None:
+    stream = LongStream(fragile)
+    node = fragile.node_process("decode")
+    assert node is not None
+    ranks = node.children()
+    assert len(ranks) == 2
+    ranks[1].kill()
+    assert stream.error()["type"] == "server_error"
+    fragile.wait_for(lambda: "decode-0: exit code 1; again in 2 s" in fragile.log())
+    assert f"rank 1 (pid {ranks[1].pid}) was killed by SIGKILL" in fragile.log()
+    assert not any(rank.is_running() for rank in ranks)
+    wait_for_another(fragile, "decode", node.pid)
+    check_exact(fragile)
+
+
+def wait_for_another(cluster: Cluster, role: str, pid: int) -> None:
+    """Until a new process of the role serves, and the one with `pid` is not used any more."""
+
+    def serves() -> bool:
+        process = cluster.node_process(role)
+        ready = [node for node in cluster.nodes(role) if node["state"] == "ready"]
+        return process is not None and process.pid != pid and len(ready) == 1
+
+    cluster.wait_for(serves, 60)
+
+
+# ---- options nobody can serve with ----------------------------------------------------------
+
+UP = (str(Path(sys.executable).with_name("pdserve")), "up", "--port=0")
+PREFILL = (sys.executable, "-m", "prefill_node")
+WRONG = [
+    ((*UP, "--model={model}", "--frobnicate"), "--frobnicate"),
+    ((*UP, "--model={model}", "--block-size=0"), "--block-size"),
+    ((*UP, "--model=/no/such/model"), "/no/such/model"),
+    ((*UP, "--model={model}", "--decode-tp=3"), "3"),
+    ((*PREFILL, "--model={model}", "--tensor-parallel-size=3"), "3"),
+    ((*PREFILL, "--model={model}", "--kv-connector=nothing"), "nothing"),
+    ((*PREFILL, "--model={model}", "--num-gpu-blocks-override=3"), "3 KV blocks"),
+    ((sys.executable, "-m", "router", "--model=/no/such/model"), "/no/such/model"),
+]
+
+
+def test_wrong_options_end_with_2_and_a_clear_line(roles: Roles) -> None:
+    def run(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+        words = [word.format(model=roles.model) for word in command]
+        return subprocess.run(words, capture_output=True, text=True, timeout=60)
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(run, (command for command, _ in WRONG)))
+    for (command, clue), result in zip(WRONG, results, strict=True):
+        output = result.stdout + result.stderr
+        assert result.returncode == 2, f"{command}: {result.returncode}\n{output}"
+        assert clue in output
+        assert "Traceback" not in output, output
