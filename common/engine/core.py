@@ -89,7 +89,7 @@ class EngineCore:
 
     def release(self, sequence: Sequence) -> None:
         """Frees the blocks of a sequence that is stopped, REMOTE, or never ran."""
-        if sequence.status is Status.RUNNING:
+        if sequence.status is Status.RUNNING or sequence.seq_id in self._in_flight:
             raise RuntimeError("a running sequence must be stopped before it is released")
         self.scheduler.release(sequence)
         self._work.set()

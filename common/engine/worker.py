@@ -237,7 +237,7 @@ def _allocate(
     shape = resized(shape, num_blocks)
     if group.rank == 0:
         tokens, size = num_blocks * shape.block_size, _size(cache_bytes(shape))
-        logger.info("KV blocks: %d (= %d tokens, %s per rank)", num_blocks, tokens, size)
+        logger.info("# KV blocks: %d (= %d tokens, %s per rank)", num_blocks, tokens, size)
     return KVCache.allocate(shape, device)
 
 

@@ -1,0 +1,171 @@
+"""The engine loop with an executor that computes when told to: who may free what, and when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+
+from common.config.schema import SchedulerConfig
+from common.core.errors import NodeError
+from common.core.request import FinishReason, GenerateJob
+from common.core.sampling import SampledToken, SamplingParams
+from common.distributed.executor import Executor
+from common.engine.block_pool import BlockPool
+from common.engine.core import EngineCore
+from common.engine.messages import StepBatch, StepOutput
+from common.engine.scheduler import Scheduler
+from common.engine.sequence import Finish, Status
+from common.engine.sequence import Sequence as Seq
+
+EOS = 0
+
+
+class SlowExecutor(Executor):
+    """Draws token 7 for everybody, once `release` is called for the step."""
+
+    def __init__(self) -> None:
+        self.batches: list[StepBatch] = []
+        self.started = asyncio.Event()
+        self._go: asyncio.Queue[Exception | None] = asyncio.Queue()
+
+    async def step(self, message: bytes) -> bytes:
+        batch = msgspec.msgpack.decode(message, type=StepBatch)
+        self.batches.append(batch)
+        self.started.set()
+        error = await self._go.get()
+        if error is not None:
+            raise error
+        tokens = tuple((e.seq_id, SampledToken(7)) for e in batch.sequences if e.sampling)
+        return msgspec.msgpack.encode(StepOutput(batch.step, tokens))
+
+    async def finish_step(self, error: Exception | None = None) -> None:
+        """Lets the step under way, or the next one, end."""
+        await asyncio.wait_for(self.started.wait(), 2)
+        self.started.clear()
+        self._go.put_nowait(error)
+        await asyncio.sleep(0.01)
+
+    async def start(self) -> Sequence[bytes]:
+        return []
+
+    async def call(self, rank: int, message: bytes) -> bytes:
+        return b""
+
+    def on_event(self, callback: Callable[[int, bytes], None]) -> None: ...
+
+    def on_death(self, callback: Callable[[int, str], None]) -> None: ...
+
+    async def shutdown(self, deadline: float) -> None: ...
+
+
+class Log:
+    """What the engine told its listener."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[object, ...]] = []
+
+    def admitted(self, sequence: Seq) -> None:
+        self.lines.append(("admitted", sequence.seq_id))
+
+    def computed(self, sequence: Seq) -> None:
+        self.lines.append(("computed", sequence.seq_id, sequence.num_computed))
+
+    def sampled(self, sequence: Seq, token: SampledToken, finish: Finish | None) -> None:
+        self.lines.append(("sampled", sequence.seq_id, finish.reason if finish else None))
+
+
+@asynccontextmanager
+async def running() -> AsyncIterator[tuple[EngineCore, SlowExecutor, Log, asyncio.Task[None]]]:
+    executor, log = SlowExecutor(), Log()
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=8)
+    scheduler = Scheduler(BlockPool(16, 4), config, (EOS,))
+    engine = EngineCore(executor, scheduler, log, max_model_len=64)
+    task = asyncio.create_task(engine.run())
+    yield engine, executor, log, task
+    task.cancel()
+
+
+def job(length: int = 6, **sampling: int) -> GenerateJob:
+    return GenerateJob("r", tuple(range(1, length + 1)), SamplingParams(**sampling))
+
+
+async def test_a_prompt_is_computed_in_chunks_then_decoded_until_it_ends() -> None:
+    async with running() as (engine, executor, log, _):
+        engine.add(engine.new_sequence(job(12, max_tokens=2)))
+        for _ in range(3):
+            await executor.finish_step()
+        assert log.lines == [
+            ("admitted", 0),
+            ("computed", 0, 8),
+            ("computed", 0, 12),
+            ("sampled", 0, None),
+            ("computed", 0, 13),
+            ("sampled", 0, FinishReason.LENGTH),
+        ]
+
+
+async def test_what_a_step_touches_is_freed_after_it() -> None:
+    async with running() as (engine, executor, log, _):
+        sequence = engine.new_sequence(job())
+        engine.add(sequence)
+        await asyncio.wait_for(executor.started.wait(), 2)
+        stopping = asyncio.create_task(engine.stop(sequence))
+        await asyncio.sleep(0.01)
+        assert not stopping.done() and engine.scheduler.pool.num_free < 16
+        with pytest.raises(RuntimeError, match="stopped before"):
+            engine.release(sequence)
+        await executor.finish_step()
+        await stopping
+        engine.release(sequence)
+        assert engine.scheduler.pool.num_free == 16
+        assert log.lines == [("admitted", 0)]  # nobody hears of a step of a stopped sequence
+
+
+async def test_a_waiting_sequence_stops_at_once() -> None:
+    async with running() as (engine, executor, _, _):
+        engine.add(engine.new_sequence(job()))
+        await asyncio.wait_for(executor.started.wait(), 2)
+        late = engine.new_sequence(job())
+        engine.add(late)
+        await asyncio.wait_for(engine.stop(late), 0.5)
+        engine.release(late)
+        assert late.status is Status.DONE
+
+
+async def test_a_failed_step_ends_the_loop_and_nobody_waits_for_ever() -> None:
+    async with running() as (engine, executor, _, task):
+        sequence = engine.new_sequence(job())
+        engine.add(sequence)
+        await asyncio.wait_for(executor.started.wait(), 2)
+        stopping = asyncio.create_task(engine.stop(sequence))
+        await executor.finish_step(NodeError("rank 0 died"))
+        await asyncio.wait_for(stopping, 1)
+        with pytest.raises(NodeError, match="rank 0 died"):
+            await task
+
+
+async def test_kv_from_another_node_is_decoded_from_its_first_token() -> None:
+    async with running() as (engine, executor, _, _):
+        sequence = engine.new_sequence(job(max_tokens=3), remote=True)
+        engine.add(sequence)
+        await asyncio.sleep(0.01)
+        assert sequence.status is Status.REMOTE and not executor.batches
+        assert engine.activate(sequence, SampledToken(5)) is None
+        await executor.finish_step()
+        (entry,) = executor.batches[0].sequences
+        assert (entry.token_ids, entry.start) == ((5,), 6)
+
+
+async def test_a_first_token_that_ends_the_sequence_computes_nothing() -> None:
+    async with running() as (engine, executor, _, _):
+        sequence = engine.new_sequence(job(), remote=True)
+        engine.add(sequence)
+        await asyncio.sleep(0.01)
+        finish = engine.activate(sequence, SampledToken(EOS))
+        assert finish is not None and finish.reason is FinishReason.STOP
+        await asyncio.sleep(0.01)
+        assert sequence.status is Status.HELD and not executor.batches
