@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import socket
+import time
 from typing import Any, Protocol
 
 import grpc
@@ -66,3 +68,16 @@ def call(cluster: Cluster, kind: str, num_prompt_tokens: int, max_tokens: int) -
     if kind == "grpc":
         return GRPCCaller(cluster, prompt, max_tokens)
     return HTTPCaller(cluster, prompt, max_tokens, stream=kind == "streamed")
+
+
+def storm(cluster: Cluster, count: int) -> None:
+    """Calls of all kinds and lengths, each hung up at a moment that nobody chose."""
+    rng = random.Random(count)
+    callers: list[Caller] = []
+    for _ in range(count):
+        callers.append(call(cluster, rng.choice(KINDS), rng.randint(2, 500), rng.randint(1, 100)))
+        time.sleep(rng.random() * 0.05)  # not to wait for something: to hit any moment
+        if rng.random() < 0.7:
+            callers.pop(rng.randrange(len(callers))).hang_up()
+    for caller in callers:
+        caller.hang_up()

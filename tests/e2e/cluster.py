@@ -41,8 +41,8 @@ class Home:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="pdserve-test-")
         self.path = Path(self._folder.name)
-        self._tmp = self.path / "tmp"
-        self._tmp.mkdir()
+        self.tmp = self.path / "tmp"
+        self.tmp.mkdir()
 
     def start(
         self, command: list[str], log: Path, environment: Mapping[str, str] | None = None
@@ -54,7 +54,7 @@ class Home:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, "TMPDIR": str(self._tmp), **(environment or {})},
+                env={**os.environ, "TMPDIR": str(self.tmp), **(environment or {})},
             )
 
     def processes(self) -> list[psutil.Process]:
@@ -63,15 +63,15 @@ class Home:
 
     def _owns(self, process: psutil.Process) -> bool:
         try:
-            ours = process.environ().get("TMPDIR") == str(self._tmp)
+            ours = process.environ().get("TMPDIR") == str(self.tmp)
             return ours and process.status() != psutil.STATUS_ZOMBIE
         except psutil.Error:
             return False
 
     def forget_files(self) -> None:
         """What a process killed on purpose left in its temporary folder is no fault."""
-        shutil.rmtree(self._tmp)
-        self._tmp.mkdir()
+        shutil.rmtree(self.tmp)
+        self.tmp.mkdir()
 
     def close(self) -> list[str]:
         """Ends whatever is left and says what it was: processes and temporary files."""
@@ -79,7 +79,7 @@ class Home:
         left = [f"process {each.pid}: {each.name()}" for each in running]
         for process in running:
             process.kill()
-        left += [f"file {path.name}" for path in self._tmp.iterdir()]
+        left += [f"file {path.name}" for path in self.tmp.iterdir()]
         self._folder.cleanup()
         return left
 
@@ -167,8 +167,12 @@ class Service:
         self.wait_for(lambda: self.get("/ready").status_code == 200, START_TIMEOUT)
 
     def wait_idle(self, timeout: float = 15.0) -> None:
-        """Every block of every node is free again, by the nodes' own metrics."""
-        self.wait_for(lambda: all(map(is_idle, self.nodes())), timeout)
+        """Every block of every node that lives is free again, by the nodes' own metrics."""
+
+        def idle() -> bool:
+            return all(is_idle(node) for node in self.nodes() if node["state"] != "lost")
+
+        self.wait_for(idle, timeout)
 
 
 class Cluster(Service):

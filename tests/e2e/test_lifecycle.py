@@ -11,14 +11,15 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-import requests
 
 import reference
+from callers import storm
 from cluster import Cluster, Roles, Service, ended, text_of
 
 MODEL = "mistral"
 PROMPT = "Once upon a time there was a naïve girl named Zoë. She lived in an old mill"
-LONG = 600  # tokens, some seconds
+ROUTING = {"queue_timeout": 0.5, "max_concurrent_requests": 1, "max_queued_requests": 0}
+LONG = 400  # tokens, a second or two
 
 
 def expected(service: Service, num_tokens: int) -> str:
@@ -67,7 +68,7 @@ def roles() -> Iterator[Roles]:
         roles.start_node("decode", "decode")
         roles.start_node("prefill", "prefill")
         roles.wait_for(lambda: roles.log().count("trying again") == 2, 60)
-        roles.start_router(queue_timeout=0.5)
+        roles.start_router(**ROUTING)
         roles.wait_ready()
         yield roles
 
@@ -82,7 +83,7 @@ def test_a_router_that_restarts_finds_its_nodes_again(roles: Roles) -> None:
     router = roles.end("router")
     router.kill()
     router.wait()
-    roles.start_router(queue_timeout=0.5, max_concurrent_requests=1, max_queued_requests=0)
+    roles.start_router(**ROUTING)
     roles.wait_ready()
     assert {node["node_id"] for node in roles.nodes()} == before
     check_exact(roles)
@@ -156,14 +157,18 @@ def fragile() -> Iterator[Cluster]:
         yield cluster
 
 
+def test_a_storm_of_hang_ups_with_several_ranks(fragile: Cluster) -> None:
+    storm(fragile, 30)
+    check_exact(fragile)
+
+
 def test_a_decode_node_that_is_killed_comes_back(fragile: Cluster) -> None:
     stream = LongStream(fragile)
     node = fragile.node_process("decode")
     assert node is not None
     node.kill()
     assert stream.error()["code"] == "peer_lost"
-    fragile.wait_for(lambda: "decode-0: signal 9; again in 1 s" in fragile.log())
-    fragile.wait_for(lambda: fragile.nodes("decode")[-1]["node_id"] not in (), 5)
+    fragile.wait_for(lambda: "decode-0: signal 9; again in" in fragile.log())
     wait_for_another(fragile, "decode", node.pid)
     check_exact(fragile)
 
@@ -176,7 +181,7 @@ def test_a_rank_that_is_killed_ends_its_node(fragile: Cluster) -> None:
     assert len(ranks) == 2
     ranks[1].kill()
     assert stream.error()["type"] == "server_error"
-    fragile.wait_for(lambda: "decode-0: exit code 1; again in 2 s" in fragile.log())
+    fragile.wait_for(lambda: "decode-0: exit code 1; again in" in fragile.log())
     assert f"rank 1 (pid {ranks[1].pid}) was killed by SIGKILL" in fragile.log()
     assert not any(rank.is_running() for rank in ranks)
     wait_for_another(fragile, "decode", node.pid)
@@ -198,27 +203,29 @@ def wait_for_another(cluster: Cluster, role: str, pid: int) -> None:
 
 UP = (str(Path(sys.executable).with_name("pdserve")), "up", "--port=0")
 PREFILL = (sys.executable, "-m", "prefill_node")
+ROUTER = (sys.executable, "-m", "router", "--port=0", "--grpc-port=0")
 WRONG = [
-    ((*UP, "--model={model}", "--frobnicate"), "--frobnicate"),
-    ((*UP, "--model={model}", "--block-size=0"), "--block-size"),
-    ((*UP, "--model=/no/such/model"), "/no/such/model"),
-    ((*UP, "--model={model}", "--decode-tp=3"), "3"),
-    ((*PREFILL, "--model={model}", "--tensor-parallel-size=3"), "3"),
-    ((*PREFILL, "--model={model}", "--kv-connector=nothing"), "nothing"),
-    ((*PREFILL, "--model={model}", "--num-gpu-blocks-override=3"), "3 KV blocks"),
-    ((sys.executable, "-m", "router", "--model=/no/such/model"), "/no/such/model"),
+    ((*UP, "--model={model}", "--frobnicate"), 2, "--frobnicate"),
+    ((*UP, "--model={model}", "--block-size=0"), 2, "--block-size"),
+    ((*UP, "--model={model}", "--decode-tp=3"), 1, "decode-0 ended with exit code 2"),
+    ((*PREFILL, "--model=/no/such/model"), 2, "/no/such/model has no config.json"),
+    ((*PREFILL, "--model={model}", "--tensor-parallel-size=3"), 2, "3 does not divide"),
+    ((*PREFILL, "--model={model}", "--num-gpu-blocks-override=3"), 2, "has 3 blocks"),
+    ((*ROUTER, "--model=/no/such/model"), 2, "/no/such/model has no config.json"),
 ]
 
 
 def test_wrong_options_end_with_2_and_a_clear_line(roles: Roles) -> None:
+    """`up` itself ends with 1 when one of its children ends so."""
+
     def run(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
         words = [word.format(model=roles.model) for word in command]
         return subprocess.run(words, capture_output=True, text=True, timeout=60)
 
     with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(run, (command for command, _ in WRONG)))
-    for (command, clue), result in zip(WRONG, results, strict=True):
+        results = list(pool.map(run, (command for command, _, _ in WRONG)))
+    for (command, code, clue), result in zip(WRONG, results, strict=True):
         output = result.stdout + result.stderr
-        assert result.returncode == 2, f"{command}: {result.returncode}\n{output}"
+        assert result.returncode == code, f"{command}: {result.returncode}\n{output}"
         assert clue in output
         assert "Traceback" not in output, output
