@@ -21,7 +21,7 @@ demo: $(STAMP)
 	$(BIN)/pdserve demo $(DEMO_ARGS)
 
 test: $(STAMP)
-	$(BIN)/pytest -n $(JOBS) --dist loadgroup $(TEST_ARGS)
+	$(BIN)/pytest -n $(JOBS) $(TEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -50,7 +50,7 @@ class DecodeSession:
         self._job = job
         self._sequences: list[Sequence] = []
         self._unfinished = job.num_choices
-        self._admitted = asyncio.Event()
+        self._admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._events: asyncio.Queue[TokenEvent | PdserveError] = asyncio.Queue()
         self._transfer_id: bytes | None = None
 
@@ -61,7 +61,7 @@ class DecodeSession:
         choice has finished."""
         first = self._add(choice=0, remote=not local_prefill)
         if not local_prefill:
-            await self._admitted.wait()
+            await self._admitted
             yield pb.DecodeEvent(reserved=await self._reserve(first))
             yield pb.DecodeEvent(landed=await self._land(first))
         for choice in range(1, self._job.num_choices):
@@ -85,8 +85,8 @@ class DecodeSession:
     # ---- what the engine says ---------------------------------------------------------------
 
     def admitted(self, sequence: Sequence) -> None:
-        if sequence.remote:
-            self._admitted.set()
+        if sequence.remote and not self._admitted.done():
+            self._admitted.set_result(None)
 
     def computed(self, sequence: Sequence) -> None:
         """Nobody waits for the KV of a step here."""
@@ -106,6 +106,8 @@ class DecodeSession:
     def fail(self, error: PdserveError) -> None:
         """The node cannot go on."""
         self._events.put_nowait(error)
+        if not self._admitted.done():
+            self._admitted.set_exception(error)
 
     # ---- inside -----------------------------------------------------------------------------
 

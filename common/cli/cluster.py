@@ -25,7 +25,7 @@ from common.cli.child import Child, ChildSpec, Write
 from common.cli.placement import Placement
 from common.config.schema import ClusterConfig, NodeConfig, RouterConfig, WorkerNodeConfig
 from common.config.sources import to_flags
-from common.core.errors import NodeError
+from common.core.errors import ConfigError, NodeError, PdserveError
 from common.obs.ports import read_ports
 
 PROGRAMS: Mapping[str, Sequence[str]] = {
@@ -68,6 +68,7 @@ class Cluster:
 
         Raises:
             NodeError: a process died, and the rule says that the cluster ends.
+            ConfigError: a process cannot start as configured.
         """
         return await self.until_ended(self._start())
 
@@ -131,6 +132,7 @@ class Cluster:
         while (ports := read_ports(self._ports_file)) is None:
             await asyncio.sleep(POLL_INTERVAL)
         self._router.spec = self._router_spec(port=ports["http"], grpc_port=ports["grpc"])
+        self._folder.cleanup()  # now, so that nothing is left even when this process is killed
         return ports
 
     def _router_spec(self, **changes: Any) -> ChildSpec:
@@ -178,17 +180,20 @@ class Cluster:
             if code == 0 and child is not self._router:
                 self.write("up", f"{child.name} has drained and left")
                 return
-            if code == 2 or self.config.restart == "no":
-                self._fail(f"{child.name} ended with {describe_exit(code)}")
+            if code == 2:
+                self._fail(ConfigError(f"{child.name} cannot start as configured"))
+                return
+            if self.config.restart == "no":
+                self._fail(NodeError(f"{child.name} ended with {describe_exit(code)}"))
                 return
             self.write("up", f"{child.name}: {describe_exit(code)}; again in {backoff:.0f} s")
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, LAST_BACKOFF)
             await child.start()
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, error: PdserveError) -> None:
         if not self.ended.done():
-            self.ended.set_exception(NodeError(reason))
+            self.ended.set_exception(error)
 
     async def _end(self, children: Sequence[Child]) -> None:
         for child in children:

@@ -17,7 +17,7 @@ from common.cli.cluster import Cluster
 from common.cli.placement import Placement, place, visible_gpus
 from common.config.schema import ClusterConfig
 from common.config.sources import parse
-from common.core.errors import NodeError
+from common.core.errors import ConfigError, PdserveError
 
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green")
 
@@ -34,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def serve(config: ClusterConfig, console: Console) -> int:
-    """Runs the cluster until a signal (exit code 0) or a death that ends it (1)."""
+    """Runs the cluster until a signal (exit code 0), a death that ends it (1) or a process that
+    cannot start as configured (2)."""
     cluster = Cluster(config, placements(config), log_writer(config, console))
     catch_signals(cluster)
     try:
@@ -44,9 +45,9 @@ async def serve(config: ClusterConfig, console: Console) -> int:
             console.print(f"cluster ready: {cluster.url}/v1 (model {model_name(config)})")
             await cluster.ended
         return 0
-    except NodeError as error:
+    except PdserveError as error:
         console.print(f"pdserve up: {error.message}", style="red")
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
     finally:
         await cluster.stop()
 

@@ -28,7 +28,7 @@ class CompletionLogprobs:
         for token in tokens:
             text = self._tokenizer.token_text(token.token_id)
             result["text_offset"].append(self._offset)
-            result["tokens"].append(text)
+            result["tokens"].append(self._name(token.token_id))
             result["token_logprobs"].append(_logprob(token))
             result["top_logprobs"].append(self._top(token))
             self._offset += len(text)
@@ -39,8 +39,17 @@ class CompletionLogprobs:
         top = token.logprobs.top if token.logprobs else ()
         pairs: dict[str, float] = {}
         for token_id, logprob in (*top, (token.token_id, _logprob(token))):
-            pairs.setdefault(self._tokenizer.token_text(token_id), max(logprob, _FLOOR))
+            pairs.setdefault(self._name(token_id), max(logprob, _FLOOR))
         return pairs
+
+    def _name(self, token_id: int) -> str:
+        """The token's text; parts of a character, which have none, as `bytes:\\xf0\\x9f`, so
+        that two of them differ (as OpenAI's API names them)."""
+        raw = self._tokenizer.token_bytes(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 def chat_logprobs(

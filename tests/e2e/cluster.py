@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -67,11 +66,6 @@ class Home:
             return ours and process.status() != psutil.STATUS_ZOMBIE
         except psutil.Error:
             return False
-
-    def forget_files(self) -> None:
-        """What a process killed on purpose left in its temporary folder is no fault."""
-        shutil.rmtree(self.tmp)
-        self.tmp.mkdir()
 
     def close(self) -> list[str]:
         """Ends whatever is left and says what it was: processes and temporary files."""

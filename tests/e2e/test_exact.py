@@ -34,12 +34,6 @@ def prompts(folder: Path) -> list[tuple[int, ...]]:
     ]
 
 
-def each_alone(topology: tuple[str, int, int, str]) -> object:
-    """The topologies are independent: spread them over the test processes."""
-    name = "{}-p{}-d{}-{}".format(*topology)
-    return pytest.param(*topology, id=name, marks=pytest.mark.xdist_group(name))
-
-
 def whole(cluster: Cluster, prompt: tuple[int, ...]) -> str:
     answer = cluster.complete(list(prompt), max_tokens=NUM_TOKENS, ignore_eos=True)
     assert answer["usage"]["completion_tokens"] == NUM_TOKENS
@@ -82,9 +76,7 @@ def check_exact(cluster: Cluster) -> None:
     cluster.wait_idle()
 
 
-@pytest.mark.parametrize(
-    ("model", "prefill_tp", "decode_tp", "connector"), map(each_alone, TOPOLOGIES)
-)
+@pytest.mark.parametrize(("model", "prefill_tp", "decode_tp", "connector"), TOPOLOGIES)
 def test_greedy_output_equals_transformers(
     model: str, prefill_tp: int, decode_tp: int, connector: str
 ) -> None:

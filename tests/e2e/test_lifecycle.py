@@ -207,7 +207,7 @@ ROUTER = (sys.executable, "-m", "router", "--port=0", "--grpc-port=0")
 WRONG = [
     ((*UP, "--model={model}", "--frobnicate"), 2, "--frobnicate"),
     ((*UP, "--model={model}", "--block-size=0"), 2, "--block-size"),
-    ((*UP, "--model={model}", "--decode-tp=3"), 1, "decode-0 ended with exit code 2"),
+    ((*UP, "--model={model}", "--decode-tp=3"), 2, "decode-0 cannot start as configured"),
     ((*PREFILL, "--model=/no/such/model"), 2, "/no/such/model has no config.json"),
     ((*PREFILL, "--model={model}", "--tensor-parallel-size=3"), 2, "3 does not divide"),
     ((*PREFILL, "--model={model}", "--num-gpu-blocks-override=3"), 2, "has 3 blocks"),
@@ -216,8 +216,6 @@ WRONG = [
 
 
 def test_wrong_options_end_with_2_and_a_clear_line(roles: Roles) -> None:
-    """`up` itself ends with 1 when one of its children ends so."""
-
     def run(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
         words = [word.format(model=roles.model) for word in command]
         return subprocess.run(words, capture_output=True, text=True, timeout=60)
