@@ -14,6 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from common.config.schema import LogConfig
+from common.core.errors import TransferError
 from common.core.request import FinishReason, Timeline
 from common.obs.http import start_metrics_server
 from common.obs.logging import JSONFormatter, TextFormatter, request_id_var, setup_logging
@@ -149,7 +150,8 @@ def test_time_per_output_token(
 def test_a_node_s_metrics() -> None:
     metrics = NodeMetrics()
     metrics.observe_transfer(num_bytes=4096, seconds=0.02)
-    metrics.observe_transfer_error("LEASE_EXPIRED")
+    with pytest.raises(TransferError), metrics.transfer_errors():
+        raise TransferError("no progress", code="LEASE_EXPIRED")
     found = metrics.registry
     assert value(found, "kv_transfer_bytes_total") == 4096
     assert value(found, "kv_transfer_seconds_count") == 1

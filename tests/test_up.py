@@ -22,7 +22,7 @@ from common.cli.cluster import Cluster, connect_host
 from common.cli.placement import Placement, place
 from common.cli.up import log_writer
 from common.config.schema import CacheConfig, ClusterConfig, EngineConfig, ServerConfig
-from common.core.errors import NodeError
+from common.core.errors import ConfigError, NodeError
 
 FAKE_ROLE = str(Path(__file__).with_name("fake_role.py"))
 FAKES = {role: (sys.executable, FAKE_ROLE, role) for role in ("router", "prefill", "decode")}
@@ -176,7 +176,7 @@ async def test_wrong_options_are_never_started_again(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("FAKE_PREFILL", "misconfigured")
     cluster = make(Lines(), restart="on-failure")
     try:
-        with pytest.raises(NodeError, match="prefill-0 ended with exit code 2"):
+        with pytest.raises(ConfigError, match="prefill-0 cannot start as configured"):
             await cluster.start()
     finally:
         await cluster.stop()

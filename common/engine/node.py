@@ -31,6 +31,7 @@ from common.rpc.pb import cluster_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
+_TRANSFERS_STOP = 5.0  # seconds hand-offs get to be quiesced
 _RANKS_STOP = 5.0  # seconds ranks get to end by themselves
 
 
@@ -120,7 +121,10 @@ class EngineNode(ABC, Generic[S]):
             Unavailable(f"{self.node_id} is stopping", code="NODE_STOPPING", blame=self.blame)
         )
         await self.server.stop()
-        await self.close_transfers()
+        try:
+            await asyncio.wait_for(self.close_transfers(), _TRANSFERS_STOP)
+        except TimeoutError:
+            logger.warning("hand-offs did not end within %.0f s", _TRANSFERS_STOP)
         for task in self._tasks:
             task.cancel()
         await self.ranks.executor.shutdown(_RANKS_STOP)

@@ -1,21 +1,22 @@
 """Greedy output equals the reference, token for token, in every topology.
 
-One cluster a topology; in it: prompts from one token to several chunks, whole and streamed,
-one by one and sixteen at once, with a cold and a warm prefix cache.
+One cluster a topology; in it: prompts from one token to several chunks; whole, streamed and
+as token ids over gRPC; one by one and sixteen at once; with a cold and a warm prefix cache.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
-import requests
 
 import reference
-from cluster import Cluster, node_metrics
+from cluster import Cluster, node_metrics, text_of
+from common.rpc.pb import inference_pb2 as pb
+from common.rpc.pb import inference_pb2_grpc
 from story_grammar import make_corpus
 
 NUM_TOKENS = 36
@@ -34,43 +35,51 @@ def prompts(folder: Path) -> list[tuple[int, ...]]:
     ]
 
 
-def whole(cluster: Cluster, prompt: tuple[int, ...]) -> str:
-    answer = cluster.complete(list(prompt), max_tokens=NUM_TOKENS, ignore_eos=True)
-    assert answer["usage"]["completion_tokens"] == NUM_TOKENS
-    return str(answer["choices"][0]["text"])
+class Asker:
+    """Asks one cluster, each time for the same kind of answer in another way."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._channel = grpc.insecure_channel(cluster.grpc)
+        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+
+    def whole(self, prompt: tuple[int, ...]) -> str:
+        answer = self._cluster.complete(list(prompt), max_tokens=NUM_TOKENS, ignore_eos=True)
+        assert answer["usage"]["completion_tokens"] == NUM_TOKENS
+        return str(answer["choices"][0]["text"])
+
+    def streamed(self, prompt: tuple[int, ...]) -> str:
+        return text_of(self._cluster.stream(list(prompt), max_tokens=NUM_TOKENS, ignore_eos=True))
+
+    def token_ids(self, prompt: tuple[int, ...]) -> str:
+        """Compared as ids, given as their text."""
+        sampling = pb.SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling=sampling)
+        ids = [token.id for reply in self._stub.Generate(request) for token in reply.tokens]
+        assert tuple(ids) == reference.greedy(self._cluster.model, prompt, NUM_TOKENS)
+        return reference.decode(self._cluster.model, ids)
+
+    def ask(self, number: int, prompt: tuple[int, ...]) -> str:
+        return (self.whole, self.streamed, self.token_ids)[number % 3](prompt)
+
+    def close(self) -> None:
+        self._channel.close()
 
 
-def streamed(cluster: Cluster, prompt: tuple[int, ...]) -> str:
-    body = {
-        "prompt": list(prompt), "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True,
-        "stream": True,
-    }  # fmt: skip
-    text = ""
-    with requests.post(
-        f"{cluster.url}/v1/completions", json=body, stream=True, timeout=60
-    ) as response:
-        assert response.status_code == 200
-        for line in response.iter_lines():
-            if line.startswith(b"data: {"):
-                text += json.loads(line[6:])["choices"][0]["text"]
-    return text
-
-
-def check_exact(cluster: Cluster) -> None:
-    folder = cluster.model
-    cases = prompts(folder)
+def check_exact(cluster: Cluster, cases: list[tuple[int, ...]]) -> None:
+    folder, asker = cluster.model, Asker(cluster)
     expected = [
         reference.decode(folder, reference.greedy(folder, case, NUM_TOKENS)) for case in cases
     ]
-    # Cold, one at a time, whole and streamed in turn.
-    for index, (case, text) in enumerate(zip(cases, expected, strict=True)):
-        ask = streamed if index % 2 else whole
-        assert ask(cluster, case) == text, f"prompt of {len(case)} tokens\n{cluster.log()[-3000:]}"
-    # All at once, with warm prefix caches, the other way round.
-    with ThreadPoolExecutor(len(cases)) as pool:
-        asks = [whole if index % 2 else streamed for index in range(len(cases))]
-        answers = list(pool.map(lambda ask, case: ask(cluster, case), asks, cases))
-    assert answers == expected
+    # Cold, one at a time.
+    for number, (case, text) in enumerate(zip(cases, expected, strict=True)):
+        assert asker.ask(number, case) == text, f"{len(case)} tokens\n{cluster.log()[-3000:]}"
+    # Sixteen at once, with warm prefix caches, each in another way than before.
+    numbers = [number % len(cases) for number in range(16)]
+    with ThreadPoolExecutor(16) as pool:
+        answers = pool.map(lambda number: asker.ask(number + 1, cases[number]), numbers)
+        assert list(answers) == [expected[number] for number in numbers]
+    asker.close()
     for node in cluster.nodes():
         assert node_metrics(node)["pdserve:prefix_cache_hits_total"] > 0
     cluster.wait_idle()
@@ -83,7 +92,7 @@ def test_greedy_output_equals_transformers(
     with Cluster(
         model, prefill_tp=prefill_tp, decode_tp=decode_tp, kv_connector=connector
     ) as cluster:
-        check_exact(cluster)
+        check_exact(cluster, prompts(cluster.model))
 
 
 @pytest.mark.parametrize("connector", ["shm", "tcp"])
@@ -94,7 +103,7 @@ def test_the_demo_model_equals_transformers(connector: str) -> None:
     except embedded.ConfigError as error:
         pytest.skip(str(error))
     with Cluster(folder, kv_connector=connector, max_model_len=1024) as cluster:
-        check_exact(cluster)
+        check_exact(cluster, prompts(folder)[::3])
 
 
 def test_without_a_prefix_cache_the_tokens_are_the_same() -> None:
@@ -102,7 +111,7 @@ def test_without_a_prefix_cache_the_tokens_are_the_same() -> None:
         folder = cluster.model
         for case in prompts(folder)[-3:] * 2:
             expected = reference.greedy(folder, case, NUM_TOKENS)
-            assert whole(cluster, case) == reference.decode(folder, expected)
+            assert Asker(cluster).whole(case) == reference.decode(folder, expected)
         assert all(
             node_metrics(node)["pdserve:prefix_cache_hits_total"] == 0 for node in cluster.nodes()
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -93,5 +92,3 @@ def test_sigkill_of_up_leaves_no_process(clusters: tuple[Cluster, Cluster]) -> N
     os.kill(up.pid, signal.SIGKILL)
     up.wait()
     local.wait_for(lambda: local.home.processes() == [], 10)
-    for folder in local.home.tmp.iterdir():  # nobody was left to remove it
-        shutil.rmtree(folder)
