@@ -187,6 +187,8 @@ async def test_a_drained_node_leaves_the_others_running() -> None:
     cluster = make(lines, decode=2)
     try:
         assert await cluster.start()
+        while not (lines.of("decode-0") and lines.of("decode-1")):  # ready needs only two nodes
+            await asyncio.sleep(0.02)
         os.kill(lines.pid("decode-1"), signal.SIGTERM)
         while not lines.of("up"):
             await asyncio.sleep(0.02)
