@@ -46,6 +46,11 @@ class Lines:
     def of(self, name: str) -> list[str]:
         return [line for who, line in self.all if who == name]
 
+    async def wait_for_all(self, *names: str) -> None:
+        """Until each has spoken: the fake router is ready with two nodes, whichever they are."""
+        while not all(map(self.of, names)):
+            await asyncio.sleep(0.02)
+
     def pid(self, name: str) -> int:
         return int(self.of(name)[0].split()[2])
 
@@ -80,6 +85,7 @@ async def test_starts_all_and_drains_the_router_before_the_nodes() -> None:
     cluster = make(lines, prefill=1, decode=2)
     try:
         assert await cluster.start()
+        await lines.wait_for_all("decode-0", "decode-1")
         cluster.interrupt()
         await cluster.ended
     finally:
@@ -187,8 +193,7 @@ async def test_a_drained_node_leaves_the_others_running() -> None:
     cluster = make(lines, decode=2)
     try:
         assert await cluster.start()
-        while not (lines.of("decode-0") and lines.of("decode-1")):  # ready needs only two nodes
-            await asyncio.sleep(0.02)
+        await lines.wait_for_all("decode-0", "decode-1")
         os.kill(lines.pid("decode-1"), signal.SIGTERM)
         while not lines.of("up"):
             await asyncio.sleep(0.02)
