@@ -87,8 +87,17 @@ def load_served_model(config: ModelConfig) -> ServedModel:
         max_model_len=max_model_len,
         vocab_size=spec.vocab_size,
         created=int(time.time()),
-        tokenizer=Tokenizer.from_folder(config.tokenizer or folder),
+        tokenizer=_load_tokenizer(config, folder, spec),
     )
+
+
+def _load_tokenizer(config: ModelConfig, folder: Path, spec: ModelSpec) -> Tokenizer:
+    """The checkpoint's. Dummy weights need none: a config.json alone is enough for them."""
+    missing = not (folder / "tokenizer.json").is_file()
+    if config.load_format == "dummy" and config.tokenizer is None and missing:
+        logger.warning("%s has no tokenizer.json: every byte of a text is a token", folder)
+        return Tokenizer.of_bytes(spec.vocab_size, spec.eos_token_ids)
+    return Tokenizer.from_folder(config.tokenizer or folder)
 
 
 def _add_services(

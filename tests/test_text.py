@@ -269,3 +269,17 @@ def test_no_torch_behind_the_http_front() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_tokenizer_of_bytes() -> None:
+    tokenizer = Tokenizer.of_bytes(300, (2,))
+    text = "naïve 🐶\n  <256>"
+    assert tokenizer.encode(text) == tuple(text.encode())
+    assert tokenizer.decode(text.encode()) == text
+    assert tokenizer.decode([104, 105, 299]) == "hi<299>"
+    assert tokenizer.token_bytes(0xF0) == b"\xf0"
+    assert (tokenizer.vocab_size, tokenizer.eos_token_ids) == (300, (2,))
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
+    assert tokenizer.decode(ids) == "hi\n"
+    with pytest.raises(ConfigError, match="255 tokens"):
+        Tokenizer.of_bytes(255, ())

@@ -13,7 +13,9 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 from jinja2 import TemplateError
+from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from common.core.errors import ConfigError, InvalidRequest
@@ -69,6 +71,27 @@ class Tokenizer:
         except Exception as error:  # the reader's own errors have no common class
             raise ConfigError(f"cannot read the tokenizer in {folder}: {error}") from error
         return cls(hf, _eos_from_config(folder))
+
+    @classmethod
+    def of_bytes(cls, vocab_size: int, eos_token_ids: Sequence[int]) -> Tokenizer:
+        """One token per byte, for dummy weights that come without a tokenizer: token b is byte
+        b, and tokens from 256 on read `<256>`.
+
+        Raises:
+            ConfigError: the vocabulary has no room for all bytes.
+        """
+        if vocab_size < 256:
+            raise ConfigError(
+                f"a vocabulary of {vocab_size} tokens cannot hold every byte: give a --tokenizer"
+            )
+        vocab = {char: byte[0] for char, byte in _byte_level_alphabet().items()}
+        vocab |= {f"<{token_id}>": token_id for token_id in range(256, vocab_size)}
+        backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        hf = PreTrainedTokenizerFast(tokenizer_object=backend)
+        hf.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+        return cls(hf, eos_token_ids)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids; `add_special_tokens` runs the post-processor, which gives a BOS where the
