@@ -27,31 +27,41 @@ async def serve_until_stopped(
         loop.add_signal_handler(number, signals.put_nowait, number.name)
     name = await _first(signals.get(), failed)
     if name is None:
-        return 1
+        return _report(failed)
     logger.info("%s: draining (a second one stops at once)", name)
     draining = asyncio.ensure_future(drain())
     again = asyncio.ensure_future(signals.get())
     events: list[asyncio.Future[Any]] = [draining, again, failed]
-    done, _ = await asyncio.wait(events, timeout=drain_timeout, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait(events, timeout=drain_timeout, return_when=asyncio.FIRST_COMPLETED)
     again.cancel()
-    if draining in done:
+    if failed.done():
+        return _report(failed)
+    if draining.done():
+        draining.result()
         logger.info("drained")
         return 0
     draining.cancel()
-    logger.warning("stopping with work in flight (%s)", "signal" if again in done else "time-out")
-    return 0 if again in done else 1
+    stopped = again.done()
+    logger.warning("stopping with work in flight: %s", "told twice" if stopped else "time-out")
+    return 0 if stopped else 1
 
 
 async def _first(signal_name: Awaitable[str], failed: asyncio.Future[None]) -> str | None:
+    """The signal's name, or None when a part failed first."""
     waiting = asyncio.ensure_future(signal_name)
     events: list[asyncio.Future[Any]] = [waiting, failed]
     await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
     if not failed.done():
         return waiting.result()
     waiting.cancel()
+    return None
+
+
+def _report(failed: asyncio.Future[None]) -> int:
+    """One line for an error that says its cause, a traceback for a defect."""
     error = failed.exception()
     if isinstance(error, PdserveError):
         logger.error("%s", error)
     else:
         logger.error("a part of this process failed", exc_info=error)
-    return None
+    return 1
