@@ -32,6 +32,8 @@ from common.distributed.wire import Kind, Link
 
 logger = logging.getLogger(__name__)
 
+_DEATH_IS_SEEN = 0.5  # seconds after which the system has told of a dead process
+
 
 class MultiprocessExecutor(Executor):
     """Runs `specs[r]` in the process of rank r."""
@@ -131,11 +133,17 @@ class MultiprocessExecutor(Executor):
             _, header, body = await self._socket.recv_multipart()
             rank, kind, number = wire.HEADER.unpack(header)
             if kind == Kind.BROKEN:
-                self._end(decode_failure(body))
+                self._broken(decode_failure(body))
             elif kind != Kind.EVENT:
                 self._settle(kind, number, body)
             elif self._hear is not None:
                 self._hear(rank, body)
+
+    def _broken(self, error: PdserveError) -> None:
+        """A step failed on a rank. One that lost a peer may say so before the peer's death is
+        seen, which would tell more: it has a moment to be seen first."""
+        grace = _DEATH_IS_SEEN if isinstance(error, NodeError) and error.code == "RANK_LOST" else 0
+        asyncio.get_running_loop().call_later(grace, self._end, error)
 
     def _settle(self, kind: int, number: int, body: bytes) -> None:
         future = self._waiting.pop(number, None)

@@ -80,8 +80,8 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
         return http_error_response(error)
     except web.RequestPayloadError as error:  # broken chunks or compression
         return error_response(InvalidRequest(f"the body cannot be read: {error}"))
-    except ConnectionError:  # the client is gone: nobody to answer
-        raise
+    except ConnectionError:  # the client is gone: nobody reads this, and nobody logs it
+        return web.Response(status=499)
     except asyncio.CancelledError:
         if request.transport is None or request.transport.is_closing():
             raise

@@ -140,7 +140,7 @@ def test_a_second_signal_stops_at_once(roles: Roles) -> None:
     node.send_signal(signal.SIGTERM)
     assert stream.error()["type"] == "server_error"
     assert ended(node) == 0
-    assert "stopping with work in flight (signal)" in roles.log()
+    assert "stopping with work in flight: told twice" in roles.log()
 
 
 def test_all_leave_in_order(roles: Roles) -> None:
