@@ -133,17 +133,8 @@ def _subtract(rect: Rect, hole: Rect) -> list[Rect]:
 
 
 def fingerprint(parts: Mapping[str, str]) -> str:
-    """One short hash of everything that must be equal on both sides: model, weights revision,
-    dtype, block size, layout and wire version."""
-    text = "\n".join(f"{key}={parts[key]}" for key in sorted(parts))
+    """One short hash of everything that must be equal on both sides: `parts` (weights, dtype,
+    block size, layout) and the wire version."""
+    lines = [f"wire={WIRE_VERSION}", *(f"{key}={parts[key]}" for key in sorted(parts))]
+    text = "\n".join(lines)
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
-
-
-def explain_mismatch(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    """Which parts differ and how, for a log line; '' when none do."""
-    keys = sorted({*ours, *theirs})
-    return "; ".join(
-        f"{key}: {ours.get(key)} ≠ {theirs.get(key)}"
-        for key in keys
-        if ours.get(key) != theirs.get(key)
-    )

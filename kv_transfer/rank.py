@@ -7,7 +7,7 @@ cache, and is served while a step computes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -107,16 +107,11 @@ class Release(msgspec.Struct, tag=True):
     transfer_id: bytes
 
 
-class Stats(msgspec.Struct, tag=True):
-    """Answered by the connector's `counts`."""
-
-
-Command = Accept | Submit | Ready | Quiesce | Release | Stats
+Command = Accept | Submit | Ready | Quiesce | Release
 
 
 class Reply(msgspec.Struct):
     error: Fault | None = None
-    counts: dict[str, int] = {}
 
 
 class Fault(msgspec.Struct):
@@ -178,8 +173,6 @@ class TransferRank:
                 self._connector.quiesce(transfer_id)
             case Release(transfer_id):
                 self._connector.release(transfer_id)
-            case Stats():
-                return Reply(counts=dict(self._connector.counts))
         return Reply()
 
     def close(self, deadline: float) -> None:
@@ -258,12 +251,3 @@ def failure(event: Failed) -> TransferError:
     return TransferError(
         event.message, code=event.code, blame=Blame(event.blame), retryable=event.retryable
     )
-
-
-async def count_ranks(call: Call, ranks: Sequence[int]) -> dict[str, int]:
-    """The connectors' counters, summed over ranks."""
-    total: dict[str, int] = {}
-    for rank in ranks:
-        for name, count in (await call_rank(call, rank, Stats())).counts.items():
-            total[name] = total.get(name, 0) + count
-    return total

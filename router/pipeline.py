@@ -28,7 +28,7 @@ from common.text.tokenizer import Tokenizer
 from router.admission import Admission
 from router.dispatch import Dispatch
 from router.generation import GenerationRequest, GenerationStats, TextDelta
-from router.placement import Placement, can_pair, make_policy, place
+from router.placement import Placement, can_pair, make_policy, place, why_not
 from router.registry import Node, Registry
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,8 @@ class Pipeline:
                 name for name, nodes in (("prefill", prefills), ("decode", decodes)) if not nodes
             ]
             return False, f"no usable {' and no usable '.join(missing)} node"
-        return False, "no prefill node pairs with a decode node: fingerprints or connectors differ"
+        reasons = [why_not(prefill, decode) for prefill, decode in product(prefills, decodes)]
+        return False, f"no prefill node pairs with a decode node ({'; '.join(reasons[:4])})"
 
     def cluster(self) -> dict[str, Any]:
         ready, reason = self.ready()

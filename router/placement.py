@@ -56,6 +56,20 @@ def can_pair(prefill: Node, decode: Node) -> bool:
     )
 
 
+def why_not(prefill: Node, decode: Node) -> str:
+    """In which respects two nodes differ that do not pair."""
+    ours, theirs = (
+        {**node.info.fingerprint_parts, "kv_connector": node.info.kv_connector}
+        for node in (prefill, decode)
+    )
+    differences = [
+        f"{part} {ours.get(part)} ≠ {theirs.get(part)}"
+        for part in sorted({*ours, *theirs})
+        if ours.get(part) != theirs.get(part)
+    ]
+    return f"{prefill.info.node_id} and {decode.info.node_id}: {', '.join(differences)}"
+
+
 def place(
     prefills: Sequence[Node],
     decodes: Sequence[Node],

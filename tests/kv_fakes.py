@@ -72,8 +72,6 @@ class Geometry:
             self.block_size,
             self.head_dim,
             str(self.dtype).removeprefix("torch."),
-            self.layers,
-            self.heads,
         )
 
 

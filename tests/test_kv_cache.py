@@ -29,8 +29,6 @@ SHAPE = CacheShape(
     block_size=8,
     head_dim=16,
     dtype="bfloat16",
-    total_layers=3,
-    total_kv_heads=4,
 )
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ from common.core.errors import Overloaded, Unavailable
 from common.rpc.pb import cluster_pb2 as pb
 from router.admission import Admission
 from router.breaker import BreakerState, CircuitBreaker
-from router.placement import RoundRobin, least_load, place
+from router.placement import RoundRobin, least_load, place, why_not
 from router.registry import Registry
 
 
@@ -86,6 +86,15 @@ async def test_only_nodes_that_fit_together_are_paired(registry):
     assert place([], nodes[1], least_load, least_load) is None
     local = place([], nodes[1], least_load, least_load, local_prefill=True)
     assert local is not None and local.prefill is None
+
+
+async def test_nodes_that_do_not_pair_say_why(registry):
+    add(registry, "p0", pb.ROLE_PREFILL)
+    add(registry, "d0", connector="shm")
+    (prefill,), (decode,) = registry.usable(pb.ROLE_PREFILL), registry.usable(pb.ROLE_DECODE)
+    prefill.info.fingerprint_parts["block_size"] = "8"
+    decode.info.fingerprint_parts["block_size"] = "16"
+    assert why_not(prefill, decode) == "p0 and d0: block_size 8 ≠ 16, kv_connector tcp ≠ shm"
 
 
 async def test_round_robin_takes_turns_and_least_load_the_least_loaded(registry):

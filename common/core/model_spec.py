@@ -81,7 +81,6 @@ class ModelSpec:
     sliding_window: int | None  # tokens; None: every token attends to all before it
     dtype: str  # of the checkpoint: "float32", "bfloat16" or "float16"
     eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelSpec:
@@ -129,7 +128,6 @@ class ModelSpec:
             sliding_window=_window_of(config, family),
             dtype=_dtype_of(config),
             eos_token_ids=_eos_of({**config, **(generation or {})}),
-            bos_token_id=config.get("bos_token_id"),
         )
 
     def check_max_model_len(self, max_model_len: int) -> None:

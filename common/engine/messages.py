@@ -57,8 +57,6 @@ class CacheShape:
     block_size: int
     head_dim: int
     dtype: str  # "float32", "bfloat16", "float16"
-    total_layers: int
-    total_kv_heads: int
 
 
 @dataclass(frozen=True, slots=True)

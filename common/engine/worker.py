@@ -215,8 +215,6 @@ def _cache_shape(
         block_size=engine.cache.block_size,
         head_dim=spec.head_dim,
         dtype=dtype_name(dtype),
-        total_layers=spec.num_layers,
-        total_kv_heads=spec.num_kv_heads,
     )
 
 
