@@ -49,7 +49,7 @@ test-compose: $(STAMP)
 	BIN=$(BIN) compose/smoke.sh
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first, so that the rest takes the build that is there; the demo's model without its
