@@ -45,9 +45,11 @@ class DecodeNode(EngineNode[DecodeSession]):
             block_size=self.config.engine.cache.block_size,
             address=self.address,
             lease_s=self.config.transfer.kv_lease,
+            digests=self.config.transfer.enable_kv_digests,
             call=executor.call,
         )
         executor.on_event(self.sink.on_event)
+        self.metrics.transfer_events.follow(lambda: self.sink.counts)
         self.server.add("Decode", pb_grpc.add_DecodeServicer_to_server, DecodeService(self))
         self.server.add(
             "KVTransfer",

@@ -13,6 +13,7 @@ from common.rpc.pb import cluster_pb2 as pb
 from common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from common.rpc.status import serving
 from decode_node.session import SessionHost
+from kv_transfer.digest import RunDigest
 from kv_transfer.sink import KVSink
 
 
@@ -43,8 +44,9 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         async with serving(context):
             if len(request.first_token.tokens) != 1:
                 raise InvalidRequest("a commit carries exactly one token")
+            digests = [RunDigest.from_proto(each) for each in request.digests]
             nbytes = await self._sink.commit(
-                request.transfer_id, request.epoch, request.first_token
+                request.transfer_id, request.epoch, request.first_token, digests
             )
             return pb.CommitResponse(bytes=nbytes)
         raise AssertionError("unreachable: serving() aborts the call")
@@ -62,3 +64,11 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         async with serving(context):
             self._sink.abort(request.transfer_id, request.epoch, request.reason)
         return pb.AbortResponse()
+
+    async def Retarget(
+        self, request: pb.RetargetRequest, context: grpc.aio.ServicerContext
+    ) -> pb.RetargetResponse:
+        async with serving(context):
+            ticket = await self._sink.retarget(request.transfer_id, request.epoch)
+            return pb.RetargetResponse(ticket=ticket.to_proto())
+        raise AssertionError("unreachable: serving() aborts the call")

@@ -2,9 +2,9 @@
 
     reserve ──ticket──▶ (the prefill node writes) ──landed──▶ decode ──▶ tokens
 
-Choice 0 takes the transferred KV. The other choices of the job share its full blocks through
-the prefix cache and compute the prompt's last, partly filled block themselves, so n choices
-cost one prefill and one transfer.
+The first choice takes the transferred KV. The others share its full blocks through the prefix
+cache and compute the rest of their tokens themselves, so n choices cost one prefill and one
+transfer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Protocol
 
 from common.core.errors import PdserveError
-from common.core.request import GenerateJob, TokenEvent
+from common.core.request import Choice, GenerateJob, TokenEvent
 from common.core.sampling import SampledToken
 from common.engine.core import EngineCore
 from common.engine.sequence import Finish, Sequence, Status
@@ -49,7 +49,7 @@ class DecodeSession:
         self._host = host
         self._job = job
         self._sequences: list[Sequence] = []
-        self._unfinished = job.num_choices
+        self._unfinished = len(job.choices)
         self._admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._events: asyncio.Queue[TokenEvent | PdserveError] = asyncio.Queue()
         self._transfer_id: bytes | None = None
@@ -59,12 +59,13 @@ class DecodeSession:
     async def events(self, local_prefill: bool) -> AsyncGenerator[pb.DecodeEvent, None]:
         """Reserved and Landed (unless the prompt is computed here), then tokens until every
         choice has finished."""
-        first = self._add(choice=0, remote=not local_prefill)
+        lead, *others = self._job.choices
+        first = self._add(lead, remote=not local_prefill)
         if not local_prefill:
             await self._admitted
             yield pb.DecodeEvent(reserved=await self._reserve(first))
             yield pb.DecodeEvent(landed=await self._land(first))
-        for choice in range(1, self._job.num_choices):
+        for choice in others:
             self._add(choice, remote=False)
         while self._unfinished:
             event = await self._events.get()
@@ -111,8 +112,8 @@ class DecodeSession:
 
     # ---- inside -----------------------------------------------------------------------------
 
-    def _add(self, choice: int, remote: bool) -> Sequence:
-        sequence = self._host.engine.new_sequence(self._job, choice=choice, remote=remote)
+    def _add(self, choice: Choice, remote: bool) -> Sequence:
+        sequence = self._host.engine.new_sequence(self._job, choice, remote=remote)
         self._sequences.append(sequence)
         self._host.adopt(sequence, self)
         self._host.engine.add(sequence)
@@ -121,7 +122,7 @@ class DecodeSession:
     async def _reserve(self, sequence: Sequence) -> pb.Ticket:
         first_block = sequence.num_computed // self._host.engine.scheduler.pool.block_size
         ticket = await self._host.sink.reserve(
-            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_tokens=sequence.num_tokens,
             first_block=first_block,
             block_ids=tuple(sequence.block_table[first_block:]),
             on_freed=lambda: self._host.engine.release(sequence),
@@ -139,9 +140,11 @@ class DecodeSession:
             num_bytes=arrival.nbytes, seconds=monotonic() - waiting_since
         )
         event = convert.event_from_pb(arrival.first_token)
-        cached = sequence.num_cached
+        cached = sequence.num_cached or 0
         if self._host.engine.activate(sequence, event.tokens[0]):
             # The first token ended the choice; its client has it from the prefill node.
             self._host.engine.release(sequence)
             self._unfinished -= 1
-        return pb.Landed(bytes=arrival.nbytes, cached_tokens=cached)
+        return pb.Landed(
+            bytes=arrival.nbytes, cached_tokens=cached, first_token=arrival.first_token
+        )

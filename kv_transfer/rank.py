@@ -30,6 +30,7 @@ from kv_transfer.connector import (
     SinkTransfer,
     SourceTransfer,
 )
+from kv_transfer.digest import Digester, RunDigest
 from kv_transfer.layout import CacheView, Rect
 
 BUILTIN = {
@@ -91,10 +92,20 @@ class Submit(msgspec.Struct, tag=True):
 
 
 class Ready(msgspec.Struct, tag=True):
+    """With `digest`, the reply has one for each piece of the run."""
+
     transfer_id: bytes
     run: BlockRun
     block_ids: tuple[int, ...]
     last: bool
+    digest: bool = False
+
+
+class Verify(msgspec.Struct, tag=True):
+    """The reply has the digests that are wrong, of those meant for this rank."""
+
+    transfer_id: bytes
+    digests: tuple[RunDigest, ...]
 
 
 class Quiesce(msgspec.Struct, tag=True):
@@ -107,11 +118,12 @@ class Release(msgspec.Struct, tag=True):
     transfer_id: bytes
 
 
-Command = Accept | Submit | Ready | Quiesce | Release
+Command = Accept | Submit | Ready | Verify | Quiesce | Release
 
 
 class Reply(msgspec.Struct):
     error: Fault | None = None
+    digests: tuple[RunDigest, ...] = ()
 
 
 class Fault(msgspec.Struct):
@@ -142,10 +154,14 @@ def decode_event(message: bytes) -> Event:
 
 
 class TransferRank:
-    """Serves one rank's connector."""
+    """Serves one rank's connector, and makes the digests it need not know of."""
 
     def __init__(self, connector: KVConnector, source: bool) -> None:
+        context = connector.context
         self._connector = connector
+        self._digester = Digester(context.view, context.fingerprint)
+        self._sinks: dict[bytes, SinkTransfer] = {}
+        self._sources: dict[bytes, SourceTransfer] = {}
         self._endpoint = b"" if source else connector.endpoint()
 
     def info(self) -> bytes:
@@ -165,15 +181,52 @@ class TransferRank:
         match command:
             case Accept(transfer):
                 self._connector.accept(transfer)
+                self._sinks[transfer.transfer_id] = transfer
             case Submit(transfer):
                 self._connector.submit(transfer)
-            case Ready(transfer_id, run, block_ids, last):
-                self._connector.ready(transfer_id, run, block_ids, last)
+                self._sources[transfer.transfer_id] = transfer
+            case Ready():
+                self._connector.ready(
+                    command.transfer_id, command.run, command.block_ids, command.last
+                )
+                return Reply(digests=self._digest(command))
+            case Verify(transfer_id, digests):
+                return Reply(digests=self._verify(transfer_id, digests))
             case Quiesce(transfer_id):
+                self._forget(transfer_id)
                 self._connector.quiesce(transfer_id)
             case Release(transfer_id):
+                self._forget(transfer_id)
                 self._connector.release(transfer_id)
         return Reply()
+
+    def _digest(self, ready: Ready) -> tuple[RunDigest, ...]:
+        """Made while the connector delivers the run."""
+        transfer = self._sources.get(ready.transfer_id)
+        if transfer is None or not ready.digest or not ready.run.count:
+            return ()
+        ids = (transfer.transfer_id, transfer.epoch)
+        return tuple(
+            RunDigest(
+                piece.sink_rank,
+                piece.rect,
+                ready.run,
+                self._digester.digest(*ids, piece.rect, ready.run, ready.block_ids),
+            )
+            for piece, _ in transfer.pieces
+        )
+
+    def _verify(
+        self, transfer_id: bytes, digests: tuple[RunDigest, ...]
+    ) -> tuple[RunDigest, ...]:
+        transfer = self._sinks.get(transfer_id)
+        if transfer is None:
+            raise TransferError("the transfer was stopped", code="UNKNOWN_TRANSFER")
+        return tuple(self._digester.verify(transfer, digests))
+
+    def _forget(self, transfer_id: bytes) -> None:
+        self._sinks.pop(transfer_id, None)
+        self._sources.pop(transfer_id, None)
 
     def close(self, deadline: float) -> None:
         self._connector.close(deadline)
@@ -231,12 +284,14 @@ async def call_rank(call: Call, rank: int, command: Command) -> Reply:
     return reply
 
 
-async def call_ranks(call: Call, commands: Mapping[int, Command]) -> None:
+async def call_ranks(call: Call, commands: Mapping[int, Command]) -> list[Reply]:
     """Calls several ranks at once and waits for all of them; raises the first one's error."""
     calls = (call_rank(call, rank, command) for rank, command in commands.items())
-    for answer in await asyncio.gather(*calls, return_exceptions=True):
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    for answer in answers:
         if isinstance(answer, BaseException):
             raise answer
+    return [answer for answer in answers if isinstance(answer, Reply)]
 
 
 async def call_living(call: Call, commands: Mapping[int, Command]) -> int:

@@ -1,7 +1,7 @@
-"""The sink's control half: reserves, counts ranks, keeps leases, answers commits.
+"""The sink's control half: reserves, counts ranks, keeps leases, checks digests, answers commits.
 
     reserve() ──▶ ticket ──▶ … ──▶ wait() returns: the waiter owns the blocks
-                                   wait() raises:  on_freed() was called, the blocks are free
+       retarget() ──▶ ticket        wait() raises:  on_freed() was called, the blocks are free
 
 Lives on the event loop of the decode node; drives the `SINK` table of `protocol.py`.
 """
@@ -11,19 +11,21 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.core.errors import Blame, Cancelled, PdserveError, TransferError
 from common.core.ids import new_transfer_id
 from kv_transfer.connector import Failed, Landed, SinkTransfer
+from kv_transfer.digest import RunDigest, mismatch
 from kv_transfer.lease import Lease
-from kv_transfer.protocol import SINK, Action, Machine, SinkEvent, SinkState
+from kv_transfer.protocol import Action, Machine, SinkEvent, SinkState, sink_machine
 from kv_transfer.rank import (
     Accept,
     Call,
     Quiesce,
     Release,
+    Verify,
     call_living,
     call_ranks,
     decode_event,
@@ -43,20 +45,37 @@ class Arrival:
     nbytes: int
 
 
-@dataclass(slots=True)
+class _Epoch:
+    """One source's turn: what it has committed and what has landed so far."""
+
+    def __init__(self) -> None:
+        self.landed: dict[int, int] = {}  # rank → bytes
+        self.payload: Any = None
+        self.digests: Sequence[RunDigest] = ()
+        self.ticket = _future()  # what `reserve` or `retarget` waits for: Ticket
+        self.committed = _future()  # what `commit` waits for: bytes landed
+
+
+@dataclass(slots=True, eq=False)
 class Reservation:
     """One transfer the sink holds blocks for."""
 
-    ticket: Ticket
+    ticket: Ticket  # of the current epoch
+    block_ids: tuple[int, ...]
     machine: Machine[SinkState, SinkEvent]
     on_freed: Callable[[], None]
-    arrival: asyncio.Future[Arrival]  # resolved last: the blocks are the waiter's, or free
-    committed: asyncio.Future[int]
     lease: Lease | None = None
-    accepting: asyncio.Task[None] | None = None
-    landed: dict[int, int] = field(default_factory=dict)  # rank → bytes
-    payload: Any = None
-    cause: PdserveError | None = None  # the first one
+    arrival: asyncio.Future[Any] = field(default_factory=lambda: _future())
+    epoch: _Epoch = field(default_factory=_Epoch)
+    opening: asyncio.Task[None] | None = None
+    cause: PdserveError | None = None  # of the present failure: the first one
+
+
+def _future() -> asyncio.Future[Any]:
+    """A future that nobody need be waiting for when it fails."""
+    future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return future
 
 
 class KVSink:
@@ -72,6 +91,7 @@ class KVSink:
         address: str,
         lease_s: float,
         call: Call,
+        digests: bool = True,
     ) -> None:
         self._ranks = tuple(ranks)
         self._rank_ids = [each.rank for each in ranks]
@@ -81,14 +101,17 @@ class KVSink:
         self._address = address
         self._lease_s = lease_s
         self._call = call
+        self._digests = digests
         self._live: dict[bytes, Reservation] = {}
         self._finished: OrderedDict[bytes, Reservation] = OrderedDict()
         self._tasks = Tasks()
         self.counts: Counter[str] = Counter()  # landed, bytes, failed/CODE, late state/event
 
+    # ---- the waiter's side: reserve, wait, cancel --------------------------------------------
+
     async def reserve(
         self,
-        num_prompt_tokens: int,
+        num_tokens: int,
         first_block: int,
         block_ids: Sequence[int],
         on_freed: Callable[[], None],
@@ -100,23 +123,20 @@ class KVSink:
         Raises:
             TransferError: a rank refused.
         """
-        ticket = self._ticket(num_prompt_tokens, first_block)
-        entry = self._open(ticket, on_freed)
-        transfer = SinkTransfer(ticket.transfer_id, ticket.epoch, first_block, tuple(block_ids))
-        command = dict.fromkeys(self._rank_ids, Accept(transfer))
-        entry.accepting = self._tasks.start(call_ranks(self._call, command))
+        ticket = self._ticket(num_tokens, first_block)
+        machine = sink_machine(self.counts)
+        entry = Reservation(ticket, tuple(block_ids), machine, on_freed)
+        entry.lease = Lease(self._lease_s, lambda: self._lapse(entry))
+        self._live[ticket.transfer_id] = entry
+        self._open(entry)
         try:
-            await asyncio.shield(entry.accepting)
-        except PdserveError as error:
-            self._fail(entry, SinkEvent.FAILED, error)
+            issued: Ticket = await asyncio.shield(entry.epoch.ticket)
         except asyncio.CancelledError:
-            self._fail(entry, SinkEvent.ABORT, Cancelled("cancelled while blocks were reserved"))
+            self._fail(entry, SinkEvent.CANCEL, Cancelled("cancelled while blocks were reserved"))
             raise
-        if entry.cause is not None:
-            await self.wait(ticket.transfer_id)  # raises, once the blocks are free
-        return ticket
+        return issued
 
-    def _ticket(self, num_prompt_tokens: int, first_block: int) -> Ticket:
+    def _ticket(self, num_tokens: int, first_block: int) -> Ticket:
         return Ticket(
             transfer_id=new_transfer_id(),
             epoch=1,
@@ -125,43 +145,57 @@ class KVSink:
             fingerprint=self._fingerprint,
             connector=self._connector,
             block_size=self._block_size,
-            num_prompt_tokens=num_prompt_tokens,
+            num_tokens=num_tokens,
             first_block=first_block,
             endpoints=self._ranks,
+            digests=self._digests,
         )
 
-    def _open(self, ticket: Ticket, on_freed: Callable[[], None]) -> Reservation:
-        loop = asyncio.get_running_loop()
-        machine = Machine(SINK, SinkState.RESERVED, self.counts)
-        entry = Reservation(ticket, machine, on_freed, loop.create_future(), loop.create_future())
-        entry.lease = Lease(self._lease_s, lambda: self._lapse(entry))
-        for future in (entry.arrival, entry.committed):  # nobody need be waiting when it fails
-            future.add_done_callback(lambda done: done.exception())
-        self._live[ticket.transfer_id] = entry
-        return entry
-
     async def wait(self, transfer_id: bytes) -> Arrival:
-        """Waits until the transfer is committed and has landed on every rank. From then on
-        the blocks are the caller's.
+        """Waits until the transfer is committed, has landed on every rank and is what was sent.
+        From then on the blocks are the caller's.
 
         Raises:
             TransferError, Cancelled: it failed; `on_freed` was called before this raises.
         """
-        return await asyncio.shield(self._find(transfer_id).arrival)
+        arrival: Arrival = await asyncio.shield(self._find(transfer_id).arrival)
+        return arrival
 
-    async def commit(self, transfer_id: bytes, epoch: int, payload: Any) -> int:
+    async def cancel(self, transfer_id: bytes) -> bool:
+        """The client left. Returns True once the blocks are free; False when they are the
+        waiter's already, who must free them. Unknown transfers are free."""
+        entry = self._live.get(transfer_id) or self._finished.get(transfer_id)
+        if entry is None:
+            return True
+        self._fail(entry, SinkEvent.CANCEL, Cancelled("the client left during the hand-off"))
+        await asyncio.wait([entry.arrival])
+        return entry.arrival.exception() is not None
+
+    async def close(self) -> None:
+        """Cancels what is under way and waits until all blocks are handed back."""
+        await asyncio.gather(*(self.cancel(transfer_id) for transfer_id in list(self._live)))
+        await self._tasks.join()
+
+    # ---- the sources' side: commit, renew, abort, retarget -----------------------------------
+
+    async def commit(
+        self, transfer_id: bytes, epoch: int, payload: Any, digests: Sequence[RunDigest] = ()
+    ) -> int:
         """The source has handed over everything and passes `payload`. Returns the bytes that
         landed, once the sequence is runnable. A repeated commit gets the same answer.
 
         Raises:
-            TransferError: UNKNOWN_TRANSFER, STALE_EPOCH, or why the transfer failed.
+            TransferError: UNKNOWN_TRANSFER, STALE_EPOCH, DIGEST_MISMATCH, or why the transfer
+                failed.
         """
         entry = self._find(transfer_id, epoch)
+        turn = entry.epoch
         if entry.machine.state in (SinkState.RESERVED, SinkState.LANDED):
-            entry.payload = payload
+            turn.payload, turn.digests = payload, digests
             self._renew(entry)
-        self._on(entry, SinkEvent.COMMIT)
-        return await asyncio.shield(entry.committed)
+        self._on(entry, SinkEvent.COMMIT, epoch)
+        nbytes: int = await asyncio.shield(turn.committed)
+        return nbytes
 
     def renew(self, transfer_id: bytes, epoch: int) -> None:
         """The source works on it though nothing moves yet (queued, computing).
@@ -172,51 +206,73 @@ class KVSink:
         entry = self._find(transfer_id, epoch)
         if entry.cause is not None:
             raise entry.cause
-        if entry.lease is not None:
-            entry.lease.renew()
+        self._renew(entry)
 
     def abort(self, transfer_id: bytes, epoch: int, reason: str) -> None:
-        """The source gives up; raises TransferError (UNKNOWN_TRANSFER, STALE_EPOCH)."""
+        """The source gives up: the blocks wait for another one, as long as the lease.
+
+        Raises:
+            TransferError: UNKNOWN_TRANSFER, STALE_EPOCH.
+        """
         error = TransferError(
             f"the prefill node gave up: {reason}",
             code="ABORTED",
             blame=Blame.PREFILL,
             retryable=True,
         )
-        self._fail(self._find(transfer_id, epoch), SinkEvent.ABORT, error)
+        self._fail(self._find(transfer_id, epoch), SinkEvent.ABORT, error, epoch)
 
-    async def cancel(self, transfer_id: bytes) -> bool:
-        """The client left. Returns True once the blocks are free; False when they are the
-        waiter's already, who must free them. Unknown transfers are free."""
-        entry = self._live.get(transfer_id) or self._finished.get(transfer_id)
-        if entry is None:
-            return True
-        self._fail(entry, SinkEvent.ABORT, Cancelled("the client left during the hand-off"))
-        await asyncio.wait([entry.arrival])
-        return entry.arrival.exception() is not None
+    async def retarget(self, transfer_id: bytes, epoch: int = 0) -> Ticket:
+        """Begins the next epoch and returns its ticket: what the source of the last one still
+        sends is refused. `epoch` is the one to replace; 0: whichever is current. Who asks last
+        gets the ticket.
+
+        Raises:
+            TransferError: UNKNOWN_TRANSFER, STALE_EPOCH, ALREADY_LANDED (there is no need), or
+                why the transfer failed.
+        """
+        entry = self._find(transfer_id, epoch or None)
+        if entry.machine.state is SinkState.READY:
+            raise TransferError("all KV has landed", code="ALREADY_LANDED")
+        if entry.machine.state in (SinkState.DRAINING, SinkState.FREED):
+            assert entry.cause is not None
+            raise entry.cause
+        superseded = _stale("another prefill node takes over")
+        entry.cause = entry.cause or superseded
+        if not entry.epoch.ticket.done():
+            entry.epoch.ticket.set_exception(superseded)
+        mine = entry.epoch.ticket = _future()
+        self._renew(entry)
+        self._on(entry, SinkEvent.RETARGET)
+        ticket: Ticket = await asyncio.shield(mine)
+        return ticket
+
+    # ---- what ranks report ------------------------------------------------------------------
 
     def on_event(self, rank: int, message: bytes) -> None:
         """A rank's connector reports; on the event loop."""
         event = decode_event(message)
         entry = self._live.get(event.transfer_id)
-        if entry is None or entry.ticket.epoch != event.epoch:
+        if entry is None or entry.machine.epoch != event.epoch:
             self.counts["late_event"] += 1
             return
         match event:
             case Failed():
-                self._fail(entry, SinkEvent.FAILED, failure(event))
+                self._fail(entry, SinkEvent.FAILED, failure(event), event.epoch)
             case Landed(_, _, nbytes):
                 self._rank_landed(entry, rank, nbytes)
         self._renew(entry)
 
+    def _rank_landed(self, entry: Reservation, rank: int, nbytes: int) -> None:
+        entry.epoch.landed[rank] = nbytes
+        if len(entry.epoch.landed) == len(self._ranks):
+            self._on(entry, SinkEvent.RANKS_LANDED)
+
+    # ---- inside -----------------------------------------------------------------------------
+
     def _renew(self, entry: Reservation) -> None:
         if entry.lease is not None:
             entry.lease.renew()
-
-    async def close(self) -> None:
-        """Cancels what is under way and waits until all blocks are handed back."""
-        await asyncio.gather(*(self.cancel(transfer_id) for transfer_id in list(self._live)))
-        await self._tasks.join()
 
     def _find(self, transfer_id: bytes, epoch: int | None = None) -> Reservation:
         entry = self._live.get(transfer_id) or self._finished.get(transfer_id)
@@ -226,33 +282,30 @@ class KVSink:
                 code="UNKNOWN_TRANSFER",
                 blame=Blame.PREFILL,
             )
-        if epoch is not None and epoch != entry.ticket.epoch:
-            raise TransferError(
-                f"epoch {epoch} is not the current {entry.ticket.epoch}",
-                code="STALE_EPOCH",
-                blame=Blame.PREFILL,
-            )
+        if epoch not in (None, entry.machine.epoch):
+            raise _stale(f"epoch {epoch} is not the current {entry.machine.epoch}")
         return entry
-
-    def _rank_landed(self, entry: Reservation, rank: int, nbytes: int) -> None:
-        entry.landed[rank] = nbytes
-        if len(entry.landed) == len(self._ranks):
-            self._on(entry, SinkEvent.RANKS_LANDED)
 
     def _lapse(self, entry: Reservation) -> None:
         error = TransferError(
             f"no KV arrived for {self._lease_s} s", code="LEASE_EXPIRED", retryable=True
         )
-        self._fail(entry, SinkEvent.LEASE_LAPSED, error)
+        self._fail(entry, SinkEvent.LEASE_LAPSED, entry.cause or error)
 
-    def _fail(self, entry: Reservation, event: SinkEvent, error: PdserveError) -> None:
-        actions = entry.machine.on(event)
+    def _fail(
+        self,
+        entry: Reservation,
+        event: SinkEvent,
+        error: PdserveError,
+        epoch: int | None = None,
+    ) -> None:
+        actions = entry.machine.on(event, epoch)
         if actions:  # else it is too late to matter: the first cause stays
             entry.cause = error
         self._run(entry, actions)
 
-    def _on(self, entry: Reservation, event: SinkEvent) -> None:
-        self._run(entry, entry.machine.on(event))
+    def _on(self, entry: Reservation, event: SinkEvent, epoch: int | None = None) -> None:
+        self._run(entry, entry.machine.on(event, epoch))
 
     def _run(self, entry: Reservation, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -260,13 +313,21 @@ class KVSink:
 
     def _do(self, entry: Reservation, action: Action) -> None:
         match action:
+            case Action.OPEN:
+                self._open(entry)
+            case Action.ISSUE_TICKET:
+                self._issue(entry)
+            case Action.VERIFY:
+                self._tasks.start(self._verify(entry, entry.machine.epoch))
             case Action.ACTIVATE:
                 self._activate(entry)
             case Action.REPLY_COMMIT:
-                entry.committed.set_result(sum(entry.landed.values()))
+                entry.epoch.committed.set_result(sum(entry.epoch.landed.values()))
             case Action.REJECT_COMMIT:
                 assert entry.cause is not None
-                entry.committed.set_exception(entry.cause)
+                self.counts[f"stopped/{entry.cause.code}"] += 1
+                entry.epoch.committed.set_exception(entry.cause)
+                self._renew(entry)  # another source has a whole lease to take over
             case Action.REPORT_FAILURE:
                 assert entry.cause is not None
                 self.counts[f"failed/{entry.cause.code}"] += 1
@@ -275,17 +336,60 @@ class KVSink:
             case Action.FREE:
                 self._free(entry)
 
+    def _open(self, entry: Reservation) -> None:
+        waiting = entry.epoch.ticket
+        entry.epoch = _Epoch()
+        entry.epoch.ticket = waiting if not waiting.done() else entry.epoch.ticket
+        entry.opening = self._tasks.start(self._accept(entry, entry.machine.epoch))
+
+    async def _accept(self, entry: Reservation, epoch: int) -> None:
+        ticket = entry.ticket
+        transfer = SinkTransfer(ticket.transfer_id, epoch, ticket.first_block, entry.block_ids)
+        try:
+            await call_ranks(self._call, dict.fromkeys(self._rank_ids, Accept(transfer)))
+        except PdserveError as error:
+            self._fail(entry, SinkEvent.FAILED, error, epoch)
+        else:
+            self._on(entry, SinkEvent.OPENED, epoch)
+
+    def _issue(self, entry: Reservation) -> None:
+        entry.ticket = replace(entry.ticket, epoch=entry.machine.epoch)
+        entry.cause = None
+        self._renew(entry)
+        entry.epoch.ticket.set_result(entry.ticket)
+
+    async def _verify(self, entry: Reservation, epoch: int) -> None:
+        """Every rank compares what it holds with what the source says it sent."""
+        try:
+            wrong = await self._differing(entry) if self._digests else []
+        except PdserveError as error:
+            self._fail(entry, SinkEvent.FAILED, error, epoch)
+            return
+        if wrong:
+            self._fail(entry, SinkEvent.MISMATCH, mismatch(wrong), epoch)
+        else:
+            self._on(entry, SinkEvent.VERIFIED, epoch)
+
+    async def _differing(self, entry: Reservation) -> list[RunDigest]:
+        transfer_id, digests = entry.ticket.transfer_id, entry.epoch.digests
+        commands = {
+            rank: Verify(transfer_id, tuple(each for each in digests if each.sink_rank == rank))
+            for rank in self._rank_ids
+        }
+        replies = await call_ranks(self._call, commands)
+        return [wrong for reply in replies for wrong in reply.digests]
+
     def _activate(self, entry: Reservation) -> None:
-        nbytes = sum(entry.landed.values())
+        nbytes = sum(entry.epoch.landed.values())
         self.counts["landed"] += 1
         self.counts["bytes"] += nbytes
         self._finish(entry)
-        entry.arrival.set_result(Arrival(entry.payload, nbytes))
+        entry.arrival.set_result(Arrival(entry.epoch.payload, nbytes))
         self._tasks.start(self._on_ranks(Release(entry.ticket.transfer_id)))
 
     async def _quiesce(self, entry: Reservation) -> None:
-        if entry.accepting is not None:  # or an accept could overtake the quiesce
-            await asyncio.wait([entry.accepting])
+        if entry.opening is not None:  # or an accept could overtake the quiesce
+            await asyncio.wait([entry.opening])
         await self._on_ranks(Quiesce(entry.ticket.transfer_id))
         self._on(entry, SinkEvent.QUIESCED)
 
@@ -298,11 +402,18 @@ class KVSink:
         self._finish(entry)
         entry.on_freed()
         entry.arrival.set_exception(entry.cause)
+        if not entry.epoch.ticket.done():
+            entry.epoch.ticket.set_exception(entry.cause)
 
     def _finish(self, entry: Reservation) -> None:
         if entry.lease is not None:
             entry.lease.end()
+        entry.epoch.digests = ()
         del self._live[entry.ticket.transfer_id]
         self._finished[entry.ticket.transfer_id] = entry
         while len(self._finished) > REMEMBERED:
             self._finished.popitem(last=False)
+
+
+def _stale(message: str) -> TransferError:
+    return TransferError(message, code="STALE_EPOCH", blame=Blame.PREFILL, retryable=True)

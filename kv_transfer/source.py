@@ -1,4 +1,5 @@
-"""The source's control half: plans, announces runs to its ranks, commits, keeps the lease.
+"""The source's control half: plans, announces runs to its ranks, commits, keeps the lease. When
+the sink says that digests are wrong, everything is sent once more under a new epoch.
 
     begin() ──▶ handoff.ready(run) … ──▶ handoff.commit() or abort()
     when either has returned or raised, no rank reads the blocks any more
@@ -17,9 +18,10 @@ from typing import Any, Protocol, TypeVar
 
 from common.core.errors import Blame, PdserveError, TransferError
 from kv_transfer.connector import BlockRun, Failed, SourceTransfer
+from kv_transfer.digest import RunDigest
 from kv_transfer.layout import Piece, Rect, plan
 from kv_transfer.lease import Lease
-from kv_transfer.protocol import SOURCE, Action, Machine, SourceEvent, SourceState
+from kv_transfer.protocol import Action, SourceEvent, SourceState, source_machine
 from kv_transfer.rank import (
     Call,
     Quiesce,
@@ -42,12 +44,15 @@ class SinkNode(Protocol):
     """The decode node behind a ticket. Calls raise PdserveError: TransferError when the sink
     refuses, others when it is out of reach."""
 
-    async def commit(self, ticket: Ticket, payload: Any) -> int:
+    async def commit(self, ticket: Ticket, payload: Any, digests: Sequence[RunDigest]) -> int:
         """Returns the bytes that landed, once the sequence is runnable there."""
 
     async def renew(self, ticket: Ticket) -> None: ...
 
     async def abort(self, ticket: Ticket, reason: str) -> None: ...
+
+    async def retarget(self, ticket: Ticket) -> Ticket:
+        """The ticket of a new epoch, in place of this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,30 +137,25 @@ class Handoff:
     """One transfer under way."""
 
     def __init__(self, source: KVSource, ticket: Ticket, pieces: Sequence[Piece]) -> None:
-        self.ticket = ticket
+        self.ticket = ticket  # of the present epoch
+        self.quiet = asyncio.Event()  # no rank reads the blocks any more
         self._source = source
-        self._machine = Machine(SOURCE, SourceState.SENDING, source.counts)
+        self._pieces = pieces
+        self._machine = source_machine(source.counts)
         self._lease = Lease(source.lease_s, self._lapse)
         self._cause: PdserveError | None = None
         self._nbytes = 0
         self._payload: Any = None
         self._started: float | None = None
         self._seconds = 0.0
-        self.quiet = asyncio.Event()  # no rank reads the blocks any more
-        self._committing: asyncio.Task[None] | None = None
+        self._runs: list[Ready] = []
+        self._digests: list[RunDigest] = []
         self._ranks = sorted({piece.source_rank for piece in pieces})
         self._commands: asyncio.Queue[dict[int, Submit | Ready]] = asyncio.Queue()
-        self._commands.put_nowait({rank: self._submit(rank, pieces) for rank in self._ranks})
+        self._submit()
         self._announcing = source.tasks.start(self._announce())
         self._renewing = source.tasks.start(self._keep_renewing())
-
-    def _submit(self, rank: int, pieces: Sequence[Piece]) -> Submit:
-        mine = tuple(
-            (piece, self.ticket.endpoints[piece.sink_rank].endpoint)
-            for piece in pieces
-            if piece.source_rank == rank
-        )
-        return Submit(SourceTransfer(self.ticket.transfer_id, self.ticket.epoch, mine))
+        self._asking: asyncio.Task[None] | None = None  # the commit, or the new epoch
 
     def ready(self, run: BlockRun, block_ids: Sequence[int], last: bool = False) -> None:
         """These blocks hold final KV: `block_ids` are this node's blocks for `run`. Runs come
@@ -163,12 +163,14 @@ class Handoff:
         on a hand-off that has failed."""
         self.renew()
         self._started = self._started or asyncio.get_running_loop().time()
-        skipped = min(run.count, max(0, self.ticket.first_block - run.first))
+        ticket = self.ticket
+        skipped = min(run.count, max(0, ticket.first_block - run.first))
         wanted = BlockRun(run.first + skipped, run.count - skipped)
         if not wanted.count and not last:
             return
-        command = Ready(self.ticket.transfer_id, wanted, tuple(block_ids)[skipped:], last)
-        self._commands.put_nowait(dict.fromkeys(self._ranks, command))
+        ids = tuple(block_ids)[skipped:]
+        self._runs.append(Ready(ticket.transfer_id, wanted, ids, last, ticket.digests))
+        self._commands.put_nowait(dict.fromkeys(self._ranks, self._runs[-1]))
 
     async def commit(self, payload: Any) -> HandoffResult:
         """The last run was announced: asks the sink to take over with `payload`. Returns when
@@ -237,9 +239,14 @@ class Handoff:
         counts, tasks = self._source.counts, self._source.tasks
         match action:
             case Action.SEND_COMMIT:
-                self._committing = tasks.start(self._send_commit())
+                self._asking = tasks.start(self._send_commit())
             case Action.SEND_ABORT:
                 tasks.start(self._send_abort())
+            case Action.REPULL:
+                counts["repulled"] += 1
+                self._asking = tasks.start(self._repull())
+            case Action.RESEND:
+                self._resend()
             case Action.REPORT_SUCCESS:
                 counts["sent"] += 1
                 counts["bytes"] += self._nbytes
@@ -251,13 +258,57 @@ class Handoff:
             case Action.FREE:
                 self._free()
 
+    # ---- talking to the ranks ---------------------------------------------------------------
+
+    def _submit(self) -> None:
+        self._commands.put_nowait({rank: Submit(self._share(rank)) for rank in self._ranks})
+
+    def _share(self, rank: int) -> SourceTransfer:
+        """What this rank sends, and where to."""
+        mine = tuple(
+            (piece, self.ticket.endpoints[piece.sink_rank].endpoint)
+            for piece in self._pieces
+            if piece.source_rank == rank
+        )
+        return SourceTransfer(self.ticket.transfer_id, self.ticket.epoch, mine)
+
     async def _announce(self) -> None:
-        """Passes commands to the ranks in order."""
-        while (commands := await self._commands.get()) and self._cause is None:
-            try:
-                await call_ranks(self._source.call, commands)
-            except PdserveError as error:
-                self.fail(SourceEvent.FAILED, error)
+        """Passes commands to the ranks in order; collects digests."""
+        while commands := await self._commands.get():
+            if self._cause is None:
+                await self._pass_on(commands)
+            self._commands.task_done()
+
+    async def _pass_on(self, commands: dict[int, Submit | Ready]) -> None:
+        try:
+            replies = await call_ranks(self._source.call, commands)
+        except PdserveError as error:
+            self.fail(SourceEvent.FAILED, error)
+        else:
+            self._digests += (digest for reply in replies for digest in reply.digests)
+
+    def _resend(self) -> None:
+        self._digests.clear()
+        self._submit()
+        for run in self._runs:
+            self._commands.put_nowait(dict.fromkeys(self._ranks, run))
+
+    async def _quiesce(self) -> None:
+        self._renewing.cancel()
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait([self._asking])
+        self._commands.put_nowait({})
+        await asyncio.wait([self._announcing])  # or a submit could overtake the quiesce
+        await self._quiet_ranks()
+        self._on(SourceEvent.QUIESCED)
+
+    async def _quiet_ranks(self) -> None:
+        command = Quiesce(self.ticket.transfer_id)
+        dead = await call_living(self._source.call, dict.fromkeys(self._ranks, command))
+        self._source.counts["dead_rank"] += dead
+
+    # ---- talking to the sink ----------------------------------------------------------------
 
     async def _keep_renewing(self) -> None:
         """While the prompt waits and computes, both leases hang on the sink's answers."""
@@ -273,10 +324,13 @@ class Handoff:
                 self.renew()
 
     async def _send_commit(self) -> None:
+        await self._commands.join()  # every digest is here
         try:
-            self._nbytes = await self._source.sink.commit(self.ticket, self._payload)
+            sink, digests = self._source.sink, tuple(self._digests)
+            self._nbytes = await sink.commit(self.ticket, self._payload, digests)
         except TransferError as error:
-            self.fail(SourceEvent.COMMIT_REFUSED, error)
+            wrong = error.code == "DIGEST_MISMATCH"
+            self._refused(SourceEvent.MISMATCH if wrong else SourceEvent.COMMIT_REFUSED, error)
         except PdserveError as error:
             self.fail(SourceEvent.FAILED, error)
         else:
@@ -284,19 +338,27 @@ class Handoff:
             self._seconds = now - (self._started or now)
             self._on(SourceEvent.COMMIT_ACKED)
 
+    def _refused(self, event: SourceEvent, error: TransferError) -> None:
+        actions = self._machine.on(event)
+        if Action.REPORT_FAILURE in actions:
+            self._cause = error
+        self._run(actions)
+
+    async def _repull(self) -> None:
+        logger.warning("transfer %s: wrong digests; sending again", self.ticket.transfer_id.hex())
+        await self._quiet_ranks()
+        try:
+            self.ticket = await self._source.sink.retarget(self.ticket)
+        except TransferError as error:
+            self.fail(SourceEvent.COMMIT_REFUSED, error)
+        except PdserveError as error:
+            self.fail(SourceEvent.FAILED, error)
+        else:
+            self.renew()
+            self._on(SourceEvent.RETARGETED)
+
     async def _send_abort(self) -> None:
         await self._source.sink.abort(self.ticket, str(self._cause))
-
-    async def _quiesce(self) -> None:
-        self._renewing.cancel()
-        self._commands.put_nowait({})
-        await asyncio.wait([self._announcing])  # or a submit could overtake the quiesce
-        if self._committing is not None:
-            self._committing.cancel()
-        command = Quiesce(self.ticket.transfer_id)
-        dead = await call_living(self._source.call, dict.fromkeys(self._ranks, command))
-        self._source.counts["dead_rank"] += dead
-        self._on(SourceEvent.QUIESCED)
 
     def _free(self) -> None:
         self._lease.end()

@@ -43,7 +43,8 @@ class RankEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Fields as in `cluster.proto`. Blocks `first_block … num_blocks-1` are wanted."""
+    """Fields as in `cluster.proto`. Blocks `first_block … num_blocks-1` are wanted. Tickets of
+    one transfer differ in the epoch alone."""
 
     transfer_id: bytes
     epoch: int
@@ -52,14 +53,15 @@ class Ticket:
     fingerprint: str
     connector: str
     block_size: int
-    num_prompt_tokens: int
+    num_tokens: int
     first_block: int
     endpoints: tuple[RankEndpoint, ...]
+    digests: bool
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the whole prompt."""
-        return -(-self.num_prompt_tokens // self.block_size)
+        """Blocks of all tokens."""
+        return -(-self.num_tokens // self.block_size)
 
     def to_proto(self) -> cluster_pb2.Ticket:
         return cluster_pb2.Ticket(
@@ -70,9 +72,10 @@ class Ticket:
             fingerprint=self.fingerprint,
             connector=self.connector,
             block_size=self.block_size,
-            num_prompt_tokens=self.num_prompt_tokens,
+            num_tokens=self.num_tokens,
             first_block=self.first_block,
             endpoints=[endpoint.to_proto() for endpoint in self.endpoints],
+            digests=self.digests,
         )
 
     @classmethod
@@ -86,9 +89,10 @@ class Ticket:
             fingerprint=message.fingerprint,
             connector=message.connector,
             block_size=message.block_size,
-            num_prompt_tokens=message.num_prompt_tokens,
+            num_tokens=message.num_tokens,
             first_block=message.first_block,
             endpoints=tuple(RankEndpoint.from_proto(each) for each in message.endpoints),
+            digests=message.digests,
         )
         ticket._check()
         return ticket
@@ -101,7 +105,7 @@ class Ticket:
             ),
             (not 0 < self.lease_s < float("inf"), f"a lease of {self.lease_s} s"),
             (self.block_size < 1, f"a block size of {self.block_size}"),
-            (self.num_prompt_tokens < 1, "no prompt tokens"),
+            (self.num_tokens < 1, "no tokens"),
             (not self.endpoints, "no endpoints"),
         ]
         for wrong, fault in faults:

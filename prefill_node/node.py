@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
 
 from common.core.errors import Blame
-from common.core.request import GenerateJob
+from common.core.request import GenerateJob, TokenEvent
 from common.engine.node import EngineNode
 from common.engine.worker import ExtensionConfig
 from common.rpc.pb import cluster_pb2 as pb
 from common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from common.rpc.status import from_rpc_error
+from kv_transfer.digest import RunDigest
 from kv_transfer.layout import Rect, fingerprint
 from kv_transfer.rank import FACTORY, rank_config
 from kv_transfer.source import KVSource
 from kv_transfer.ticket import Ticket
+from prefill_node.peers import DecodePeers, why_unreachable
 from prefill_node.service import PrefillService
 from prefill_node.session import PrefillSession
 
@@ -25,6 +28,7 @@ class PrefillNode(EngineNode[PrefillSession]):
     role = pb.ROLE_PREFILL
     blame = Blame.PREFILL
     source: KVSource
+    peers: DecodePeers
 
     def fingerprint(self) -> str:
         return fingerprint(self.kv_identity())
@@ -33,7 +37,12 @@ class PrefillNode(EngineNode[PrefillSession]):
         config = rank_config(self.config.transfer, self.fingerprint(), source=True)
         return ExtensionConfig(FACTORY, config)
 
+    def ailment(self) -> str:
+        return super().ailment() or self.peers.ailment()
+
     def add_services(self) -> None:
+        self.peers, channel = DecodePeers(), self.server.channels.get
+        self.spawn(self.peers.watch(lambda address: why_unreachable(channel(address))))
         executor, caches = self.ranks.executor, [rank.cache for rank in self.ranks.ready]
         self.source = KVSource(
             [Rect(c.layer_start, c.layer_end, c.head_start, c.head_end) for c in caches],
@@ -42,46 +51,66 @@ class PrefillNode(EngineNode[PrefillSession]):
             block_size=self.config.engine.cache.block_size,
             lease_s=self.config.transfer.kv_lease,
             call=executor.call,
-            sink=DecodePeer(self.server.channels.get),
+            sink=DecodePeer(channel, self.peers),
         )
+        self.metrics.transfer_events.follow(lambda: self.source.counts)
         executor.on_event(self.source.on_event)
         self.server.add("Prefill", pb_grpc.add_PrefillServicer_to_server, PrefillService(self))
 
     async def close_transfers(self) -> None:
         await self.source.close()
 
-    def open(self, job: GenerateJob, ticket: Ticket) -> PrefillSession:
+    def open(
+        self, job: GenerateJob, ticket: Ticket, known_token: TokenEvent | None
+    ) -> PrefillSession:
         """A session for a router's job; the caller closes it with `close`."""
-        return self.admit(job, lambda: PrefillSession(self, job, ticket))
+        return self.admit(job, lambda: PrefillSession(self, job, ticket, known_token))
 
 
 class DecodePeer:
     """The decode node behind a ticket, over gRPC. Failures are typed errors."""
 
-    def __init__(self, channel: Any) -> None:
+    def __init__(self, channel: Any, peers: DecodePeers) -> None:
         self._channel = channel
+        self._peers = peers
 
-    async def commit(self, ticket: Ticket, first_token: Any) -> int:
-        """Returns the bytes that landed, once the sequence is runnable there."""
+    async def commit(self, ticket: Ticket, first_token: Any, digests: Sequence[RunDigest]) -> int:
+        """Returns the bytes that landed, once the sequence is runnable there. Has no deadline of
+        its own: it lasts as long as the transfer makes progress."""
         request = pb.CommitRequest(
-            transfer_id=ticket.transfer_id, epoch=ticket.epoch, first_token=first_token
+            transfer_id=ticket.transfer_id,
+            epoch=ticket.epoch,
+            first_token=first_token,
+            digests=[digest.to_proto() for digest in digests],
         )
-        response = await self._call("Commit", ticket, request)
+        response = await self._call("Commit", ticket, request, timeout=None)
         nbytes: int = response.bytes
         return nbytes
 
     async def renew(self, ticket: Ticket) -> None:
-        await self._call(
-            "Renew", ticket, pb.RenewRequest(transfer_id=ticket.transfer_id, epoch=ticket.epoch)
-        )
+        request = pb.RenewRequest(transfer_id=ticket.transfer_id, epoch=ticket.epoch)
+        await self._call("Renew", ticket, request, ticket.lease_s)
 
     async def abort(self, ticket: Ticket, reason: str) -> None:
         request = pb.AbortRequest(transfer_id=ticket.transfer_id, epoch=ticket.epoch, reason=reason)
-        await self._call("Abort", ticket, request)
+        await self._call("Abort", ticket, request, ticket.lease_s)
 
-    async def _call(self, method: str, ticket: Ticket, request: Any) -> Any:
+    async def retarget(self, ticket: Ticket) -> Ticket:
+        """The ticket of a new epoch, in place of this one."""
+        request = pb.RetargetRequest(transfer_id=ticket.transfer_id, epoch=ticket.epoch)
+        response = await self._call("Retarget", ticket, request, ticket.lease_s)
+        return Ticket.from_proto(response.ticket)
+
+    async def _call(
+        self, method: str, ticket: Ticket, request: Any, timeout: float | None
+    ) -> Any:
         stub = pb_grpc.KVTransferStub(self._channel(ticket.address))
         try:
-            return await getattr(stub, method)(request, timeout=ticket.lease_s)
+            response = await getattr(stub, method)(request, timeout=timeout)
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, Blame.DECODE) from None
+            failure = from_rpc_error(error, Blame.DECODE)
+            lost = failure.code == "PEER_LOST"
+            self._peers.used(ticket.address, lost=failure.message if lost else "")
+            raise failure from None
+        self._peers.used(ticket.address)
+        return response

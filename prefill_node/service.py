@@ -24,7 +24,9 @@ class PrefillService(pb_grpc.PrefillServicer):
     ) -> AsyncIterator[pb.PrefillEvent]:
         async with serving(context):
             job, ticket = convert.job_from_pb(request.job), Ticket.from_proto(request.ticket)
-            session = self._host.open(job, ticket)
+            known = request.HasField("first_token")
+            token = convert.event_from_pb(request.first_token) if known else None
+            session = self._host.open(job, ticket, token)
             try:
                 async with aclosing(session.events()) as events:
                     async for event in events:

@@ -36,7 +36,9 @@ class SessionHost(Protocol):
     source: KVSource
     metrics: NodeMetrics
 
-    def open(self, job: GenerateJob, ticket: Ticket) -> PrefillSession:
+    def open(
+        self, job: GenerateJob, ticket: Ticket, known_token: TokenEvent | None
+    ) -> PrefillSession:
         """A session for a router's job; raises Unavailable, InvalidRequest."""
 
     def close(self, session: PrefillSession) -> None:
@@ -47,13 +49,24 @@ class SessionHost(Protocol):
 
 
 class PrefillSession:
-    """Whoever makes a session must `close` it, whatever happened: that frees everything."""
+    """Whoever makes a session must `close` it, whatever happened: that frees everything.
 
-    def __init__(self, host: SessionHost, job: GenerateJob, ticket: Ticket) -> None:
+    `known_token` is what a node that failed has sampled and the client has seen: it stands.
+    """
+
+    def __init__(
+        self,
+        host: SessionHost,
+        job: GenerateJob,
+        ticket: Ticket,
+        known_token: TokenEvent | None = None,
+    ) -> None:
         self._host = host
         self._job = job
         self._ticket = ticket
-        self._sequence = host.engine.new_sequence(job)
+        self._sequence = host.engine.new_sequence(job, job.choices[0])
+        self._num_tokens = self._sequence.num_tokens  # whose KV is handed over
+        self._known_token = known_token
         self._first_token: asyncio.Future[TokenEvent] = asyncio.get_running_loop().create_future()
         self._handoff: Handoff | None = None
         self._next_block = ticket.first_block  # the first one not yet sent
@@ -70,7 +83,7 @@ class PrefillSession:
             self._host.engine.add(self._sequence)
             event = await self._handoff.watch(self._first_token)
             yield pb.PrefillEvent(first_token=self._describe(event))
-            if event.finish_reason is not None and self._job.num_choices == 1:
+            if event.finish_reason is not None and len(self._job.choices) == 1:
                 return  # nobody will decode: `close` ends the hand-off
             result = await self._handoff.commit(convert.event_to_pb(event))
         self._host.metrics.observe_transfer(num_bytes=result.nbytes, seconds=result.seconds)
@@ -98,14 +111,13 @@ class PrefillSession:
         if not finish:
             self._host.engine.scheduler.hold(sequence)
         if not self._first_token.done():
-            self._first_token.set_result(
-                TokenEvent(
-                    choice=0,
-                    tokens=(token,),
-                    finish_reason=finish.reason if finish else None,
-                    stop_token_id=finish.stop_token_id if finish else None,
-                )
+            event = TokenEvent(
+                choice=sequence.choice,
+                tokens=(token,),
+                finish_reason=finish.reason if finish else None,
+                stop_token_id=finish.stop_token_id if finish else None,
             )
+            self._first_token.set_result(self._known_token or event)
 
     def fail(self, error: PdserveError) -> None:
         """The node cannot go on."""
@@ -119,11 +131,9 @@ class PrefillSession:
         full ones, at its end all."""
         assert self._handoff is not None
         sequence, pool = self._sequence, self._host.engine.scheduler.pool
-        last = sequence.num_computed >= sequence.num_prompt_tokens
+        last = sequence.num_computed >= self._num_tokens
         end = (
-            pool.blocks_for(sequence.num_prompt_tokens)
-            if last
-            else sequence.num_computed // pool.block_size
+            pool.blocks_for(self._num_tokens) if last else sequence.num_computed // pool.block_size
         )
         count = max(0, end - self._next_block)
         if count or last:
@@ -135,7 +145,7 @@ class PrefillSession:
     def _describe(self, event: TokenEvent) -> pb.FirstToken:
         return pb.FirstToken(
             token=convert.event_to_pb(event),
-            cached_tokens=self._sequence.num_cached,
+            cached_tokens=self._sequence.num_cached or 0,
             queue_s=self._admitted - self._arrived,
             compute_s=monotonic() - self._admitted,
         )

@@ -6,7 +6,7 @@ import asyncio
 import mmap
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +30,7 @@ from kv_transfer.connector import (
     SinkTransfer,
     SourceTransfer,
 )
+from kv_transfer.digest import RunDigest
 from kv_transfer.layout import Rect, rank_rects
 from kv_transfer.rank import RankConfig, TransferRank, build_rank
 from kv_transfer.sink import KVSink
@@ -184,9 +185,9 @@ class FakeSinkNode:
         if self.cut_off:
             raise NodeError("the link is cut", code="PEER_LOST")
 
-    async def commit(self, ticket: Ticket, payload: Any) -> int:
+    async def commit(self, ticket: Ticket, payload: Any, digests: Sequence[RunDigest]) -> int:
         self._check()
-        return await self._sink.commit(ticket.transfer_id, ticket.epoch, payload)
+        return await self._sink.commit(ticket.transfer_id, ticket.epoch, payload, digests)
 
     async def renew(self, ticket: Ticket) -> None:
         self._check()
@@ -195,6 +196,10 @@ class FakeSinkNode:
     async def abort(self, ticket: Ticket, reason: str) -> None:
         self._check()
         self._sink.abort(ticket.transfer_id, ticket.epoch, reason)
+
+    async def retarget(self, ticket: Ticket) -> Ticket:
+        self._check()
+        return await self._sink.retarget(ticket.transfer_id, ticket.epoch)
 
 
 def make_pair(
@@ -205,6 +210,7 @@ def make_pair(
     lease_s: float = 5.0,
     geometry: Geometry | None = None,
     faults: Mapping[str, Any] | None = None,
+    digests: bool = True,
 ) -> Pair:
     network = FakeNetwork(dict(faults)) if faults is not None else None
     source_node = FakeNode(connector, source_tp, source=True, geometry=geometry, network=network)
@@ -220,6 +226,7 @@ def make_pair(
         address="test:0",
         lease_s=lease_s,
         call=sink_node.call,
+        digests=digests,
     )
 
     peer = FakeSinkNode(sink)

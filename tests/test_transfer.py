@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -17,12 +18,14 @@ from kv_fakes import FINGERPRINT, Geometry, Pair, make_pair
 from kv_transfer.connector import BlockRun
 from kv_transfer.layout import Rect
 from kv_transfer.lease import Lease
+from kv_transfer.rank import Command, Verify
 from kv_transfer.source import Handoff
 from kv_transfer.ticket import RankEndpoint, Ticket
 
 FAKE = "kv_fakes:FakeConnector"
 SOURCE_IDS, SINK_IDS = (9, 3, 4, 5, 12), (2, 3, 11, 0, 7)
 TOKENS = 18  # five blocks of four
+decode = msgspec.msgpack.Decoder(Command).decode
 
 
 @asynccontextmanager
@@ -114,7 +117,7 @@ async def test_concurrent_transfers_share_connections(connector: str) -> None:
 
 
 async def test_commit_may_come_before_the_data_and_is_idempotent() -> None:
-    async with pair(FAKE, faults={"delay": 0.1}) as made:
+    async with pair(FAKE, faults={"delay": 0.1}, digests=False) as made:
         ticket, handoff = await start(made)
         announce(handoff)
         early = asyncio.create_task(made.sink.commit(ticket.transfer_id, ticket.epoch, "early"))
@@ -171,7 +174,7 @@ async def test_progress_renews_the_lease() -> None:
 
 
 async def test_a_failed_rank_fails_both_sides() -> None:
-    async with pair(FAKE, 2, 1, faults={"fail_after": 1}) as made:
+    async with pair(FAKE, 2, 1, faults={"fail_after": 1}, lease_s=0.4) as made:
         ticket, handoff = await start(made)
         announce(handoff)
         with pytest.raises(TransferError, match="PEER_LOST"):
@@ -237,7 +240,7 @@ async def test_a_waiting_source_learns_that_the_sink_is_done_with_it() -> None:
 
 
 async def test_the_source_aborts() -> None:
-    async with pair("tcp") as made:
+    async with pair("tcp", lease_s=0.4) as made:
         ticket, handoff = await start(made)
         handoff.ready(BlockRun(0, 2), SOURCE_IDS[:2])
         await handoff.abort("out of blocks")
@@ -284,14 +287,14 @@ async def test_a_ticket_that_does_not_fit(change: dict[str, Any], code: str, say
 
 async def test_ticket_survives_the_wire_and_is_checked() -> None:
     endpoint = RankEndpoint(0, Rect(0, 3, 0, 2), b"\x00\xff")
-    ticket = Ticket(b"t" * 16, 3, 1.5, "h:1", "f", "tcp", 4, 18, 2, (endpoint,))
+    ticket = Ticket(b"t" * 16, 3, 1.5, "h:1", "f", "tcp", 4, 18, 2, (endpoint,), True)
     assert Ticket.from_proto(ticket.to_proto()) == ticket
     assert ticket.num_blocks == 5
     faults: list[tuple[dict[str, Any], str]] = [
         ({"transfer_id": b"short"}, "BAD_FRAME"),
         ({"lease_s": float("nan")}, "BAD_FRAME"),
         ({"block_size": 0}, "BAD_FRAME"),
-        ({"num_prompt_tokens": 0}, "BAD_FRAME"),
+        ({"num_tokens": 0}, "BAD_FRAME"),
         ({"first_block": 6}, "BAD_FRAME"),
         ({"endpoints": ()}, "BAD_FRAME"),
         ({"endpoints": (replace(endpoint, rank=1),)}, "BAD_FRAME"),
@@ -319,3 +322,117 @@ async def test_lease_lapses_once_and_only_without_renewal() -> None:
     ended.end()
     await asyncio.sleep(0.03)
     assert len(lapses) == 1
+
+
+# ---- digests and epochs ----
+
+
+@pytest.mark.parametrize("connector", ["tcp", "shm", FAKE])
+async def test_wrong_data_is_sent_once_more_and_then_refused(connector: str) -> None:
+    async with pair(connector, 1, 2, faults={} if connector == FAKE else None) as made:
+        full = made.source_node.fill_random()
+        ticket, handoff = await start(made)
+        spoil = Spoiler(made, times=1)
+        announce(handoff)
+        result = await handoff.commit("token")
+        assert result.nbytes > 0
+        assert_landed(made, full)
+        assert (made.source.counts["repulled"], spoil.spoiled) == (1, 1)
+        assert made.sink.counts["stopped/DIGEST_MISMATCH"] == 1
+
+        ticket, handoff = await start(made)
+        spoil = Spoiler(made, times=2)
+        announce(handoff)
+        with pytest.raises(TransferError, match="DIGEST_MISMATCH"):
+            await handoff.commit("token")
+        assert spoil.spoiled == 2
+        await made.sink.cancel(ticket.transfer_id)
+        assert made.freed.count("sink") == 1
+
+
+class Spoiler:
+    """Flips a bit of the sink's blocks before ranks verify them."""
+
+    def __init__(self, made: Pair, times: int) -> None:
+        self.spoiled = 0
+        self._call = made.sink._call
+        self._times = times
+        self._cache = made.sink_node.caches[0]
+        made.sink._call = self.call  # type: ignore[method-assign]
+
+    async def call(self, rank: int, message: bytes) -> bytes:
+        if rank == 0 and self.spoiled < self._times and isinstance(decode(message), Verify):
+            self.spoiled += 1
+            self._cache[1, 0, SINK_IDS[2]].view(torch.uint8).reshape(-1)[5] ^= 4
+        return await self._call(rank, message)
+
+
+@pytest.mark.parametrize("state", ["reserved", "sending", "aborted"])
+async def test_another_source_takes_over(state: str) -> None:
+    async with pair("tcp", 2, 1) as made:
+        full = made.source_node.fill_random()
+        ticket, first = await start(made)
+        if state != "reserved":
+            first.ready(BlockRun(0, 2), SOURCE_IDS[:2])
+        if state == "aborted":
+            await first.abort("it crashed")
+        second = await made.sink.retarget(ticket.transfer_id)
+        assert second.epoch == ticket.epoch + 1
+        with pytest.raises(TransferError, match="STALE_EPOCH"):
+            await made.sink.commit(ticket.transfer_id, ticket.epoch, "old")
+        await first.abort("late")
+        handoff = made.begin(second)
+        announce(handoff)
+        await handoff.commit("new")
+        assert (await made.sink.wait(ticket.transfer_id)).first_token == "new"
+        assert_landed(made, full)
+        with pytest.raises(TransferError, match="ALREADY_LANDED"):
+            await made.sink.retarget(ticket.transfer_id)
+
+
+async def test_who_asks_last_gets_the_ticket() -> None:
+    async with pair("tcp") as made:
+        ticket, handoff = await start(made)
+        asked = [asyncio.create_task(made.sink.retarget(ticket.transfer_id)) for _ in range(3)]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        assert [getattr(answer, "code", "ticket") for answer in answers] == [
+            "STALE_EPOCH", "STALE_EPOCH", "ticket",
+        ]  # fmt: skip
+        await made.sink.cancel(ticket.transfer_id)
+        with pytest.raises(Cancelled):
+            await made.sink.retarget(ticket.transfer_id)
+        await handoff.abort("over")
+        assert made.freed == ["sink", "source"]
+
+
+async def test_suspended_blocks_are_freed_with_the_lease() -> None:
+    async with pair("tcp", lease_s=0.3) as made:
+        ticket, handoff = await start(made)
+        await handoff.abort("gone")
+        with pytest.raises(TransferError, match="gone"):
+            await made.sink.wait(ticket.transfer_id)
+        assert made.freed == ["sink", "source"]
+
+
+@pytest.mark.parametrize(
+    "digests",
+    [
+        lambda right: right[1:],
+        lambda right: [*right, right[0]],
+        lambda right: [replace(right[0], rect=Rect(0, 2, 0, 2)), *right[1:]],
+        lambda right: [replace(right[0], rect=Rect(0, 9, 0, 2)), *right[1:]],
+    ],
+)
+async def test_digests_must_cover_every_block_once(digests: Any) -> None:
+    async with pair("tcp") as made:
+        ticket, handoff = await start(made)
+        commit = made.peer.commit
+
+        async def lie(ticket: Ticket, payload: Any, right: Any) -> int:
+            return await commit(ticket, payload, digests(list(right)))
+
+        made.peer.commit = lie  # type: ignore[method-assign]
+        announce(handoff)
+        with pytest.raises(TransferError, match="BAD_FRAME"):
+            await handoff.commit(0)
+        await made.sink.cancel(ticket.transfer_id)

@@ -14,14 +14,28 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """One continuation of a prompt. It samples with seed + `index`, wherever it runs, so another
+    node goes on after `output_token_ids` as if nothing had happened."""
+
+    index: int = 0
+    output_token_ids: tuple[int, ...] = ()  # generated before, by nodes that failed
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateJob:
-    """One sequence to generate. `n` choices of a request are `n` jobs to the client but one
-    job here: see `num_choices`."""
+    """Choices of one request that go on together. All share one prefill and one transfer: of
+    the first choice's tokens."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
-    num_choices: int = 1  # choice i samples with seed + i; all share one prefill and transfer
+    choices: tuple[Choice, ...] = (Choice(),)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """What is prefilled: the prompt and what the first choice has generated before."""
+        return self.prompt_token_ids + self.choices[0].output_token_ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,13 @@ from typing import Protocol
 
 import msgspec
 
-from common.core.request import GenerateJob
+from common.core.request import Choice, GenerateJob
 from common.core.sampling import SampledToken
 from common.distributed.executor import Executor
 from common.engine.messages import StepBatch, StepOutput
 from common.engine.scheduler import Scheduler
 from common.engine.sequence import Finish, Sequence, Status, check_finish
+from common.engine.watchdog import Work
 
 logger = logging.getLogger(__name__)
 
@@ -52,18 +53,21 @@ class EngineCore:
         self._listener = listener
         self._max_model_len = max_model_len
         self._in_flight: dict[int, Sequence] = {}
+        self._last_step = 0
         self._step_done: asyncio.Event = asyncio.Event()
         self._work: asyncio.Event = asyncio.Event()
         self._seq_ids = itertools.count()
 
-    def new_sequence(self, job: GenerateJob, *, choice: int = 0, remote: bool = False) -> Sequence:
+    def new_sequence(
+        self, job: GenerateJob, choice: Choice, *, remote: bool = False
+    ) -> Sequence:
         """A sequence of this engine, not yet added."""
         return Sequence(
             seq_id=next(self._seq_ids),
             sampling=job.sampling,
-            token_ids=list(job.prompt_token_ids),
+            token_ids=[*job.prompt_token_ids, *choice.output_token_ids],
             num_prompt_tokens=len(job.prompt_token_ids),
-            choice=choice,
+            choice=choice.index,
             remote=remote,
         )
 
@@ -94,6 +98,21 @@ class EngineCore:
         self.scheduler.release(sequence)
         self._work.set()
 
+    def work(self) -> Work:
+        """How far the engine is, for its watchdog."""
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        head = scheduler.waiting[0].num_tokens if scheduler.waiting else 0
+        return Work(
+            step=self._last_step,
+            computing=bool(self._in_flight),
+            admitted=scheduler.num_admitted,
+            freed=scheduler.num_freed,
+            waiting=len(scheduler.waiting),
+            needed_blocks=pool.blocks_for(head),
+            free_blocks=pool.num_free,
+            total_blocks=pool.num_blocks,
+        )
+
     async def run(self) -> None:
         """Runs until cancelled.
 
@@ -114,6 +133,7 @@ class EngineCore:
             self._apply(batch, sequences, await self._step(batch))
 
     async def _step(self, batch: StepBatch) -> StepOutput:
+        self._last_step = batch.step
         self._step_done = asyncio.Event()
         try:
             answer = await self._executor.step(msgspec.msgpack.encode(batch))

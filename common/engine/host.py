@@ -65,13 +65,14 @@ class ModelFacts:
 
     def check(self, job: GenerateJob) -> None:
         """Raises InvalidRequest for a job this model cannot do; a router should have known."""
-        if max(job.prompt_token_ids) >= self.spec.vocab_size:
+        outputs = [choice.output_token_ids for choice in job.choices]
+        largest = max(map(max, filter(None, (job.prompt_token_ids, *outputs))))
+        if largest >= self.spec.vocab_size:
             raise InvalidRequest(
-                f"token id {max(job.prompt_token_ids)} is outside the vocabulary of "
-                f"{self.spec.vocab_size}",
+                f"token id {largest} is outside the vocabulary of {self.spec.vocab_size}",
                 param="prompt",
             )
-        if len(job.prompt_token_ids) >= self.max_model_len:
+        if len(job.prompt_token_ids) + max(map(len, outputs)) >= self.max_model_len:
             raise InvalidRequest(
                 f"the prompt has {len(job.prompt_token_ids)} tokens; this node's maximum context "
                 f"length is {self.max_model_len} tokens, prompt and completion together",

@@ -39,7 +39,9 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.remote: set[Sequence] = set()
-        # Totals since start, for the metrics.
+        # Totals since start, for the watchdog and the metrics.
+        self.num_admitted = 0
+        self.num_freed = 0  # blocks given back by sequences that are over
         self.num_preemptions = 0
         self.prompt_tokens = 0  # computed here, recomputation after a preemption included
         self.generation_tokens = 0  # sampled here
@@ -84,6 +86,7 @@ class Scheduler:
         if sequence.status is Status.DONE:
             return
         self.hold(sequence)
+        self.num_freed += len(sequence.block_table)
         self.pool.free(sequence.block_table)
         sequence.block_table = []
         sequence.status = Status.DONE
@@ -147,6 +150,7 @@ class Scheduler:
         return True
 
     def _enter(self, sequence: Sequence) -> None:
+        self.num_admitted += 1
         if sequence.remote:
             sequence.status = Status.REMOTE
             self.remote.add(sequence)
@@ -155,9 +159,9 @@ class Scheduler:
             self.running.append(sequence)
 
     def _count_cache(self, sequence: Sequence) -> None:
-        if sequence.num_output_tokens == 0:
+        if sequence.num_cached is None:
             sequence.num_cached = sequence.num_computed
-            self.cache_queries += sequence.num_prompt_tokens
+            self.cache_queries += sequence.num_tokens
             self.cache_hits += sequence.num_cached
 
     def _decodes(self) -> Iterator[Sequence]:

@@ -33,7 +33,7 @@ class Sequence:
     remote: bool = False  # its KV comes from another node
     status: Status = Status.NEW
     num_computed: int = 0
-    num_cached: int = 0  # prompt tokens found in the prefix cache at admission
+    num_cached: int | None = None  # tokens found in the prefix cache at the first admission
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[BlockHash] = field(default_factory=list)
     cancelled: bool = False

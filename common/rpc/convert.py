@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.core.errors import InvalidRequest
-from common.core.request import FinishReason, GenerateJob, Timeline, TokenEvent
+from common.core.request import Choice, FinishReason, GenerateJob, Timeline, TokenEvent
 from common.core.sampling import SampledToken, SamplingParams, TokenLogprobs
 from common.rpc.pb import cluster_pb2 as cluster
 from common.rpc.pb import inference_pb2 as inference
@@ -60,18 +60,24 @@ def job_to_pb(job: GenerateJob) -> cluster.Job:
         request_id=job.request_id,
         prompt_token_ids=job.prompt_token_ids,
         sampling=sampling_to_pb(job.sampling),
-        num_choices=job.num_choices,
+        choices=[
+            cluster.Choice(index=choice.index, output_token_ids=choice.output_token_ids)
+            for choice in job.choices
+        ],
     )
 
 
 def job_from_pb(message: cluster.Job) -> GenerateJob:
-    if not message.prompt_token_ids:
-        raise InvalidRequest("the prompt has no tokens", param="prompt")
+    """Raises InvalidRequest when there is no prompt or no choice."""
+    if not message.prompt_token_ids or not message.choices:
+        raise InvalidRequest("the job has no prompt or no choice", param="prompt")
     return GenerateJob(
         request_id=message.request_id,
         prompt_token_ids=tuple(message.prompt_token_ids),
         sampling=sampling_from_pb(message.sampling),
-        num_choices=max(1, message.num_choices),
+        choices=tuple(
+            Choice(choice.index, tuple(choice.output_token_ids)) for choice in message.choices
+        ),
     )
 
 

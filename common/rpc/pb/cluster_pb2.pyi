@@ -111,19 +111,27 @@ class DeregisterResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "sampling", "num_choices")
+    __slots__ = ("request_id", "prompt_token_ids", "sampling", "choices")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
-    NUM_CHOICES_FIELD_NUMBER: _ClassVar[int]
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _inference_pb2.SamplingParams
-    num_choices: int
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., num_choices: _Optional[int] = ...) -> None: ...
+    choices: _containers.RepeatedCompositeFieldContainer[Choice]
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[Choice, _Mapping]]] = ...) -> None: ...
+
+class Choice(_message.Message):
+    __slots__ = ("index", "output_token_ids")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    output_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, index: _Optional[int] = ..., output_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Ticket(_message.Message):
-    __slots__ = ("transfer_id", "epoch", "lease_s", "address", "fingerprint", "connector", "block_size", "num_prompt_tokens", "first_block", "endpoints")
+    __slots__ = ("transfer_id", "epoch", "lease_s", "address", "fingerprint", "connector", "block_size", "num_tokens", "first_block", "endpoints", "digests")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
@@ -131,9 +139,10 @@ class Ticket(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     CONNECTOR_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
-    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
     transfer_id: bytes
     epoch: int
     lease_s: float
@@ -141,10 +150,11 @@ class Ticket(_message.Message):
     fingerprint: str
     connector: str
     block_size: int
-    num_prompt_tokens: int
+    num_tokens: int
     first_block: int
     endpoints: _containers.RepeatedCompositeFieldContainer[RankEndpoint]
-    def __init__(self, transfer_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., lease_s: _Optional[float] = ..., address: _Optional[str] = ..., fingerprint: _Optional[str] = ..., connector: _Optional[str] = ..., block_size: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., first_block: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[RankEndpoint, _Mapping]]] = ...) -> None: ...
+    digests: bool
+    def __init__(self, transfer_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., lease_s: _Optional[float] = ..., address: _Optional[str] = ..., fingerprint: _Optional[str] = ..., connector: _Optional[str] = ..., block_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., first_block: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[RankEndpoint, _Mapping]]] = ..., digests: _Optional[bool] = ...) -> None: ...
 
 class RankEndpoint(_message.Message):
     __slots__ = ("rank", "layer_start", "layer_end", "head_start", "head_end", "endpoint")
@@ -163,12 +173,14 @@ class RankEndpoint(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., head_start: _Optional[int] = ..., head_end: _Optional[int] = ..., endpoint: _Optional[bytes] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("job", "ticket")
+    __slots__ = ("job", "ticket", "first_token")
     JOB_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     job: Job
     ticket: Ticket
-    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ...) -> None: ...
+    first_token: TokenEvent
+    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., first_token: _Optional[_Union[TokenEvent, _Mapping]] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
     __slots__ = ("first_token", "handed_off")
@@ -217,12 +229,14 @@ class DecodeEvent(_message.Message):
     def __init__(self, reserved: _Optional[_Union[Ticket, _Mapping]] = ..., tokens: _Optional[_Union[TokenEvent, _Mapping]] = ..., landed: _Optional[_Union[Landed, _Mapping]] = ...) -> None: ...
 
 class Landed(_message.Message):
-    __slots__ = ("bytes", "cached_tokens")
+    __slots__ = ("bytes", "cached_tokens", "first_token")
     BYTES_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     bytes: int
     cached_tokens: int
-    def __init__(self, bytes: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    first_token: TokenEvent
+    def __init__(self, bytes: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., first_token: _Optional[_Union[TokenEvent, _Mapping]] = ...) -> None: ...
 
 class TokenEvent(_message.Message):
     __slots__ = ("choice", "tokens", "finish_reason", "stop_token_id")
@@ -237,14 +251,36 @@ class TokenEvent(_message.Message):
     def __init__(self, choice: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[_inference_pb2.Token, _Mapping]]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("transfer_id", "epoch", "first_token")
+    __slots__ = ("transfer_id", "epoch", "first_token", "digests")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
     transfer_id: bytes
     epoch: int
     first_token: TokenEvent
-    def __init__(self, transfer_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., first_token: _Optional[_Union[TokenEvent, _Mapping]] = ...) -> None: ...
+    digests: _containers.RepeatedCompositeFieldContainer[RunDigest]
+    def __init__(self, transfer_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., first_token: _Optional[_Union[TokenEvent, _Mapping]] = ..., digests: _Optional[_Iterable[_Union[RunDigest, _Mapping]]] = ...) -> None: ...
+
+class RunDigest(_message.Message):
+    __slots__ = ("sink_rank", "layer_start", "layer_end", "head_start", "head_end", "first_block", "num_blocks", "digest")
+    SINK_RANK_FIELD_NUMBER: _ClassVar[int]
+    LAYER_START_FIELD_NUMBER: _ClassVar[int]
+    LAYER_END_FIELD_NUMBER: _ClassVar[int]
+    HEAD_START_FIELD_NUMBER: _ClassVar[int]
+    HEAD_END_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    sink_rank: int
+    layer_start: int
+    layer_end: int
+    head_start: int
+    head_end: int
+    first_block: int
+    num_blocks: int
+    digest: bytes
+    def __init__(self, sink_rank: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., head_start: _Optional[int] = ..., head_end: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class CommitResponse(_message.Message):
     __slots__ = ("bytes",)
@@ -277,3 +313,17 @@ class AbortRequest(_message.Message):
 class AbortResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class RetargetRequest(_message.Message):
+    __slots__ = ("transfer_id", "epoch")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: bytes
+    epoch: int
+    def __init__(self, transfer_id: _Optional[bytes] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class RetargetResponse(_message.Message):
+    __slots__ = ("ticket",)
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    ticket: Ticket
+    def __init__(self, ticket: _Optional[_Union[Ticket, _Mapping]] = ...) -> None: ...

@@ -365,6 +365,11 @@ class KVTransferStub:
                 request_serializer=cluster__pb2.AbortRequest.SerializeToString,
                 response_deserializer=cluster__pb2.AbortResponse.FromString,
                 _registered_method=True)
+        self.Retarget = channel.unary_unary(
+                '/pdserve.v1.KVTransfer/Retarget',
+                request_serializer=cluster__pb2.RetargetRequest.SerializeToString,
+                response_deserializer=cluster__pb2.RetargetResponse.FromString,
+                _registered_method=True)
 
 
 class KVTransferServicer:
@@ -374,8 +379,8 @@ class KVTransferServicer:
 
     def Commit(self, request, context):
         """The prefill node has handed all runs to the connector and sampled the first token.
-        Answers once every rank holds its data and the sequence is runnable; until then the
-        prefill node keeps its blocks.
+        Answers once every rank holds its data, the digests are right and the sequence is
+        runnable; until then the prefill node keeps its blocks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -389,7 +394,16 @@ class KVTransferServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """The prefill node gives up; the decode node frees the blocks.
+        """The prefill node gives up; the decode node keeps the blocks for another one, for as long
+        as the lease.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Retarget(self, request, context):
+        """Begins the next epoch: for another prefill node (asked for by the router), or for another
+        try of the same one after wrong digests. Fails with ALREADY_LANDED when there is no need.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -412,6 +426,11 @@ def add_KVTransferServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=cluster__pb2.AbortRequest.FromString,
                     response_serializer=cluster__pb2.AbortResponse.SerializeToString,
+            ),
+            'Retarget': grpc.unary_unary_rpc_method_handler(
+                    servicer.Retarget,
+                    request_deserializer=cluster__pb2.RetargetRequest.FromString,
+                    response_serializer=cluster__pb2.RetargetResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -497,6 +516,33 @@ class KVTransfer:
             '/pdserve.v1.KVTransfer/Abort',
             cluster__pb2.AbortRequest.SerializeToString,
             cluster__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Retarget(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.KVTransfer/Retarget',
+            cluster__pb2.RetargetRequest.SerializeToString,
+            cluster__pb2.RetargetResponse.FromString,
             options,
             channel_credentials,
             insecure,
