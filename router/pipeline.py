@@ -5,21 +5,25 @@ client ─▶ Pipeline.generate ─▶ Dispatch ─ Decode.Run ──▶ D   res
                                    ──── Prefill.Run ──▶ P ══ KV blocks ══▶ D
                                    ◀──── first token ──          goes to the client at once
                                    ◀──── tokens ─────── D        after P's commit
+
+When P fails, another takes over D's blocks (`dispatch.py`). When D fails, the request goes on
+on another pair: prompt and tokens so far are prefilled, and the next token is the one that D
+would have drawn, because draws are keyed by (seed, position). The client notices a pause.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from contextlib import aclosing, suppress
 from itertools import product
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 from common.config.schema import RoutingConfig
 from common.core.errors import Blame, NodeError, PdserveError, Unavailable
-from common.core.request import FinishReason, GenerateJob, Timeline, TokenEvent
+from common.core.request import Choice, FinishReason, GenerateJob, Timeline, TokenEvent
 from common.obs.metrics import RouterMetrics
 from common.rpc.pb import cluster_pb2 as pb
 from common.rpc.server import Channels
@@ -29,9 +33,12 @@ from router.admission import Admission
 from router.dispatch import Dispatch
 from router.generation import GenerationRequest, GenerationStats, TextDelta
 from router.placement import Placement, can_pair, make_policy, place, why_not
+from router.recovery import Recovery
 from router.registry import Node, Registry
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Pipeline:
@@ -59,20 +66,13 @@ class Pipeline:
         self, request: GenerationRequest
     ) -> AsyncGenerator[TextDelta | GenerationStats, None]:
         """As `router.generation.Generator.generate`."""
-        run = _Run(request, self._tokenizer)
+        run = _Run(request, self._tokenizer, Recovery(self._config.migration_limit))
         try:
             async with self.admission.place():
-                placement = await self._place(request)
-                run.mark("queued")
-                with _InFlight(placement, self._registry):
-                    dispatch = Dispatch(run.job, placement, self._channels, run.mark)
-                    async with aclosing(dispatch.events()) as events:
-                        async for event in events:
-                            for delta in run.deltas(event):
-                                yield delta
-                            if run.finished:
-                                break
-                    run.check_finished()
+                while not run.finished:
+                    async with aclosing(self._attempt(run)) as deltas:
+                        async for delta in deltas:
+                            yield delta
             run.mark("finished")
         except PdserveError as error:
             self._metrics.observe_error(error.code)
@@ -82,19 +82,44 @@ class Pipeline:
             self._metrics.observe_error("CANCELLED")
             logger.info("%s cancelled by the client", request.request_id)
             raise
-        stats = run.stats(dispatch)
+        stats = run.stats()
         self._observe(run, stats)
         yield stats
+
+    async def _attempt(self, run: _Run) -> AsyncGenerator[TextDelta, None]:
+        """What one decode node makes of the request: all that is left of it, unless a node
+        fails; then the caller tries again from there."""
+        placement = await self._place(run)
+        run.mark("queued")
+        dispatch = Dispatch(
+            run.job,
+            placement.decode,
+            placement.prefill,
+            lambda error, failed: self._next_prefill(run, placement.decode, error, failed),
+            self._registry,
+            self._channels,
+            run.mark,
+        )
+        try:
+            with self._registry.using(placement.decode):
+                async with aclosing(dispatch.events()) as events:
+                    async for event in events:
+                        for delta in run.deltas(event):
+                            yield delta
+                        if run.finished:
+                            break
+                run.check_finished()
+        except PdserveError as error:
+            self._failed(run, error, placement.decode)
+        finally:
+            run.add(dispatch)
 
     def ready(self) -> tuple[bool, str]:
         prefills, decodes = self._usable()
         if place(prefills, decodes, *self._policies) is not None:
             return True, "ok"
         if not prefills or not decodes:
-            missing = [
-                name for name, nodes in (("prefill", prefills), ("decode", decodes)) if not nodes
-            ]
-            return False, f"no usable {' and no usable '.join(missing)} node"
+            return False, self._why_missing(prefills, decodes)
         reasons = [why_not(prefill, decode) for prefill, decode in product(prefills, decodes)]
         return False, f"no prefill node pairs with a decode node ({'; '.join(reasons[:4])})"
 
@@ -115,26 +140,68 @@ class Pipeline:
 
     # ---- inside -----------------------------------------------------------------------------
 
+    def _why_missing(self, prefills: Sequence[Node], decodes: Sequence[Node]) -> str:
+        roles = (("prefill", pb.ROLE_PREFILL, prefills), ("decode", pb.ROLE_DECODE, decodes))
+        missing = [(name, role) for name, role, nodes in roles if not nodes]
+        what = " and ".join(f"no usable {name} node" for name, _ in missing)
+        why = [text for _, role in missing for text in self._registry.unusable_reasons(role)]
+        return f"{what} ({'; '.join(why[:4])})" if why else what
+
     def _usable(self) -> tuple[list[Node], list[Node]]:
         return self._registry.usable(pb.ROLE_PREFILL), self._registry.usable(pb.ROLE_DECODE)
 
-    async def _place(self, request: GenerationRequest) -> Placement:
-        """A pair of nodes; waits for one as long as the queue's time-out allows."""
-        local = len(request.prompt_token_ids) < self._config.local_prefill_threshold
+    async def _place(self, run: _Run) -> Placement:
+        """A pair of nodes; waits for one as long as the queue's time-out allows.
+
+        Raises:
+            Unavailable: none came.
+        """
+        short = len(run.job.token_ids) < self._config.local_prefill_threshold
+        local = short or run.recovery.local_prefill
+
+        def find() -> Placement | None:
+            for avoid in (run.recovery.avoid, frozenset[str]()):
+                prefills, decodes = (_without(nodes, avoid) for nodes in self._usable())
+                placement = place(prefills, decodes, *self._policies, local_prefill=local)
+                if placement is not None:
+                    return placement
+            return None
+
+        return await self._wait_for(find)
+
+    async def _next_prefill(
+        self, run: _Run, decode: Node, error: PdserveError, failed: Node
+    ) -> Node:
+        """Another prefill node for blocks that are reserved already. Raises `error` when it
+        is better to begin anew."""
+        self._failed(run, error, failed)
+        if run.recovery.local_prefill:
+            raise error
+
+        def find() -> Node | None:
+            fitting = [node for node in self._usable()[0] if can_pair(node, decode)]
+            nodes = _without(fitting, run.recovery.avoid) or fitting
+            return self._policies[0](nodes) if nodes else None
+
+        return await self._wait_for(find)
+
+    async def _wait_for(self, find: Callable[[], T | None]) -> T:
         deadline = monotonic() + self._config.queue_timeout
-        while True:
-            placement = place(*self._usable(), *self._policies, local_prefill=local)
-            if placement is not None:
-                return placement
+        while (found := find()) is None:
             # Wake up now and then: a breaker that may be tried again announces nothing.
             patience = min(0.5, deadline - monotonic())
             if patience <= 0:
                 _, reason = self.ready()
                 raise Unavailable(reason, code="NO_NODE", retry_after=2.0)
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._registry.wait_for_change(), patience)
-            except TimeoutError:
-                continue
+        return found
+
+    def _failed(self, run: _Run, error: PdserveError, node: Node) -> None:
+        """Raises `error` when the request cannot go on."""
+        run.recovery.failed(error, node)
+        self._metrics.migrations.labels(node.role, error.code).inc()
+        logger.warning("%s goes on elsewhere: %s", run.request_id, error)
 
     def _observe(self, run: _Run, stats: GenerationStats) -> None:
         self._metrics.observe_request(
@@ -147,24 +214,32 @@ class Pipeline:
             self._metrics.itl.observe(seconds)
         logger.info(
             "%s finished: %d prompt tokens (%d cached), %d generated, TTFT %.0f ms, %.0f ms in all",
-            run.job.request_id, stats.prompt_tokens, stats.cached_tokens, stats.completion_tokens,
+            run.request_id, stats.prompt_tokens, stats.cached_tokens, stats.completion_tokens,
             1e3 * (stats.timeline.first_token or 0), 1e3 * (stats.timeline.finished or 0),
         )  # fmt: skip
 
 
-class _Run:
-    """What one request has become so far: its choices' text, its times."""
+def _without(nodes: Sequence[Node], avoid: Collection[str]) -> list[Node]:
+    return [node for node in nodes if node.info.node_id not in avoid]
 
-    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
-        self.job = GenerateJob(
-            request.request_id, request.prompt_token_ids, request.sampling, request.n
-        )
+
+class _Run:
+    """What one request has become so far: its choices' tokens and text, its times."""
+
+    def __init__(
+        self, request: GenerationRequest, tokenizer: Tokenizer, recovery: Recovery
+    ) -> None:
+        self.recovery = recovery
         self.finish_reasons: list[FinishReason] = []
         self.token_gaps: list[float] = []
+        self._request = request
         self._start = monotonic()
         self._moments: dict[str, float] = {}
         self._num_tokens = 0
         self._last_token: dict[int, float] = {}
+        self._cached_tokens = self._transfer_bytes = 0
+        self._transfer_seconds = 0.0
+        self._outputs: dict[int, list[int]] = {choice: [] for choice in range(request.n)}
         self._open = {
             choice: TextStream(
                 tokenizer,
@@ -175,6 +250,21 @@ class _Run:
             )
             for choice in range(request.n)
         }
+
+    @property
+    def request_id(self) -> str:
+        return self._request.request_id
+
+    @property
+    def job(self) -> GenerateJob:
+        """What is left to do: the choices that are open, from where they are."""
+        request = self._request
+        return GenerateJob(
+            request.request_id,
+            request.prompt_token_ids,
+            request.sampling,
+            tuple(Choice(index, tuple(self._outputs[index])) for index in self._open),
+        )
 
     @property
     def finished(self) -> bool:
@@ -190,8 +280,14 @@ class _Run:
             )
 
     def mark(self, moment: str) -> None:
-        """Notes that a moment of the timeline (one of its fields) is now."""
-        self._moments[moment] = monotonic() - self._start
+        """Notes that a moment of the timeline (one of its fields) is now, the first time."""
+        self._moments.setdefault(moment, monotonic() - self._start)
+
+    def add(self, dispatch: Dispatch) -> None:
+        """Counts what an attempt has moved."""
+        self._cached_tokens = self._cached_tokens or dispatch.cached_tokens
+        self._transfer_bytes += dispatch.transfer_bytes
+        self._transfer_seconds += dispatch.transfer_seconds
 
     def deltas(self, event: TokenEvent) -> Sequence[TextDelta]:
         """The text an event brings; nothing for a choice that a stop string has ended."""
@@ -203,6 +299,7 @@ class _Run:
             final=event.finish_reason is not None,
             stop_token=event.finish_reason is FinishReason.STOP,
         )
+        self._outputs[event.choice] += [token.token_id for token in event.tokens]
         self._count(event.choice, output.num_tokens)
         reason = FinishReason.STOP if output.stopped_by is not None else event.finish_reason
         if reason is not None:
@@ -212,55 +309,26 @@ class _Run:
         tokens = event.tokens[: output.num_tokens]
         return (TextDelta(event.choice, output.text, tokens, reason, stop_reason),)
 
-    def stats(self, dispatch: Dispatch) -> GenerationStats:
+    def stats(self) -> GenerationStats:
         timeline = Timeline(
             **self._moments,  # type: ignore[arg-type]
-            cached_tokens=dispatch.cached_tokens,
-            transfer_bytes=dispatch.transfer_bytes,
-            transfer_seconds=dispatch.transfer_seconds,
+            cached_tokens=self._cached_tokens,
+            transfer_bytes=self._transfer_bytes,
+            transfer_seconds=self._transfer_seconds,
+            migrations=self.recovery.failures,
         )
         return GenerationStats(
-            prompt_tokens=len(self.job.prompt_token_ids),
+            prompt_tokens=len(self._request.prompt_token_ids),
             completion_tokens=self._num_tokens,
-            cached_tokens=dispatch.cached_tokens,
+            cached_tokens=self._cached_tokens,
             timeline=timeline,
         )
 
     def _count(self, choice: int, num_tokens: int) -> None:
         now = monotonic()
-        if self._num_tokens == 0:
-            self.mark("first_token")
+        self.recovery.progress()
+        self.mark("first_token")
         if choice in self._last_token and num_tokens:
             self.token_gaps += [(now - self._last_token[choice]) / num_tokens] * num_tokens
         self._last_token[choice] = now
         self._num_tokens += num_tokens
-
-
-class _InFlight:
-    """Counts a request on its nodes and tells breakers and registry how it ended."""
-
-    def __init__(self, placement: Placement, registry: Registry) -> None:
-        self._registry = registry
-        self._nodes = {
-            Blame.PREFILL: placement.prefill,
-            Blame.DECODE: placement.decode,
-        }
-
-    def __enter__(self) -> None:
-        for node in filter(None, self._nodes.values()):
-            node.in_flight += 1
-            node.breaker.placed()
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        for blame, node in self._nodes.items():
-            if node is None:
-                continue
-            node.in_flight -= 1
-            if error is None:
-                node.breaker.succeeded()
-            elif isinstance(error, PdserveError) and error.blame is blame:
-                node.breaker.failed()
-                if error.code == "PEER_LOST":
-                    self._registry.lost(node)
-            else:
-                node.breaker.undecided()

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
 from common.config.schema import RoutingConfig
+from common.core.errors import Blame, NodeError, PdserveError
 from common.rpc.pb import cluster_pb2 as pb
 from router.breaker import BreakerState, CircuitBreaker
 
 logger = logging.getLogger(__name__)
 
+# A node that says so, or that did not answer, gets nothing until it is heard from again.
+LOST_CODES = frozenset({"PEER_LOST", "DRAINING", "NODE_STOPPING", "RANK_DIED", "ENGINE_STALLED"})
 ROLE_NAMES: dict[int, str] = {pb.ROLE_PREFILL: "prefill", pb.ROLE_DECODE: "decode"}
 
 
@@ -30,6 +34,9 @@ class Node:
     breaker: CircuitBreaker
     in_flight: int = 0  # requests this router has on the node
     lost: bool = False  # a call found nobody there since the last heartbeat
+    silent: bool = False  # its heartbeats have stopped
+    # What to tell when they stop: a stalled host breaks no connection.
+    on_lost: set[Callable[[PdserveError], None]] = field(default_factory=set)
 
     @property
     def role(self) -> str:
@@ -53,13 +60,13 @@ class Registry:
         known = self._nodes.get(info.node_id)
         if known is not None:
             known.info, known.load = info, load
-            known.last_seen, known.lost = self._now(), False
+            known.last_seen, known.lost, known.silent = self._now(), False, False
         else:
             self._nodes[info.node_id] = Node(info, load, self._now(), breaker)
             logger.info(
-                "%s registered: %s, %d KV blocks, tp %d, connector %s, fingerprint %s",
+                "%s registered: %s, %d KV blocks, tp %d, connectors %s, fingerprint %s",
                 info.node_id, info.address, info.num_blocks, info.tensor_parallel_size,
-                info.kv_connector, info.fingerprint,
+                ", ".join(info.kv_connectors), info.fingerprint,
             )  # fmt: skip
         self._notify()
 
@@ -69,7 +76,7 @@ class Registry:
         if node is None:
             return False
         revived = not self._alive(node) or (load.healthy and not node.load.healthy)
-        node.load, node.last_seen, node.lost = load, self._now(), False
+        node.load, node.last_seen, node.lost, node.silent = load, self._now(), False, False
         if revived:
             self._notify()
         return True
@@ -79,9 +86,28 @@ class Registry:
         if self._nodes.pop(node_id, None) is not None:
             logger.info("%s deregistered", node_id)
 
-    def lost(self, node: Node) -> None:
-        """A call found nobody there: the node is not used until it is heard from again."""
-        node.lost = True
+    @contextmanager
+    def using(self, node: Node) -> Iterator[None]:
+        """A request on a node: counted while it lasts; how it ends is told to the breaker. A
+        node that was not there is not used until it is heard from again."""
+        node.in_flight += 1
+        node.breaker.placed()
+        try:
+            yield
+        except PdserveError as error:
+            if error.blame.value == node.role:
+                node.breaker.failed()
+                node.lost = node.lost or error.code in LOST_CODES
+            else:
+                node.breaker.undecided()
+            raise
+        except BaseException:
+            node.breaker.undecided()
+            raise
+        else:
+            node.breaker.succeeded()
+        finally:
+            node.in_flight -= 1
 
     def usable(self, role: int) -> list[Node]:
         """Nodes of a role on which a request may be placed now."""
@@ -94,17 +120,39 @@ class Registry:
             and node.breaker.allows()
         ]
 
+    def unusable_reasons(self, role: int) -> list[str]:
+        """Why the registered nodes of a role on which no request may be placed now are so."""
+        usable = self.usable(role)
+        return [
+            f"{node.info.node_id}: {self._why_unusable(node)}"
+            for node in self._nodes.values()
+            if node.info.role == role and node not in usable
+        ]
+
     async def wait_for_change(self) -> None:
         """Returns when a node came or came back."""
         await self._changed.wait()
 
-    def forget_lost(self) -> None:
-        """Drops nodes that have been silent for long."""
+    def sweep(self) -> None:
+        """Ends what is in flight on nodes that have fallen silent; drops those that have been
+        silent for long."""
+        for node in list(self._nodes.values()):
+            if not node.silent and self._now() - node.last_seen > self._config.heartbeat_timeout:
+                self._fell_silent(node)
         limit = 10 * self._config.heartbeat_timeout
         for node_id, node in list(self._nodes.items()):
             if self._now() - node.last_seen > limit and node.in_flight == 0:
                 logger.warning("%s is lost: silent for %.0f s", node_id, limit)
                 del self._nodes[node_id]
+
+    def _fell_silent(self, node: Node) -> None:
+        node.silent = True
+        logger.warning("%s is silent; its requests go elsewhere", node.info.node_id)
+        error = NodeError(
+            f"{node.info.node_id} is silent", code="PEER_LOST", blame=Blame(node.role)
+        )
+        for tell in list(node.on_lost):
+            tell(error)
 
     def describe(self) -> list[dict[str, Any]]:
         """All nodes, for `/v1/cluster`."""
@@ -132,6 +180,13 @@ class Registry:
         if not node.load.healthy:
             return "unhealthy"
         return "ready" if node.breaker.state is BreakerState.CLOSED else "broken"
+
+    def _why_unusable(self, node: Node) -> str:
+        if not self._alive(node):
+            return "it does not answer"
+        if not node.load.healthy:
+            return node.load.reason
+        return "its circuit breaker is open"
 
     def _describe(self, node: Node) -> dict[str, Any]:
         load = node.load

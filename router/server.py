@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,13 +17,15 @@ from common.config.schema import ModelConfig, RouterConfig
 from common.core.model_spec import ModelSpec
 from common.obs.metrics import RouterMetrics
 from common.obs.ports import write_ports
-from common.rpc.lifecycle import serve_until_stopped
+from common.rpc.lifecycle import pass_on, serve_until_stopped
 from common.rpc.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from common.rpc.server import Channels, GrpcServer
+from common.rpc.tls import TLS
 from common.text.tokenizer import Tokenizer
+from router.auth import APIKeys
 from router.http.app import make_app
 from router.http.front import Front
-from router.http.server import HTTPServer
+from router.http.server import HTTPServer, https_context
 from router.pipeline import Pipeline
 from router.registry import Registry
 from router.registry_service import RegistryService
@@ -31,7 +34,7 @@ from router.service import InferenceServicer
 
 logger = logging.getLogger(__name__)
 
-_HOUSEKEEPING = 1.0  # seconds
+_HOUSEKEEPING = 1.0  # seconds, at most
 _GRPC_GRACE = 1.0  # seconds gRPC calls in flight get after the drain
 
 
@@ -39,31 +42,40 @@ async def serve(config: RouterConfig) -> int:
     """Runs the router until a signal; returns the exit code.
 
     Raises:
-        ConfigError: the model cannot be read or an address cannot be bound.
+        ConfigError: the model or a certificate cannot be read, or an address cannot be bound.
     """
+    tls, https, keys = _secrets(config)
     model = load_served_model(config.model)
-    registry, channels, metrics = Registry(config.routing), Channels(), RouterMetrics()
+    registry, channels, metrics = Registry(config.routing), Channels(tls), RouterMetrics()
     pipeline = Pipeline(config.routing, registry, model.tokenizer, channels, metrics)
     metrics.registry.register(PipelineCollector(pipeline, registry))
     grpc_server = GrpcServer()
-    _add_services(grpc_server, config, model, pipeline, registry)
-    grpc_port = grpc_server.bind(config.server.host, config.server.grpc_port)
+    _add_services(
+        grpc_server,
+        InferenceServicer(pipeline, model, keys),
+        RegistryService(registry, model.name, config.routing.heartbeat_interval),
+    )
+    grpc_port = grpc_server.bind(config.server.host, config.server.grpc_port, tls)
     front = Front(
         generator=pipeline,
         model=model,
+        keys=keys,
         trust_request_chat_template=config.server.trust_request_chat_template,
     )
     app = make_app(front, metrics.registry, config.server.max_body_size)
-    http = await HTTPServer.start(app, config.server.host, config.server.port)
+    http = await HTTPServer.start(app, config.server.host, config.server.port, https)
     await grpc_server.start()
     if config.server.ports_file is not None:
         write_ports(config.server.ports_file, {"http": http.port, "grpc": grpc_port})
     logger.info(
-        "serving %s: HTTP on %s:%d, gRPC on port %d",
-        model.name, config.server.host, http.port, grpc_port,
+        "serving %s: %s on %s:%d, gRPC%s on port %d",
+        model.name, "HTTPS" if https else "HTTP", config.server.host, http.port,
+        " over mutual TLS" if tls else "", grpc_port,
     )  # fmt: skip
     failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    housekeeping = asyncio.create_task(_keep_house(grpc_server, pipeline, registry))
+    period = min(_HOUSEKEEPING, config.routing.heartbeat_timeout / 4)
+    housekeeping = asyncio.create_task(_keep_house(grpc_server, pipeline, registry, period))
+    pass_on(housekeeping, failed)
     timeout = config.server.drain_timeout
     try:
         return await serve_until_stopped(failed, lambda: http.stop(timeout), timeout + 5)
@@ -72,6 +84,11 @@ async def serve(config: RouterConfig) -> int:
         await http.stop(0)
         await grpc_server.stop(_GRPC_GRACE)
         await channels.close()
+
+
+def _secrets(config: RouterConfig) -> tuple[TLS | None, ssl.SSLContext | None, APIKeys]:
+    """What protects gRPC between roles, the HTTP port, and the use of both."""
+    return TLS.load(config.tls), https_context(config.server), APIKeys(config.server.api_key)
 
 
 def load_served_model(config: ModelConfig) -> ServedModel:
@@ -101,31 +118,30 @@ def _load_tokenizer(config: ModelConfig, folder: Path, spec: ModelSpec) -> Token
 
 
 def _add_services(
-    server: GrpcServer,
-    config: RouterConfig,
-    model: ServedModel,
-    pipeline: Pipeline,
-    registry: Registry,
+    server: GrpcServer, inference: InferenceServicer, registry: RegistryService
 ) -> None:
     server.add(
         inference_pb2.DESCRIPTOR.services_by_name["Inference"],
         inference_pb2_grpc.add_InferenceServicer_to_server,
-        InferenceServicer(pipeline, model),
+        inference,
     )
     server.add(
         cluster_pb2.DESCRIPTOR.services_by_name["Registry"],
         cluster_pb2_grpc.add_RegistryServicer_to_server,
-        RegistryService(registry, model.name, config.routing.heartbeat_interval),
+        registry,
     )
 
 
-async def _keep_house(server: GrpcServer, pipeline: Pipeline, registry: Registry) -> None:
-    """gRPC health follows /ready; nodes silent for long are forgotten."""
+async def _keep_house(
+    server: GrpcServer, pipeline: Pipeline, registry: Registry, period: float
+) -> None:
+    """gRPC health follows /ready; requests on silent nodes move, nodes silent for long are
+    forgotten."""
     while True:
         await server.set_healthy(pipeline.ready()[0])
-        registry.forget_lost()
+        registry.sweep()
         with suppress(TimeoutError):
-            await asyncio.wait_for(registry.wait_for_change(), _HOUSEKEEPING)
+            await asyncio.wait_for(registry.wait_for_change(), period)
 
 
 class PipelineCollector(Collector):

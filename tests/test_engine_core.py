@@ -11,7 +11,7 @@ import pytest
 
 from common.config.schema import SchedulerConfig
 from common.core.errors import NodeError
-from common.core.request import FinishReason, GenerateJob
+from common.core.request import Choice, FinishReason, GenerateJob
 from common.core.sampling import SampledToken, SamplingParams
 from common.distributed.executor import Executor
 from common.engine.block_pool import BlockPool
@@ -95,7 +95,7 @@ def job(length: int = 6, **sampling: int) -> GenerateJob:
 
 async def test_a_prompt_is_computed_in_chunks_then_decoded_until_it_ends() -> None:
     async with running() as (engine, executor, log, _):
-        engine.add(engine.new_sequence(job(12, max_tokens=2)))
+        engine.add(engine.new_sequence(job(12, max_tokens=2), Choice()))
         for _ in range(3):
             await executor.finish_step()
         assert log.lines == [
@@ -110,7 +110,7 @@ async def test_a_prompt_is_computed_in_chunks_then_decoded_until_it_ends() -> No
 
 async def test_what_a_step_touches_is_freed_after_it() -> None:
     async with running() as (engine, executor, log, _):
-        sequence = engine.new_sequence(job())
+        sequence = engine.new_sequence(job(), Choice())
         engine.add(sequence)
         await asyncio.wait_for(executor.started.wait(), 2)
         stopping = asyncio.create_task(engine.stop(sequence))
@@ -127,9 +127,9 @@ async def test_what_a_step_touches_is_freed_after_it() -> None:
 
 async def test_a_waiting_sequence_stops_at_once() -> None:
     async with running() as (engine, executor, _, _):
-        engine.add(engine.new_sequence(job()))
+        engine.add(engine.new_sequence(job(), Choice()))
         await asyncio.wait_for(executor.started.wait(), 2)
-        late = engine.new_sequence(job())
+        late = engine.new_sequence(job(), Choice())
         engine.add(late)
         await asyncio.wait_for(engine.stop(late), 0.5)
         engine.release(late)
@@ -138,7 +138,7 @@ async def test_a_waiting_sequence_stops_at_once() -> None:
 
 async def test_a_failed_step_ends_the_loop_and_nobody_waits_for_ever() -> None:
     async with running() as (engine, executor, _, task):
-        sequence = engine.new_sequence(job())
+        sequence = engine.new_sequence(job(), Choice())
         engine.add(sequence)
         await asyncio.wait_for(executor.started.wait(), 2)
         stopping = asyncio.create_task(engine.stop(sequence))
@@ -150,7 +150,7 @@ async def test_a_failed_step_ends_the_loop_and_nobody_waits_for_ever() -> None:
 
 async def test_kv_from_another_node_is_decoded_from_its_first_token() -> None:
     async with running() as (engine, executor, _, _):
-        sequence = engine.new_sequence(job(max_tokens=3), remote=True)
+        sequence = engine.new_sequence(job(max_tokens=3), Choice(), remote=True)
         engine.add(sequence)
         await asyncio.sleep(0.01)
         assert sequence.status is Status.REMOTE and not executor.batches
@@ -162,7 +162,7 @@ async def test_kv_from_another_node_is_decoded_from_its_first_token() -> None:
 
 async def test_a_first_token_that_ends_the_sequence_computes_nothing() -> None:
     async with running() as (engine, executor, _, _):
-        sequence = engine.new_sequence(job(), remote=True)
+        sequence = engine.new_sequence(job(), Choice(), remote=True)
         engine.add(sequence)
         await asyncio.sleep(0.01)
         finish = engine.activate(sequence, SampledToken(EOS))

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from common.config.schema import RoutingConfig
-from common.core.errors import Overloaded, Unavailable
+from common.core.errors import Blame, NodeError, Overloaded, Unavailable
 from common.rpc.pb import cluster_pb2 as pb
 from router.admission import Admission
 from router.breaker import BreakerState, CircuitBreaker
@@ -35,7 +35,7 @@ def add(registry, node_id, role=pb.ROLE_DECODE, fingerprint="f", connector="tcp"
     load = {"free_blocks": 10, "total_blocks": 10, "healthy": True, **load}
     info = pb.NodeInfo(
         node_id=node_id, role=role, address=f"{node_id}:1", fingerprint=fingerprint,
-        kv_connector=connector,
+        kv_connectors=connector.split(","),
     )  # fmt: skip
     registry.register(info, pb.NodeLoad(**load))
 
@@ -51,14 +51,15 @@ async def test_a_silent_node_is_not_used_and_one_that_returns_is(registry, clock
     assert registry.heartbeat("d0", pb.NodeLoad(healthy=True))
     assert ids(registry.usable(pb.ROLE_DECODE)) == ["d0"]
     clock.time += 51
-    registry.forget_lost()
+    registry.sweep()
     assert not registry.heartbeat("d0", pb.NodeLoad(healthy=True))
 
 
 async def test_a_node_that_did_not_answer_is_not_used_until_it_is_heard_from(registry):
     add(registry, "d0")
     (node,) = registry.usable(pb.ROLE_DECODE)
-    registry.lost(node)
+    with pytest.raises(NodeError), registry.using(node):
+        raise NodeError("gone", code="PEER_LOST", blame=Blame.DECODE)
     assert registry.usable(pb.ROLE_DECODE) == []
     assert registry.heartbeat("d0", pb.NodeLoad(healthy=True))
     assert registry.usable(pb.ROLE_DECODE) == [node]
@@ -70,6 +71,23 @@ async def test_an_unhealthy_or_deregistered_node_gets_nothing_new(registry):
     registry.deregister("d1")
     assert registry.usable(pb.ROLE_DECODE) == []
     assert registry.counts() == {("decode", "unhealthy"): 1}
+
+
+async def test_nodes_that_may_not_be_used_say_why(registry, clock):
+    add(registry, "d0", healthy=False, reason="step 7 has been running for 20.0 s")
+    add(registry, "d1")
+    add(registry, "d2")
+    add(registry, "d3")
+    add(registry, "p0", pb.ROLE_PREFILL, healthy=False)
+    _, lost, broken, _ = registry._nodes.values()
+    lost.lost = True
+    broken.breaker.failed()
+    broken.breaker.failed()
+    assert registry.unusable_reasons(pb.ROLE_DECODE) == [
+        "d0: step 7 has been running for 20.0 s",
+        "d1: it does not answer",
+        "d2: its circuit breaker is open",
+    ]
 
 
 async def test_only_nodes_that_fit_together_are_paired(registry):
@@ -90,11 +108,13 @@ async def test_only_nodes_that_fit_together_are_paired(registry):
 
 async def test_nodes_that_do_not_pair_say_why(registry):
     add(registry, "p0", pb.ROLE_PREFILL)
-    add(registry, "d0", connector="shm")
+    add(registry, "d0", connector="shm,nccl")
     (prefill,), (decode,) = registry.usable(pb.ROLE_PREFILL), registry.usable(pb.ROLE_DECODE)
     prefill.info.fingerprint_parts["block_size"] = "8"
     decode.info.fingerprint_parts["block_size"] = "16"
-    assert why_not(prefill, decode) == "p0 and d0: block_size 8 ≠ 16, kv_connector tcp ≠ shm"
+    assert why_not(prefill, decode) == (
+        "p0 and d0: block_size 8 ≠ 16, no common KV connector (tcp ≠ shm, nccl)"
+    )
 
 
 async def test_round_robin_takes_turns_and_least_load_the_least_loaded(registry):

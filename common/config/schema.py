@@ -15,7 +15,7 @@ from common.core.errors import ConfigError
 
 def option(default: Any, help: str, **extra: Any) -> Any:
     """A dataclass field with its help text; `short`, `choices`, `metavar`, `minimum` and
-    `maximum` (both inclusive) are optional."""
+    `maximum` (both inclusive) are optional. A `secret` never goes onto a command line."""
     if isinstance(default, (list, dict)):
         kind = type(default)
         return field(default_factory=lambda: kind(default), metadata={"help": help, **extra})
@@ -87,18 +87,59 @@ class SchedulerConfig:
 
     max_num_seqs: int = option(64, "sequences computed in one step", minimum=1)
     max_num_batched_tokens: int = option(512, "tokens computed in one step (chunk size)", minimum=1)
+    engine_stall_timeout: float = option(
+        20.0,
+        "seconds a step may run, or a queue stand still with nothing computed and no block freed, "
+        "before the node says it is unhealthy (raise it where one step takes that long)",
+        minimum=0.1,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferConfig:
     """KV transfer"""
 
-    kv_connector: str = option("shm", "shm (same host), tcp, an entry point or module:Class")
-    kv_connector_config: dict[str, Any] = option({}, "connector's own options, as JSON")
+    kv_connector: str = option(
+        "auto",
+        "what may carry KV, the preferred first, separated by commas: shm, tcp, cuda_ipc, nccl, an "
+        "entry point or module:Class; auto: shm,tcp for CPU caches, cuda_ipc,nccl,tcp for CUDA",
+    )
+    kv_connector_config: dict[str, Any] = option(
+        {}, 'the connector\'s own options, as JSON; for several or auto {"NAME": {...}}'
+    )
     kv_host: str = option("127.0.0.1", "address the KV data plane binds to and announces")
     kv_lease: float = option(
-        10.0, "seconds without progress after which KV blocks are freed", minimum=0.1
+        10.0,
+        "seconds without progress after which KV blocks are freed",
+        minimum=0.1,
+        maximum=86_400.0,
     )
+    enable_kv_digests: bool = option(
+        True, "decode nodes check that KV landed as it was sent, before they use it"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TLSConfig:
+    """TLS between roles"""
+
+    tls_cert: str | None = option(
+        None,
+        "certificate this role shows to the others (PEM, for servers and clients), naming the "
+        "hosts under which it is dialled; with it all gRPC is mutual TLS",
+        metavar="FILE",
+    )
+    tls_key: str | None = option(None, "private key of --tls-cert (PEM)", metavar="FILE")
+    tls_ca: str | None = option(
+        None, "CA that must have signed the other roles' certificates (PEM)", metavar="FILE"
+    )
+
+    def __post_init__(self) -> None:
+        given = (self.tls_cert, self.tls_key, self.tls_ca)
+        if any(given) and not all(given):
+            raise ConfigError(
+                "--tls-cert, --tls-key and --tls-ca go together: give all three or none"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,9 +172,26 @@ class ServerConfig:
         None, "file to write the ports to once they are open, as JSON", metavar="FILE"
     )
     max_body_size: int = option(32 * 2**20, "bytes of one HTTP request", minimum=1)
+    api_key: str | None = option(
+        None,
+        "key, or keys separated by commas, one of which clients must show as `Authorization: "
+        "Bearer KEY`; prefer the variable: other users of the host can see flags",
+        metavar="KEY",
+        secret=True,
+    )
+    ssl_certfile: str | None = option(
+        None, "certificate chain of the HTTP port (PEM); with it HTTP is HTTPS", metavar="FILE"
+    )
+    ssl_keyfile: str | None = option(
+        None, "private key of --ssl-certfile (default: in the same file)", metavar="FILE"
+    )
     drain_timeout: float = option(
         30.0, "seconds a SIGTERM waits for requests in flight", minimum=0.0
     )
+
+    def __post_init__(self) -> None:
+        if self.ssl_keyfile and not self.ssl_certfile:
+            raise ConfigError("--ssl-keyfile needs --ssl-certfile, the certificate it belongs to")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +215,12 @@ class RoutingConfig:
     heartbeat_interval: float = option(1.0, "seconds between a node's heartbeats", minimum=0.05)
     heartbeat_timeout: float = option(
         5.0, "seconds of silence after which a node is not used", minimum=0.1
+    )
+    migration_limit: int = option(
+        8,
+        "failures in a row, without a new token between them, after which a request that goes "
+        "on on other nodes fails",
+        minimum=0,
     )
     breaker_failures: int = option(
         3, "failures in a row that open a node's circuit breaker", minimum=1
@@ -212,6 +276,7 @@ class WorkerNodeConfig:
     """A prefill or decode node."""
 
     node: NodeConfig = field(default_factory=NodeConfig)
+    tls: TLSConfig = field(default_factory=TLSConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -222,6 +287,7 @@ class RouterConfig:
     """The router."""
 
     server: ServerConfig = field(default_factory=ServerConfig)
+    tls: TLSConfig = field(default_factory=TLSConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -250,6 +316,7 @@ class ClusterConfig:
     )
     # Nodes learn the gRPC port from `up`, so that two clusters need not agree on ports.
     server: ServerConfig = field(default_factory=lambda: ServerConfig(grpc_port=0))
+    tls: TLSConfig = field(default_factory=TLSConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)

@@ -63,3 +63,4 @@ class Timeline:
     cached_tokens: int = 0  # prompt tokens the prefill node found in its prefix cache
     transfer_bytes: int = 0  # KV bytes that crossed between the nodes
     transfer_seconds: float = 0.0  # from the first run sent to the last one landed
+    migrations: int = 0  # times a node failed and the request went on on others

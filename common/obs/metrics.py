@@ -7,10 +7,12 @@ one process. Labels are bounded: node ids and request ids are in the log, not he
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from common.core.errors import TransferError
 from common.core.request import FinishReason, Timeline
@@ -69,6 +71,12 @@ class RouterMetrics(_Metrics):
             "requests_total", "Requests ended: OK, or the error's code", "code"
         )
 
+        self.migrations = self._counter(
+            "request_migrations_total",
+            "Times a request went on on other nodes, by the role and the error of the one it left",
+            "role", "code",
+        )  # fmt: skip
+
     def observe_request(
         self,
         timeline: Timeline,
@@ -111,6 +119,11 @@ class NodeMetrics(_Metrics):
         self.transfers = self._counter(
             "kv_transfers_total", "KV hand-offs ended: OK, or the error's code", "outcome"
         )
+        self.transfer_events = TransferEvents()
+        self.registry.register(self.transfer_events)
+        self.healthy = Gauge(
+            "pdserve:healthy", "1 while this node can produce tokens", registry=self.registry
+        )
 
     def observe_transfer(self, *, num_bytes: int, seconds: float) -> None:
         """A KV hand-off that landed."""
@@ -126,6 +139,27 @@ class NodeMetrics(_Metrics):
         except TransferError as error:
             self.transfers.labels(error.code).inc()
             raise
+
+
+class TransferEvents(Collector):
+    """What the control half of the KV hand-off counts, read when it is scraped."""
+
+    def __init__(self) -> None:
+        self._counts: Callable[[], Mapping[str, int]] = dict
+
+    def follow(self, counts: Callable[[], Mapping[str, int]]) -> None:
+        """From now on `counts()` is asked: occurrences by event. Names must be bounded: codes
+        and states, no ids. "bytes" is left out; `pdserve:kv_transfer_bytes_total` has them."""
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        events = CounterMetricFamily(
+            "pdserve:kv_transfer_events", "Events of KV hand-offs, late ones too", labels=("event",)
+        )
+        for event, count in sorted(self._counts().items()):
+            if event != "bytes":
+                events.add_metric((event,), count)
+        yield events
 
 
 def time_per_output_token(

@@ -127,4 +127,5 @@ def timeline_to_pb(timeline: Timeline) -> inference.Timeline:
         cached_tokens=timeline.cached_tokens,
         transfer_bytes=timeline.transfer_bytes,
         transfer_seconds=timeline.transfer_seconds,
+        migrations=timeline.migrations,
     )

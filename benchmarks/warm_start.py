@@ -1,0 +1,107 @@
+"""Node processes that start in a moment: forked from one that has imported everything.
+
+A fork is a process of its own, with its own sockets and memory, that can be killed or stopped
+like any other; only the seconds that importing torch costs are spared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from common.core.plugins import import_string
+
+ROLES = ("router", "prefill_node", "decode_node")
+
+
+class WarmStart:
+    """Starts processes until `close`, which ends all that are left."""
+
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        self._lock = threading.Lock()
+        self._parent = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **(environment or {})},
+            start_new_session=True,
+        )
+
+    def start(
+        self, role: str, flags: list[str], log: Path, before: Sequence[str] = ()
+    ) -> int:
+        """Runs `python -m ROLE FLAGS`, appending its output to `log`; returns its pid. `before`
+        is a function to call first in the process, as `module:name`, and its arguments."""
+        assert self._parent.stdin is not None and self._parent.stdout is not None
+        with self._lock:
+            request = {"role": role, "flags": flags, "log": str(log), "before": [*before]}
+            self._parent.stdin.write(json.dumps(request).encode() + b"\n")
+            self._parent.stdin.flush()
+            return int(self._parent.stdout.readline())
+
+    def close(self) -> None:
+        self._parent.communicate()
+
+
+def alive(pid: int) -> bool:
+    """Whether a process that `WarmStart` started still runs (or is stopped)."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+# ---- the parent ----
+
+
+def main() -> int:
+    for role in ROLES:
+        import_module(f"{role}.__main__")
+    for module in ("common.engine.worker", "kv_transfer.connectors.shm", "kv_transfer.connectors.tcp"):
+        import_module(module)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them: no zombies
+    pids = [_start(**json.loads(line)) for line in iter(sys.stdin.readline, "")]
+    for pid in filter(alive, pids):
+        os.kill(pid, signal.SIGKILL)
+    return 0
+
+
+def _start(role: str, flags: list[str], log: str, before: list[str]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        _become(role, flags, log, before)
+    print(pid, flush=True)
+    return pid
+
+
+def _become(role: str, flags: list[str], log: str, before: list[str]) -> Any:
+    """Goes on as the role; never returns."""
+    code = 1
+    try:
+        os.setsid()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        for stream, target in ((os.open(os.devnull, os.O_RDONLY), 0), (out, 1), (out, 2)):
+            os.dup2(stream, target)
+        sys.stdin, sys.argv = open(0), [role, *flags]  # noqa: SIM115
+        if before:
+            import_string(before[0])(*before[1:])
+        code = int(import_module(f"{role}.__main__").main(flags))
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""A node is killed or frozen at every token and at every step of the hand-off: the client gets
+every token once, and the ones it would have got."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from itertools import cycle
+from typing import Any
+
+import grpc
+import pytest
+
+import reference
+from benchmarks.warm_start import alive
+from common.rpc.pb import inference_pb2 as pb
+from common.rpc.pb import inference_pb2_grpc as pb_grpc
+from warm import WarmCluster
+
+PROMPT = tuple(range(5, 155))  # three chunks
+NUM_TOKENS = 24
+MORE_BLOCKS = 400  # than the others': least-load placement prefers the node that is to die
+SINK, D = "kv_transfer.sink:KVSink", "decode_node.session:DecodeSession"
+HANDOFF, P = "kv_transfer.source:Handoff", "prefill_node.session:PrefillSession"
+PEER = "prefill_node.node:DecodePeer"
+
+STEPS = [
+    *[("decode", f"{D}.{method}", 1) for method in ("events", "admitted", "_reserve", "_land")],
+    ("decode", f"{SINK}._accept", 1),
+    ("decode", f"{SINK}._issue", 1),
+    *[("decode", f"{SINK}.on_event", count) for count in (1, 2, 3)],
+    ("decode", f"{SINK}.commit", 1),
+    ("decode", f"{SINK}._verify", 1),
+    ("decode", f"{SINK}._activate", 1),
+    ("decode", f"{D}._land>", 1),
+    *[("prefill", f"{P}.{method}", 1) for method in ("events", "admitted", "sampled", "_describe")],
+    *[("prefill", f"{P}.computed", count) for count in (1, 2, 3)],
+    ("prefill", f"{HANDOFF}._send_commit", 1),
+    ("prefill", f"{PEER}.commit", 1),
+    ("prefill", f"{PEER}.commit>", 1),
+    ("prefill", f"{HANDOFF}._quiesce", 1),
+    ("prefill", f"{HANDOFF}._free", 1),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[WarmCluster]:
+    with WarmCluster("llama-gqa", prefill=1, decode=1) as made:
+        yield made
+
+
+# ---- the clients: what they ask, and all they were told ----
+
+
+def greedy(cluster: WarmCluster) -> Any:
+    """Streamed, with log-probabilities."""
+    tokens: list[Any] = []
+    for event in cluster.stream(
+        list(PROMPT), max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2
+    ):
+        for choice in event["choices"]:
+            logprobs = choice["logprobs"] or {}
+            tokens += zip(
+                logprobs.get("tokens", ()),
+                (round(value, 2) for value in logprobs.get("token_logprobs", ())),
+                strict=True,
+            )
+            tokens.append((choice["text"], choice["finish_reason"]))
+    return "".join(text for text, _ in tokens[1::2]), tokens
+
+
+def sampled(cluster: WarmCluster) -> Any:
+    """Whole, drawn with penalties; min_tokens bans the end."""
+    return cluster.complete(
+        list(PROMPT), max_tokens=NUM_TOKENS, temperature=0.9, top_p=0.95, seed=7, min_tokens=20,
+        frequency_penalty=0.4, presence_penalty=0.2, repetition_penalty=1.1,
+    )["choices"]  # fmt: skip
+
+
+def several(cluster: WarmCluster) -> Any:
+    """Three choices at once."""
+    choices = cluster.complete(
+        list(PROMPT), max_tokens=NUM_TOKENS, temperature=0.8, seed=3, n=3, ignore_eos=True
+    )["choices"]
+    return choices
+
+
+def stopped(cluster: WarmCluster) -> Any:
+    """Ends at a stop string that spans tokens, late in the text."""
+    text = reference.decode(cluster.model, reference.greedy(cluster.model, PROMPT, NUM_TOKENS))
+    choice = cluster.complete(
+        list(PROMPT), max_tokens=NUM_TOKENS, ignore_eos=True, stop=[text[-9:-4]]
+    )["choices"][0]
+    assert choice["text"] == text[: text.index(text[-9:-4])]
+    return choice
+
+
+def over_grpc(cluster: WarmCluster) -> Any:
+    """A stream of token ids."""
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=PROMPT),
+        sampling=pb.SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True),
+    )
+    with grpc.insecure_channel(cluster.grpc) as channel:
+        answers = pb_grpc.InferenceStub(channel).Generate(request, timeout=60)
+        return [token.id for answer in answers for token in answer.tokens]
+
+
+CLIENTS = (greedy, sampled, over_grpc, several, stopped)
+
+
+def check(cluster: WarmCluster, client: Any, role: str, number: str, point: str, count: int) -> None:
+    """The answer of a cluster whose preferred node dies is that of one where none does."""
+    expected = client(cluster)
+    mortal = cluster.start_node(
+        role, ("mortal:arm", number, point, str(count)), num_gpu_blocks_override=MORE_BLOCKS
+    )
+    cluster.wait_nodes()
+    pid = cluster.pids[mortal]
+    assert client(cluster) == expected
+    if number == "SIGKILL":
+        cluster.wait_for(lambda: not alive(pid))
+    else:
+        cluster.wait_for(lambda: "T (stopped)" in open(f"/proc/{pid}/status").read())  # noqa: SIM115
+        cluster.send(mortal, signal.SIGCONT)  # a zombie now: it must do no harm
+        cluster.wait_idle()
+        os.kill(pid, signal.SIGKILL)
+    del cluster.pids[mortal]
+    cluster.wait_idle()
+
+
+@pytest.mark.parametrize("token", range(1, NUM_TOKENS))
+def test_a_decode_node_dies_at_every_token(cluster: WarmCluster, token: int) -> None:
+    client = CLIENTS[token % len(CLIENTS)]
+    check(cluster, client, "decode", "SIGKILL", f"{D}.sampled", token)
+
+
+@pytest.mark.parametrize(
+    ("step", "client"), zip(STEPS, cycle(CLIENTS), strict=False), ids=lambda value: str(value)
+)
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])
+def test_a_node_fails_at_every_step(
+    cluster: WarmCluster, step: tuple[str, str, int], client: Any, number: str
+) -> None:
+    role, point, count = step
+    check(cluster, client, role, number, point, count)
