@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from common.core.plugins import import_string
 
 ROLES = ("router", "prefill_node", "decode_node")
+MORE = ("common.engine.worker", "kv_transfer.connectors.shm", "kv_transfer.connectors.tcp")
 
 
 class WarmStart:
@@ -37,17 +39,23 @@ class WarmStart:
             start_new_session=True,
         )
 
-    def start(
-        self, role: str, flags: list[str], log: Path, before: Sequence[str] = ()
-    ) -> int:
+    def start(self, role: str, flags: list[str], log: Path, before: Sequence[str] = ()) -> int:
         """Runs `python -m ROLE FLAGS`, appending its output to `log`; returns its pid. `before`
         is a function to call first in the process, as `module:name`, and its arguments."""
+        pid: int = self._ask("start", role=role, flags=flags, log=str(log), before=[*before])
+        return pid
+
+    def exit_code(self, pid: int) -> int | None:
+        """Of a process started here; negative: the signal that ended it; None: it runs."""
+        code: int | None = self._ask("exit_code", pid=pid)
+        return code
+
+    def _ask(self, what: str, **arguments: Any) -> Any:
         assert self._parent.stdin is not None and self._parent.stdout is not None
         with self._lock:
-            request = {"role": role, "flags": flags, "log": str(log), "before": [*before]}
-            self._parent.stdin.write(json.dumps(request).encode() + b"\n")
+            self._parent.stdin.write(json.dumps([what, arguments]).encode() + b"\n")
             self._parent.stdin.flush()
-            return int(self._parent.stdout.readline())
+            return json.loads(self._parent.stdout.readline())
 
     def close(self) -> None:
         self._parent.communicate()
@@ -64,24 +72,42 @@ def alive(pid: int) -> bool:
 
 # ---- the parent ----
 
+_codes: dict[int, int] = {}  # of the processes that have ended
+
 
 def main() -> int:
     for role in ROLES:
         import_module(f"{role}.__main__")
-    for module in ("common.engine.worker", "kv_transfer.connectors.shm", "kv_transfer.connectors.tcp"):
+    for module in MORE:
         import_module(module)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them: no zombies
-    pids = [_start(**json.loads(line)) for line in iter(sys.stdin.readline, "")]
-    for pid in filter(alive, pids):
+    signal.signal(signal.SIGCHLD, _reap)
+    answers = {"start": _start, "exit_code": _exit_code}
+    pids = []
+    for line in iter(sys.stdin.readline, ""):
+        what, arguments = json.loads(line)
+        answer = answers[what](**arguments)
+        pids += [answer] if what == "start" else []
+        print(json.dumps(answer), flush=True)
+    for pid in (pid for pid in pids if pid not in _codes):
         os.kill(pid, signal.SIGKILL)
     return 0
+
+
+def _reap(*_: object) -> None:
+    """No zombies: whether a process lives can be seen from its pid."""
+    with suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            _codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+
+
+def _exit_code(pid: int) -> int | None:
+    return _codes.get(pid)
 
 
 def _start(role: str, flags: list[str], log: str, before: list[str]) -> int:
     pid = os.fork()
     if pid == 0:
         _become(role, flags, log, before)
-    print(pid, flush=True)
     return pid
 
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import requests
 
+from benchmarks.fleet import flags, free_port
 from common.obs.ports import read_ports
 
 MODELS = Path(__file__).parents[1] / "models"
@@ -87,6 +88,7 @@ class Service:
         self.home = Home()
         self.log_path = self.home.path / "log"
         self.ports: dict[str, int] = {}
+        self.headers: dict[str, str] = {}  # of every request
         self.processes: dict[str, subprocess.Popen[bytes]] = {}  # those that must not end
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
@@ -113,10 +115,10 @@ class Service:
         return f"127.0.0.1:{self.ports['grpc']}"
 
     def get(self, path: str) -> requests.Response:
-        return requests.get(self.url + path, timeout=10)
+        return requests.get(self.url + path, headers=self.headers, timeout=10)
 
     def post(self, path: str, **body: Any) -> requests.Response:
-        return requests.post(self.url + path, json=body, timeout=120)
+        return requests.post(self.url + path, json=body, headers=self.headers, timeout=120)
 
     def complete(self, prompt: Any, **body: Any) -> dict[str, Any]:
         """One whole completion, greedy unless told otherwise."""
@@ -155,7 +157,16 @@ class Service:
                 if process.poll() is not None:
                     raise AssertionError(f"{name} ended ({process.returncode})\n{self.log()}")
             time.sleep(0.02)
-        raise AssertionError(f"still not true after {timeout} s\n{self.log()[-6000:]}")
+        raise AssertionError(f"still not true after {timeout} s\n{self._last_words()}")
+
+    def _last_words(self) -> str:
+        """The end of the log, and what every process is at: a hang must explain itself."""
+        log = self.log()
+        for process in self.home.processes():
+            with suppress(psutil.Error):
+                process.send_signal(signal.SIGUSR1)
+        time.sleep(1)  # until they have written their stacks
+        return log[-6000:] + self.log()[len(log) :]
 
     def wait_ready(self) -> None:
         self.wait_for(lambda: self.get("/ready").status_code == 200, START_TIMEOUT)
@@ -232,13 +243,6 @@ class Roles(Service):
         self.processes[name] = self.home.start(command, self.log_path)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def ended(process: subprocess.Popen[bytes]) -> int:
     """The exit code of a process that was told to end; it is killed when it does not."""
     try:
@@ -246,16 +250,6 @@ def ended(process: subprocess.Popen[bytes]) -> int:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         return process.wait()
-
-
-def flags(options: Mapping[str, Any]) -> list[str]:
-    """Options by name as a command line has them; an empty value is a switch."""
-    return [
-        part
-        for name, value in options.items()
-        for part in (f"--{name.replace('_', '-')}", str(value))
-        if part
-    ]
 
 
 def events(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:

@@ -56,9 +56,7 @@ def cluster() -> Iterator[WarmCluster]:
 def greedy(cluster: WarmCluster) -> Any:
     """Streamed, with log-probabilities."""
     tokens: list[Any] = []
-    for event in cluster.stream(
-        list(PROMPT), max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2
-    ):
+    for event in cluster.stream(list(PROMPT), max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2):
         for choice in event["choices"]:
             logprobs = choice["logprobs"] or {}
             tokens += zip(
@@ -104,13 +102,17 @@ def over_grpc(cluster: WarmCluster) -> Any:
     )
     with grpc.insecure_channel(cluster.grpc) as channel:
         answers = pb_grpc.InferenceStub(channel).Generate(request, timeout=60)
-        return [token.id for answer in answers for token in answer.tokens]
+        tokens = [token.id for answer in answers for token in answer.tokens]
+    assert tuple(tokens) == reference.greedy(cluster.model, PROMPT, NUM_TOKENS)
+    return tokens
 
 
 CLIENTS = (greedy, sampled, over_grpc, several, stopped)
 
 
-def check(cluster: WarmCluster, client: Any, role: str, number: str, point: str, count: int) -> None:
+def check(
+    cluster: WarmCluster, client: Any, role: str, number: str, point: str, count: int
+) -> None:
     """The answer of a cluster whose preferred node dies is that of one where none does."""
     expected = client(cluster)
     mortal = cluster.start_node(
@@ -137,7 +139,9 @@ def test_a_decode_node_dies_at_every_token(cluster: WarmCluster, token: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("step", "client"), zip(STEPS, cycle(CLIENTS), strict=False), ids=lambda value: str(value)
+    ("step", "client"),
+    list(zip(STEPS, cycle(CLIENTS), strict=False)),
+    ids=lambda value: value.__name__ if callable(value) else "-".join(map(str, value)),
 )
 @pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])
 def test_a_node_fails_at_every_step(

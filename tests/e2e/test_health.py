@@ -1,0 +1,122 @@
+"""Health that means it: red while no token could be produced, green again without help."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+import requests
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+import reference
+from cluster import Cluster, node_metrics, text_of
+
+MODEL = "mistral"
+PROMPT = "Once upon a time there was a girl who lived in an old mill"
+NUM_TOKENS = 24
+LONG = 200  # tokens, about a second
+STALL = 1.5  # seconds
+
+
+def is_ready(address: str) -> tuple[bool, str]:
+    """What `/ready` says: the status and the reason."""
+    response = requests.get(f"http://{address}/ready", timeout=10)
+    return response.status_code == 200, response.json()["reason"]
+
+
+def serves(address: str) -> bool:
+    """What the standard gRPC health service says."""
+    with grpc.insecure_channel(address) as channel:
+        request = health_pb2.HealthCheckRequest(service="pdserve.v1.Decode")
+        answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def node(cluster: Cluster) -> dict[str, Any]:
+    (found,) = cluster.nodes("decode")
+    return found
+
+
+def expected(cluster: Cluster, num_tokens: int) -> str:
+    ids = tuple(reference.encode(cluster.model, PROMPT))
+    return reference.decode(cluster.model, reference.greedy(cluster.model, ids, num_tokens))
+
+
+def complete(cluster: Cluster) -> str:
+    answer = cluster.complete(PROMPT, max_tokens=NUM_TOKENS, ignore_eos=True)
+    return str(answer["choices"][0]["text"])
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(MODEL, decode_tp=2, engine_stall_timeout=STALL) as cluster:
+        yield cluster
+
+
+@contextmanager
+def standing_still(cluster: Cluster, rank: int) -> Iterator[None]:
+    """A rank of the decode node that does nothing, as on a host that swaps."""
+    decode = cluster.node_process("decode")
+    assert decode is not None
+    process: psutil.Process = decode.children()[rank]
+    process.suspend()
+    try:
+        yield
+    finally:
+        process.resume()
+
+
+def check_red(cluster: Cluster, cause: str) -> None:
+    """Everybody who asks hears the reason, in time; what the rank may touch stays held."""
+    since, decode = time.monotonic(), node(cluster)
+    cluster.wait_for(lambda: not is_ready(decode["metrics_address"])[0])
+    assert STALL / 2 < time.monotonic() - since < STALL + 3
+    assert cause in is_ready(decode["metrics_address"])[1]
+    cluster.wait_for(lambda: not serves(decode["address"]))
+    cluster.wait_for(lambda: node(cluster)["state"] == "unhealthy")
+    ready = cluster.get("/ready")
+    assert ready.status_code == 503 and cause in ready.json()["error"]["message"]
+    metrics = node_metrics(decode)
+    assert metrics["pdserve:healthy"] == 0
+    assert metrics["pdserve:kv_blocks_free"] < metrics["pdserve:kv_blocks_total"]
+
+
+def check_green(cluster: Cluster, node_id: str) -> None:
+    """The same node serves again, and rightly."""
+    cluster.wait_ready()
+    decode = node(cluster)
+    assert decode["node_id"] == node_id
+    assert is_ready(decode["metrics_address"]) == (True, "ok")
+    cluster.wait_for(lambda: serves(decode["address"]))
+    assert complete(cluster) == expected(cluster, NUM_TOKENS)
+    cluster.wait_idle()
+    assert node_metrics(decode)["pdserve:healthy"] == 1
+
+
+def test_a_rank_that_answers_nothing(cluster: Cluster) -> None:
+    node_id = node(cluster)["node_id"]
+    with ThreadPoolExecutor(1) as pool:
+        with standing_still(cluster, rank=1):
+            answer = pool.submit(complete, cluster)
+            check_red(cluster, "rank 1 has not answered a call for")
+        assert answer.result(30) == expected(cluster, NUM_TOKENS)
+    check_green(cluster, node_id)
+    assert cluster.log().count("unhealthy: rank 1") == cluster.log().count("healthy again: ok") == 1
+
+
+def test_a_step_that_does_not_return(cluster: Cluster) -> None:
+    node_id = node(cluster)["node_id"]
+    stream = cluster.stream(PROMPT, max_tokens=LONG, ignore_eos=True)
+    begin = list(islice(stream, 5))
+    with standing_still(cluster, rank=0):
+        check_red(cluster, "has been running for")
+    assert text_of(iter(begin)) + text_of(stream) == expected(cluster, LONG)
+    check_green(cluster, node_id)
+    assert cluster.log().count("unhealthy: step") == 1

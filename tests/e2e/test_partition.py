@@ -1,0 +1,120 @@
+"""The network is cut while requests run: they go on elsewhere, and what heals is used again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import requests
+
+import hosts
+import reference
+from router.http.generation_body import TIMELINE_HEADER
+from warm import WarmCluster
+
+pytestmark = pytest.mark.skipif(bool(hosts.unavailable()), reason=hosts.unavailable())
+PROMPT = tuple(range(5, 75))
+NUM_TOKENS = 40
+
+
+class Site:
+    """A prefill node and two decode nodes, each on a host of its own."""
+
+    def __init__(self, network: hosts.Network, cluster: WarmCluster) -> None:
+        self.network = network
+        self.cluster = cluster
+        self.hosts: dict[str, str] = {}  # by node
+        self.prefill = self.start("prefill")
+        self.decode = self.start("decode", num_gpu_blocks_override=400)  # the preferred one
+        self.other = self.start("decode")
+        cluster.wait_nodes()
+
+    def start(self, role: str, **options: Any) -> str:
+        host, before = self.network.add()
+        router = f"{hosts.ROUTER}:{self.cluster.ports['grpc']}"
+        options |= {"host": host, "kv_host": host, "kv_connector": "tcp", "router": router}
+        name = self.cluster.start_node(role, before, **options)
+        self.hosts[name] = host
+        return name
+
+    def states(self) -> dict[str, str]:
+        """By host."""
+        return {n["address"].partition(":")[0]: n["state"] for n in self.cluster.nodes()}
+
+    def wait_state(self, name: str, state: str) -> None:
+        self.cluster.wait_for(lambda: self.states().get(self.hosts[name]) == state)
+
+    def ask(self) -> Iterator[dict[str, Any]]:
+        return self.cluster.stream(list(PROMPT), max_tokens=NUM_TOKENS, ignore_eos=True)
+
+    def check(self, events: list[dict[str, Any]]) -> None:
+        text = "".join(each["choices"][0]["text"] for each in events if each["choices"])
+        tokens = reference.greedy(self.cluster.model, PROMPT, NUM_TOKENS)
+        assert text == reference.decode(self.cluster.model, tokens)
+
+    def transferred(self) -> int:
+        """Bytes of KV that crossed for one more request."""
+        response = requests.post(
+            f"{self.cluster.url}/v1/completions",
+            json={"prompt": list(PROMPT), "max_tokens": 2, "ignore_eos": True},
+            headers={TIMELINE_HEADER: "1"},
+            timeout=30,
+        )
+        return int(response.json()["pdserve"]["timeline"]["transfer_bytes"])
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    options = {"host": "0.0.0.0", "queue_timeout": 4}
+    with (
+        hosts.network() as network,
+        WarmCluster(
+            "llama-gqa", 0, 0, router=options, kv_lease=2, no_enable_prefix_caching=""
+        ) as cluster,
+    ):
+        yield Site(network, cluster)
+
+
+def test_a_decode_node_is_cut_off_in_mid_stream_and_comes_back(site: Site) -> None:
+    stream = site.ask()
+    events = [next(stream) for _ in range(6)]
+    site.network.cut(site.hosts[site.decode])
+    site.check(events + list(stream))
+    site.wait_state(site.decode, "lost")
+    site.network.heal(site.hosts[site.decode])
+    site.wait_state(site.decode, "ready")
+    site.cluster.wait_idle(20)
+    stream = site.ask()
+    events = [next(stream) for _ in range(2)]
+    assert site.cluster.busy("decode") == site.decode  # used again, nothing was restarted
+    site.check(events + list(stream))
+    site.cluster.wait_idle()
+
+
+def test_prefill_and_decode_nodes_that_do_not_reach_each_other(site: Site) -> None:
+    assert site.transferred() > 0
+    both = [site.hosts[name] for name in (site.prefill, site.decode, site.other)]
+    site.network.isolate(*both)
+    site.check(list(site.ask()))  # the decode node computes the prompt itself
+    site.network.isolate(*both, isolated=False)
+    site.cluster.wait_idle(20)
+    site.cluster.wait_for(lambda: site.transferred() > 0)
+    site.cluster.wait_idle()
+
+
+def test_no_prefill_node_is_left_and_one_comes_back(site: Site) -> None:
+    site.network.cut(site.hosts[site.prefill])
+    site.wait_state(site.prefill, "lost")
+    started = time.monotonic()
+    response = site.cluster.post("/v1/completions", prompt=list(PROMPT), max_tokens=2)
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "no_node"
+    assert response.headers["Retry-After"]
+    assert time.monotonic() - started >= 4
+    assert "prefill" in site.cluster.get("/ready").json()["reason"]
+    site.network.heal(site.hosts[site.prefill])
+    site.wait_state(site.prefill, "ready")
+    site.check(list(site.ask()))
+    site.cluster.wait_idle()

@@ -1,0 +1,196 @@
+"""A cluster with everything that protects it switched on, and who is refused by it."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+import requests
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+import reference
+from cluster import Cluster
+from common.config.schema import TLSConfig
+from common.rpc.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
+from common.rpc.tls import TLS
+from kv_transfer.frame import Frame, Kind
+
+KEY = "correct-horse"
+CHAT = [{"role": "user", "content": "Tell me about a girl named Zoë, a mill and a naïve fox."}]
+TOKENS = 20
+
+
+def make_certs(folder: Path) -> Path:
+    pdserve = Path(sys.executable).with_name("pdserve")
+    subprocess.run([str(pdserve), "certs", str(folder)], check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_certs(tmp_path_factory.mktemp("certs") / "ours")
+
+
+@pytest.fixture(scope="module")
+def cluster(certs: Path) -> Iterator[Cluster]:
+    with Cluster(
+        "qwen2",
+        environment={"PDSERVE_API_KEY": KEY},
+        tls_cert=certs / "cert.pem",
+        tls_key=certs / "key.pem",
+        tls_ca=certs / "ca.pem",
+        kv_connector="tcp",
+        kv_connector_config='{"tls": true}',
+    ) as cluster:
+        cluster.headers["Authorization"] = f"Bearer {KEY}"
+        yield cluster
+        cluster.wait_idle()
+        assert KEY not in cluster.log()
+
+
+def credentials(folder: Path | None, ca: Path) -> grpc.ChannelCredentials:
+    """Of a client that trusts `ca` and shows the certificate of `folder`, if any."""
+    pair = [(folder / name).read_bytes() for name in ("key.pem", "cert.pem")] if folder else []
+    return grpc.ssl_channel_credentials((ca / "ca.pem").read_bytes(), *pair)
+
+
+def chat(cluster: Cluster) -> requests.Response:
+    body = {"messages": CHAT, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    return cluster.post("/v1/chat/completions", **body)
+
+
+def expected(cluster: Cluster) -> str:
+    _, tokenizer = reference.load(cluster.model)
+    text = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
+    ids = tuple(tokenizer(str(text), add_special_tokens=False)["input_ids"])
+    return reference.decode(cluster.model, reference.greedy(cluster.model, ids, TOKENS))
+
+
+def test_a_chat_gives_the_reference(cluster: Cluster, certs: Path) -> None:
+    response = chat(cluster)
+    assert response.status_code == 200, f"{response.text}\n{cluster.log()[-3000:]}"
+    assert response.json()["choices"][0]["message"]["content"] == expected(cluster)
+    with grpc.secure_channel(cluster.grpc, credentials(certs, certs)) as channel:
+        request = inference_pb2.GenerateRequest(
+            text="Once upon a time", sampling=inference_pb2.SamplingParams(temperature=0.0)
+        )
+        key = (("authorization", f"Bearer {KEY}"),)
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        assert list(stub.Generate(request, timeout=30, metadata=key))
+
+
+def test_without_the_key_there_is_no_answer(cluster: Cluster, certs: Path) -> None:
+    for headers in ({}, {"Authorization": "Bearer wrong"}):
+        for path in ("/v1/models", "/v1/cluster"):
+            answer = requests.get(cluster.url + path, headers=headers, timeout=10)
+            assert answer.status_code == 401
+            assert answer.headers["WWW-Authenticate"] == "Bearer"
+    for path in ("/health", "/ready", "/metrics"):
+        assert requests.get(cluster.url + path, timeout=10).status_code == 200
+    with grpc.secure_channel(cluster.grpc, credentials(certs, certs)) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            stub.GetModel(inference_pb2.GetModelRequest(), timeout=10)
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_the_key_is_in_no_command_line(cluster: Cluster) -> None:
+    up = psutil.Process(cluster.processes["up"].pid)
+    processes = [up, *up.children(recursive=True)]
+    assert len(processes) >= 4
+    assert not [each for each in processes if KEY in " ".join(each.cmdline())]
+    nodes = [each for each in processes if "_node" in " ".join(each.cmdline())]
+    assert nodes and not [each for each in nodes if KEY in each.environ().values()]
+    assert KEY not in cluster.get("/v1/cluster").text
+
+
+def test_without_our_certificate_no_role_answers(
+    cluster: Cluster, certs: Path, tmp_path: Path
+) -> None:
+    theirs = make_certs(tmp_path / "theirs")
+    addresses = [cluster.grpc, *(node["address"] for node in cluster.nodes())]
+    refused = [
+        credentials(None, certs),  # it shows none
+        credentials(theirs, certs),  # another CA's
+        credentials(theirs, theirs),
+        None,  # plain text
+    ]
+    for address in addresses:
+        for shown in refused:
+            open_ = grpc.secure_channel(address, shown) if shown else grpc.insecure_channel(address)
+            with open_ as channel, pytest.raises(grpc.RpcError) as caught:
+                check = health_pb2.HealthCheckRequest()
+                health_pb2_grpc.HealthStub(channel).Check(check, timeout=10)
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        with grpc.secure_channel(address, credentials(certs, certs)) as channel:
+            answer = health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(), timeout=10
+            )
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_a_stranger_cannot_register_a_node(cluster: Cluster) -> None:
+    before = len(cluster.nodes())
+    node = cluster_pb2.NodeInfo(
+        node_id="evil", role=cluster_pb2.ROLE_DECODE, address="127.0.0.1:1", model="qwen2"
+    )
+    with grpc.insecure_channel(cluster.grpc) as channel, pytest.raises(grpc.RpcError):
+        registry = cluster_pb2_grpc.RegistryStub(channel)
+        registry.Register(cluster_pb2.RegisterRequest(node=node), timeout=5)
+    assert len(cluster.nodes()) == before
+
+
+def kv_ports(cluster: Cluster) -> list[int]:
+    """What the decode node listens on beside gRPC and metrics."""
+    (node,) = cluster.nodes("decode")
+    process = cluster.node_process("decode")
+    assert process is not None
+    known = {int(node[name].rpartition(":")[2]) for name in ("address", "metrics_address")}
+    listening = [
+        each.laddr.port
+        for one in (process, *process.children(recursive=True))
+        for each in one.net_connections("tcp")
+        if each.status == psutil.CONN_LISTEN
+    ]
+    return sorted(set(listening) - known)
+
+
+def test_a_stranger_at_the_kv_port_gets_nothing(
+    cluster: Cluster, certs: Path, tmp_path: Path
+) -> None:
+    chat(cluster)  # so that a connection of the prefill rank is there
+    theirs = make_certs(tmp_path / "theirs")
+    stranger = TLS.load(
+        TLSConfig(**{f"tls_{name}": str(theirs / f"{name}.pem") for name in ("cert", "key", "ca")})
+    )
+    assert stranger is not None
+    ours = ssl.create_default_context(cafile=certs / "ca.pem")  # the right CA, no certificate
+    other = stranger.client_context()
+    other.load_verify_locations(certs / "ca.pem")
+    (port,) = kv_ports(cluster)
+    fingerprint = cluster.nodes("decode")[0]["fingerprint"].encode()
+    hello = Frame(Kind.HELLO, nbytes=len(fingerprint)).encode() + fingerprint
+    for context in (None, ours, other):
+        with socket.create_connection(("127.0.0.1", port), 10) as sock:
+            assert b"pdKV" not in overheard(sock, context, hello)
+    assert chat(cluster).json()["choices"][0]["message"]["content"] == expected(cluster)
+
+
+def overheard(sock: socket.socket, context: ssl.SSLContext | None, hello: bytes) -> bytes:
+    """All that the other side says after a HELLO, until it hangs up."""
+    heard = b""
+    try:
+        peer = context.wrap_socket(sock, server_hostname="127.0.0.1") if context else sock
+        peer.sendall(hello)
+        while data := peer.recv(4096):
+            heard += data
+    except (ssl.SSLError, ConnectionError):
+        pass
+    return heard
