@@ -78,10 +78,9 @@ def sampled(cluster: WarmCluster) -> Any:
 
 def several(cluster: WarmCluster) -> Any:
     """Three choices at once."""
-    choices = cluster.complete(
+    return cluster.complete(
         list(PROMPT), max_tokens=NUM_TOKENS, temperature=0.8, seed=3, n=3, ignore_eos=True
     )["choices"]
-    return choices
 
 
 def stopped(cluster: WarmCluster) -> Any:
