@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from common.core.errors import Blame
 from common.core.request import GenerateJob
 from common.engine.node import EngineNode
@@ -12,6 +14,7 @@ from decode_node.service import DecodeService, KVTransferService
 from decode_node.session import DecodeSession
 from kv_transfer.layout import Rect, fingerprint
 from kv_transfer.rank import FACTORY, rank_config
+from kv_transfer.selection import Connectors, choose_connectors
 from kv_transfer.sink import KVSink
 from kv_transfer.ticket import RankEndpoint
 
@@ -24,8 +27,13 @@ class DecodeNode(EngineNode[DecodeSession]):
     def fingerprint(self) -> str:
         return fingerprint(self.kv_identity())
 
+    @cached_property
+    def connectors(self) -> Connectors:
+        return choose_connectors(self.config.transfer, self.facts.device)
+
     def extension(self) -> ExtensionConfig:
-        config = rank_config(self.config.transfer, self.fingerprint(), source=False)
+        host, tls = self.config.transfer.kv_host, self.config.tls
+        config = rank_config(self.connectors, host, self.fingerprint(), tls, source=False)
         return ExtensionConfig(FACTORY, config)
 
     def add_services(self) -> None:
@@ -41,12 +49,11 @@ class DecodeNode(EngineNode[DecodeSession]):
                 for c in (ready.cache,)
             ],
             fingerprint=self.fingerprint(),
-            connector=self.config.transfer.kv_connector,
             block_size=self.config.engine.cache.block_size,
             address=self.address,
             lease_s=self.config.transfer.kv_lease,
             digests=self.config.transfer.enable_kv_digests,
-            call=executor.call,
+            call=self.engine.call,
         )
         executor.on_event(self.sink.on_event)
         self.metrics.transfer_events.follow(lambda: self.sink.counts)
@@ -54,7 +61,7 @@ class DecodeNode(EngineNode[DecodeSession]):
         self.server.add(
             "KVTransfer",
             pb_grpc.add_KVTransferServicer_to_server,
-            KVTransferService(self.sink),
+            KVTransferService(self.sink, self.facts.spec.vocab_size),
         )
 
     async def close_transfers(self) -> None:

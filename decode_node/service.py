@@ -8,6 +8,7 @@ from contextlib import aclosing
 import grpc
 
 from common.core.errors import InvalidRequest
+from common.core.sampling import MAX_LOGPROBS
 from common.rpc import convert
 from common.rpc.pb import cluster_pb2 as pb
 from common.rpc.pb import cluster_pb2_grpc as pb_grpc
@@ -35,21 +36,33 @@ class DecodeService(pb_grpc.DecodeServicer):
 
 
 class KVTransferService(pb_grpc.KVTransferServicer):
-    def __init__(self, sink: KVSink) -> None:
+    def __init__(self, sink: KVSink, vocab_size: int) -> None:
         self._sink = sink
+        self._vocab_size = vocab_size
 
     async def Commit(
         self, request: pb.CommitRequest, context: grpc.aio.ServicerContext
     ) -> pb.CommitResponse:
         async with serving(context):
-            if len(request.first_token.tokens) != 1:
-                raise InvalidRequest("a commit carries exactly one token")
+            self._check_first_token(request.first_token)
             digests = [RunDigest.from_proto(each) for each in request.digests]
             nbytes = await self._sink.commit(
                 request.transfer_id, request.epoch, request.first_token, digests
             )
             return pb.CommitResponse(bytes=nbytes)
         raise AssertionError("unreachable: serving() aborts the call")
+
+    def _check_first_token(self, event: pb.TokenEvent) -> None:
+        if len(event.tokens) != 1:
+            raise InvalidRequest("a commit carries exactly one token")
+        (token,) = event.tokens
+        if len(token.top_logprobs) > MAX_LOGPROBS:
+            raise InvalidRequest(f"a commit carries at most {MAX_LOGPROBS} logprobs")
+        largest = max((token.id, *(each.token_id for each in token.top_logprobs)))
+        if largest >= self._vocab_size:
+            raise InvalidRequest(
+                f"token id {largest} is outside the vocabulary of {self._vocab_size}"
+            )
 
     async def Renew(
         self, request: pb.RenewRequest, context: grpc.aio.ServicerContext

@@ -10,9 +10,9 @@ transfer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable
 from time import monotonic
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from common.core.errors import PdserveError
 from common.core.request import Choice, GenerateJob, TokenEvent
@@ -23,6 +23,8 @@ from common.obs.metrics import NodeMetrics
 from common.rpc import convert
 from common.rpc.pb import cluster_pb2 as pb
 from kv_transfer.sink import KVSink
+
+T = TypeVar("T")
 
 
 class SessionHost(Protocol):
@@ -51,8 +53,10 @@ class DecodeSession:
         self._sequences: list[Sequence] = []
         self._unfinished = len(job.choices)
         self._admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._events: asyncio.Queue[TokenEvent | PdserveError] = asyncio.Queue()
         self._transfer_id: bytes | None = None
+        self._freed: asyncio.Event | None = None  # set: the hand-off has no more use for its blocks
 
     # ---- the path, top to bottom ------------------------------------------------------------
 
@@ -62,9 +66,9 @@ class DecodeSession:
         lead, *others = self._job.choices
         first = self._add(lead, remote=not local_prefill)
         if not local_prefill:
-            await self._admitted
-            yield pb.DecodeEvent(reserved=await self._reserve(first))
-            yield pb.DecodeEvent(landed=await self._land(first))
+            await self._unless_failed(self._admitted)
+            yield pb.DecodeEvent(reserved=await self._unless_failed(self._reserve(first)))
+            yield pb.DecodeEvent(landed=await self._unless_failed(self._land(first)))
         for choice in others:
             self._add(choice, remote=False)
         while self._unfinished:
@@ -78,6 +82,8 @@ class DecodeSession:
         """Ends whatever is still going on and gives all blocks back."""
         if self._transfer_id is not None:
             await self._host.sink.cancel(self._transfer_id)
+        elif self._freed is not None:
+            await self._freed.wait()
         for sequence in self._sequences:
             if sequence.status is not Status.DONE:
                 await self._host.engine.stop(sequence)
@@ -107,10 +113,23 @@ class DecodeSession:
     def fail(self, error: PdserveError) -> None:
         """The node cannot go on."""
         self._events.put_nowait(error)
-        if not self._admitted.done():
-            self._admitted.set_exception(error)
+        if not self._failed.done():
+            self._failed.set_exception(error)
+            self._failed.exception()  # seen: once tokens flow, nobody waits for it
 
     # ---- inside -----------------------------------------------------------------------------
+
+    async def _unless_failed(self, work: Awaitable[T]) -> T:
+        """The result of `work`. It is cancelled when the node fails meanwhile: a rank that stands
+        still ends nothing. What it holds, `close` and the hand-off free."""
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait((task, self._failed), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                self._failed.result()
+            return task.result()
+        finally:
+            task.cancel()
 
     def _add(self, choice: Choice, remote: bool) -> Sequence:
         sequence = self._host.engine.new_sequence(self._job, choice, remote=remote)
@@ -121,21 +140,27 @@ class DecodeSession:
 
     async def _reserve(self, sequence: Sequence) -> pb.Ticket:
         first_block = sequence.num_computed // self._host.engine.scheduler.pool.block_size
+        self._freed = asyncio.Event()
         ticket = await self._host.sink.reserve(
             num_tokens=sequence.num_tokens,
             first_block=first_block,
             block_ids=tuple(sequence.block_table[first_block:]),
-            on_freed=lambda: self._host.engine.release(sequence),
+            on_freed=lambda: self._release(sequence),
         )
         self._transfer_id = ticket.transfer_id
         return ticket.to_proto()
+
+    def _release(self, sequence: Sequence) -> None:
+        assert self._freed is not None
+        self._host.engine.release(sequence)
+        self._freed.set()
 
     async def _land(self, sequence: Sequence) -> pb.Landed:
         assert self._transfer_id is not None
         waiting_since = monotonic()
         with self._host.metrics.transfer_errors():
             arrival = await self._host.sink.wait(self._transfer_id)
-        self._transfer_id = None
+        self._transfer_id = self._freed = None
         self._host.metrics.observe_transfer(
             num_bytes=arrival.nbytes, seconds=monotonic() - waiting_since
         )

@@ -85,7 +85,7 @@ class SourceTransfer:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A run moved; renews the lease."""
+    """A run moved: `nbytes` more, each byte counted once; renews the lease."""
 
     transfer_id: bytes
     epoch: int
@@ -147,7 +147,8 @@ class KVConnector(ABC):
     capabilities: ClassVar[Capabilities]
 
     def __init__(self, context: RankContext, config: Mapping[str, Any]) -> None:
-        """`config` is `--kv-connector-config`; raises ConfigError on unknown keys."""
+        """`config` is what `--kv-connector-config` has for it; raises ConfigError on unknown
+        keys."""
         self.context = context
 
     @property

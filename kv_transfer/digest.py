@@ -105,6 +105,8 @@ def _check_coverage(whole: Rect, transfer: SinkTransfer, digests: Sequence[RunDi
     if any(reached != end for reached in ends.values()):
         raise bad_frame(f"digests end before block {end}")
     rects = list(ends)
+    if len(rects) > whole.area:  # or comparing all with all would take for ever
+        raise bad_frame(f"digests of {len(rects)} pieces of {whole}")
     overlap = any(a.intersect(b).area for i, a in enumerate(rects) for b in rects[:i])
     within = all(rect.area and rect.intersect(whole) == rect for rect in rects)
     wanted = whole.area if transfer.block_ids else 0

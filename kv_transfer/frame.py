@@ -2,7 +2,8 @@
 
 source                                  sink
 HELLO  payload: who I am        ──▶
-                                ◀──     WELCOME, or REFUSED (payload: why)
+                                ◀──     WELCOME, or REFUSED (payload: code: why)
+MEET  payload: my address       ◀─▶     and mine: so a group of the two forms       (group)
 BEGIN  a piece of a transfer    ──▶     this connection answers for it (also a keepalive)
 DATA   payload: the KV bytes    ──▶     into the blocks                              (push)
 OFFER  payload: my block ids    ──▶     reads them from my memory                    (pull)
@@ -35,6 +36,7 @@ class Kind(IntEnum):
     OFFER = 6
     TAKEN = 7
     CONFIRM = 8
+    MEET = 9
 
 
 NOWHERE = Rect(0, 0, 0, 0)
@@ -69,6 +71,8 @@ class Frame:
     @classmethod
     def decode(cls, header: bytes) -> Frame:
         """Raises TransferError BAD_FRAME on what is not a header of this wire version."""
+        if len(header) != HEADER_NBYTES:
+            raise bad_frame(f"a header of {len(header)} bytes")
         magic, version, kind, transfer_id, epoch, *rest = _HEADER.unpack(header)
         if magic != MAGIC or version != WIRE_VERSION:
             raise bad_frame(f"magic {magic!r}, wire version {version} ≠ {WIRE_VERSION}")

@@ -1,4 +1,4 @@
-"""The rank half of the KV transfer: a connector behind the executor's bytes.
+"""The rank half of the KV transfer: its connectors behind the executor's bytes.
 
 It is the `Extension` of `common/distributed/executor.py`: it lives in each rank, beside the
 cache, and is served while a step computes.
@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import torch
 
-from common.config.schema import TransferConfig
+from common.config.schema import TLSConfig
 from common.core.errors import Blame, ConfigError, TransferError
-from common.core.plugins import resolve
 from kv_transfer.connector import (
-    API_VERSION,
     BlockRun,
     Event,
     Failed,
@@ -30,14 +29,11 @@ from kv_transfer.connector import (
     SinkTransfer,
     SourceTransfer,
 )
+from kv_transfer.connectors.multi import MultiConnector
 from kv_transfer.digest import Digester, RunDigest
+from kv_transfer.frame import bad_frame
 from kv_transfer.layout import CacheView, Rect
-
-BUILTIN = {
-    "shm": "kv_transfer.connectors.shm:ShmConnector",
-    "tcp": "kv_transfer.connectors.tcp:TCPConnector",
-}
-ENTRY_POINTS = "pdserve.kv_connectors"
+from kv_transfer.selection import Connectors, load_connector
 
 
 class CacheShape(Protocol):
@@ -55,29 +51,43 @@ class CacheShape(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RankConfig:
-    """What a rank needs to build its connector; msgpack in the worker's configuration."""
+    """What a rank needs to build its connectors; msgpack in the worker's configuration."""
 
-    connector: str
+    connectors: Connectors
     fingerprint: str
     bind_host: str = "127.0.0.1"
-    options: dict[str, Any] = field(default_factory=dict)  # --kv-connector-config
     source: bool = False  # a source announces no endpoint
 
+
+T = TypeVar("T")
 
 FACTORY = "kv_transfer.rank:build_rank"  # what a worker imports
 
 
-def rank_config(config: TransferConfig, fingerprint: str, *, source: bool) -> bytes:
-    """The bytes `build_rank` wants, for a node's options."""
-    return msgspec.msgpack.encode(
-        RankConfig(
-            connector=config.kv_connector,
-            fingerprint=fingerprint,
-            bind_host=config.kv_host,
-            options=config.kv_connector_config,
-            source=source,
+def rank_config(
+    connectors: Connectors, bind_host: str, fingerprint: str, tls: TLSConfig, *, source: bool
+) -> bytes:
+    """The bytes `build_rank` wants, for a node's options.
+
+    Raises:
+        ConfigError: a connector shall use TLS and the node has no certificate.
+    """
+    spelt_out = {name: connector_options(options, tls) for name, options in connectors.items()}
+    return msgspec.msgpack.encode(RankConfig(spelt_out, fingerprint, bind_host, source))
+
+
+def connector_options(options: Mapping[str, Any], tls: TLSConfig) -> dict[str, Any]:
+    """`--kv-connector-config` with `"tls": true` spelt out as the node's own files: a connector
+    sees no options but these."""
+    rest = {name: value for name, value in options.items() if name != "tls"}
+    if options.get("tls", False) is False:
+        return rest
+    if tls.tls_cert is None or options["tls"] is not True:
+        raise ConfigError(
+            '--kv-connector-config: "tls" is true or false; true needs --tls-cert, --tls-key and '
+            "--tls-ca"
         )
-    )
+    return {**asdict(tls), **rest}
 
 
 # ---- commands, from node to rank ----
@@ -148,9 +158,19 @@ def encode_event(event: Event) -> bytes:
 
 
 def decode_event(message: bytes) -> Event:
-    name, body = _tagged_event.decode(message)
-    event: Event = _events[name].decode(body)
+    """Raises TransferError BAD_FRAME."""
+    name, body = _decode(_tagged_event, message)
+    if name not in _events:
+        raise bad_frame(f"no event is called {name!r}")
+    event: Event = _decode(_events[name], body)
     return event
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], message: bytes | msgspec.Raw) -> T:
+    try:
+        return decoder.decode(message)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise bad_frame(f"not what a rank and its node say: {error}") from error
 
 
 class TransferRank:
@@ -169,9 +189,8 @@ class TransferRank:
         return self._endpoint
 
     def handle(self, message: bytes) -> bytes:
-        command = _commands.decode(message)
         try:
-            reply = self._serve(command)
+            reply = self._serve(_decode(_commands, message))
         except TransferError as error:
             fault = Fault(error.message, error.code, error.blame.value, error.retryable)
             reply = Reply(error=fault)
@@ -216,9 +235,7 @@ class TransferRank:
             for piece, _ in transfer.pieces
         )
 
-    def _verify(
-        self, transfer_id: bytes, digests: tuple[RunDigest, ...]
-    ) -> tuple[RunDigest, ...]:
+    def _verify(self, transfer_id: bytes, digests: tuple[RunDigest, ...]) -> tuple[RunDigest, ...]:
         transfer = self._sinks.get(transfer_id)
         if transfer is None:
             raise TransferError("the transfer was stopped", code="UNKNOWN_TRANSFER")
@@ -244,21 +261,10 @@ def build_rank(
     `RankConfig`; `shared_fd` is the memory file whose first byte is the cache's.
 
     Raises:
-        ConfigError: no such connector, an unknown option, or another API version.
+        ConfigError: no such connector, an unknown option, another API version, or the cache is
+            not where a connector can reach it.
     """
     settings = msgspec.msgpack.decode(config, type=RankConfig)
-    connector_type = resolve(settings.connector, BUILTIN, ENTRY_POINTS)
-    if connector_type.api_version != API_VERSION:
-        raise ConfigError(
-            f"connector {settings.connector!r} speaks API version {connector_type.api_version}, "
-            f"this is {API_VERSION}; install a matching release of it"
-        )
-    capabilities = connector_type.capabilities
-    if settings.source and capabilities.pull and capabilities.same_host and shared_fd is None:
-        raise ConfigError(
-            f"connector {settings.connector!r} needs the cache in shared memory, which a "
-            f"{cache.device.type} cache is not; choose another --kv-connector, such as tcp"
-        )
     rect = Rect(shape.layer_start, shape.layer_end, shape.head_start, shape.head_end)
     context = RankContext(
         view=CacheView(cache, rect, shared_fd),
@@ -266,7 +272,25 @@ def build_rank(
         fingerprint=settings.fingerprint,
         emit=lambda event: emit(encode_event(event)),
     )
-    return TransferRank(connector_type(context, settings.options), settings.source)
+    children = {name: load_connector(name) for name in settings.connectors}
+    if settings.source:
+        check_readable(children, context.view)
+    makers = {
+        name: partial(kind, config=settings.connectors[name]) for name, kind in children.items()
+    }
+    return TransferRank(MultiConnector(context, makers), settings.source)
+
+
+def check_readable(children: Mapping[str, type[KVConnector]], view: CacheView) -> None:
+    """Raises ConfigError if the sinks of a child could not read this source's CPU cache."""
+    if view.cache.device.type != "cpu" or view.shared_fd is not None:
+        return
+    for name, kind in children.items():
+        if kind.capabilities.pull and kind.capabilities.same_host:
+            raise ConfigError(
+                f"connector {name!r} needs the cache in shared memory, which this one is not; "
+                "choose another --kv-connector, such as tcp"
+            )
 
 
 # ---- the node's end ----
@@ -276,7 +300,7 @@ Call = Callable[[int, bytes], Awaitable[bytes]]  # Executor.call
 
 async def call_rank(call: Call, rank: int, command: Command) -> Reply:
     """Raises TransferError when the rank's connector did."""
-    reply = _replies.decode(await call(rank, msgspec.msgpack.encode(command)))
+    reply = _decode(_replies, await call(rank, msgspec.msgpack.encode(command)))
     if (fault := reply.error) is not None:
         raise TransferError(
             fault.message, code=fault.code, blame=Blame(fault.blame), retryable=fault.retryable

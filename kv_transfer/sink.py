@@ -86,7 +86,6 @@ class KVSink:
         ranks: Sequence[RankEndpoint],
         *,
         fingerprint: str,
-        connector: str,
         block_size: int,
         address: str,
         lease_s: float,
@@ -96,7 +95,6 @@ class KVSink:
         self._ranks = tuple(ranks)
         self._rank_ids = [each.rank for each in ranks]
         self._fingerprint = fingerprint
-        self._connector = connector
         self._block_size = block_size
         self._address = address
         self._lease_s = lease_s
@@ -143,7 +141,6 @@ class KVSink:
             lease_s=self._lease_s,
             address=self._address,
             fingerprint=self._fingerprint,
-            connector=self._connector,
             block_size=self._block_size,
             num_tokens=num_tokens,
             first_block=first_block,
@@ -224,8 +221,8 @@ class KVSink:
 
     async def retarget(self, transfer_id: bytes, epoch: int = 0) -> Ticket:
         """Begins the next epoch and returns its ticket: what the source of the last one still
-        sends is refused. `epoch` is the one to replace; 0: whichever is current. Who asks last
-        gets the ticket.
+        sends is refused. `epoch` is the one to replace; 0: whichever is current. Of the router's
+        calls (0) the last one gets the ticket; a source's own next try gives way to any.
 
         Raises:
             TransferError: UNKNOWN_TRANSFER, STALE_EPOCH, ALREADY_LANDED (there is no need), or
@@ -238,9 +235,11 @@ class KVSink:
             assert entry.cause is not None
             raise entry.cause
         superseded = _stale("another prefill node takes over")
-        entry.cause = entry.cause or superseded
         if not entry.epoch.ticket.done():
+            if epoch:  # or a source that was given up could outbid the one that takes over
+                raise superseded
             entry.epoch.ticket.set_exception(superseded)
+        entry.cause = entry.cause or superseded
         mine = entry.epoch.ticket = _future()
         self._renew(entry)
         self._on(entry, SinkEvent.RETARGET)
@@ -265,6 +264,9 @@ class KVSink:
 
     def _rank_landed(self, entry: Reservation, rank: int, nbytes: int) -> None:
         entry.epoch.landed[rank] = nbytes
+        self._count_landed(entry)
+
+    def _count_landed(self, entry: Reservation) -> None:
         if len(entry.epoch.landed) == len(self._ranks):
             self._on(entry, SinkEvent.RANKS_LANDED)
 
@@ -351,6 +353,7 @@ class KVSink:
             self._fail(entry, SinkEvent.FAILED, error, epoch)
         else:
             self._on(entry, SinkEvent.OPENED, epoch)
+            self._count_landed(entry)  # a rank that wants no block has landed as it accepted
 
     def _issue(self, entry: Reservation) -> None:
         entry.ticket = replace(entry.ticket, epoch=entry.machine.epoch)

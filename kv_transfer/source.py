@@ -69,7 +69,6 @@ class KVSource:
         rank_rects: Sequence[Rect],
         *,
         fingerprint: str,
-        connector: str,
         block_size: int,
         lease_s: float,
         call: Call,
@@ -81,7 +80,7 @@ class KVSource:
         self.sink = sink
         self.tasks = Tasks()
         self.counts: Counter[str] = Counter()  # sent, bytes, failed/CODE, late state/event
-        self._ours = {"fingerprint": fingerprint, "KV connector": connector}
+        self._fingerprint = fingerprint
         self._block_size = block_size
         self._live: dict[bytes, Handoff] = {}
 
@@ -101,10 +100,9 @@ class KVSource:
         return handoff
 
     def _check(self, ticket: Ticket) -> None:
-        theirs = {"fingerprint": ticket.fingerprint, "KV connector": ticket.connector}
-        for name, ours in self._ours.items():
-            if theirs[name] != ours:
-                raise _mismatch("FINGERPRINT_MISMATCH", name, ours, theirs[name])
+        ours, theirs = self._fingerprint, ticket.fingerprint
+        if theirs != ours:
+            raise _mismatch("FINGERPRINT_MISMATCH", "fingerprint", ours, theirs)
         if ticket.block_size != self._block_size:
             raise _mismatch("LAYOUT_MISMATCH", "block size", self._block_size, ticket.block_size)
         if ticket.transfer_id in self._live:

@@ -6,8 +6,11 @@ from dataclasses import dataclass
 
 from common.core.errors import Blame, TransferError
 from common.rpc.pb import cluster_pb2
-from kv_transfer.frame import bad_frame
+from kv_transfer.frame import MAX_GREETING, bad_frame
 from kv_transfer.layout import Rect
+
+MAX_LEASE_S = 86_400.0
+MAX_RANKS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +19,7 @@ class RankEndpoint:
 
     rank: int
     rect: Rect
-    endpoint: bytes  # opaque to all but the connector
+    endpoint: bytes  # opaque to all but the connectors
 
     def to_proto(self) -> cluster_pb2.RankEndpoint:
         return cluster_pb2.RankEndpoint(
@@ -51,7 +54,6 @@ class Ticket:
     lease_s: float
     address: str
     fingerprint: str
-    connector: str
     block_size: int
     num_tokens: int
     first_block: int
@@ -70,7 +72,6 @@ class Ticket:
             lease_s=self.lease_s,
             address=self.address,
             fingerprint=self.fingerprint,
-            connector=self.connector,
             block_size=self.block_size,
             num_tokens=self.num_tokens,
             first_block=self.first_block,
@@ -87,7 +88,6 @@ class Ticket:
             lease_s=message.lease_s,
             address=message.address,
             fingerprint=message.fingerprint,
-            connector=message.connector,
             block_size=message.block_size,
             num_tokens=message.num_tokens,
             first_block=message.first_block,
@@ -103,10 +103,14 @@ class Ticket:
                 len(self.transfer_id) != 16,
                 f"a transfer id of {len(self.transfer_id)} bytes, not 16",
             ),
-            (not 0 < self.lease_s < float("inf"), f"a lease of {self.lease_s} s"),
+            (not 0 < self.lease_s <= MAX_LEASE_S, f"a lease of {self.lease_s} s"),
             (self.block_size < 1, f"a block size of {self.block_size}"),
             (self.num_tokens < 1, "no tokens"),
-            (not self.endpoints, "no endpoints"),
+            (not 0 < len(self.endpoints) <= MAX_RANKS, f"{len(self.endpoints)} endpoints"),
+            (
+                any(len(each.endpoint) > MAX_GREETING for each in self.endpoints),
+                f"an endpoint of more than {MAX_GREETING} bytes",
+            ),
         ]
         for wrong, fault in faults:
             if wrong:

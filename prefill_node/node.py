@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import grpc
@@ -17,6 +18,7 @@ from common.rpc.status import from_rpc_error
 from kv_transfer.digest import RunDigest
 from kv_transfer.layout import Rect, fingerprint
 from kv_transfer.rank import FACTORY, rank_config
+from kv_transfer.selection import Connectors, choose_connectors
 from kv_transfer.source import KVSource
 from kv_transfer.ticket import Ticket
 from prefill_node.peers import DecodePeers, why_unreachable
@@ -33,8 +35,13 @@ class PrefillNode(EngineNode[PrefillSession]):
     def fingerprint(self) -> str:
         return fingerprint(self.kv_identity())
 
+    @cached_property
+    def connectors(self) -> Connectors:
+        return choose_connectors(self.config.transfer, self.facts.device)
+
     def extension(self) -> ExtensionConfig:
-        config = rank_config(self.config.transfer, self.fingerprint(), source=True)
+        host, tls = self.config.transfer.kv_host, self.config.tls
+        config = rank_config(self.connectors, host, self.fingerprint(), tls, source=True)
         return ExtensionConfig(FACTORY, config)
 
     def ailment(self) -> str:
@@ -47,10 +54,9 @@ class PrefillNode(EngineNode[PrefillSession]):
         self.source = KVSource(
             [Rect(c.layer_start, c.layer_end, c.head_start, c.head_end) for c in caches],
             fingerprint=self.fingerprint(),
-            connector=self.config.transfer.kv_connector,
             block_size=self.config.engine.cache.block_size,
             lease_s=self.config.transfer.kv_lease,
-            call=executor.call,
+            call=self.engine.call,
             sink=DecodePeer(channel, self.peers),
         )
         self.metrics.transfer_events.follow(lambda: self.source.counts)
@@ -101,9 +107,7 @@ class DecodePeer:
         response = await self._call("Retarget", ticket, request, ticket.lease_s)
         return Ticket.from_proto(response.ticket)
 
-    async def _call(
-        self, method: str, ticket: Ticket, request: Any, timeout: float | None
-    ) -> Any:
+    async def _call(self, method: str, ticket: Ticket, request: Any, timeout: float | None) -> Any:
         stub = pb_grpc.KVTransferStub(self._channel(ticket.address))
         try:
             response = await getattr(stub, method)(request, timeout=timeout)

@@ -50,23 +50,21 @@ def make_policy(name: str) -> Policy:
 
 def can_pair(prefill: Node, decode: Node) -> bool:
     """Whether KV of one is KV of the other, and a connector both speak can carry it."""
-    return (
-        prefill.info.fingerprint == decode.info.fingerprint
-        and prefill.info.kv_connector == decode.info.kv_connector
-    )
+    same_kv = prefill.info.fingerprint == decode.info.fingerprint
+    return same_kv and not set(prefill.info.kv_connectors).isdisjoint(decode.info.kv_connectors)
 
 
 def why_not(prefill: Node, decode: Node) -> str:
     """In which respects two nodes differ that do not pair."""
-    ours, theirs = (
-        {**node.info.fingerprint_parts, "kv_connector": node.info.kv_connector}
-        for node in (prefill, decode)
-    )
+    ours, theirs = prefill.info.fingerprint_parts, decode.info.fingerprint_parts
     differences = [
         f"{part} {ours.get(part)} ≠ {theirs.get(part)}"
         for part in sorted({*ours, *theirs})
         if ours.get(part) != theirs.get(part)
     ]
+    speak, hear = prefill.info.kv_connectors, decode.info.kv_connectors
+    if set(speak).isdisjoint(hear):
+        differences.append(f"no common KV connector ({', '.join(speak)} ≠ {', '.join(hear)})")
     return f"{prefill.info.node_id} and {decode.info.node_id}: {', '.join(differences)}"
 
 

@@ -552,17 +552,17 @@ def test_misconfiguration_is_told_at_start() -> None:
         build_rank(where, shape, None, 0, msgspec.msgpack.encode(config), lambda message: None)
 
     with pytest.raises(ConfigError, match="unknown field `streams`"):
-        build(RankConfig("tcp", "f", options={"streams": 4}))
+        build(RankConfig({"tcp": {"streams": 4}}, "f"))
     with pytest.raises(ConfigError, match="congestion control 'pigeon'"):
-        build(RankConfig("tcp", "f", options={"congestion_control": "pigeon"}))
-    build(RankConfig("tcp", "f", source=True, options={"congestion_control": ""}))
+        build(RankConfig({"tcp": {"congestion_control": "pigeon"}}, "f"))
+    build(RankConfig({"tcp": {"congestion_control": ""}}, "f", source=True))
     with pytest.raises(ConfigError, match="no option 'streams'"):
-        build(RankConfig("shm", "f", options={"streams": 4}))
+        build(RankConfig({"shm": {"streams": 4}}, "f"))
     with pytest.raises(ConfigError, match="needs the cache in shared memory"):
-        build(RankConfig("shm", "f", source=True))
+        build(RankConfig({"tcp": {}, "shm": {}}, "f", source=True))
     with pytest.raises(ConfigError, match="unknown name 'pigeon'"):
-        build(RankConfig("pigeon", "f"))
+        build(RankConfig({"pigeon": {}}, "f"))
     with pytest.raises(ConfigError, match="speaks API version 99"):
-        build(RankConfig("test_connectors:FutureConnector", "f"))
+        build(RankConfig({"test_connectors:FutureConnector": {}}, "f"))
     with pytest.raises(ConfigError, match="ShmConnector cannot move KV of a meta cache"):
-        build(RankConfig("shm", "f"), cache.to("meta"))
+        build(RankConfig({"shm": {}}, "f"), cache.to("meta"))

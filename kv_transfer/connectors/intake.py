@@ -3,6 +3,9 @@
 accept ──▶ open ──all pieces in──▶ landed          frames after that are duplicates
              └──lost, bad frame──▶ failed          frames after that are drained
 quiesce / release: forgotten; nobody is inside the blocks when it returns
+
+A piece belongs to the connection that spoke of it first. Frames about it from any other are
+refused: drained and counted, whatever transfer id they know.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ class Incoming:
     nbytes: int
     gate: Gate = field(default_factory=Gate)
     next_block: dict[Rect, int] = field(default_factory=dict)  # of each piece seen so far
-    peers: set[object] = field(default_factory=set)  # connections that answer for a piece
+    owners: dict[Rect, object] = field(default_factory=dict)  # the connection of each piece
     over: bool = False  # landed or failed: the event was emitted
 
     def block_ids(self, frame: Frame) -> tuple[int, ...]:
@@ -65,27 +68,29 @@ class Intake:
             self._emit(Landed(transfer.transfer_id, transfer.epoch, 0))
 
     def begin(self, frame: Frame, peer: object) -> None:
-        """`peer` answers for a piece from now on."""
+        """`peer` answers for a piece from now on.
+
+        Raises:
+            TransferError: BAD_FRAME, it is no piece of this rank's cache or overlaps another.
+        """
         with self._lock:
-            incoming = self._current(frame)
-            if incoming is None:
+            if self._owned(frame, peer) is None:
                 return
-            incoming.peers.add(peer)
         self._emit(Progress(frame.transfer_id, frame.epoch, 0))
 
     def admit(self, frame: Frame, peer: object) -> Incoming | None:
         """The transfer into whose blocks the frame belongs; the piece counts as received up
-        to the frame's end. None: the frame is late or a duplicate and must be drained.
+        to the frame's end. None: the frame is late, a duplicate or another connection's, and
+        must be drained.
 
         Raises:
             TransferError: BAD_FRAME, it contradicts what was agreed.
         """
         with self._lock:
-            incoming = self._current(frame)
+            incoming = self._owned(frame, peer)
             if incoming is None:
                 return None
-            incoming.peers.add(peer)
-            self._check(frame, incoming)
+            self._check_blocks(frame, incoming)
             due = incoming.next_block.get(frame.rect, incoming.transfer.first_block)
             if frame.first + frame.count <= due:
                 self.counts["duplicate_frame"] += 1
@@ -94,6 +99,19 @@ class Intake:
                 raise bad_frame(f"block {frame.first} came where {due} was due")
             incoming.next_block[frame.rect] = frame.first + frame.count
             return incoming
+
+    def _owned(self, frame: Frame, peer: object) -> Incoming | None:
+        """The frame's transfer, if its piece is the peer's or, from now on, becomes the peer's."""
+        incoming = self._current(frame)
+        if incoming is None:
+            return None
+        if frame.rect not in incoming.owners:
+            self._check_piece(frame.rect, incoming)
+            incoming.owners[frame.rect] = peer
+        if incoming.owners[frame.rect] is peer:
+            return incoming
+        self.counts["foreign_frame"] += 1
+        return None
 
     def _current(self, frame: Frame) -> Incoming | None:
         incoming = self._incoming.get(frame.transfer_id)
@@ -107,12 +125,14 @@ class Intake:
             return incoming
         return None
 
-    def _check(self, frame: Frame, incoming: Incoming) -> None:
-        rect, transfer = frame.rect, incoming.transfer
+    def _check_piece(self, rect: Rect, incoming: Incoming) -> None:
         if not rect.area or rect.intersect(self._view.rect) != rect:
             raise bad_frame(f"{rect} is not within this rank's {self._view.rect}")
-        if any(rect != known and rect.intersect(known).area for known in incoming.next_block):
+        if any(rect.intersect(known).area for known in incoming.owners):
             raise bad_frame(f"{rect} overlaps another piece of the transfer")
+
+    def _check_blocks(self, frame: Frame, incoming: Incoming) -> None:
+        transfer = incoming.transfer
         end = transfer.first_block + len(transfer.block_ids)
         if frame.count < 1 or frame.first < transfer.first_block or frame.first + frame.count > end:
             raise bad_frame(
@@ -155,7 +175,7 @@ class Intake:
     def disconnected(self, peer: object, error: TransferError) -> None:
         """A connection ended: its unfinished transfers fail."""
         with self._lock:
-            orphans = [key for key, each in self._incoming.items() if peer in each.peers]
+            orphans = [key for key, each in self._incoming.items() if peer in each.owners.values()]
         for transfer_id in orphans:
             self.fail(transfer_id, error)
 

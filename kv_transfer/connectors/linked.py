@@ -55,13 +55,14 @@ class LinkedConnector(KVConnector):
 
     @property
     def counts(self) -> Counter[str]:
-        """Late, duplicate and drained frames, and bytes."""
+        """Late, duplicate, foreign and drained frames, connections refused or ended, and bytes."""
         return self.intake.counts
 
     def endpoint(self) -> bytes:
         with self._starting:
             if self._server is None:
-                self._server = PipeServer(self.listen(self.context.bind_host), self._serve)
+                listener = self.listen(self.context.bind_host)
+                self._server = PipeServer(listener, self._serve, self.counts)
             return self._server.endpoint
 
     def _serve(self, pipe: KVPipe) -> None:

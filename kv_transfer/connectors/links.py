@@ -41,6 +41,17 @@ class Outgoing:
     nbytes: int = 0
     started: float = 0.0
     over: bool = False  # sent or failed: the event was emitted
+    next_block: int = 0  # blocks before it were announced
+    complete: bool = False  # the last run was announced
+
+    def announce(self, run: BlockRun, last: bool) -> bool:
+        """Whether the run is news: the transfer is not over, it was not announced before."""
+        repeated = run.count > 0 and run.first < self.next_block
+        if self.over or self.complete or repeated:
+            return False
+        self.next_block = run.first + run.count
+        self.complete = last
+        return True
 
     def frame(self, kind: Kind, piece: Piece, run: BlockRun) -> Frame:
         transfer = self.transfer
@@ -105,7 +116,7 @@ class Links:
     ) -> None:
         with self._lock:
             outgoing = self._outgoing.get(transfer_id)
-            if outgoing is None or outgoing.over:
+            if outgoing is None or not outgoing.announce(run, last):
                 return
             outgoing.started = outgoing.started or time.monotonic()
             for piece, endpoint in outgoing.transfer.pieces:

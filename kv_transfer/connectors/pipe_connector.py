@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -16,12 +16,14 @@ from kv_transfer.connector import Capabilities, RankContext
 from kv_transfer.connectors.intake import Incoming
 from kv_transfer.connectors.linked import LinkedConnector
 from kv_transfer.connectors.links import Channel
+from kv_transfer.connectors.time_limit import time_limit
 from kv_transfer.frame import HEADER_NBYTES, MAX_GREETING, Frame, Kind, bad_frame
 from kv_transfer.gate import Gate
 from kv_transfer.layout import CacheView
 from kv_transfer.pipe import KVPipe, PipeListener, PipeTransport, recv_bytes, send_bytes
 
 SCRATCH_NBYTES = 1 << 20
+GREETING_S = 5.0  # in which a peer must have said who it is
 
 
 def send_frame(pipe: KVPipe, frame: Frame, payload: bytes = b"") -> None:
@@ -35,41 +37,66 @@ def recv_frame(pipe: KVPipe) -> Frame:
 
 
 def recv_greeting(pipe: KVPipe, blame: Blame) -> tuple[Frame, bytes]:
-    """The first frame of a connection, with its (small) payload."""
-    frame = recv_frame(pipe)
-    if frame.nbytes > MAX_GREETING:
-        raise bad_frame(f"a greeting of {frame.nbytes} bytes", blame)
-    return frame, recv_bytes(pipe, frame.nbytes)
+    """The first frame of a connection, with its (small) payload.
+
+    Raises:
+        TransferError: BAD_FRAME, or CONNECT_FAILED when it takes longer than GREETING_S.
+    """
+    with time_limit(pipe, GREETING_S, blame):
+        frame = recv_frame(pipe)
+        if frame.nbytes > MAX_GREETING:
+            raise bad_frame(f"a greeting of {frame.nbytes} bytes", blame)
+        return frame, recv_bytes(pipe, frame.nbytes)
 
 
 def expect_welcome(pipe: KVPipe) -> None:
     """Source: raises TransferError when the sink refused this rank."""
     frame, payload = recv_greeting(pipe, Blame.DECODE)
     if frame.kind is not Kind.WELCOME:
-        raise TransferError(
-            payload.decode(errors="replace"),
-            code="FINGERPRINT_MISMATCH",
-            blame=Blame.PREFILL,
-            retryable=False,
-        )
+        code, _, message = payload.decode(errors="replace").partition(": ")
+        raise refusal(code, message)
 
 
 def welcome(pipe: KVPipe, ours: str, theirs: str) -> None:
     """Sink: answers a HELLO; raises TransferError after refusing another fingerprint."""
-    if theirs == ours:
-        send_frame(pipe, Frame(Kind.WELCOME))
-        return
-    message = f"fingerprint {theirs} ≠ {ours}: the nodes serve different models or layouts"
-    send_frame(pipe, Frame(Kind.REFUSED), message.encode())
-    raise TransferError(message, code="FINGERPRINT_MISMATCH", blame=Blame.PREFILL, retryable=False)
+    if theirs != ours:
+        message = f"fingerprint {theirs} ≠ {ours}: the nodes serve different models or layouts"
+        raise refused(pipe, "FINGERPRINT_MISMATCH", message)
+    send_frame(pipe, Frame(Kind.WELCOME))
 
 
-class Mover:
-    """Moves pieces of a cache over a pipe: straight from and into the blocks on a CPU, through
-    a pinned host buffer on a GPU. Belongs to one connection and its thread."""
+def refused(pipe: KVPipe, code: str, message: str) -> TransferError:
+    """Sink: tells the source why; returns the error for this end."""
+    send_frame(pipe, Frame(Kind.REFUSED), f"{code}: {message}".encode())
+    return refusal(code, message)
 
-    def __init__(self, view: CacheView) -> None:
+
+def refusal(code: str, message: str) -> TransferError:
+    return TransferError(message, code=code, blame=Blame.PREFILL, retryable=False)
+
+
+class Mover(ABC):
+    """Moves the payload of DATA frames. Belongs to one connection and its thread."""
+
+    @abstractmethod
+    def send(self, frame: Frame, block_ids: tuple[int, ...]) -> None: ...
+
+    @abstractmethod
+    def recv(self, frame: Frame, block_ids: tuple[int, ...]) -> None:
+        """Returns when the bytes are in the blocks."""
+
+    @abstractmethod
+    def drain(self, frame: Frame) -> None:
+        """Takes a payload nobody wants, in bounded memory."""
+
+
+class PipeMover(Mover):
+    """Through the pipe: straight from and into the blocks on a CPU, through a pinned host
+    buffer on a GPU."""
+
+    def __init__(self, view: CacheView, pipe: KVPipe) -> None:
         self._view = view
+        self._pipe = pipe
         self._on_host = view.cache.device.type == "cpu"
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
@@ -77,21 +104,24 @@ class Mover:
     def _memory(self) -> memoryview:
         return memory_of(self._view.cache)
 
-    def send(self, pipe: KVPipe, frame: Frame, block_ids: tuple[int, ...]) -> None:
+    def send(self, frame: Frame, block_ids: tuple[int, ...]) -> None:
         if self._on_host:
-            return pipe.send_runs(self._memory, byte_runs(self._view, frame.rect, block_ids))
+            return self._pipe.send_runs(self._memory, byte_runs(self._view, frame.rect, block_ids))
         staged = self._staging(frame.nbytes)
         data = gather(self._view, frame.rect, block_ids)
         staged.copy_(data.view(torch.uint8).reshape(-1))  # waits for the device
-        return pipe.send_tensor(staged)
+        return self._pipe.send_tensor(staged)
 
-    def recv(self, pipe: KVPipe, frame: Frame, block_ids: tuple[int, ...]) -> None:
+    def recv(self, frame: Frame, block_ids: tuple[int, ...]) -> None:
         if self._on_host:
-            return pipe.recv_runs(self._memory, byte_runs(self._view, frame.rect, block_ids))
+            return self._pipe.recv_runs(self._memory, byte_runs(self._view, frame.rect, block_ids))
         staged = self._staging(frame.nbytes)
-        pipe.recv_tensor(staged)
+        self._pipe.recv_tensor(staged)
         scatter(self._view, frame.rect, block_ids, staged)
         return torch.cuda.current_stream(self._view.cache.device).synchronize()
+
+    def drain(self, frame: Frame) -> None:
+        drain(self._pipe, frame.nbytes)
 
     def _staging(self, nbytes: int) -> torch.Tensor:
         if len(self._buffer) < nbytes:
@@ -102,10 +132,10 @@ class Mover:
 class PipeChannel(Channel):
     """A pipe whose sink has welcomed this rank."""
 
-    def __init__(self, pipe: KVPipe, view: CacheView) -> None:
+    def __init__(self, pipe: KVPipe, view: CacheView, mover: Mover) -> None:
         self._pipe = pipe
         self._view = view
-        self._mover = Mover(view)
+        self._mover = mover
 
     def begin(self, frame: Frame) -> None:
         send_frame(self._pipe, frame)
@@ -117,7 +147,7 @@ class PipeChannel(Channel):
             if not admitted:
                 return 0
             send_bytes(self._pipe, frame.encode())
-            self._mover.send(self._pipe, frame, block_ids)
+            self._mover.send(frame, block_ids)
         return nbytes
 
     def alive(self) -> bool:
@@ -131,7 +161,8 @@ class PipeChannel(Channel):
 
 
 class PipeConnector(LinkedConnector):
-    """A connector over `transport(config)`, which is all a subclass must say."""
+    """A connector over `transport(config)`, which is all a subclass must say; one whose
+    payloads take another way than the pipe overrides `mover`."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         push=True, devices=frozenset({"cpu", "cuda"})
@@ -145,6 +176,10 @@ class PipeConnector(LinkedConnector):
     def transport(self, config: Mapping[str, Any]) -> PipeTransport:
         """Raises ConfigError on unknown keys."""
 
+    def mover(self, pipe: KVPipe) -> Mover:
+        """How payloads travel on a connection that was just welcomed; called at both ends."""
+        return PipeMover(self.context.view, pipe)
+
     def listen(self, host: str) -> PipeListener:
         return self._transport.listen(host)
 
@@ -153,20 +188,22 @@ class PipeConnector(LinkedConnector):
         try:
             send_frame(pipe, Frame(Kind.HELLO), self.context.fingerprint.encode())
             expect_welcome(pipe)
+            return PipeChannel(pipe, self.context.view, self.mover(pipe))
         except BaseException:
             pipe.close()
             raise
-        return PipeChannel(pipe, self.context.view)
 
     def serve(self, pipe: KVPipe) -> None:
         hello, fingerprint = recv_greeting(pipe, Blame.PREFILL)
         if hello.kind is not Kind.HELLO:
             raise bad_frame(f"{hello.kind.name} before HELLO")
         welcome(pipe, self.context.fingerprint, fingerprint.decode(errors="replace"))
-        mover = Mover(self.context.view)
+        mover = self.mover(pipe)
         while True:
             frame = recv_frame(pipe)
-            if frame.kind is Kind.BEGIN:
+            if frame.nbytes > self.context.view.cache.nbytes:
+                raise bad_frame(f"{frame.nbytes} bytes are more than this rank's cache")
+            if frame.kind is Kind.BEGIN and not frame.nbytes:
                 self.intake.begin(frame, pipe)
             elif frame.kind is Kind.DATA:
                 self._take(pipe, frame, mover)
@@ -176,12 +213,12 @@ class PipeConnector(LinkedConnector):
     def _take(self, pipe: KVPipe, frame: Frame, mover: Mover) -> None:
         incoming = self._admit(pipe, frame)
         if incoming is None:
-            return drain(pipe, frame.nbytes)
+            return mover.drain(frame)
         with incoming.gate.passage(pipe.interrupt) as admitted:
             if admitted:
-                mover.recv(pipe, frame, incoming.block_ids(frame))
+                mover.recv(frame, incoming.block_ids(frame))
                 self.intake.landed(incoming, frame)
-        return None if admitted else drain(pipe, frame.nbytes)
+        return None if admitted else mover.drain(frame)
 
     def _admit(self, pipe: KVPipe, frame: Frame) -> Incoming | None:
         incoming = self.intake.admit(frame, pipe)

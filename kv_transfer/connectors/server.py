@@ -5,20 +5,27 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from kv_transfer.pipe import KVPipe, PipeListener
 
 logger = logging.getLogger(__name__)
 
+MAX_PIPES = 1024  # at a time; each has a thread
+
 
 class PipeServer:
-    """Runs `serve(pipe)` on a thread per pipe until it returns or `close` interrupts it."""
+    """Runs `serve(pipe)` on a thread per pipe until it returns or `close` interrupts it. Pipes
+    beyond MAX_PIPES are closed at once and counted."""
 
-    def __init__(self, listener: PipeListener, serve: Callable[[KVPipe], None]) -> None:
+    def __init__(
+        self, listener: PipeListener, serve: Callable[[KVPipe], None], counts: Counter[str]
+    ) -> None:
         self.endpoint = listener.endpoint
         self._listener = listener
         self._serve = serve
+        self._counts = counts
         self._lock = threading.Lock()
         self._pipes: dict[KVPipe, threading.Thread] = {}
         self._closing = False
@@ -34,7 +41,11 @@ class PipeServer:
                     logger.warning("cannot accept a KV connection: %s", error)
                     time.sleep(0.1)  # out of descriptors, most likely: do not spin
                 continue
-            self._start(pipe)
+            if len(self._pipes) < MAX_PIPES:
+                self._start(pipe)
+            else:
+                self._counts["refused_connection"] += 1
+                pipe.close()
 
     def _start(self, pipe: KVPipe) -> None:
         thread = threading.Thread(target=self._run, args=(pipe,), name="kv-sink", daemon=True)

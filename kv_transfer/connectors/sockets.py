@@ -17,7 +17,11 @@ IOV_MAX = 1024  # buffers one system call takes (Linux)
 
 
 class SocketPipe(KVPipe):
-    """Owns `sock`, which is blocking: who waits too long is interrupted by the core."""
+    """Owns `sock`, which is blocking: who waits too long is interrupted by the core.
+
+    `alive` and `interrupt` are about the connection itself, whatever is spoken on it, and so go
+    past the methods of TLS sockets: those cannot peek, and fall back to plain text once shut.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(None)
@@ -47,7 +51,7 @@ class SocketPipe(KVPipe):
     def alive(self) -> bool:
         """A peer that is silent and has not closed. (It never speaks first.)"""
         try:
-            self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            socket.socket.recv(self.sock, 1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return True
         except OSError:
@@ -56,7 +60,7 @@ class SocketPipe(KVPipe):
 
     def interrupt(self) -> None:
         with contextlib.suppress(OSError):  # it is closed already
-            self.sock.shutdown(socket.SHUT_RDWR)
+            socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
         self.sock.close()

@@ -1,17 +1,21 @@
-"""KV blocks over TCP: no copy in user space on either side."""
+"""KV blocks over TCP: no copy in user space on either side, unless it is inside TLS."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
+from common.config.schema import TLSConfig
 from common.core.errors import ConfigError
+from common.rpc.tls import TLS
 from kv_transfer.connectors.pipe_connector import PipeConnector
 from kv_transfer.connectors.sockets import SocketPipe
+from kv_transfer.connectors.tls_pipe import TLSPipe
 from kv_transfer.pipe import PipeListener, PipeTransport
 
 CONNECT_TIMEOUT_S = 5.0
@@ -20,8 +24,8 @@ BUFFER_NBYTES = 4 << 20
 
 
 class Endpoint(msgspec.Struct):
-    host: str
-    port: int
+    host: Annotated[str, msgspec.Meta(max_length=253)]
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
 class Options(msgspec.Struct, forbid_unknown_fields=True):
@@ -30,6 +34,14 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     # Linux always allows Reno. Where BBR is the host's choice, its pacing halves the speed of a
     # transfer within a rack. "" leaves the host's choice.
     congestion_control: str = "reno"
+    # Mutual TLS, as between the roles: `"tls": true` stands for the node's own files.
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_ca: str | None = None
+
+    def tls(self) -> TLS | None:
+        """Raises ConfigError, as `TLS.load`."""
+        return TLS.load(TLSConfig(tls_cert=self.tls_cert, tls_key=self.tls_key, tls_ca=self.tls_ca))
 
 
 class TCPConnector(PipeConnector):
@@ -41,10 +53,12 @@ class TCPConnector(PipeConnector):
 
 
 class TCPTransport(PipeTransport):
-    """Raises ConfigError when this host lacks the congestion control asked for."""
+    """Raises ConfigError when this host lacks the congestion control asked for, or the files
+    for TLS are no good."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
+        self._tls = options.tls()
         with socket.socket() as probe:
             try:
                 tune(probe, options)
@@ -53,22 +67,34 @@ class TCPTransport(PipeTransport):
                 raise ConfigError(f"congestion control {algorithm!r}: {error}") from error
 
     def listen(self, host: str) -> PipeListener:
-        return TCPListener(host, self._options)
+        context = None if self._tls is None else self._tls.server_context()
+        return TCPListener(host, self._options, context)
 
     def dial(self, endpoint: bytes) -> SocketPipe:
+        """OSError when the endpoint makes no sense, nobody is there, or, with TLS, it is not a
+        peer with a certificate for the host dialled."""
         try:
             where = msgspec.msgpack.decode(endpoint, type=Endpoint)
-        except msgspec.DecodeError as error:
+            sock = socket.create_connection((where.host, where.port), CONNECT_TIMEOUT_S)
+        except ValueError as error:  # msgspec.DecodeError is one; so is a host like "a..b"
             raise ConnectionError(f"not a TCP endpoint: {error}") from error
-        sock = socket.create_connection((where.host, where.port), CONNECT_TIMEOUT_S)
-        return SocketPipe(tune(sock, self._options))
+        try:
+            tune(sock, self._options)
+            if self._tls is None:
+                return SocketPipe(sock)
+            context = self._tls.client_context()
+            return TLSPipe(context.wrap_socket(sock, server_hostname=where.host))
+        except BaseException:
+            sock.close()
+            raise
 
 
 class TCPListener(PipeListener):
-    """Listens on a free port of `host`."""
+    """Listens on a free port of `host`, for TLS if there is a `context`."""
 
-    def __init__(self, host: str, options: Options) -> None:
+    def __init__(self, host: str, options: Options, context: ssl.SSLContext | None = None) -> None:
         self._options = options
+        self._context = context
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._sock = socket.create_server((host, 0), family=family, backlog=128)
         self._endpoint = msgspec.msgpack.encode(Endpoint(host, self._sock.getsockname()[1]))
@@ -78,7 +104,12 @@ class TCPListener(PipeListener):
         return self._endpoint
 
     def accept(self) -> SocketPipe:
-        return SocketPipe(tune(self._sock.accept()[0], self._options))
+        sock = tune(self._sock.accept()[0], self._options)
+        if self._context is None:
+            return SocketPipe(sock)
+        return TLSPipe(
+            self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        )
 
     def interrupt(self) -> None:
         with contextlib.suppress(OSError):  # it is closed already

@@ -1,0 +1,78 @@
+"""Small KV caches in memory files, and what is in them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from kv_transfer.layout import CacheView, Rect
+
+FREE = -7.0  # what blocks hold that nobody may write
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Of a whole model; float32."""
+
+    layers: int = 4
+    heads: int = 4
+    block_size: int = 4
+    head_dim: int = 8
+    num_blocks: int = 256
+
+    def shape(self, rect: Rect) -> tuple[int, ...]:
+        layers = rect.layer_end - rect.layer_start
+        heads = rect.head_end - rect.head_start
+        return (layers, 2, self.num_blocks, heads, self.block_size, self.head_dim)
+
+    @property
+    def rect(self) -> Rect:
+        """All of it."""
+        return Rect(0, self.layers, 0, self.heads)
+
+
+class MemoryCache:
+    """One rank's cache over a memory file, so that one-sided connectors can map it."""
+
+    def __init__(self, geometry: Geometry, rect: Rect, fd: int | None = None) -> None:
+        """`fd` is an existing file (another process made it) and is owned from now on."""
+        self.geometry = geometry
+        self.rect = rect
+        self.fd = os.memfd_create("kv-conformance") if fd is None else fd
+        shape = geometry.shape(rect)
+        nbytes = 4 * torch.Size(shape).numel()
+        os.ftruncate(self.fd, nbytes)
+        self.tensor = torch.frombuffer(mmap.mmap(self.fd, nbytes), dtype=torch.float32).view(shape)
+
+    @cached_property
+    def view(self) -> CacheView:
+        return CacheView(self.tensor, self.rect, self.fd)
+
+    @property
+    def path(self) -> str:
+        """Where a process of the same user can open it."""
+        return f"/proc/{os.getpid()}/fd/{self.fd}"
+
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's rectangle of a whole model's cache."""
+        rect = self.rect
+        layers = slice(rect.layer_start, rect.layer_end)
+        return whole[layers, :, :, rect.head_start : rect.head_end]
+
+    def blocks(self, block_ids: Sequence[int]) -> torch.Tensor:
+        """A copy of some blocks, in the order of the ids."""
+        return self.tensor[:, :, list(block_ids)]
+
+    def others_untouched(self, block_ids: Sequence[int]) -> bool:
+        """Whether all blocks but these hold FREE."""
+        mask = torch.ones(self.geometry.num_blocks, dtype=torch.bool)
+        mask[list(block_ids)] = False
+        return bool((self.tensor[:, :, mask] == FREE).all())
+
+    def close(self) -> None:
+        os.close(self.fd)

@@ -1,0 +1,46 @@
+"""The kit's fixtures: one `kit` for each check and connector."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kv_transfer.conformance.ends import Target
+from kv_transfer.conformance.kit import Kit, Processes
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "target" in metafunc.fixturenames:
+        names = metafunc.config.getoption("--kv-connector", default=[])
+        metafunc.parametrize("target", names, indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
+def target(request: pytest.FixtureRequest) -> Target:
+    torch.set_num_threads(1)
+    return Target(request.param, json.loads(request.config.getoption("--kv-connector-config")))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def all_processes(request: pytest.FixtureRequest) -> Iterator[Processes]:
+    """Two are killed in a run of all checks; none is started when none is needed."""
+    remote = sum("processes" in getattr(item, "fixturenames", ()) for item in request.session.items)
+    processes = Processes(min(2, remote))
+    yield processes
+    processes.close()
+
+
+@pytest.fixture
+def processes(all_processes: Processes) -> Processes:
+    """Asked for by tests that use `kit.remote`."""
+    return all_processes
+
+
+@pytest.fixture
+def kit(target: Target, all_processes: Processes) -> Iterator[Kit]:
+    made = Kit(target, all_processes)
+    yield made
+    made.close()

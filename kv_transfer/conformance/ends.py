@@ -1,0 +1,283 @@
+"""One rank under test: a connector over its cache, in this process or in another one, and the
+events it reported."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+
+from common.core.plugins import resolve
+from kv_transfer.conformance.caches import MemoryCache
+from kv_transfer.conformance.peer import EVENTS, Announcement, Order, Report, Setup
+from kv_transfer.connector import (
+    BlockRun,
+    Event,
+    Failed,
+    KVConnector,
+    RankContext,
+    SinkTransfer,
+    SourceTransfer,
+)
+from kv_transfer.selection import BUILTIN, ENTRY_POINTS
+
+QUICK_S = 2.0  # what must not block has returned by then, on a busy machine too
+ARRIVAL_S = 10.0  # whatever must happen has happened by then
+DEATH_S = 8.0  # a peer's death is noticed by then
+SETTLE_S = 0.15  # what must not happen would have happened by then
+CLOSE_S = 5.0
+START_S = 60.0  # a process has loaded everything by then
+ANSWER_S = 15.0  # and does what it is told
+
+E = TypeVar("E", bound=Event)
+
+
+@dataclass(frozen=True)
+class Target:
+    """The connector under test, as a node would be given it."""
+
+    name: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    def load(self) -> type[KVConnector]:
+        kind: type[KVConnector] = resolve(self.name, BUILTIN, ENTRY_POINTS)
+        return kind
+
+
+class EventLog:
+    """What one connector reported, in order. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.on_event: Callable[[Event], None] = lambda event: None  # on the connector's thread
+        self._events: list[Event] = []
+        self._changed = threading.Condition()
+
+    def put(self, event: Event) -> None:
+        self.on_event(event)
+        with self._changed:
+            self._events.append(event)
+            self._changed.notify_all()
+
+    def of(self, kind: type[E], transfer_id: bytes) -> list[E]:
+        with self._changed:
+            found = [each for each in self._events if isinstance(each, kind)]
+        return [each for each in found if each.transfer_id == transfer_id]
+
+    def all(self) -> list[Event]:
+        with self._changed:
+            return list(self._events)
+
+    def wait(self, kind: type[E], transfer_id: bytes, within: float = ARRIVAL_S) -> E:
+        """The first such event; the test fails when there is none, or a Failed instead."""
+        wanted = (kind, Failed)
+        with self._changed:
+            self._changed.wait_for(lambda: self._find(wanted, transfer_id), within)
+            found = self._find(wanted, transfer_id)
+        assert isinstance(found, kind), (
+            f"no {kind.__name__} within {within} s but {found}; all events: {self.all()}"
+        )
+        return found
+
+    def _find(self, kinds: tuple[type[Any], ...], transfer_id: bytes) -> Any:
+        for event in self._events:
+            if isinstance(event, kinds) and event.transfer_id == transfer_id:
+                return event
+        return None
+
+
+class End(ABC):
+    """A rank as the core sees it."""
+
+    def __init__(self, cache: MemoryCache) -> None:
+        self.cache = cache
+        self.events = EventLog()
+
+    @abstractmethod
+    def endpoint(self) -> bytes: ...
+
+    @abstractmethod
+    def accept(self, transfer: SinkTransfer) -> None: ...
+
+    @abstractmethod
+    def submit(self, transfer: SourceTransfer) -> None: ...
+
+    @abstractmethod
+    def ready(
+        self, transfer_id: bytes, run: BlockRun, ids: tuple[int, ...], last: bool
+    ) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class LocalEnd(End):
+    """In this process. A call that does not return in time fails the test, not hangs it."""
+
+    def __init__(self, target: Target, cache: MemoryCache, fingerprint: str = "same") -> None:
+        super().__init__(cache)
+        context = RankContext(cache.view, "127.0.0.1", fingerprint, self.events.put)
+        self.connector = target.load()(context, target.config)
+        self._closed = False
+
+    def endpoint(self) -> bytes:
+        return self._call(self.connector.endpoint)
+
+    def accept(self, transfer: SinkTransfer) -> None:
+        self._call(self.connector.accept, transfer)
+
+    def submit(self, transfer: SourceTransfer) -> None:
+        self._call(self.connector.submit, transfer)
+
+    def ready(self, transfer_id: bytes, run: BlockRun, ids: tuple[int, ...], last: bool) -> None:
+        self._call(self.connector.ready, transfer_id, run, ids, last)
+
+    def quiesce(self, transfer_id: bytes) -> None:
+        self._call(self.connector.quiesce, transfer_id, within=2 * QUICK_S)
+
+    def release(self, transfer_id: bytes) -> None:
+        self._call(self.connector.release, transfer_id, within=2 * QUICK_S)
+
+    def close(self, deadline: float = CLOSE_S) -> None:
+        if not self._closed:
+            self._closed = True
+            self._call(self.connector.close, deadline, within=deadline + QUICK_S)
+
+    def _call(self, method: Callable[..., Any], *args: Any, within: float = QUICK_S) -> Any:
+        return bounded(method, *args, within=within)
+
+
+def bounded(method: Callable[..., Any], *args: Any, within: float) -> Any:
+    """Calls on another thread; what it raises is raised here."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append((method(*args), None))
+        except Exception as error:  # raised again below
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=run, name="kv-conformance-call", daemon=True)
+    thread.start()
+    thread.join(within)
+    assert outcome, (
+        f"`{method.__name__}` has not returned after {within:g} s: no method blocks, but for "
+        "`quiesce` (a fraction of a second when a peer stalls) and `close` (its deadline)"
+    )
+    value, error = outcome[0]
+    if error is not None:
+        raise error
+    return value
+
+
+class Process:
+    """A Python process that serves one connector after another; `RemoteEnd` speaks to it."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        path = os.pathsep.join(filter(None, sys.path))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "kv_transfer.conformance.peer", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        theirs.close()
+        self._sock = ours
+        self._lines = ours.makefile("rb")
+        self.on_event: Callable[[Event], None] = lambda event: None
+        self._reports: list[Report] = []
+        self._changed = threading.Condition()
+        self._reader = threading.Thread(target=self._read, name="kv-conformance-peer", daemon=True)
+        self._reader.start()
+
+    def order(self, order: Order, within: float = ANSWER_S) -> Report:
+        """Has the peer do something and waits for its answer."""
+        with self._changed:
+            self._reports.clear()
+        self._sock.sendall(msgspec.json.encode(order) + b"\n")
+        with self._changed:
+            self._changed.wait_for(lambda: self._reports or not self.alive, within)
+            assert self._reports, "the other process does not answer: did a method block?"
+            report = self._reports[0]
+        assert not report.error, f"in the other process: {report.error}"
+        return report
+
+    def _read(self) -> None:
+        for line in self._lines:
+            report = msgspec.json.decode(line, type=Report)
+            if report.event:
+                event = msgspec.json.decode(report.body, type=EVENTS[report.event])
+                self.on_event(event)
+                continue
+            with self._changed:
+                self._reports.append(report)
+                self._changed.notify_all()
+        with self._changed:
+            self._changed.notify_all()
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._reader.join()
+        self._lines.close()
+        self._sock.close()
+
+
+class RemoteEnd(End):
+    """In another process, which can be stopped and killed; its cache is shared with this one."""
+
+    def __init__(self, target: Target, cache: MemoryCache, process: Process) -> None:
+        super().__init__(cache)
+        self.process = process
+        process.on_event = self.events.put
+        config = json.dumps(dict(target.config))
+        setup = Setup(target.name, config, cache.path, cache.geometry, cache.rect)
+        self._endpoint = process.order(Order(setup=setup), START_S).endpoint
+
+    def endpoint(self) -> bytes:
+        return self._endpoint
+
+    def accept(self, transfer: SinkTransfer) -> None:
+        self.process.order(Order(accept=transfer))
+
+    def submit(self, transfer: SourceTransfer) -> None:
+        self.process.order(Order(submit=transfer))
+
+    def ready(self, transfer_id: bytes, run: BlockRun, ids: tuple[int, ...], last: bool) -> None:
+        self.process.order(Order(ready=Announcement(transfer_id, run, ids, last)))
+
+    def stop(self) -> None:
+        self.process.signal(signal.SIGSTOP)
+        time.sleep(0.05)
+
+    def resume(self) -> None:
+        self.process.signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def close(self) -> None:
+        """Afterwards the process may serve another connector. Raises when it cannot."""
+        self.resume()
+        try:
+            self.process.order(Order())
+        except (AssertionError, OSError):
+            self.kill()
+            raise

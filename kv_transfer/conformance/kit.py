@@ -1,0 +1,77 @@
+"""What a check gets: a maker of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+from kv_transfer.conformance.caches import Geometry, MemoryCache
+from kv_transfer.conformance.ends import End, LocalEnd, Process, RemoteEnd, Target
+from kv_transfer.conformance.nodes import Node, Pair
+from kv_transfer.connector import Capabilities
+from kv_transfer.layout import Rect
+
+GEOMETRY = Geometry()
+
+
+class Processes:
+    """Processes for remote ranks, started ahead since that takes seconds."""
+
+    def __init__(self, count: int) -> None:
+        self._idle = [Process() for _ in range(count)]
+
+    def take(self) -> Process:
+        return self._idle.pop() if self._idle else Process()
+
+    def give_back(self, process: Process) -> None:
+        self._idle.append(process)
+
+    def close(self) -> None:
+        for process in self._idle:
+            process.kill()
+
+
+class Kit:
+    """Makes ranks of the connector under test."""
+
+    def __init__(self, target: Target, processes: Processes) -> None:
+        self.target = target
+        self._processes = processes
+        self._ends: list[End] = []
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.target.load().capabilities
+
+    def node(
+        self,
+        rects: Sequence[Rect] | None = None,
+        geometry: Geometry = GEOMETRY,
+        fingerprint: str = "same",
+    ) -> Node[LocalEnd]:
+        """Ranks in this process; default: one that covers all."""
+        ends = []
+        for rect in rects or (geometry.rect,):
+            ends.append(LocalEnd(self.target, MemoryCache(geometry, rect), fingerprint))
+            self._ends.append(ends[-1])
+        return Node(geometry, ends)
+
+    def pair(self, geometry: Geometry = GEOMETRY) -> Pair[LocalEnd, LocalEnd]:
+        """One rank on either side."""
+        return Pair(self.node(geometry=geometry), self.node(geometry=geometry))
+
+    def remote(self, geometry: Geometry = GEOMETRY) -> Node[RemoteEnd]:
+        """One rank in a process of its own; the test asks for the fixture `processes`."""
+        cache = MemoryCache(geometry, geometry.rect)
+        end = RemoteEnd(self.target, cache, self._processes.take())
+        self._ends.append(end)
+        return Node(geometry, [end])
+
+    def close(self) -> None:
+        """What goes wrong here is not this test's subject: there is one for `close`."""
+        for end in self._ends:
+            with contextlib.suppress(Exception):
+                end.close()
+                if isinstance(end, RemoteEnd):
+                    self._processes.give_back(end.process)
+            end.cache.close()

@@ -1,0 +1,159 @@
+"""Both sides of a transfer, each of one rank or several, and what the kit asks of them."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, TypeVar
+
+import torch
+
+from kv_transfer.blocks import piece_nbytes
+from kv_transfer.conformance.caches import FREE, Geometry
+from kv_transfer.conformance.ends import ARRIVAL_S, SETTLE_S, End
+from kv_transfer.connector import BlockRun, Landed, Sent, SinkTransfer, SourceTransfer
+from kv_transfer.layout import Rect, plan
+
+E = TypeVar("E", bound=End)
+S = TypeVar("S", bound=End)
+T = TypeVar("T", bound=End)
+
+
+class Node(Generic[E]):
+    """The ranks of one node, which share a block table."""
+
+    def __init__(self, geometry: Geometry, ends: Sequence[E]) -> None:
+        self.geometry = geometry
+        self.ends = tuple(ends)
+
+    @property
+    def end(self) -> E:
+        """The only rank."""
+        (end,) = self.ends
+        return end
+
+
+def runs_of(counts: Iterable[int], first: int = 0) -> list[BlockRun]:
+    """Consecutive runs of so many blocks."""
+    runs = []
+    for count in counts:
+        runs.append(BlockRun(first, count))
+        first += count
+    return runs
+
+
+class Pair(Generic[S, T]):
+    """A prefill and a decode node. Their ranks' blocks: `source_ids`, `sink_ids`, by logical
+    block."""
+
+    def __init__(self, source: Node[S], sink: Node[T], seed: int = 0) -> None:
+        self.source = source
+        self.sink = sink
+        generator = torch.Generator().manual_seed(seed)
+        geometry = source.geometry
+        self.whole = torch.randn(geometry.shape(geometry.rect), generator=generator)
+        for end in source.ends:
+            end.cache.tensor.copy_(end.cache.part_of(self.whole))
+        for taker in sink.ends:
+            taker.cache.tensor.fill_(FREE)
+
+    # ---- what the core tells the ranks ----
+
+    def accept(
+        self, transfer_id: bytes, sink_ids: Sequence[int], *, epoch: int = 1, first: int = 0
+    ) -> None:
+        for end in self.sink.ends:
+            end.accept(SinkTransfer(transfer_id, epoch, first, tuple(sink_ids)))
+
+    def submit(self, transfer_id: bytes, *, epoch: int = 1) -> None:
+        endpoints = [end.endpoint() for end in self.sink.ends]
+        pieces = plan([end.cache.rect for end in self.source.ends], self._sink_rects())
+        for rank, end in enumerate(self.source.ends):
+            mine = tuple(
+                (piece, endpoints[piece.sink_rank]) for piece in pieces if piece.source_rank == rank
+            )
+            end.submit(SourceTransfer(transfer_id, epoch, mine))
+
+    def _sink_rects(self) -> list[Rect]:
+        return [end.cache.rect for end in self.sink.ends]
+
+    def ready(
+        self, transfer_id: bytes, run: BlockRun, block_ids: Sequence[int], last: bool = False
+    ) -> None:
+        for end in self.source.ends:
+            end.ready(transfer_id, run, tuple(block_ids), last)
+
+    def announce(
+        self,
+        transfer_id: bytes,
+        source_ids: Sequence[int],
+        counts: Sequence[int] | None = None,
+        *,
+        first: int = 0,
+        last: bool = True,
+    ) -> None:
+        """All blocks, in runs of `counts` (default: one run); `source_ids[0]` is block `first`."""
+        runs = runs_of(counts or (len(source_ids),), first)
+        for run in runs:
+            start = run.first - first
+            ids = source_ids[start : start + run.count]
+            self.ready(transfer_id, run, ids, last and run is runs[-1])
+
+    def send(
+        self,
+        transfer_id: bytes,
+        source_ids: Sequence[int],
+        sink_ids: Sequence[int],
+        counts: Sequence[int] | None = None,
+        *,
+        epoch: int = 1,
+        first: int = 0,
+    ) -> None:
+        """A whole transfer, from accept to the last event."""
+        self.accept(transfer_id, sink_ids, epoch=epoch, first=first)
+        self.submit(transfer_id, epoch=epoch)
+        self.announce(transfer_id, source_ids, counts, first=first)
+        self.wait_landed(transfer_id)
+        self.wait_sent(transfer_id)
+
+    # ---- what came of it ----
+
+    def wait_landed(self, transfer_id: bytes, within: float = ARRIVAL_S) -> list[Landed]:
+        return [end.events.wait(Landed, transfer_id, within) for end in self.sink.ends]
+
+    def wait_sent(self, transfer_id: bytes, within: float = ARRIVAL_S) -> list[Sent]:
+        return [end.events.wait(Sent, transfer_id, within) for end in self.source.ends]
+
+    def arrived(self, source_ids: Sequence[int], sink_ids: Sequence[int]) -> bool:
+        """Whether the sinks' blocks hold what the sources' held at first."""
+        expected = self.whole[:, :, list(source_ids)]
+        return all(
+            torch.equal(end.cache.blocks(sink_ids), end.cache.part_of(expected))
+            for end in self.sink.ends
+        )
+
+    def others_untouched(self, sink_ids: Sequence[int]) -> bool:
+        return all(end.cache.others_untouched(sink_ids) for end in self.sink.ends)
+
+    def nbytes(self, count: int) -> int:
+        """Bytes of `count` blocks in the first sink rank's rectangle."""
+        cache = self.sink.ends[0].cache
+        return piece_nbytes(cache.tensor, cache.rect, count)
+
+
+def scattered(count: int, num_blocks: int, seed: int = 0) -> tuple[int, ...]:
+    """Blocks as a pool in use hands them out: in no order."""
+    return tuple(random.Random(seed).sample(range(num_blocks), count))
+
+
+def settle() -> None:
+    """Time for what must not happen."""
+    time.sleep(SETTLE_S)
+
+
+def eventually(condition: Callable[[], bool], within: float = ARRIVAL_S) -> bool:
+    end = time.monotonic() + within
+    while not (value := condition()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return value

@@ -1,0 +1,134 @@
+"""The other process: serves a connector as it is told, one line of JSON at a time.
+
+    python -m kv_transfer.conformance.peer FD      a connected socket
+
+It ends when the socket does, and is killed by some checks before that.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from typing import Any
+
+import msgspec
+import torch
+
+from common.core.plugins import resolve
+from kv_transfer.conformance.caches import Geometry, MemoryCache
+from kv_transfer.connector import (
+    BlockRun,
+    Event,
+    Failed,
+    KVConnector,
+    Landed,
+    Progress,
+    RankContext,
+    Sent,
+    SinkTransfer,
+    SourceTransfer,
+)
+from kv_transfer.layout import Rect
+from kv_transfer.selection import BUILTIN, ENTRY_POINTS
+
+EVENTS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Progress, Landed, Sent, Failed)}
+
+
+class Setup(msgspec.Struct):
+    connector: str
+    config: str  # JSON
+    cache: str  # path of its memory file
+    geometry: Geometry
+    rect: Rect
+
+
+class Announcement(msgspec.Struct):
+    """The arguments of `ready`."""
+
+    transfer_id: bytes
+    run: BlockRun
+    block_ids: tuple[int, ...]
+    last: bool
+
+
+class Order(msgspec.Struct, omit_defaults=True):
+    """What to do: the one field that is set; none: close the connector."""
+
+    setup: Setup | None = None
+    accept: SinkTransfer | None = None
+    submit: SourceTransfer | None = None
+    ready: Announcement | None = None
+
+
+class Report(msgspec.Struct, omit_defaults=True):
+    """An answer to an order, or an event (its type's name, and itself as JSON)."""
+
+    endpoint: bytes = b""
+    error: str = ""
+    event: str = ""
+    body: bytes = b""
+
+
+class Peer:
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._lock = threading.Lock()
+        self._connector: KVConnector | None = None
+        self._cache: MemoryCache | None = None
+
+    def run(self) -> None:
+        for line in self._sock.makefile("rb"):
+            try:
+                report = self._obey(msgspec.json.decode(line, type=Order))
+            except Exception as error:  # the test that gave the order fails with it
+                report = Report(error=repr(error))
+            self._say(report)
+        self._close()
+
+    def _obey(self, order: Order) -> Report:
+        if order.setup is not None:
+            return self._set_up(order.setup)
+        if order.accept is not None:
+            self._live.accept(order.accept)
+        elif order.submit is not None:
+            self._live.submit(order.submit)
+        elif (ready := order.ready) is not None:
+            self._live.ready(ready.transfer_id, ready.run, ready.block_ids, ready.last)
+        else:
+            self._close()
+        return Report()
+
+    @property
+    def _live(self) -> KVConnector:
+        if self._connector is None:
+            raise RuntimeError("no connector is set up")
+        return self._connector
+
+    def _set_up(self, setup: Setup) -> Report:
+        self._close()
+        fd = os.open(setup.cache, os.O_RDWR | os.O_CLOEXEC)
+        self._cache = MemoryCache(setup.geometry, setup.rect, fd)
+        kind = resolve(setup.connector, BUILTIN, ENTRY_POINTS)
+        context = RankContext(self._cache.view, "127.0.0.1", "same", self._emit)
+        self._connector = kind(context, msgspec.json.decode(setup.config))
+        return Report(endpoint=self._live.endpoint())
+
+    def _emit(self, event: Event) -> None:
+        self._say(Report(event=type(event).__name__, body=msgspec.json.encode(event)))
+
+    def _say(self, report: Report) -> None:
+        with self._lock:
+            self._sock.sendall(msgspec.json.encode(report) + b"\n")
+
+    def _close(self) -> None:
+        if self._connector is not None and self._cache is not None:
+            self._connector.close(2.0)
+            self._cache.close()
+        self._connector = self._cache = None
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    Peer(socket.socket(fileno=int(sys.argv[1]))).run()

@@ -1,0 +1,150 @@
+"""The rank on the other side stops, or dies, in a process of its own."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from common.core.errors import Blame
+from kv_transfer.conformance.caches import FREE, Geometry
+from kv_transfer.conformance.ends import CLOSE_S, DEATH_S, End, LocalEnd, RemoteEnd
+from kv_transfer.conformance.kit import Kit
+from kv_transfer.conformance.nodes import Pair, eventually, scattered, settle
+from kv_transfer.conformance.test_calls import check_typed
+from kv_transfer.connector import BlockRun, Failed, Landed, Sent
+
+pytestmark = pytest.mark.usefixtures("processes")
+
+ID, OTHER = b"transfer-id-0001", b"transfer-id-0002"
+BIG = Geometry(block_size=16, head_dim=128, num_blocks=192)  # 48 MiB: more than any buffer
+COUNT = BIG.num_blocks
+IDS = scattered(COUNT, COUNT)
+RUNS = (2, *(10,) * 19)
+NBYTES = 256 << 10  # of a block
+
+
+def begin(pair: Pair[LocalEnd, RemoteEnd] | Pair[RemoteEnd, LocalEnd]) -> None:
+    """The first two blocks have arrived."""
+    ids = IDS[: pair.source.geometry.num_blocks]
+    pair.accept(ID, ids)
+    pair.submit(ID)
+    pair.announce(ID, ids[:2], last=False)
+    assert eventually(lambda: pair.arrived(ids[:2], ids[:2])), "the first run did not arrive"
+
+
+def go_on(pair: Pair[LocalEnd, RemoteEnd] | Pair[RemoteEnd, LocalEnd]) -> None:
+    """Announces all other blocks."""
+    pair.announce(ID, IDS[2:], RUNS[1:], first=2)
+
+
+def anonymous_memory() -> int:
+    """Bytes this process has allocated; not its maps of files."""
+    status = Path("/proc/self/status").read_text()
+    found = re.search(r"RssAnon:\s*(\d+) kB", status)
+    assert found is not None
+    return int(found[1]) << 10
+
+
+def wait_failed(end: End, blame: Blame) -> None:
+    started = time.monotonic()
+    while not (failed := end.events.of(Failed, ID)):
+        assert time.monotonic() - started < DEATH_S, (
+            f"{DEATH_S:g} s after its peer's death the connector has not emitted Failed"
+        )
+        time.sleep(0.02)
+    check_typed(failed[0], blame)
+    assert failed[0].retryable, "a peer that died is worth another try elsewhere: retryable"
+
+
+def test_a_stalled_sink_does_not_block_the_source(kit: Kit) -> None:
+    """While the sink stands still `ready` returns at once, and the source keeps no copies: the
+    blocks stay untouched until `release`. When the sink goes on, so does the transfer."""
+    pair = Pair(kit.node(geometry=BIG), kit.remote(BIG))
+    begin(pair)
+    pair.sink.end.stop()
+    before = anonymous_memory()
+    go_on(pair)
+    settle()
+    grown = anonymous_memory() - before
+    assert grown < COUNT * NBYTES // 2, f"the source copied {grown >> 20} MiB while it waited"
+    assert not pair.source.end.events.of(Sent, ID), "Sent, but the sink has stood still"
+    pair.sink.end.resume()
+    pair.wait_landed(ID)
+    pair.wait_sent(ID)
+    assert pair.arrived(IDS, IDS), "the blocks are not what the source's were"
+
+
+def test_quiesce_does_not_wait_for_a_stalled_sink(kit: Kit) -> None:
+    """The source gives up while the sink stands still: it frees its blocks without the sink's
+    help, and the sink does not take what they hold later."""
+    pair = Pair(kit.node(geometry=BIG), kit.remote(BIG))
+    begin(pair)
+    pair.sink.end.stop()
+    go_on(pair)
+    settle()
+    pair.source.end.quiesce(ID)
+    pair.source.end.cache.tensor.fill_(FREE)
+    pair.sink.end.resume()
+    settle()
+    assert not pair.sink.end.events.of(Landed, ID), "Landed, but the source gave it up half way"
+
+
+def test_quiesce_does_not_wait_for_a_stalled_source(kit: Kit) -> None:
+    """The sink gives up while the source stands still amid a run: it frees its blocks without
+    the source's help, and they stay untouched when the source goes on."""
+    pair = Pair(kit.remote(BIG), kit.node(geometry=BIG))
+    begin(pair)
+    go_on(pair)
+    pair.source.end.stop()
+    pair.sink.end.quiesce(ID)
+    pair.sink.end.cache.tensor.fill_(FREE)
+    pair.source.end.resume()
+    settle()
+    assert pair.others_untouched(()), "a block was written after `quiesce` had returned"
+
+
+def test_close_does_not_wait_for_a_stalled_sink(kit: Kit) -> None:
+    """`close` with runs under way to a sink that stands still keeps its deadline."""
+    pair = Pair(kit.node(geometry=BIG), kit.remote(BIG))
+    begin(pair)
+    pair.sink.end.stop()
+    go_on(pair)
+    settle()
+    started = time.monotonic()
+    pair.source.end.close(CLOSE_S)
+    assert time.monotonic() - started < CLOSE_S, f"`close({CLOSE_S:g})` took longer"
+
+
+def test_a_killed_source_is_noticed(kit: Kit) -> None:
+    """The source's process is killed half way: the sink emits Failed and blames the prefill
+    side. Its other transfers go on."""
+    pair = Pair(kit.remote(), kit.node())
+    other = Pair(kit.node(), pair.sink)
+    begin(pair)
+    pair.source.end.kill()
+    wait_failed(pair.sink.end, Blame.PREFILL)
+    pair.sink.end.quiesce(ID)
+    settle()
+    assert not pair.sink.end.events.of(Landed, ID), "Landed, but the source died half way"
+    other.send(OTHER, (1, 2), (3, 4))
+    assert other.arrived((1, 2), (3, 4)), "the sink is of no use after a source died"
+
+
+def test_a_killed_sink_is_noticed(kit: Kit) -> None:
+    """The sink's process is killed half way: the source emits Failed and blames the decode
+    side, at the latest when it has more to deliver. Its other transfers go on."""
+    pair = Pair(kit.node(), kit.remote())
+    begin(pair)
+    pair.sink.end.kill()
+    for first in range(2, 20):
+        pair.source.end.ready(ID, BlockRun(first, 1), (IDS[first],), False)
+        time.sleep(0.01)
+    wait_failed(pair.source.end, Blame.DECODE)
+    assert not pair.source.end.events.of(Sent, ID), "Sent, but the sink died half way"
+    pair.source.end.quiesce(ID)
+    other = Pair(pair.source, kit.node())
+    other.send(OTHER, (1, 2), (3, 4))
+    assert other.arrived((1, 2), (3, 4)), "the source is of no use after a sink died"

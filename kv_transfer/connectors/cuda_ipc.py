@@ -1,0 +1,113 @@
+"""KV blocks between the GPUs of one host: the sink opens the source's cache by its CUDA IPC
+handle and copies the blocks device to device, one copy over NVLink or PCIe.
+
+The protocol is that of `kv_transfer/connectors/pull.py`. CUDA maps another process's memory
+writable only; the sink never writes to it. Its logic is tested on CPU tensors; on GPUs it has
+not been run yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import msgspec
+import torch
+
+from common.core.errors import ConfigError
+from kv_transfer.blocks import gather, scatter
+from kv_transfer.connector import Capabilities, RankContext
+from kv_transfer.connectors import pull
+from kv_transfer.connectors.pipe_connector import refused, send_frame
+from kv_transfer.connectors.sockets import SocketPipe
+from kv_transfer.connectors.staging import OwnStream, parts
+from kv_transfer.frame import Frame, Kind, bad_frame
+from kv_transfer.layout import CacheView, Rect
+
+# What torch calls a shared storage: device, handle, bytes, offset, a reference counter (handle
+# and offset), an event to wait for and whether to.
+Handle = tuple[int, bytes, int, int, bytes, int, bytes, bool]
+
+
+class Greeting(pull.Greeting):
+    """Who the source is and how to open its memory."""
+
+    handle: Handle
+    offset: int  # of the cache in the storage, in elements
+
+
+class CudaIpcConnector(pull.PullConnector):
+    """Takes no options. The GPUs must reach each other's memory."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        pull=True, one_sided=True, same_host=True, devices=frozenset({"cuda"})
+    )
+
+    def __init__(self, context: RankContext, config: Mapping[str, Any]) -> None:
+        if config:
+            raise ConfigError(f"the cuda_ipc connector has no option {', '.join(sorted(config))!r}")
+        super().__init__(context, config)
+        try:
+            self._handle = self.share(context.view.cache.untyped_storage())
+        except RuntimeError as error:
+            raise ConfigError(
+                f"this host cannot share GPU memory ({str(error).splitlines()[0]}): choose "
+                "another --kv-connector, such as tcp"
+            ) from error
+
+    def share(self, storage: torch.UntypedStorage) -> Handle:
+        """Raises RuntimeError where CUDA cannot."""
+        handle: Handle = storage._share_cuda_()
+        return handle
+
+    def open_storage(self, handle: Handle) -> torch.UntypedStorage:
+        """Maps a source's storage beside this rank's GPU, whatever number its own has there.
+        Raises RuntimeError where CUDA cannot."""
+        device = self.context.view.cache.device.index
+        storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_cuda(device, *handle[1:])
+        return storage
+
+    def introduce(self, pipe: SocketPipe) -> None:
+        cache, rect = self.context.view.cache, self.context.view.rect
+        offset = int(cache.storage_offset())
+        fingerprint = self.context.fingerprint
+        greeting = Greeting(fingerprint, rect, cache.shape[2], self._handle, offset)
+        send_frame(pipe, Frame(Kind.HELLO), msgspec.msgpack.encode(greeting))
+
+    def open(self, pipe: SocketPipe, hello: bytes) -> OpenedCache:
+        greeting = msgspec.msgpack.decode(hello, type=Greeting)
+        try:
+            storage = self.open_storage(greeting.handle)
+        except RuntimeError as error:
+            message = (
+                f"cannot open the prefill rank's GPU memory ({str(error).splitlines()[0]}): "
+                "are both GPUs on this host, and can they reach each other?"
+            )
+            raise refused(pipe, "CONNECT_FAILED", message) from error
+        self.welcome(pipe, greeting)
+        return OpenedCache(greeting, storage, self.context.view)
+
+
+class OpenedCache(pull.PeerCache):
+    """A source rank's cache in this process's address space."""
+
+    def __init__(self, greeting: Greeting, storage: torch.UntypedStorage, view: CacheView) -> None:
+        super().__init__(greeting)
+        rect, ours = greeting.rect, view.cache
+        layers, heads = rect.layer_end - rect.layer_start, rect.head_end - rect.head_start
+        shape = torch.Size((layers, 2, greeting.num_blocks, heads, *ours.shape[4:]))
+        end = (greeting.offset + shape.numel()) * ours.element_size()
+        if min(*shape, 1 + greeting.offset) < 1 or end > storage.nbytes():
+            raise bad_frame(f"a cache of {tuple(shape)} does not fit its memory")
+        flat = torch.empty(0, dtype=ours.dtype, device=storage.device)
+        flat.set_(storage, greeting.offset, (shape.numel(),), (1,))
+        self._theirs = CacheView(flat.view(shape), rect)
+        self._ours = view
+        self._stream = OwnStream(ours.device)
+
+    def copy(self, rect: Rect, source_ids: Sequence[int], sink_ids: Sequence[int]) -> None:
+        with self._stream.active():
+            for part in parts(self._ours.cache, rect, len(sink_ids)):
+                staged = gather(self._theirs, rect, source_ids[part])
+                scatter(self._ours, rect, sink_ids[part], staged.view(torch.uint8).reshape(-1))
+            self._stream.synchronize()
