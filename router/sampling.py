@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from common.core.errors import InvalidRequest
-from common.core.sampling import SamplingParams
+from common.core.sampling import MAX_CHOICES, MAX_LOGPROBS, SamplingParams
 
-MAX_CHOICES = 128
+MAX_TOKENS_NAMED = 1024  # entries of logit_bias, and of stop_token_ids
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
 _SEEDS = 2**63
@@ -27,7 +27,7 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "presence_penalty": (-2, 2),
     "frequency_penalty": (-2, 2),
     "repetition_penalty": (0, None),
-    "logprobs": (0, 20),
+    "logprobs": (0, MAX_LOGPROBS),
 }
 _POSITIVE = frozenset({"top_p", "repetition_penalty"})  # 0 itself is out of range
 
@@ -77,6 +77,8 @@ def make_sampling(
         )
     if top_k == -1:
         values["top_k"] = 0
+    _check_count("logit_bias", logit_bias or ())
+    _check_count("stop_token_ids", stop_token_ids or ())
     return SamplingParams(
         **values,
         logit_bias=_logit_bias(logit_bias or {}, vocab_size),
@@ -125,6 +127,11 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> tu
             f"token id {wrong} in {param} is not in 0…{vocab_size - 1}", param=param
         )
     return tuple(token_ids)
+
+
+def _check_count(name: str, given: Collection[object]) -> None:
+    if len(given) > MAX_TOKENS_NAMED:
+        raise InvalidRequest(f"{name} takes at most {MAX_TOKENS_NAMED} tokens", param=name)
 
 
 def _logit_bias(

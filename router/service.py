@@ -15,7 +15,10 @@ from common.rpc import convert
 from common.rpc.pb import inference_pb2 as pb
 from common.rpc.pb import inference_pb2_grpc
 from common.rpc.status import serving
+from router.auth import HEADER as AUTHORIZATION
+from router.auth import APIKeys
 from router.generation import GenerationRequest, GenerationStats, Generator, TextDelta
+from router.http.request_id import is_plain
 from router.sampling import make_choices, make_sampling, make_stop
 from router.served_model import ServedModel
 
@@ -29,17 +32,21 @@ _OPTIONAL = (
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    """`pdserve.v1.Inference`."""
+    """`pdserve.v1.Inference`. Calls show the API key as HTTP requests do, in their metadata."""
 
-    def __init__(self, generator: Generator, model: ServedModel) -> None:
+    def __init__(
+        self, generator: Generator, model: ServedModel, keys: APIKeys | None = None
+    ) -> None:
         self._generator = generator
         self._model = model
+        self._keys = keys or APIKeys()
 
     async def Generate(
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Streams deltas; the last response carries usage and timeline only."""
         async with serving(context):
+            self._authenticate(context)
             generation = await self._make_request(request)
             public_id = request.request_id or generation.request_id
             request_id_var.set(public_id)
@@ -48,6 +55,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     yield _response(public_id, update)
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
+        async with serving(context):
+            self._authenticate(context)
         return pb.GetModelResponse(
             id=self._model.name,
             max_model_len=self._model.max_model_len,
@@ -56,7 +65,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             root=self._model.root,
         )
 
+    def _authenticate(self, context: Context) -> None:
+        value = dict(context.invocation_metadata() or ()).get(AUTHORIZATION)
+        self._keys.check(value if isinstance(value, str) else None)
+
     async def _make_request(self, request: pb.GenerateRequest) -> GenerationRequest:
+        if request.request_id and not is_plain(request.request_id):
+            raise InvalidRequest("request_id must be a word of ASCII", param="request_id")
         self._model.check_name(request.model or None)
         token_ids = await self._prompt(request)
         given = request.sampling

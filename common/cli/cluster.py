@@ -23,8 +23,14 @@ import aiohttp
 
 from common.cli.child import Child, ChildSpec, Write
 from common.cli.placement import Placement
-from common.config.schema import ClusterConfig, NodeConfig, RouterConfig, WorkerNodeConfig
-from common.config.sources import to_flags
+from common.config.schema import (
+    ClusterConfig,
+    NodeConfig,
+    RouterConfig,
+    ServerConfig,
+    WorkerNodeConfig,
+)
+from common.config.sources import to_environment, to_flags
 from common.core.errors import ConfigError, NodeError, PdserveError
 from common.obs.ports import read_ports
 
@@ -117,7 +123,8 @@ class Cluster:
     async def _start(self) -> None:
         ports = await self._start_router()
         host = connect_host(self.config.server.host)
-        self.url = f"http://{host}:{ports['http']}"
+        scheme = "https" if self.config.server.ssl_certfile else "http"
+        self.url = f"{scheme}://{host}:{ports['http']}"
         for name, node in self._node_configs(f"{host}:{ports['grpc']}").items():
             placement = self.placements[len(self._nodes)]
             command = [*self.programs[name.partition("-")[0]], *to_flags(node)]
@@ -138,11 +145,13 @@ class Cluster:
     def _router_spec(self, **changes: Any) -> ChildSpec:
         config = RouterConfig(
             server=replace(self.config.server, **changes),
+            tls=self.config.tls,
             model=self.config.engine.model,
             routing=self.config.routing,
             log=self.config.log,
         )
-        return ChildSpec("router", [*self.programs["router"], *to_flags(config)])
+        command = [*self.programs["router"], *to_flags(config)]
+        return ChildSpec("router", command, to_environment(config))
 
     def _node_configs(self, router: str) -> dict[str, WorkerNodeConfig]:
         names = [f"prefill-{index}" for index in range(self.config.prefill)]
@@ -151,6 +160,7 @@ class Cluster:
         return {
             name: WorkerNodeConfig(
                 node=node,
+                tls=self.config.tls,
                 engine=placement.engine,
                 transfer=self.config.transfer,
                 log=self.config.log,
@@ -159,7 +169,7 @@ class Cluster:
         }
 
     async def _ready(self) -> None:
-        async with aiohttp.ClientSession() as session:
+        async with client_session(self.config.server) as session:
             while True:
                 with suppress(aiohttp.ClientError, TimeoutError):
                     timeout = aiohttp.ClientTimeout(total=5)
@@ -211,6 +221,15 @@ class Cluster:
 
     def _children(self) -> list[Child]:
         return [*([self._router] if self._router else []), *self._nodes]
+
+
+def client_session(server: ServerConfig) -> aiohttp.ClientSession:
+    """A client of our own router on this host, whose certificate need not name this address."""
+    key = server.api_key and server.api_key.split(",")[0].strip()
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(ssl=False),
+        headers={"Authorization": f"Bearer {key}"} if key else None,
+    )
 
 
 def connect_host(host: str) -> str:

@@ -14,7 +14,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from common.cli.cluster import Cluster
+from common.cli.cluster import Cluster, client_session
 from common.cli.up import catch_signals, log_writer, model_name, placements, with_model
 from common.config.schema import ClusterConfig, LogConfig, ServerConfig, option
 from common.config.sources import parse
@@ -106,7 +106,7 @@ async def ask(url: str, config: DemoConfig) -> AsyncIterator[dict[str, Any]]:
         "stream_options": {"include_usage": True},
     }
     async with (
-        aiohttp.ClientSession() as session,
+        client_session(config.cluster.server) as session,
         session.post(
             f"{url}/v1/chat/completions", json=request, headers={"X-Pdserve-Timeline": "1"}
         ) as response,

@@ -24,6 +24,7 @@ COMMANDS = {
         "decode": ("decode_node.__main__:main", "node that generates tokens"),
     },
     "Tools": {
+        "certs": ("common.cli.certs:main", "make a trial CA and a certificate for the roles"),
         "bench": ("common.cli.main:bench", "load generator (from a source checkout)"),
         "model": ("common.cli.model:main", "unpack the embedded model, print its folder"),
         "version": ("common.cli.main:show_version", "print the version"),

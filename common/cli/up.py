@@ -18,6 +18,7 @@ from common.cli.placement import Placement, place, visible_gpus
 from common.config.schema import ClusterConfig
 from common.config.sources import parse
 from common.core.errors import ConfigError, PdserveError
+from common.obs.stacks import dump_stacks_on_signal
 
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green")
 
@@ -53,6 +54,7 @@ async def serve(config: ClusterConfig, console: Console) -> int:
 
 
 def catch_signals(cluster: Cluster) -> None:
+    dump_stacks_on_signal()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, cluster.interrupt)
 

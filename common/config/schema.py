@@ -89,8 +89,9 @@ class SchedulerConfig:
     max_num_batched_tokens: int = option(512, "tokens computed in one step (chunk size)", minimum=1)
     engine_stall_timeout: float = option(
         20.0,
-        "seconds a step may run, or a queue stand still with nothing computed and no block freed, "
-        "before the node says it is unhealthy (raise it where one step takes that long)",
+        "seconds a step or a rank's answer may take, or a queue stand still with nothing computed "
+        "and no block freed, before the node says it is unhealthy (raise it where one step takes "
+        "that long)",
         minimum=0.1,
     )
 

@@ -150,11 +150,21 @@ def build(base: Config, values: Mapping[str, Any]) -> Config:
 
 
 def to_flags(config: Any) -> list[str]:
-    """Flags from which `parse` makes an equal config; defaults are left out."""
+    """Flags from which `parse` makes an equal config, together with `to_environment`;
+    defaults are left out."""
+    return [_to_flag(option) for option in _changed(config) if not option.metadata.get("secret")]
+
+
+def to_environment(config: Any) -> dict[str, str]:
+    """What `to_flags` leaves out, because everybody on the host can read a command line."""
+    changed = _changed(config)
+    return {each.env: str(each.default) for each in changed if each.metadata.get("secret")}
+
+
+def _changed(config: Any) -> list[Option]:
+    """The options that differ from their defaults."""
     defaults = {option.name: option.default for option in options(type(config)())}
-    return [
-        _to_flag(option) for option in options(config) if option.default != defaults[option.name]
-    ]
+    return [option for option in options(config) if option.default != defaults[option.name]]
 
 
 def _to_flag(option: Option) -> str:
@@ -234,6 +244,11 @@ def _show(option: Option) -> str:
     return json.dumps(option.default) if option.kind is dict else str(option.default)
 
 
+# PyYAML lets through what its constructors raise for a value that is not of its kind, such as
+# the 99th of a month; JSON knows no dates; one mapping may name an option twice.
+_YAML_ERRORS = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
+
+
 class _YAMLFile(configargparse.ConfigFileParser):
     """A flat mapping of option names. Scalars stay the text that was written, so that
     `restart: no` is the word and not a boolean; mappings become JSON. ConfigArgParse makes flags
@@ -243,21 +258,21 @@ class _YAMLFile(configargparse.ConfigFileParser):
         return "YAML: one `option: value` on each line"
 
     def parse(self, stream: IO[str]) -> dict[str, Any]:
-        text = stream.read()
         try:
+            text = stream.read()
             typed = yaml.safe_load(text)
             written = yaml.load(text, Loader=yaml.BaseLoader)
-        except yaml.YAMLError as error:
+            if typed is None:
+                return {}
+            if not isinstance(typed, dict):
+                raise _bad_file(stream, "not a mapping of options")
+            return {
+                name: json.dumps(value) if isinstance(value, dict) else written[name]
+                for name, value in zip(written, typed.values(), strict=True)
+                if value is not None
+            }
+        except _YAML_ERRORS as error:
             raise _bad_file(stream, " ".join(str(error).split())) from error
-        if typed is None:
-            return {}
-        if not isinstance(typed, dict):
-            raise _bad_file(stream, "not a mapping of options")
-        return {
-            name: json.dumps(value) if isinstance(value, dict) else written[name]
-            for name, value in zip(written, typed.values(), strict=True)
-            if value is not None
-        }
 
 
 def _bad_file(stream: IO[str], reason: str) -> configargparse.ConfigFileParserException:

@@ -4,6 +4,7 @@
     ├── ConfigError          a flag, file or model this process cannot start with
     ├── RequestError         the client's fault
     │   ├── InvalidRequest       400  `param` names the field
+    │   ├── Unauthenticated      401  no API key, or another one
     │   ├── ModelNotFound        404
     │   └── RequestTooLarge      413
     ├── Overloaded           429  queues are full; carries `retry_after` (seconds)
@@ -80,6 +81,11 @@ class InvalidRequest(RequestError):
     default_code = "INVALID_REQUEST"
 
 
+class Unauthenticated(RequestError):
+    default_code = "INVALID_API_KEY"
+    http_status = 401
+
+
 class ModelNotFound(RequestError):
     default_code = "MODEL_NOT_FOUND"
     http_status = 404
@@ -122,8 +128,8 @@ class NodeError(PdserveError):
 
 class TransferError(NodeError):
     """A KV hand-off failed. Codes: LAYOUT_MISMATCH, FINGERPRINT_MISMATCH, STALE_EPOCH,
-    UNKNOWN_TRANSFER, LEASE_EXPIRED, EXPIRED, ABORTED, BAD_FRAME, PEER_LOST, CONNECT_FAILED,
-    CONNECTOR_FAILED."""
+    UNKNOWN_TRANSFER, NO_COMMON_CONNECTOR (none that both nodes speak works between them),
+    LEASE_EXPIRED, EXPIRED, ABORTED, BAD_FRAME, PEER_LOST, CONNECT_FAILED, CONNECTOR_FAILED."""
 
     default_code = "TRANSFER_FAILED"
     default_blame = Blame.NETWORK

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+MAX_CHOICES = 128  # of one prompt
+MAX_LOGPROBS = 20  # beside the chosen token
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:

@@ -23,7 +23,8 @@ T = TypeVar("T")
 
 
 class InProcessExecutor(Executor):
-    """Runs the only rank of a node. It cannot die alone, so `on_death` is never called."""
+    """Runs the only rank of a node. It cannot die alone; `on_death` hears only of an event that
+    nobody understood."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
@@ -31,6 +32,7 @@ class InProcessExecutor(Executor):
         self._steps = ThreadPoolExecutor(1, thread_name_prefix="rank-0-steps")
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="rank-0-calls")
         self._hear: Callable[[int, bytes], None] | None = None
+        self._mourn: Callable[[int, str], None] | None = None
 
     async def start(self) -> Sequence[bytes]:
         loop = asyncio.get_running_loop()
@@ -59,7 +61,7 @@ class InProcessExecutor(Executor):
         self._hear = callback
 
     def on_death(self, callback: Callable[[int, str], None]) -> None:
-        """Kept for the interface's sake: a dead rank would be a dead process."""
+        self._mourn = callback
 
     async def shutdown(self, deadline: float) -> None:
         worker, self._worker = self._worker, None
@@ -89,5 +91,11 @@ class InProcessExecutor(Executor):
             raise typed(error, rank=0) from error
 
     def _deliver(self, event: bytes) -> None:
-        if self._hear is not None:
+        if self._hear is None:
+            return
+        try:
             self._hear(0, event)
+        except Exception as error:  # a defect; the loop would log it and go on
+            logger.exception("a defect")
+            if self._mourn is not None:
+                self._mourn(0, f"the rank is not heard any more: {error!r}")

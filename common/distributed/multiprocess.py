@@ -15,10 +15,11 @@ import signal
 import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -33,6 +34,7 @@ from common.distributed.wire import Kind, Link
 logger = logging.getLogger(__name__)
 
 _DEATH_IS_SEEN = 0.5  # seconds after which the system has told of a dead process
+_PATIENCE = 15.0  # seconds between two lines about ranks that are still starting
 
 
 class MultiprocessExecutor(Executor):
@@ -53,12 +55,14 @@ class MultiprocessExecutor(Executor):
 
     async def start(self) -> Sequence[bytes]:
         directory = Path(tempfile.mkdtemp(prefix="pdserve-"))
+        starting = self._starting()  # before the first rank is there: it answers when it likes
         try:
             self._listen(directory)
             for spec in self._specs:
                 await self._spawn(spec, directory)
-            answers = await self._started()
+            answers = await self._started(starting)
         except BaseException:
+            starting.cancel()
             await self.shutdown(deadline=0.0)
             raise
         finally:
@@ -71,7 +75,7 @@ class MultiprocessExecutor(Executor):
         self._socket = self._context.socket(zmq.ROUTER)
         wire.unbounded(self._socket)
         self._socket.bind(wire.node_address(directory))
-        self._tasks.append(asyncio.create_task(self._read()))
+        self._background(self._read())
 
     async def _spawn(self, spec: WorkerSpec, directory: Path) -> None:
         if not spec.init_method:
@@ -86,13 +90,28 @@ class MultiprocessExecutor(Executor):
             start_new_session=True,  # a terminal's Ctrl-C is for the node alone
         )
         self._processes.append(process)
-        self._tasks.append(asyncio.create_task(self._watch(spec.rank, process)))
+        self._background(self._watch(spec.rank, process))
 
-    async def _started(self) -> list[bytes]:
+    def _starting(self) -> asyncio.Future[list[bytes]]:
+        """Of every rank: its sockets are connected, its worker is built."""
         ranks = range(len(self._specs))
-        connected = [self._expect(wire.start_number(r, link)) for r in ranks for link in Link]
-        answers = await asyncio.gather(*connected)
-        return answers[Link.OUT :: len(Link)]
+        connected = (self._expect(wire.start_number(r, link)) for r in ranks for link in Link)
+        return asyncio.gather(*connected)
+
+    async def _started(self, starting: asyncio.Future[list[bytes]]) -> list[bytes]:
+        seconds = 0.0
+        while not (await asyncio.wait([starting], timeout=_PATIENCE))[0]:
+            seconds += _PATIENCE
+            logger.info("waiting for %s to start, %.0f s so far", self._missing(), seconds)
+        return starting.result()[Link.OUT :: len(Link)]
+
+    def _missing(self) -> str:
+        """The ranks that are not built yet, each with what it is at."""
+        return ", ".join(
+            f"rank {spec.rank} (pid {process.pid}; {_stage(spec.rank, self._waiting)})"
+            for spec, process in zip(self._specs, self._processes, strict=True)
+            if wire.start_number(spec.rank, Link.OUT) in self._waiting
+        )
 
     # ---- serve ----
 
@@ -166,13 +185,27 @@ class MultiprocessExecutor(Executor):
         status = await process.wait()
         if self._ended is not None:
             return  # it was told to stop, or followed another
-        reason = f"rank {rank} (pid {process.pid}) {_describe_exit(status)}"
+        self._lose(rank, f"rank {rank} (pid {process.pid}) {_describe_exit(status)}")
+
+    def _lose(self, rank: int, reason: str) -> None:
+        """The ranks are of no use without this one."""
         self._end(NodeError(reason, code="RANK_DIED"))
         self._kill()
         if self._serving:
             logger.error("%s; the node's other ranks are ended", reason)
             if self._mourn is not None:
                 self._mourn(rank, reason)
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._background_ended)
+        self._tasks.append(task)
+
+    def _background_ended(self, task: asyncio.Task[None]) -> None:
+        """A reader that dies unnoticed would let everybody wait for ever."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a defect", exc_info=error)
+            self._lose(0, f"the ranks are not heard any more: {error!r}")
 
     def _end(self, error: PdserveError) -> None:
         """From now on `error` answers everything. The first cause wins."""
@@ -209,6 +242,12 @@ class MultiprocessExecutor(Executor):
         for spec in self._specs:
             for link in (Link.STEPS, Link.CALLS):
                 await self._send(spec.rank, link, wire.STOP, body)
+
+
+def _stage(rank: int, waiting: Container[int]) -> str:
+    """What a rank that starts is at."""
+    silent = [link for link in Link if wire.start_number(rank, link) in waiting]
+    return "builds its worker" if silent == [Link.OUT] else "connects"
 
 
 def _describe_exit(status: int) -> str:

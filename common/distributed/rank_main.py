@@ -8,6 +8,7 @@ node's business: a rank ignores them, so that a node can drain.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import sys
@@ -25,6 +26,8 @@ from common.distributed.executor import Worker, WorkerSpec
 from common.distributed.failure import encode_failure
 from common.distributed.wire import Kind, Link
 from common.obs.logging import setup_logging
+
+logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 FLUSH_MS = 1000
@@ -109,9 +112,13 @@ def _run(spec: WorkerSpec, steps: zmq.Socket, calls: zmq.Socket, out: Outbox) ->
 def _serve_calls(calls: zmq.Socket, worker: Worker, out: Outbox) -> None:
     extension = worker.extension
     handle = extension.handle if extension is not None else _no_extension
-    deadline = _serve(calls, handle, out, on_error=Kind.FAILURE)
-    if extension is not None:
-        extension.close(deadline)
+    try:
+        deadline = _serve(calls, handle, out, on_error=Kind.FAILURE)
+        if extension is not None:
+            extension.close(deadline)
+    except Exception:  # a defect: calls would wait for ever, and nobody would notice
+        logger.exception("calls are not served any more")
+        os._exit(1)
 
 
 def _no_extension(message: bytes) -> bytes:

@@ -57,10 +57,10 @@ class EngineCore:
         self._step_done: asyncio.Event = asyncio.Event()
         self._work: asyncio.Event = asyncio.Event()
         self._seq_ids = itertools.count()
+        self._calls: dict[int, int] = {}  # without an answer: number → rank, the oldest first
+        self._call_numbers = itertools.count()
 
-    def new_sequence(
-        self, job: GenerateJob, choice: Choice, *, remote: bool = False
-    ) -> Sequence:
+    def new_sequence(self, job: GenerateJob, choice: Choice, *, remote: bool = False) -> Sequence:
         """A sequence of this engine, not yet added."""
         return Sequence(
             seq_id=next(self._seq_ids),
@@ -98,6 +98,15 @@ class EngineCore:
         self.scheduler.release(sequence)
         self._work.set()
 
+    async def call(self, rank: int, message: bytes) -> bytes:
+        """As `Executor.call`, under the watchdog's eyes."""
+        number = next(self._call_numbers)
+        self._calls[number] = rank
+        try:
+            return await self._executor.call(rank, message)
+        finally:
+            del self._calls[number]
+
     def work(self) -> Work:
         """How far the engine is, for its watchdog."""
         scheduler, pool = self.scheduler, self.scheduler.pool
@@ -105,6 +114,7 @@ class EngineCore:
         return Work(
             step=self._last_step,
             computing=bool(self._in_flight),
+            call=next(iter(self._calls.items()), None),
             admitted=scheduler.num_admitted,
             freed=scheduler.num_freed,
             waiting=len(scheduler.waiting),

@@ -8,12 +8,13 @@ from pathlib import Path
 import msgspec
 
 from common.config.schema import EngineConfig, LogConfig
-from common.core.errors import ConfigError, InvalidRequest
+from common.core.errors import ConfigError
 from common.core.model_spec import ModelSpec
 from common.core.request import GenerateJob
 from common.distributed.executor import Executor
 from common.distributed.launch import make_executor
 from common.engine.block_pool import BlockPool
+from common.engine.job_check import check_job
 from common.engine.messages import RankReady
 from common.engine.scheduler import Scheduler
 from common.engine.worker import ExtensionConfig, WorkerConfig, choose_device, worker_specs
@@ -31,6 +32,7 @@ class ModelFacts:
     max_model_len: int
     revision: str
     dtype: str
+    device: str  # "cpu" or "cuda", of all ranks
 
     @classmethod
     def read(cls, engine: EngineConfig) -> ModelFacts:
@@ -42,7 +44,8 @@ class ModelFacts:
         max_model_len = config.max_model_len or spec.max_position_embeddings
         spec.check_max_model_len(max_model_len)
         spec.validate_tensor_parallel(engine.parallel.tensor_parallel_size)
-        dtype = choose_dtype(config.dtype, spec.dtype, choose_device(engine.parallel.device, 0))
+        device = choose_device(engine.parallel.device, 0)
+        dtype = choose_dtype(config.dtype, spec.dtype, device)
         return cls(
             name=config.served_model_name or folder.resolve().name,
             folder=folder,
@@ -50,6 +53,7 @@ class ModelFacts:
             max_model_len=max_model_len,
             revision=weights_revision(folder, config.load_format, config.seed),
             dtype=dtype_name(dtype),
+            device=device.type,
         )
 
     def kv_identity(self, block_size: int) -> dict[str, str]:
@@ -65,19 +69,7 @@ class ModelFacts:
 
     def check(self, job: GenerateJob) -> None:
         """Raises InvalidRequest for a job this model cannot do; a router should have known."""
-        outputs = [choice.output_token_ids for choice in job.choices]
-        largest = max(map(max, filter(None, (job.prompt_token_ids, *outputs))))
-        if largest >= self.spec.vocab_size:
-            raise InvalidRequest(
-                f"token id {largest} is outside the vocabulary of {self.spec.vocab_size}",
-                param="prompt",
-            )
-        if len(job.prompt_token_ids) + max(map(len, outputs)) >= self.max_model_len:
-            raise InvalidRequest(
-                f"the prompt has {len(job.prompt_token_ids)} tokens; this node's maximum context "
-                f"length is {self.max_model_len} tokens, prompt and completion together",
-                param="prompt",
-            )
+        check_job(job, self.spec.vocab_size, self.max_model_len)
 
 
 @dataclass(frozen=True, slots=True)

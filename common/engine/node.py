@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
-from typing import ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from common.config.schema import WorkerNodeConfig
 from common.core.errors import Blame, NodeError, PdserveError, Unavailable
@@ -22,17 +22,20 @@ from common.engine.collector import SchedulerCollector
 from common.engine.core import EngineCore
 from common.engine.host import ModelFacts, Ranks
 from common.engine.sequence import Finish, Sequence
+from common.engine.watchdog import Watchdog
 from common.engine.worker import ExtensionConfig
 from common.model.default_model import resolve_model
 from common.obs.metrics import NodeMetrics
 from common.rpc.lifecycle import serve_until_stopped
 from common.rpc.node import NodeServer
 from common.rpc.pb import cluster_pb2 as pb
+from common.rpc.tls import TLS
 
 logger = logging.getLogger(__name__)
 
 _TRANSFERS_STOP = 5.0  # seconds hand-offs get to be quiesced
 _RANKS_STOP = 5.0  # seconds ranks get to end by themselves
+_LOOKS = 4  # of the watchdog within its time-out
 
 
 class Session(Protocol):
@@ -60,7 +63,8 @@ class EngineNode(ABC, Generic[S]):
         self.facts = ModelFacts.read(engine)
         self.node_id = new_node_id(self.blame)
         self.metrics = NodeMetrics()
-        self.server = NodeServer(config.node)
+        self.server = NodeServer(config.node, TLS.load(config.tls))
+        self.watchdog = Watchdog(config.engine.scheduler.engine_stall_timeout)
         self.address = ""
         self.draining = False
         self.ranks: Ranks  # from `serve` on
@@ -75,6 +79,11 @@ class EngineNode(ABC, Generic[S]):
     @abstractmethod
     def fingerprint(self) -> str:
         """Nodes pair only when theirs are equal."""
+
+    @property
+    @abstractmethod
+    def connectors(self) -> Mapping[str, Any]:
+        """The KV connectors this node speaks, by name, the preferred first."""
 
     @abstractmethod
     def extension(self) -> ExtensionConfig:
@@ -107,9 +116,13 @@ class EngineNode(ABC, Generic[S]):
         self.engine = EngineCore(self.ranks.executor, scheduler, self, self.facts.max_model_len)
         self.ranks.executor.on_death(self._rank_died)
         self.metrics.registry.register(SchedulerCollector(scheduler))
+        self.metrics.healthy.set_function(lambda: float(self.ready()[0]))
         self.add_services()
-        self.spawn(self._run_engine())
-        await self.server.start(self._info(), self.load, self.metrics.registry, self.ready)
+        self.spawn(self.engine.run())
+        self.spawn(self._watch())
+        await self.server.start(
+            self._info(), self.load, self.metrics.registry, self.ready, self.spawn
+        )
 
     async def _drain(self) -> None:
         self.draining = True
@@ -129,16 +142,25 @@ class EngineNode(ABC, Generic[S]):
             task.cancel()
         await self.ranks.executor.shutdown(_RANKS_STOP)
 
-    async def _run_engine(self) -> None:
-        try:
-            await self.engine.run()
-        except Exception as error:
-            self._fail(error)
+    async def _watch(self) -> None:
+        """Once a rank stands still, the sessions fail, so that routers move them elsewhere. Their
+        blocks stay held until it goes on: `EngineCore.stop` and the KV transfer wait for it."""
+        period = min(0.5, self.config.engine.scheduler.engine_stall_timeout / _LOOKS)
+        while True:
+            stalled = self.watchdog.stalled
+            self.watchdog.look(self.engine.work())
+            if self.watchdog.stalled and not stalled:
+                self._fail_sessions(self._stalled())
+            await asyncio.sleep(period)
+
+    def _stalled(self) -> NodeError:
+        message = f"{self.node_id}: {self.watchdog.reason}"
+        return NodeError(message, code="ENGINE_STALLED", blame=self.blame)
 
     def _rank_died(self, rank: int, reason: str) -> None:
-        self._fail(NodeError(f"rank {rank} died: {reason}", code="RANK_DIED", blame=self.blame))
+        self._fail(NodeError(reason, code="RANK_DIED", blame=self.blame))
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         """The first cause wins; the process ends with it."""
         if self._failed.done():
             return
@@ -157,10 +179,13 @@ class EngineNode(ABC, Generic[S]):
         """Opens a session.
 
         Raises:
-            Unavailable: this node drains. InvalidRequest: it cannot do the job.
+            Unavailable: this node drains. NodeError: its engine is stalled.
+            InvalidRequest: it cannot do the job.
         """
         if self.draining:
             raise Unavailable(f"{self.node_id} is draining", code="DRAINING", blame=self.blame)
+        if self.watchdog.stalled:
+            raise self._stalled()
         self.facts.check(job)
         session = make()
         self._open.add(session)
@@ -177,17 +202,29 @@ class EngineNode(ABC, Generic[S]):
     async def _close(self, session: S) -> None:
         try:
             await session.close()
-        except Exception:
-            logger.exception("a session did not close cleanly")
+        except Exception as error:
+            logger.exception("a session did not close")
+            raise NodeError(
+                f"a session did not close, its blocks may be lost: {error!r}",
+                code="SESSION_NOT_CLOSED",
+                blame=self.blame,
+            ) from error
         finally:
             self._open.discard(session)
             self._sessions = {i: s for i, s in self._sessions.items() if s is not session}
 
-    def spawn(self, work: Awaitable[None]) -> None:
-        """Runs `work` in the background, until the node stops at the latest."""
-        task = asyncio.ensure_future(work)
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs `work` in the background, until the node stops at the latest. An exception that
+        `work` lets pass is the node's end."""
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
 
     # ---- the engine's listener --------------------------------------------------------------
 
@@ -203,8 +240,14 @@ class EngineNode(ABC, Generic[S]):
     # ---- what others may know ---------------------------------------------------------------
 
     def ready(self) -> tuple[bool, str]:
-        """Whether this node takes work."""
-        return (False, "draining") if self.draining else (True, "ok")
+        """Whether this node could produce tokens now, and why not."""
+        reason = "draining" if self.draining else self.ailment()
+        return not reason, reason or "ok"
+
+    def ailment(self) -> str:
+        """What keeps a node that lives from producing tokens; empty: nothing. It may pass by
+        itself."""
+        return self.watchdog.reason
 
     def kv_identity(self) -> dict[str, str]:
         """What goes into the fingerprint."""
@@ -231,7 +274,7 @@ class EngineNode(ABC, Generic[S]):
             model=self.facts.name,
             fingerprint=self.fingerprint(),
             fingerprint_parts=self.kv_identity(),
-            kv_connector=self.config.transfer.kv_connector,
+            kv_connectors=self.connectors,
             tensor_parallel_size=len(self.ranks.ready),
             max_model_len=self.facts.max_model_len,
             block_size=self.config.engine.cache.block_size,

@@ -10,13 +10,16 @@ from datetime import UTC, datetime
 from typing import Any, ClassVar
 
 from common.config.schema import LogConfig
+from common.obs.stacks import dump_stacks_on_signal
 
 request_id_var: ContextVar[str | None] = ContextVar("request_id", default=None)
 """The request the current task works for; every log line of that task carries it."""
 
 
 def setup_logging(role: str, config: LogConfig, rank: int | None = None) -> None:
-    """Sends this process's log records to stderr, in place of any earlier handlers."""
+    """Sends this process's log records to stderr, in place of any earlier handlers, and on
+    SIGUSR1 its stacks."""
+    dump_stacks_on_signal()
     name = role if rank is None else f"{role}/{rank}"
     handler = logging.StreamHandler(sys.stderr)
     if config.log_format == "json":

@@ -46,6 +46,16 @@ async def serve_until_stopped(
     return 0 if stopped else 1
 
 
+def pass_on(task: asyncio.Task[None], failed: asyncio.Future[None]) -> None:
+    """An exception that `task` ends with is `failed`'s, unless something failed before."""
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) and not failed.done():
+            failed.set_exception(error)
+
+    task.add_done_callback(ended)
+
+
 async def _first(signal_name: Awaitable[str], failed: asyncio.Future[None]) -> str | None:
     """The signal's name, or None when a part failed first."""
     waiting = asyncio.ensure_future(signal_name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -15,26 +15,32 @@ from common.obs.http import MetricsServer, Readiness, start_metrics_server
 from common.rpc.pb import cluster_pb2 as pb
 from common.rpc.registration import Registration
 from common.rpc.server import Channels, GrpcServer
+from common.rpc.tls import TLS
 
 logger = logging.getLogger(__name__)
 
 _STOP_GRACE = 1.0  # seconds gRPC calls in flight get when the node stops
+_HEALTH_PERIOD = 0.5  # seconds between two looks at `ready`
+
+Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+"""Runs work in the background; an exception that the work lets pass ends the node."""
 
 
 class NodeServer:
     """Start order: `bind` (the address is known), `start`; later `drain`, `stop`."""
 
-    def __init__(self, config: NodeConfig) -> None:
+    def __init__(self, config: NodeConfig, tls: TLS | None = None) -> None:
         self.config = config
         self.grpc = GrpcServer()
-        self.channels = Channels()
+        self.channels = Channels(tls)
+        self._tls = tls
         self._registration: Registration | None = None
         self._metrics: MetricsServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     def bind(self) -> str:
         """Takes the gRPC port; returns the address to announce."""
-        port = self.grpc.bind(self.config.host, self.config.grpc_port)
+        port = self.grpc.bind(self.config.host, self.config.grpc_port, self._tls)
         return f"{self.config.advertise_host or self.config.host}:{port}"
 
     def add(self, service: str, add_to_server: Any, servicer: Any) -> None:
@@ -47,6 +53,7 @@ class NodeServer:
         load: Callable[[], pb.NodeLoad],
         metrics: CollectorRegistry,
         ready: Readiness,
+        spawn: Spawn,
     ) -> None:
         """Serves, then registers: a node is never known before it can answer."""
         await self.grpc.start()
@@ -58,8 +65,20 @@ class NodeServer:
         info.metrics_address = f"{host}:{self._metrics.port}"
         info.host = socket.gethostname()
         self._registration = Registration(self.config.router, info, load, self.channels)
-        self._tasks.append(asyncio.create_task(self._registration.run()))
+        self._tasks = [spawn(self._registration.run()), spawn(self._follow(ready))]
         logger.info("serving gRPC on %s, metrics on %s", info.address, info.metrics_address)
+
+    async def _follow(self, ready: Readiness) -> None:
+        """The standard health service says what `ready` says; every change is logged."""
+        was_healthy = True
+        while True:
+            healthy, reason = ready()
+            if healthy != was_healthy:
+                level = logging.INFO if healthy else logging.WARNING
+                logger.log(level, "%s: %s", "healthy again" if healthy else "unhealthy", reason)
+                await self.grpc.set_healthy(healthy)
+            was_healthy = healthy
+            await asyncio.sleep(_HEALTH_PERIOD)
 
     async def drain(self, idle: Callable[[], bool]) -> None:
         """Takes no new work; returns when `idle` says that the old work is done."""

@@ -11,17 +11,30 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from common.core.errors import ConfigError
+from common.rpc.tls import TLS
 
+# Either end of a link that is cut without a word knows it after 15 seconds: a client's call fails,
+# a server's is cancelled, which frees its blocks.
+KEEPALIVE = [
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),  # else a minute: it outweighs the one above
+    ("grpc.http2.max_pings_without_data", 0),  # pings go on while a call is silent
+]
 _OPTIONS = [
     ("grpc.max_receive_message_length", 64 * 2**20),
     ("grpc.max_send_message_length", 64 * 2**20),
     ("grpc.so_reuseport", 0),  # a second server on the same port must fail
+    *KEEPALIVE,
+    ("grpc.http2.max_ping_strikes", 0),  # no number of pings is too many
 ]
 _CHANNEL_OPTIONS = [
     *_OPTIONS[:2],
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    *KEEPALIVE,
+    # A peer that restarts at its old address is found again at once.
+    ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.min_reconnect_backoff_ms", 2_000),  # despite its name: how long one attempt may take
     ("grpc.enable_http_proxy", 0),
 ]
 
@@ -40,10 +53,13 @@ class GrpcServer:
         add_to_server(servicer, self.server)
         self._services.append(descriptor.full_name)
 
-    def bind(self, host: str, port: int) -> int:
-        """Takes the port (0: a free one) and returns it; nothing is answered before `start`."""
+    def bind(self, host: str, port: int, tls: TLS | None = None) -> int:
+        """Takes the port (0: a free one) and returns it; nothing is answered before `start`.
+        With `tls`, only clients that show a certificate of its CA are answered."""
         try:
-            return self.server.add_insecure_port(f"{host}:{port}")
+            if tls is None:
+                return self.server.add_insecure_port(f"{host}:{port}")
+            return self.server.add_secure_port(f"{host}:{port}", _server_credentials(tls))
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {host}:{port} for gRPC: {error}") from error
 
@@ -64,17 +80,22 @@ class GrpcServer:
 
 
 class Channels:
-    """Channels by address, made on first use and kept."""
+    """Channels by address, made on first use and kept; mutual TLS with `tls`."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: TLS | None = None) -> None:
+        self._credentials = None if tls is None else _channel_credentials(tls)
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     def get(self, address: str) -> grpc.aio.Channel:
         channel = self._channels.get(address)
         if channel is None:
-            channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-            self._channels[address] = channel
+            channel = self._channels[address] = self._open(address)
         return channel
+
+    def _open(self, address: str) -> grpc.aio.Channel:
+        if self._credentials is None:
+            return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        return grpc.aio.secure_channel(address, self._credentials, options=_CHANNEL_OPTIONS)
 
     async def drop(self, addresses: Iterable[str]) -> None:
         for address in list(addresses):
@@ -84,3 +105,14 @@ class Channels:
 
     async def close(self) -> None:
         await self.drop(list(self._channels))
+
+
+def _server_credentials(tls: TLS) -> grpc.ServerCredentials:
+    pair = (tls.key.read_bytes(), tls.cert.read_bytes())
+    return grpc.ssl_server_credentials([pair], tls.ca.read_bytes(), require_client_auth=True)
+
+
+def _channel_credentials(tls: TLS) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(
+        tls.ca.read_bytes(), tls.key.read_bytes(), tls.cert.read_bytes()
+    )

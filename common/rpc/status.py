@@ -24,6 +24,7 @@ _CODE, _BLAME, _RETRYABLE, _PARAM, _RETRY_AFTER = (
 _STATUS: dict[type[PdserveError], grpc.StatusCode] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     errors.RequestTooLarge: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     errors.ModelNotFound: grpc.StatusCode.NOT_FOUND,
     errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,

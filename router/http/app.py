@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from common.core.errors import InvalidRequest
 from common.obs.logging import request_id_var
+from router.auth import HEADER as AUTHORIZATION
 from router.http import chat, completions, info, tokenize
 from router.http.errors import as_typed, error_response, http_error_response, stopping
 from router.http.front import FRONT, Front
@@ -28,6 +29,10 @@ _CORS_PREFLIGHT = {
 }
 
 
+# What probes, scrapers and load balancers ask; all other paths need the API key, if there is one.
+_OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})
+
+
 @dataclass(slots=True)
 class Traffic:
     """The requests being answered, and whether more are."""
@@ -42,7 +47,8 @@ TRAFFIC = web.AppKey("traffic", Traffic)
 def make_app(front: Front, registry: CollectorRegistry, max_body_size: int) -> web.Application:
     """The API over `front`. Bodies of more than `max_body_size` bytes get 413."""
     app = web.Application(
-        client_max_size=max_body_size, middlewares=[_identify, _answer_errors, _track, _preflight]
+        client_max_size=max_body_size,
+        middlewares=[_identify, _answer_errors, _track, _preflight, _authenticate],
     )
     app[FRONT] = front
     app[REGISTRY] = registry
@@ -111,6 +117,13 @@ async def _preflight(request: web.Request, handler: Handler) -> web.StreamRespon
     """Browsers ask before they POST JSON to another origin."""
     if request.method == hdrs.METH_OPTIONS:
         return web.Response(status=204, headers=_CORS_PREFLIGHT)
+    return await handler(request)
+
+
+@web.middleware
+async def _authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
+    if request.path not in _OPEN_PATHS:
+        request.app[FRONT].keys.check(request.headers.get(AUTHORIZATION))
     return await handler(request)
 
 

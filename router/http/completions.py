@@ -20,6 +20,7 @@ from router.sampling import check_range, make_choices
 from router.served_model import ServedModel
 
 DEFAULT_MAX_TOKENS = 16
+MAX_PROMPTS = 1024  # of one request; each waits for a place of its own
 
 
 async def create_completion(request: web.Request) -> web.StreamResponse:
@@ -49,6 +50,8 @@ async def encode_prompts(
         raise InvalidRequest("prompt is an empty list", param="prompt")
     if isinstance(prompt[0], int):
         return [model.check_ids(prompt, "prompt")]  # type: ignore[arg-type]
+    if len(prompt) > MAX_PROMPTS:
+        raise InvalidRequest(f"prompt takes at most {MAX_PROMPTS} prompts", param="prompt")
     return [
         await model.encode(one) if isinstance(one, str) else model.check_ids(one, "prompt")  # type: ignore[arg-type]
         for one in prompt

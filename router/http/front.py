@@ -9,6 +9,7 @@ from typing import TypeVar
 from aiohttp import web
 from pydantic import ValidationError
 
+from router.auth import APIKeys
 from router.generation import Generator
 from router.http.errors import from_validation
 from router.http.schema import Body
@@ -40,6 +41,7 @@ class Front:
 
     generator: Generator
     model: ServedModel
+    keys: APIKeys = field(default_factory=APIKeys)
     trust_request_chat_template: bool = False
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
 

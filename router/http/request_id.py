@@ -13,4 +13,9 @@ _PLAIN = re.compile(r"[!-~]{1,128}")
 
 def adopt(given: str) -> str:
     """The client's own id, if it is a plain word, or a new one."""
-    return given if _PLAIN.fullmatch(given) else new_request_id("req")
+    return given if is_plain(given) else new_request_id("req")
+
+
+def is_plain(given: str) -> bool:
+    """Whether it may go into logs and headers as it is."""
+    return _PLAIN.fullmatch(given) is not None

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 
 from aiohttp import web
 
+from common.config.schema import ServerConfig
 from common.core.errors import ConfigError
+from common.rpc.tls import load_cert_chain
 from router.http.app import TRAFFIC
 
 logger = logging.getLogger(__name__)
@@ -27,8 +31,10 @@ class HTTPServer:
     port: int
 
     @classmethod
-    async def start(cls, app: web.Application, host: str, port: int) -> HTTPServer:
-        """Listens; port 0 takes a free one.
+    async def start(
+        cls, app: web.Application, host: str, port: int, tls: ssl.SSLContext | None = None
+    ) -> HTTPServer:
+        """Listens; port 0 takes a free one. With `tls` this is HTTPS.
 
         Raises:
             ConfigError: the address cannot be bound.
@@ -41,7 +47,7 @@ class HTTPServer:
             shutdown_timeout=0.5,
         )
         await runner.setup()
-        site = web.TCPSite(runner, host, port)
+        site = web.TCPSite(runner, host, port, ssl_context=tls)
         try:
             await site.start()
         except OSError as error:
@@ -63,6 +69,20 @@ class HTTPServer:
                 task.cancel()
             await _wait(late, _LAST_WORDS)
         await self.runner.cleanup()
+
+
+def https_context(config: ServerConfig) -> ssl.SSLContext | None:
+    """None without --ssl-certfile.
+
+    Raises:
+        ConfigError: the files cannot be read or do not belong together.
+    """
+    if config.ssl_certfile is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    key = Path(config.ssl_keyfile) if config.ssl_keyfile else None
+    load_cert_chain(context, Path(config.ssl_certfile), key, "--ssl-certfile", "--ssl-keyfile")
+    return context
 
 
 async def _wait(tasks: Collection[asyncio.Task[object]], timeout: float) -> None:

@@ -9,6 +9,7 @@ from router.http.chat import encode_messages
 from router.http.encoding import json_response
 from router.http.front import FRONT, Front, read_body
 from router.http.schema import DetokenizeBody, TokenizeBody
+from router.served_model import off_loop
 
 
 async def tokenize(request: web.Request) -> web.Response:
@@ -23,7 +24,8 @@ async def detokenize(request: web.Request) -> web.Response:
     front = request.app[FRONT]
     body = await read_body(request, DetokenizeBody)
     token_ids = front.model.check_ids(body.tokens, "tokens")
-    return json_response({"prompt": front.model.tokenizer.decode(token_ids, False)})
+    text = await off_loop(len(token_ids), lambda: front.model.tokenizer.decode(token_ids, False))
+    return json_response({"prompt": text})
 
 
 async def _encode(front: Front, body: TokenizeBody) -> tuple[int, ...]:

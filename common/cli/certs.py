@@ -1,0 +1,132 @@
+"""`pdserve certs`: a trial CA and one certificate that all roles of a cluster may use."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from common.core.errors import ConfigError
+
+HOSTS = ("localhost", "127.0.0.1", "::1")
+VALID = timedelta(days=365)
+SKEW = timedelta(minutes=5)  # by which the clocks of the roles may differ
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="pdserve certs",
+        description="Make a trial CA and one certificate, for servers and clients, that every "
+        "role of a cluster may use. The CA's key is thrown away: to add a host, make new files.",
+    )
+    parser.add_argument("folder", metavar="DIR", type=Path, help="folder to write to")
+    parser.add_argument(
+        "--host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="name or address under which roles are dialled, beside those of this host "
+        f"({', '.join(HOSTS)}); may be given several times",
+    )
+    options = parser.parse_args(argv)
+    print(" ".join(write(options.folder, (*HOSTS, *options.host))))
+    return 0
+
+
+def write(folder: Path, hosts: Iterable[str]) -> list[str]:
+    """Makes `ca.pem`, `cert.pem` and `key.pem` (mode 0600), valid for a year; returns the flags
+    that name them.
+
+    Raises:
+        ConfigError: a host is neither a name nor an address, or the files cannot be written; one
+            that exists is left alone.
+    """
+    ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+    ca = _ca(ca_key)
+    cert = _certificate(key, hosts, ca, ca_key)
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    files = {
+        "cert": (cert.public_bytes(Encoding.PEM), 0o644),
+        "key": (private, 0o600),
+        "ca": (ca.public_bytes(Encoding.PEM), 0o644),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, (data, mode) in files.items():
+            descriptor = os.open(folder / f"{name}.pem", os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+            with open(descriptor, "wb") as file:
+                file.write(data)
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}; name another folder") from error
+    return [f"--tls-{name}={folder / f'{name}.pem'}" for name in files]
+
+
+def _ca(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
+    usage = _key_usage(key_cert_sign=True, crl_sign=True)
+    return (
+        _builder(key, "pdserve trial CA", "pdserve trial CA")
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .sign(key, hashes.SHA256())
+    )
+
+
+def _certificate(
+    key: ec.EllipticCurvePrivateKey,
+    hosts: Iterable[str],
+    ca: x509.Certificate,
+    ca_key: ec.EllipticCurvePrivateKey,
+) -> x509.Certificate:
+    purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
+    names = x509.SubjectAlternativeName([_name(host) for host in dict.fromkeys(hosts)])
+    return (
+        _builder(key, "pdserve", "pdserve trial CA")
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_key_usage(digital_signature=True), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+        .add_extension(names, critical=False)
+        .add_extension(authority, critical=False)
+        .sign(ca_key, hashes.SHA256())
+    )
+
+
+def _builder(key: ec.EllipticCurvePrivateKey, subject: str, issuer: str) -> x509.CertificateBuilder:
+    now = datetime.now(UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)]))
+        .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - SKEW)
+        .not_valid_after(now + VALID)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+
+
+def _key_usage(**wanted: bool) -> x509.KeyUsage:
+    usages = (
+        "digital_signature", "content_commitment", "key_encipherment", "data_encipherment",
+        "key_agreement", "key_cert_sign", "crl_sign", "encipher_only", "decipher_only",
+    )  # fmt: skip
+    return x509.KeyUsage(**(dict.fromkeys(usages, False) | wanted))
+
+
+def _name(host: str) -> x509.GeneralName:
+    with suppress(ValueError):
+        return x509.IPAddress(ipaddress.ip_address(host))
+    if not re.fullmatch(r"[\w-]+(\.[\w-]+)*", host, re.ASCII):
+        raise ConfigError(f"--host {host!r} is neither a host name nor an IP address")
+    return x509.DNSName(host)

@@ -1,0 +1,102 @@
+"""Mutual TLS between the roles: one certificate per role, one CA for all of them."""
+
+from __future__ import annotations
+
+import ssl
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.config.schema import TLSConfig
+from common.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class TLS:
+    """PEM files that were there, belonged together and were valid when this was made."""
+
+    cert: Path
+    key: Path
+    ca: Path
+
+    @classmethod
+    def load(cls, config: TLSConfig) -> TLS | None:
+        """None when the options name no files.
+
+        Raises:
+            ConfigError: a file cannot be read, the key is another certificate's, or a peer with
+                the same CA would refuse the certificate.
+        """
+        if not (config.tls_cert and config.tls_key and config.tls_ca):
+            return None
+        tls = cls(Path(config.tls_cert), Path(config.tls_key), Path(config.tls_ca))
+        tls._prove()
+        return tls
+
+    def server_context(self) -> ssl.SSLContext:
+        """Takes connections of peers that show a certificate of the CA."""
+        context = self._context(ssl.PROTOCOL_TLS_SERVER)
+        # Nobody resumes a session, and tickets would make an idle connection look readable.
+        context.num_tickets = 0
+        return context
+
+    def client_context(self) -> ssl.SSLContext:
+        """Shows the certificate; the server's must be of the CA and name the host dialled."""
+        return self._context(ssl.PROTOCOL_TLS_CLIENT)
+
+    def _context(self, protocol: ssl._SSLMethod) -> ssl.SSLContext:
+        context = ssl.SSLContext(protocol)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED
+        load_cert_chain(context, self.cert, self.key, "--tls-cert", "--tls-key")
+        try:
+            context.load_verify_locations(self.ca)
+        except OSError as error:  # ssl.SSLError is one
+            raise ConfigError(f"--tls-ca {self.ca}: {_reason(error)}") from error
+        return context
+
+    def _prove(self) -> None:
+        """Shakes hands with itself, as two roles with these files will."""
+        up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+        dialling = self.client_context()
+        dialling.check_hostname = False  # whom others dial is not known here
+        client = dialling.wrap_bio(down, up)
+        server = self.server_context().wrap_bio(up, down, server_side=True)
+        try:
+            for end in (client, server, client, server):
+                with suppress(ssl.SSLWantReadError):
+                    end.do_handshake()
+        except ssl.SSLError as error:
+            raise ConfigError(
+                f"--tls-cert {self.cert} would be refused by peers with --tls-ca {self.ca} "
+                f"({_reason(error)}): use a valid certificate that this CA signed, for servers and "
+                "clients both, such as `pdserve certs` makes"
+            ) from error
+
+
+def load_cert_chain(
+    context: ssl.SSLContext, cert: Path, key: Path | None, cert_flag: str, key_flag: str
+) -> None:
+    """`context.load_cert_chain`, whose errors do not say which file they are about.
+
+    Raises:
+        ConfigError: a file cannot be read, holds no PEM, or the two do not belong together.
+    """
+    for flag, path in ((cert_flag, cert), (key_flag, key)):
+        try:
+            if path is not None:
+                path.open("rb").close()
+        except OSError as error:
+            raise ConfigError(f"{flag} {path} cannot be read: {_reason(error)}") from error
+    try:
+        # Without a password given, an encrypted key would ask the terminal for one.
+        context.load_cert_chain(cert, key, password="")
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"{cert_flag} {cert} and {key_flag} {key or cert} are no certificate and its "
+            f"unencrypted key, both in PEM: {_reason(error)}"
+        ) from error
+
+
+def _reason(error: OSError) -> str:
+    return (getattr(error, "verify_message", "") or error.strerror or str(error)).strip()

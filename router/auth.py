@@ -1,0 +1,48 @@
+"""API keys: who may ask for tokens, over HTTP and gRPC alike."""
+
+from __future__ import annotations
+
+import hmac
+from hashlib import sha256
+
+from common.core.errors import ConfigError, Unauthenticated
+
+HEADER = "authorization"
+
+
+class APIKeys:
+    """The keys clients may show; with none, everybody may ask. Holds digests only: the keys
+    themselves cannot slip into a log."""
+
+    def __init__(self, keys: str | None = None) -> None:
+        """`keys` is `--api-key`: one, or several separated by commas.
+
+        Raises:
+            ConfigError: one of them is empty.
+        """
+        words = [] if keys is None else [key.strip() for key in keys.split(",")]
+        if not all(words):
+            raise ConfigError("--api-key has an empty key; remove the comma too many")
+        self._digests = [_digest(key) for key in words]
+
+    def check(self, authorization: str | None) -> None:
+        """`authorization` is the value of the header, or the metadata, of that name.
+
+        Raises:
+            Unauthenticated: it is not `Bearer` and one of the keys.
+        """
+        scheme, _, key = (authorization or "").partition(" ")
+        given = _digest(key.strip())
+        # Digests of equal length, all of them compared: the time tells nothing of the keys.
+        known = [hmac.compare_digest(given, digest) for digest in self._digests]
+        if known and not (scheme.lower() == "bearer" and any(known)):
+            raise Unauthenticated(
+                "Incorrect API key: send one this server knows as `Authorization: Bearer KEY`"
+                if authorization
+                else "No API key: send one as `Authorization: Bearer KEY`"
+            )
+
+
+def _digest(key: str) -> bytes:
+    # Headers that are not UTF-8 arrive with surrogates.
+    return sha256(key.encode(errors="surrogateescape")).digest()

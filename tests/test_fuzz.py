@@ -1,0 +1,590 @@
+"""Whatever a peer or a client says is understood or refused: never a crash, a hang, a foreign
+block touched, or an error without a type. Examples are drawn the same way every time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import io
+import json
+import os
+import queue
+import resource
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import configargparse
+import msgspec
+import pytest
+import yaml
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+
+from common.config.schema import ClusterConfig, RouterConfig, WorkerNodeConfig
+from common.config.sources import _YAMLFile, parse
+from common.core.errors import InvalidRequest, RequestError, TransferError
+from common.core.request import GenerateJob
+from common.engine.job_check import check_job
+from common.rpc import convert
+from common.rpc.pb import cluster_pb2, inference_pb2
+from common.text.tokenizer import Tokenizer
+from fakes_pipeline import FakeGenerator, byte_level_folder
+from kv_fakes import Geometry, shared_cache
+from kv_transfer.connector import (
+    BlockRun,
+    Event,
+    Failed,
+    KVConnector,
+    Landed,
+    RankContext,
+    SinkTransfer,
+    SourceTransfer,
+)
+from kv_transfer.connectors.shm import Greeting, ShmConnector
+from kv_transfer.connectors.sockets import SocketPipe
+from kv_transfer.connectors.tcp import Endpoint, Options, TCPConnector, TCPTransport
+from kv_transfer.digest import Digester, RunDigest
+from kv_transfer.frame import HEADER_NBYTES, Frame, Kind
+from kv_transfer.layout import CacheView, Piece, Rect, plan
+from kv_transfer.rank import Reply, TransferRank, decode_event
+from kv_transfer.ticket import Ticket
+from router.http.app import make_app
+from router.http.front import Front
+from router.http.server import HTTPServer
+from router.served_model import ServedModel
+from router.service import InferenceServicer
+
+settings.register_profile(
+    "fuzz",
+    derandomize=True,
+    max_examples=200,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("fuzz")
+
+GEOMETRY = Geometry(num_blocks=8)
+RECT = Rect(0, GEOMETRY.layers, 0, GEOMETRY.heads)
+ID = b"transfer-id-0001"
+OURS = (5, 2, 6)  # the transfer's blocks
+OTHERS = [block for block in range(GEOMETRY.num_blocks) if block not in OURS]
+
+U32 = st.integers(0, 2**32 - 1)
+SMALL = st.integers(0, 6)
+
+
+def ints(largest: int) -> st.SearchStrategy[int]:
+    """Mostly such as make sense, else any."""
+    return st.integers(0, 6) | st.integers(0, largest)
+
+
+# ---- the data plane -----------------------------------------------------------------------
+
+RECTS = st.just(RECT) | st.builds(Rect, *[ints(2**32 - 1)] * 4) | st.builds(Rect, *[SMALL] * 4)
+FRAMES = st.builds(
+    Frame,
+    kind=st.sampled_from(Kind),
+    transfer_id=st.just(ID) | st.binary(min_size=16, max_size=16),
+    epoch=st.just(1) | ints(2**32 - 1),
+    rect=RECTS,
+    first=ints(2**32 - 1),
+    count=ints(2**32 - 1),
+    nbytes=ints(2**64 - 1),
+)
+
+
+def fitting(frame: Frame) -> bytes:
+    """The frame with as many bytes as it should have, when that is few enough."""
+    cache = GEOMETRY.shape(RECT)
+    head = cache[4] * cache[5] * GEOMETRY.dtype.itemsize
+    nbytes = frame.rect.area * 2 * frame.count * head
+    if not 0 < nbytes < 1 << 16:
+        return frame.encode()
+    fields = (frame.transfer_id, frame.epoch, frame.rect, frame.first, frame.count)
+    return Frame(frame.kind, *fields, nbytes).encode() + b"\x3f" * nbytes
+
+
+HELLO = Frame(Kind.HELLO, nbytes=4).encode() + b"same"
+SAYINGS = st.lists(
+    FRAMES.map(Frame.encode) | FRAMES.map(fitting) | st.binary(max_size=80), max_size=6
+).map(b"".join)
+STREAMS = SAYINGS.map(HELLO.__add__) | SAYINGS | st.binary(max_size=300)
+
+
+@given(st.binary(max_size=2 * HEADER_NBYTES) | FRAMES.map(Frame.encode))
+def test_headers(header: bytes) -> None:
+    try:
+        frame = Frame.decode(header)
+    except TransferError as error:
+        assert error.code == "BAD_FRAME"
+    else:
+        assert frame.encode() == header
+
+
+class Sink:
+    """A connector that takes blocks, and what it said."""
+
+    def __init__(self, kind: type[KVConnector], fill: float = 0.0) -> None:
+        self.cache, self.fd = shared_cache(GEOMETRY.shape(RECT), GEOMETRY.dtype)
+        self.cache.fill_(fill)
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.view = CacheView(self.cache, RECT, self.fd)
+        context = RankContext(self.view, "127.0.0.1", "same", self.events.put)
+        self.connector: Any = kind(context, {})
+
+    def hear(self, stream: bytes, fd: int | None = None) -> None:
+        """One connection, from its first byte to its end, which is counted."""
+        before = self.ended()
+        ours, theirs = socket.socketpair()
+
+        def serve() -> None:
+            with theirs:
+                self.connector._serve(SocketPipe(theirs))
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        with ours, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            ours.settimeout(5.0)
+            ours.sendall(stream)
+            if fd is not None:
+                socket.send_fds(ours, [b"F"], [fd])
+            ours.shutdown(socket.SHUT_WR)
+            while ours.recv(1 << 16):  # whatever it answers
+                pass
+        thread.join(5.0)
+        assert not thread.is_alive(), "the connection's thread hangs"
+        assert self.ended() == before + 1
+
+    def ended(self) -> int:
+        return sum(count for name, count in self.connector.counts.items() if name.isupper())
+
+    def close(self) -> None:
+        self.connector.close(5.0)
+        os.close(self.fd)
+
+
+@pytest.fixture(params=[TCPConnector, ShmConnector])
+def kind(request: pytest.FixtureRequest) -> type[KVConnector]:
+    return request.param
+
+
+@contextlib.contextmanager
+def sink_and_source(kind: type[KVConnector]) -> Iterator[tuple[Sink, Sink]]:
+    sink, source = Sink(kind), Sink(kind, fill=1.0)
+    try:
+        yield sink, source
+    finally:
+        source.close()
+        sink.close()
+
+
+def check_still_serves(sink: Sink, source: Sink) -> None:
+    """After all that, an honest transfer lands."""
+    sink.connector.quiesce(ID)
+    while not sink.events.empty():
+        sink.events.get()
+    sink.connector.accept(SinkTransfer(ID, 1, 0, OURS))
+    piece = (Piece(0, 0, RECT), sink.connector.endpoint())
+    source.connector.submit(SourceTransfer(ID, 1, (piece,)))
+    source.connector.ready(ID, BlockRun(0, 3), (0, 1, 2), True)
+    while not isinstance(event := sink.events.get(timeout=5.0), Landed):
+        assert not isinstance(event, Failed)
+    assert (sink.cache[:, :, list(OURS)] == 1.0).all()
+
+
+def check_what_was_heard(sink: Sink) -> None:
+    assert not sink.cache[:, :, OTHERS].any(), "a block that is nobody's was written"
+    assert not sink.connector.counts["CONNECTOR_FAILED"], "an error without a type"
+
+
+def memory_kib() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def test_streams_at_a_sink(kind: type[KVConnector]) -> None:
+    before = memory_kib()
+    with sink_and_source(kind) as (sink, source):
+
+        @given(STREAMS)
+        @example(HELLO)
+        @example(HELLO + Frame(Kind.BEGIN, ID, 1, RECT).encode())
+        @example(HELLO + Frame(Kind.DATA, ID, 1, RECT, 0, 3, 1 << 40).encode())
+        def hear(stream: bytes) -> None:
+            sink.connector.accept(SinkTransfer(ID, 1, 0, OURS))
+            sink.hear(stream)
+            sink.connector.quiesce(ID)
+            check_what_was_heard(sink)
+
+        hear()
+        check_still_serves(sink, source)
+    assert memory_kib() - before < 128 << 10
+
+
+GREETINGS = st.fixed_dictionaries(
+    {
+        "fingerprint": st.just("same") | st.text(max_size=9),
+        "rect": st.just([0, 3, 0, 2]) | st.lists(st.integers(-3, 9), min_size=4, max_size=4),
+        "num_blocks": st.just(8) | st.integers(-(2**63), 2**63 - 1),
+        "offset": st.just(0) | st.integers(-(2**63), 2**63 - 1),
+        "nbytes": st.integers(-1, 1 << 14) | st.integers(-(2**63), 2**63 - 1),
+    }
+)
+
+
+def test_greetings_at_a_shm_sink() -> None:
+    with sink_and_source(ShmConnector) as (sink, source):
+        honest = Greeting("same", RECT, 8, 0, source.cache.nbytes)
+
+        @given(
+            st.just(honest)
+            | GREETINGS.map(lambda fields: {**fields, "rect": Rect(*fields["rect"])})
+            | st.recursive(st.none() | U32, st.lists, max_leaves=3),
+            st.booleans(),
+            SAYINGS,
+        )
+        @example(honest, True, b"")
+        def hear(greeting: Any, gives_memory: bool, rest: bytes) -> None:
+            payload = msgspec.msgpack.encode(greeting)
+            hello = Frame(Kind.HELLO, nbytes=len(payload)).encode() + payload
+            sink.connector.accept(SinkTransfer(ID, 1, 0, OURS))
+            sink.hear(hello + rest, source.fd if gives_memory else None)
+            sink.connector.quiesce(ID)
+            check_what_was_heard(sink)
+
+        hear()
+        check_still_serves(sink, source)
+
+
+@given(
+    st.binary(max_size=40)
+    | st.tuples(st.text(max_size=300), st.integers(-(2**63), 2**64 - 1)).map(
+        lambda at: msgspec.msgpack.encode({"host": at[0], "port": at[1]})
+    )
+)
+@example(msgspec.msgpack.encode(Endpoint("a..b", 1)))
+@example(msgspec.msgpack.encode(Endpoint("nul\0", 1)))
+def test_tcp_endpoints(endpoint: bytes) -> None:
+    def resolve(host: str, *_: Any) -> Any:
+        """What a resolver raises before it asks the network; nothing is asked here."""
+        host.encode("idna")
+        raise socket.gaierror("not asked")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError):
+        patch.setattr(socket, "getaddrinfo", resolve)
+        TCPTransport(Options()).dial(endpoint)
+
+
+# ---- between a node and its ranks ---------------------------------------------------------
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text()
+    | st.binary(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner),
+    max_leaves=12,
+)  # fmt: skip
+NAMES = st.sampled_from(["Accept", "Submit", "Ready", "Verify", "Quiesce", "Release", "Landed"])
+COMMANDS = st.tuples(NAMES, st.dictionaries(st.sampled_from(["transfer_id", "run", "last"]), PLAIN))
+MESSAGES = (
+    st.binary(max_size=60)
+    | PLAIN.map(msgspec.msgpack.encode)
+    | COMMANDS.map(lambda each: msgspec.msgpack.encode({"type": each[0], **each[1]}))
+    | st.tuples(NAMES, PLAIN).map(msgspec.msgpack.encode)
+)
+
+
+def test_commands_to_a_rank() -> None:
+    with sink_and_source(TCPConnector) as (sink, _):
+        rank = TransferRank(sink.connector, source=False)
+
+        @given(MESSAGES)
+        def handle(message: bytes) -> None:
+            reply = msgspec.msgpack.decode(rank.handle(message), type=Reply)
+            assert reply.error is None or reply.error.code
+
+        handle()
+
+
+@given(MESSAGES)
+def test_events_of_a_rank(message: bytes) -> None:
+    try:
+        decode_event(message)
+    except TransferError as error:
+        assert error.code == "BAD_FRAME"
+
+
+# ---- gRPC ---------------------------------------------------------------------------------
+
+ENDPOINTS = st.builds(
+    cluster_pb2.RankEndpoint,
+    rank=ints(2**32 - 1), layer_start=ints(2**32 - 1), layer_end=ints(2**32 - 1),
+    head_start=ints(2**32 - 1), head_end=ints(2**32 - 1), endpoint=st.binary(max_size=9),
+)  # fmt: skip
+TICKETS = st.builds(
+    cluster_pb2.Ticket,
+    transfer_id=st.just(ID) | st.binary(max_size=20),
+    epoch=U32, lease_s=st.just(1.0) | st.floats(), address=st.text(), fingerprint=st.text(),
+    block_size=ints(2**32 - 1), num_tokens=ints(2**32 - 1),
+    first_block=ints(2**32 - 1), endpoints=st.lists(ENDPOINTS, max_size=3),
+)  # fmt: skip
+GOOD = {"rank": 0, "layer_end": 3, "head_end": 2}
+
+
+@given(TICKETS)
+@example(
+    cluster_pb2.Ticket(
+        transfer_id=ID, lease_s=1, block_size=4, num_tokens=9,
+        endpoints=[cluster_pb2.RankEndpoint(**GOOD)],
+    )
+)  # fmt: skip
+def test_tickets(message: cluster_pb2.Ticket) -> None:
+    with contextlib.suppress(TransferError):
+        ticket = Ticket.from_proto(message)
+        assert ticket.first_block <= ticket.num_blocks
+        assert Ticket.from_proto(ticket.to_proto()) == ticket
+        plan([RECT], [each.rect for each in ticket.endpoints])
+
+
+SAMPLING = st.builds(
+    inference_pb2.SamplingParams,
+    max_tokens=ints(2**32 - 1), min_tokens=ints(2**32 - 1),
+    temperature=st.floats(width=32), top_p=st.floats(width=32),
+    top_k=st.integers(-(2**31), 2**31 - 1), min_p=st.floats(width=32), seed=ints(2**64 - 1),
+    presence_penalty=st.floats(width=32), frequency_penalty=st.floats(width=32),
+    repetition_penalty=st.floats(width=32),
+    logit_bias=st.dictionaries(ints(2**32 - 1), st.floats(width=32), max_size=3),
+    stop=st.lists(st.text(), max_size=6), stop_token_ids=st.lists(U32, max_size=3),
+    ignore_eos=st.booleans(), logprobs=st.none() | ints(2**32 - 1), n=st.none() | U32,
+)  # fmt: skip
+TOKENS = st.lists(ints(2**32 - 1), max_size=9)
+
+
+@given(
+    st.builds(
+        cluster_pb2.Job,
+        request_id=st.text(),
+        prompt_token_ids=TOKENS,
+        sampling=SAMPLING,
+        choices=st.lists(
+            st.builds(cluster_pb2.Choice, index=U32, output_token_ids=TOKENS), max_size=3
+        ),
+    )
+)
+def test_jobs(message: cluster_pb2.Job) -> None:
+    with contextlib.suppress(InvalidRequest):
+        job = convert.job_from_pb(message)
+        check_job(job, vocab_size=100, max_model_len=8)
+        assert isinstance(job, GenerateJob) and max(job.prompt_token_ids) < 100
+
+
+@given(
+    st.lists(
+        st.builds(RunDigest, U32, RECTS, st.builds(BlockRun, SMALL, SMALL), st.binary(max_size=16)),
+        max_size=5,
+    )
+)
+@example([RunDigest(0, RECT, BlockRun(0, 3), b"")])
+def test_digests(digests: list[RunDigest]) -> None:
+    cache, fd = shared_cache(GEOMETRY.shape(RECT), GEOMETRY.dtype)
+    digester = Digester(CacheView(cache, RECT, fd), "same")
+    try:
+        assert digester.verify(SinkTransfer(ID, 1, 0, OURS), digests) == digests
+    except TransferError as error:
+        assert error.code == "BAD_FRAME"
+    finally:
+        os.close(fd)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.from_folder(byte_level_folder(tmp_path_factory.mktemp("tokenizer")))
+
+
+def served(tokenizer: Tokenizer) -> ServedModel:
+    return ServedModel(
+        name="tiny", root="/tiny", max_model_len=100, vocab_size=tokenizer.vocab_size,
+        created=0, tokenizer=tokenizer,
+    )  # fmt: skip
+
+
+@given(
+    st.builds(
+        inference_pb2.GenerateRequest,
+        request_id=st.just("") | st.text(), model=st.just("tiny") | st.text(),
+        token_ids=st.builds(inference_pb2.TokenIds, ids=TOKENS), sampling=SAMPLING,
+    )
+    | st.builds(inference_pb2.GenerateRequest, text=st.text(), sampling=SAMPLING)
+)  # fmt: skip
+def test_requests_over_grpc(tokenizer: Tokenizer, request_: inference_pb2.GenerateRequest) -> None:
+    service = InferenceServicer(FakeGenerator(tokenizer), served(tokenizer))
+    with contextlib.suppress(RequestError):
+        asyncio.run(service._make_request(request_))
+
+
+# ---- HTTP ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def site(tokenizer: Tokenizer) -> Iterator[http.client.HTTPConnection]:
+    """A connection to the API, which runs on a thread of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+
+    def on_loop(work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, loop).result(10)
+
+    async def start() -> HTTPServer:
+        front = Front(generator=FakeGenerator(tokenizer), model=served(tokenizer))
+        return await HTTPServer.start(make_app(front, CollectorRegistry(), 1 << 20), "127.0.0.1", 0)
+
+    server = on_loop(start())
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    yield connection
+    connection.close()
+    on_loop(server.stop(0))
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(5.0)
+    loop.close()
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)
+JSON = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+CHOICES = st.integers(-1, 3) | JSON
+MESSAGE = st.fixed_dictionaries(
+    {},
+    optional={
+        "role": st.sampled_from(["user", "assistant", "system", "tool"]) | JSON,
+        "content": st.text(max_size=9) | JSON,
+        "name": JSON,
+    },
+)
+GENERATION = {
+    "max_tokens": CHOICES, "min_tokens": CHOICES, "temperature": CHOICES, "top_p": CHOICES,
+    "top_k": CHOICES, "min_p": CHOICES, "n": CHOICES, "seed": CHOICES,
+    "stop": st.text(max_size=3) | st.lists(st.text(max_size=3), max_size=5) | JSON,
+    "stop_token_ids": st.lists(st.integers(-1, 300), max_size=3) | JSON,
+    "logit_bias": st.dictionaries(st.integers(-1, 300).map(str) | st.text(max_size=5), CHOICES),
+    "presence_penalty": CHOICES, "repetition_penalty": CHOICES, "ignore_eos": JSON,
+    "stream": st.booleans() | JSON, "stream_options": JSON | st.just({"include_usage": True}),
+    "response_format": JSON, "logprobs": st.booleans() | CHOICES, "model": JSON | st.just("tiny"),
+}  # fmt: skip
+TEMPLATE = {
+    "add_generation_prompt": st.booleans() | JSON, "continue_final_message": st.booleans() | JSON,
+    "add_special_tokens": JSON, "chat_template": JSON,
+    "chat_template_kwargs": st.dictionaries(
+        st.sampled_from(["messages", "tokenize", "conversation", "chat_template", "loop", "x"])
+        | st.text(max_size=9),
+        JSON,
+        max_size=3,
+    ),
+}  # fmt: skip
+MESSAGES_FIELD = {"messages": st.lists(MESSAGE, max_size=3) | JSON}
+PROMPT = {"prompt": st.text(max_size=9) | st.lists(st.integers(-1, 300), max_size=5) | JSON}
+
+
+def some_of(fields: dict[str, Any], always: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """The fields of `always`, and at most three others."""
+    names = st.lists(st.sampled_from(sorted(fields)), max_size=3, unique=True)
+    return names.flatmap(
+        lambda chosen: st.fixed_dictionaries({**{n: fields[n] for n in chosen}, **always})
+    )
+
+
+BODIES = {
+    "/v1/completions": some_of({**GENERATION, "echo": st.booleans(), "best_of": CHOICES}, PROMPT),
+    "/v1/chat/completions": some_of(
+        {**GENERATION, **TEMPLATE, "top_logprobs": CHOICES, "tools": JSON, "tool_choice": JSON},
+        MESSAGES_FIELD,
+    ),
+    "/tokenize": some_of({**TEMPLATE, **PROMPT}, MESSAGES_FIELD) | some_of(TEMPLATE, PROMPT),
+    "/detokenize": some_of({"model": JSON}, {"tokens": PROMPT["prompt"]}),
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_http_bodies(site: http.client.HTTPConnection, path: str) -> None:
+    seen = set()
+
+    @given(BODIES[path].map(json.dumps).map(str.encode) | JSON.map(json.dumps).map(str.encode))
+    @example(b"{")
+    @example(b'{"prompt": "\\ud800", "messages": [{"role": "user", "content": "\\ud800"}]}')
+    @example(b"[" * 100_000)
+    @example(b'{"a":' * 100_000)
+    @example(b"\xff\xfe")
+    def post(body: bytes) -> None:
+        site.request("POST", path, body, {"Content-Type": "application/json"})
+        response = site.getresponse()
+        text = response.read()
+        seen.add(response.status)
+        assert response.status in (200, 400, 404), text
+        assert b"internal error" not in text, text
+        if response.status != 200:
+            assert set(json.loads(text)["error"]) == {"message", "type", "param", "code"}
+
+    post()
+    assert {200, 400} <= seen
+
+
+# ---- options ------------------------------------------------------------------------------
+
+KEYS = st.sampled_from(["port", "host", "model", "kv-connector-config", "api-key", "seed"])
+VALUES = PLAIN.map(yaml.safe_dump) | st.text(max_size=20)
+DOCUMENTS = (
+    st.text(max_size=60)
+    | PLAIN.map(yaml.safe_dump)
+    | st.lists(st.tuples(KEYS | st.text(max_size=9), VALUES), max_size=4).map(
+        lambda items: "\n".join(f"{key}: {value}" for key, value in items)
+    )
+)
+
+
+@given(DOCUMENTS)
+@example("1: a\n01: b")
+@example("2001-99-99")
+@example("? [a]\n: b")
+@example("a: !!int x")
+@example("a: !!int ''")
+@example("a: !!bool x")
+@example("a: !!timestamp x")
+@example("[" * 10_000)
+@example("a: &b [*b]")
+@example("a: &b {c: *b}")
+@example("a: !!binary '*'")
+@example("kv-connector-config: {1: 2}")
+@example("kv-connector-config: {a: 2001-01-01}")
+@example("kv-connector-config: {[1]: 2}")
+def test_yaml_files(document: str) -> None:
+    with contextlib.suppress(configargparse.ConfigFileParserException):
+        found = _YAMLFile().parse(io.StringIO(document))
+        assert isinstance(found, dict)
+
+
+@pytest.mark.parametrize("config", [RouterConfig, WorkerNodeConfig, ClusterConfig])
+def test_config_files(config: type, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "pdserve.yaml"
+
+    @settings(max_examples=40)
+    @given(DOCUMENTS)
+    def read(document: str) -> None:
+        path.write_bytes(document.encode(errors="surrogatepass"))
+        try:
+            assert isinstance(
+                parse(config, prog="x", argv=[f"--config={path}"], environ={}), config
+            )
+        except SystemExit as end:
+            assert end.code == 2
+            assert capsys.readouterr().err.startswith("x: error: ")
+
+    read()
