@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import mmap
 import os
 import threading
@@ -30,6 +31,7 @@ from kv_transfer.connector import (
     SinkTransfer,
     SourceTransfer,
 )
+from kv_transfer.connectors.multi import MultiConnector
 from kv_transfer.digest import RunDigest
 from kv_transfer.layout import Rect, rank_rects
 from kv_transfer.rank import RankConfig, TransferRank, build_rank
@@ -44,8 +46,9 @@ FINGERPRINT = "f" * 24
 def shared_cache(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, int]:
     """Zeros in a memory file, and its descriptor (the caller closes it)."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize
-    fd = os.memfd_create("test-kv")
+    fd = os.memfd_create("test-kv", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, nbytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=dtype).view(shape), fd
 
 
@@ -81,7 +84,7 @@ class FakeNode:
 
     def __init__(
         self,
-        connector: str,
+        connectors: str,
         tp: int,
         *,
         source: bool,
@@ -98,10 +101,10 @@ class FakeNode:
         self._threads = [ThreadPoolExecutor(1) for _ in range(tp)]
         self._loop = asyncio.get_running_loop()
         for rank in range(tp):
-            self._build(rank, connector, source, fingerprint, network)
+            self._build(rank, connectors, source, fingerprint, network)
 
     def _build(
-        self, rank: int, name: str, source: bool, fingerprint: str, network: FakeNetwork | None
+        self, rank: int, names: str, source: bool, fingerprint: str, network: FakeNetwork | None
     ) -> None:
         cache, fd = shared_cache(self.geometry.shape(self.rects[rank]), self.geometry.dtype)
         self.caches.append(cache)
@@ -112,12 +115,23 @@ class FakeNode:
             if not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self.on_event, rank, message)
 
-        config = msgspec.msgpack.encode(RankConfig(name, fingerprint, source=source))
+        connectors: dict[str, dict[str, Any]] = {name: {} for name in names.split(",")}
+        config = msgspec.msgpack.encode(RankConfig(connectors, fingerprint, source=source))
         built = build_rank(cache, shape, fd, rank, config, emit)
-        if network is not None:
-            built._connector.join(network)  # type: ignore[attr-defined]
-            built = TransferRank(built._connector, source)
         self.ranks.append(built)
+        fakes = [each for each in self.children(rank).values() if isinstance(each, FakeConnector)]
+        if network is not None and fakes:
+            for fake in fakes:
+                fake.join(network)
+            self.ranks[rank] = TransferRank(built._connector, source)
+
+    def multi(self, rank: int = 0) -> MultiConnector:
+        connector = self.ranks[rank]._connector
+        assert isinstance(connector, MultiConnector)
+        return connector
+
+    def children(self, rank: int = 0) -> dict[str, KVConnector]:
+        return self.multi(rank).children
 
     async def call(self, rank: int, message: bytes) -> bytes:
         loop = asyncio.get_running_loop()
@@ -211,17 +225,20 @@ def make_pair(
     geometry: Geometry | None = None,
     faults: Mapping[str, Any] | None = None,
     digests: bool = True,
+    sink_connector: str = "",
 ) -> Pair:
+    """`connector` may be several, separated by commas; the sink's are the source's unless told
+    otherwise."""
     network = FakeNetwork(dict(faults)) if faults is not None else None
     source_node = FakeNode(connector, source_tp, source=True, geometry=geometry, network=network)
-    sink_node = FakeNode(connector, sink_tp, source=False, geometry=geometry, network=network)
+    theirs = sink_connector or connector
+    sink_node = FakeNode(theirs, sink_tp, source=False, geometry=geometry, network=network)
     sink = KVSink(
         [
             RankEndpoint(rank, rect, sink_node.ranks[rank].info())
             for rank, rect in enumerate(sink_node.rects)
         ],
         fingerprint=FINGERPRINT,
-        connector=connector,
         block_size=sink_node.geometry.block_size,
         address="test:0",
         lease_s=lease_s,
@@ -233,7 +250,6 @@ def make_pair(
     source = KVSource(
         source_node.rects,
         fingerprint=FINGERPRINT,
-        connector=connector,
         block_size=source_node.geometry.block_size,
         lease_s=lease_s,
         call=source_node.call,

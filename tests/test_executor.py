@@ -10,13 +10,14 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from common.core.errors import Blame, ConfigError, NodeError, TransferError
+from common.distributed import multiprocess
 from common.distributed.executor import Emit, Executor, WorkerSpec
 from common.distributed.inprocess import InProcessExecutor
 from common.distributed.launch import make_executor
@@ -48,6 +49,8 @@ class ToyWorker:
         self.extension = ToyExtension(spec.rank, emit) if spec.config.get("extension") else None
         if spec.config.get("fail_rank") == spec.rank:
             raise ConfigError("no such folder", code="NO_MODEL")
+        if spec.config.get("slow_rank") == spec.rank:
+            time.sleep(1)
         if spec.config.get("exit_rank") == spec.rank:
             os._exit(7)
 
@@ -296,6 +299,54 @@ async def test_shutdown_kills_a_busy_rank_at_the_deadline() -> None:
     assert not any(map(alive, pids))
     with pytest.raises(NodeError):
         await step
+
+
+@both
+async def test_an_event_that_nobody_understands_is_not_lost(make: Callable[[], Executor]) -> None:
+    """Whoever waits for what the event told would wait for ever."""
+    executor = make()
+    reasons: list[str] = []
+
+    def misunderstand(rank: int, event: bytes) -> None:
+        raise ValueError("what is this?")
+
+    executor.on_event(misunderstand)
+    executor.on_death(lambda rank, reason: reasons.append(reason))
+    async with running(executor):
+        with suppress(NodeError):  # the call may be answered before the node hears of it
+            await executor.call(0, b"emit")
+        await eventually(lambda: bool(reasons))
+    assert len(reasons) == 1 and "what is this?" in reasons[0]
+
+
+async def test_a_rank_may_answer_before_the_next_one_is_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    create = asyncio.create_subprocess_exec
+
+    async def slow(*args: Any, **options: Any) -> Any:
+        process = await create(*args, **options)
+        await asyncio.sleep(1.0)  # long enough for the rank to connect
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", slow)
+    executor = MultiprocessExecutor(specs(2))
+    try:
+        answers = await asyncio.wait_for(executor.start(), 10)
+        assert [answer.split()[0] for answer in answers] == [b"0", b"1"]
+    finally:
+        await executor.shutdown(5.0)
+
+
+async def test_a_start_that_takes_long_says_what_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(multiprocess, "_PATIENCE", 0.1)
+    caplog.set_level("INFO")
+    executor = MultiprocessExecutor(specs(2, slow_rank=1))
+    async with running(executor) as answers:
+        pid = pids_of(answers)[1]
+    assert f"waiting for rank 1 (pid {pid}; builds its worker) to start" in caplog.text
 
 
 async def test_cancelled_step_does_not_confuse_the_next() -> None:

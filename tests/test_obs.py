@@ -6,6 +6,9 @@ import asyncio
 import json
 import logging
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -157,6 +160,43 @@ def test_a_node_s_metrics() -> None:
     assert value(found, "kv_transfer_seconds_count") == 1
     assert value(found, "kv_transfers_total", outcome="LEASE_EXPIRED") == 1
     assert value(NodeMetrics().registry, "kv_transfer_bytes_total") == 0  # nothing is shared
+
+
+def test_transfer_events_are_read_when_they_are_asked_for() -> None:
+    metrics, counts = NodeMetrics(), {"bytes": 4096}
+    metrics.transfer_events.follow(lambda: counts)
+    counts |= {"late_event": 2, "failed/PEER_LOST": 1}
+    found = metrics.registry
+    assert value(found, "kv_transfer_events_total", event="late_event") == 2
+    assert value(found, "kv_transfer_events_total", event="failed/PEER_LOST") == 1
+    assert value(found, "kv_transfer_events_total", event="bytes") is None
+
+
+STUCK = """
+import asyncio
+from common.obs.stacks import dump_stacks_on_signal
+
+async def wait_for_godot():
+    print("waiting", flush=True)
+    await asyncio.sleep(1)
+    print("gone on", flush=True)
+
+dump_stacks_on_signal()
+asyncio.run(wait_for_godot())
+"""
+
+
+async def test_sigusr1_shows_what_a_process_waits_for_and_does_not_end_it() -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", STUCK), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert await process.stdout.readline() == b"waiting\n"
+    process.send_signal(signal.SIGUSR1)
+    output, errors = await asyncio.wait_for(process.communicate(), 10)
+    assert (output, process.returncode) == (b"gone on\n", 0)
+    assert b"in run_forever" in errors, "a thread's stack"
+    assert b"Task Task-1" in errors and b"in wait_for_godot" in errors, "what the task waits for"
 
 
 async def test_routes() -> None:

@@ -90,7 +90,7 @@ async def test_blocks_the_sink_has_are_left_out(connector: str) -> None:
         assert_landed(made, full, first_block=3)
 
 
-@pytest.mark.parametrize("connector", ["tcp", "shm"])
+@pytest.mark.parametrize("connector", ["tcp", "shm", "shm,tcp"])
 async def test_concurrent_transfers_share_connections(connector: str) -> None:
     async with pair(connector, 2, 2, geometry=Geometry(num_blocks=40)) as made:
         full = made.source_node.fill_random()
@@ -268,7 +268,6 @@ async def test_stale_epochs_and_unknown_transfers_are_typed() -> None:
     ("change", "code", "says"),
     [
         ({"fingerprint": "0" * 24}, "FINGERPRINT_MISMATCH", FINGERPRINT),
-        ({"connector": "tcp"}, "FINGERPRINT_MISMATCH", "tcp"),
         ({"block_size": 32}, "LAYOUT_MISMATCH", "the prefill node has 4, the decode node 32"),
         (
             {"endpoints": (RankEndpoint(0, Rect(0, 9, 0, 2), b""),)},
@@ -287,7 +286,7 @@ async def test_a_ticket_that_does_not_fit(change: dict[str, Any], code: str, say
 
 async def test_ticket_survives_the_wire_and_is_checked() -> None:
     endpoint = RankEndpoint(0, Rect(0, 3, 0, 2), b"\x00\xff")
-    ticket = Ticket(b"t" * 16, 3, 1.5, "h:1", "f", "tcp", 4, 18, 2, (endpoint,), True)
+    ticket = Ticket(b"t" * 16, 3, 1.5, "h:1", "f", 4, 18, 2, (endpoint,), True)
     assert Ticket.from_proto(ticket.to_proto()) == ticket
     assert ticket.num_blocks == 5
     faults: list[tuple[dict[str, Any], str]] = [

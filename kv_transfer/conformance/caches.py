@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 from collections.abc import Sequence
@@ -43,10 +44,11 @@ class MemoryCache:
         """`fd` is an existing file (another process made it) and is owned from now on."""
         self.geometry = geometry
         self.rect = rect
-        self.fd = os.memfd_create("kv-conformance") if fd is None else fd
+        self.fd = os.memfd_create("kv-conformance", os.MFD_ALLOW_SEALING) if fd is None else fd
         shape = geometry.shape(rect)
         nbytes = 4 * torch.Size(shape).numel()
         os.ftruncate(self.fd, nbytes)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self.tensor = torch.frombuffer(mmap.mmap(self.fd, nbytes), dtype=torch.float32).view(shape)
 
     @cached_property

@@ -35,7 +35,7 @@ from kv_transfer.selection import BUILTIN, ENTRY_POINTS
 QUICK_S = 2.0  # what must not block has returned by then, on a busy machine too
 ARRIVAL_S = 10.0  # whatever must happen has happened by then
 DEATH_S = 8.0  # a peer's death is noticed by then
-SETTLE_S = 0.15  # what must not happen would have happened by then
+SETTLE_S = 0.2  # what must not happen would have happened by then
 CLOSE_S = 5.0
 START_S = 60.0  # a process has loaded everything by then
 ANSWER_S = 15.0  # and does what it is told

@@ -16,6 +16,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -49,7 +50,7 @@ class Greeting(msgspec.Struct):
 
     fingerprint: str
     rect: Rect
-    num_blocks: int
+    num_blocks: Annotated[int, msgspec.Meta(ge=1)]
 
 
 class PeerCache(ABC):

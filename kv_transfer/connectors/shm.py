@@ -7,6 +7,7 @@ name in /dev/shm, and nobody can write into another process's memory. The protoc
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import socket
@@ -16,12 +17,13 @@ from typing import Any, ClassVar
 import msgspec
 from numpy.typing import NDArray
 
-from common.core.errors import ConfigError
+from common.core.errors import Blame, ConfigError
 from kv_transfer.blocks import copy_blocks, memory_of, piece_nbytes, words
 from kv_transfer.connector import Capabilities, RankContext
 from kv_transfer.connectors import pull
-from kv_transfer.connectors.pipe_connector import send_frame
+from kv_transfer.connectors.pipe_connector import GREETING_S, send_frame
 from kv_transfer.connectors.sockets import SocketPipe
+from kv_transfer.connectors.time_limit import time_limit
 from kv_transfer.frame import Frame, Kind, bad_frame
 from kv_transfer.layout import CacheView, Rect
 
@@ -57,7 +59,8 @@ class ShmConnector(pull.PullConnector):
 
     def open(self, pipe: SocketPipe, hello: bytes) -> MappedCache:
         greeting = msgspec.msgpack.decode(hello, type=Greeting)
-        _, fds, _, _ = socket.recv_fds(pipe.sock, 1, 1)
+        with time_limit(pipe, GREETING_S, Blame.PREFILL):
+            _, fds, _, _ = socket.recv_fds(pipe.sock, 1, 1)
         if len(fds) != 1:
             raise bad_frame("no memory came with the greeting")
         try:
@@ -80,6 +83,8 @@ class MappedCache(pull.PeerCache):
             raise bad_frame(f"a cache of {greeting.nbytes} bytes does not fit its geometry")
         if os.fstat(fd).st_size < end:
             raise bad_frame(f"the memory file ends before byte {end}")
+        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise bad_frame("the memory file could shrink under a reader: it is not sealed")
         mapped = memoryview(mmap.mmap(fd, end, prot=mmap.PROT_READ))[greeting.offset :]
         self._theirs = rows(mapped, greeting.rect, greeting.num_blocks)
         self._view = view
