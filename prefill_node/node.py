@@ -49,7 +49,7 @@ class PrefillNode(EngineNode[PrefillSession]):
 
     def add_services(self) -> None:
         self.peers, channel = DecodePeers(), self.server.channels.get
-        self.spawn(self.peers.watch(lambda address: why_unreachable(channel(address))))
+        self.spawn(self.peers.watch(why_unreachable))
         executor, caches = self.ranks.executor, [rank.cache for rank in self.ranks.ready]
         self.source = KVSource(
             [Rect(c.layer_start, c.layer_end, c.head_start, c.head_end) for c in caches],
@@ -113,8 +113,7 @@ class DecodePeer:
             response = await getattr(stub, method)(request, timeout=timeout)
         except grpc.aio.AioRpcError as error:
             failure = from_rpc_error(error, Blame.DECODE)
-            lost = failure.code == "PEER_LOST"
-            self._peers.used(ticket.address, lost=failure.message if lost else "")
+            self._peers.used(ticket.address, answered=failure.code != "PEER_LOST")
             raise failure from None
         self._peers.used(ticket.address)
         return response

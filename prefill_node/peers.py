@@ -11,10 +11,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from time import monotonic
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
-FORGET_AFTER = 10.0  # seconds without use after which an address out of reach is forgotten
+# Seconds without use after which an address is forgotten.
+FORGET_AFTER = 10.0  # out of reach: or this node would be sick, and hence unused, for ever
+FORGET_REACHED_AFTER = 600.0
 PROBE_PERIOD = 1.0  # seconds
 PROBE_TIMEOUT = 1.0  # seconds
 
@@ -22,7 +21,8 @@ PROBE_TIMEOUT = 1.0  # seconds
 @dataclass(slots=True)
 class _Peer:
     last_used: float
-    lost: str  # why nobody answered last; empty: somebody did
+    doubted: bool = False  # a call was lost: a probe will tell
+    lost: str = ""  # what the last probe told; empty: it was reached
 
 
 class DecodePeers:
@@ -32,19 +32,21 @@ class DecodePeers:
         self._now = now
         self._peers: dict[str, _Peer] = {}
 
-    def used(self, address: str, lost: str = "") -> None:
-        """A call ended: with an answer, an error included, or `lost`, why nobody answered."""
-        self._peers[address] = _Peer(self._now(), lost)
+    def used(self, address: str, answered: bool = True) -> None:
+        """A call ended: with an answer, an error included, or without any."""
+        lost = self._peers[address].lost if address in self._peers and not answered else ""
+        self._peers[address] = _Peer(self._now(), not answered, lost)
 
     def probed(self, address: str, lost: str) -> None:
-        """As `used`, but it keeps no address from being forgotten."""
+        """`lost` is why the network does not lead there; empty: it does."""
         if address in self._peers:
-            self._peers[address].lost = lost
+            self._peers[address].doubted, self._peers[address].lost = False, lost
 
     def in_doubt(self) -> list[str]:
         """Whom to probe: nobody while all answer; everybody once one does not."""
         self._forget()
-        return list(self._peers) if any(peer.lost for peer in self._peers.values()) else []
+        doubt = any(peer.doubted or peer.lost for peer in self._peers.values())
+        return list(self._peers) if doubt else []
 
     def ailment(self) -> str:
         """That no decode node answers, and why; empty: one does, or none is known. Nobody sends
@@ -65,19 +67,26 @@ class DecodePeers:
             await asyncio.sleep(PROBE_PERIOD)
 
     def _forget(self) -> None:
-        limit = self._now() - FORGET_AFTER
+        now = self._now()
         self._peers = {
             address: peer
             for address, peer in self._peers.items()
-            if not peer.lost or peer.last_used > limit
+            if now - peer.last_used < (FORGET_AFTER if peer.lost else FORGET_REACHED_AFTER)
         }
 
 
-async def why_unreachable(channel: grpc.aio.Channel) -> str:
-    """Asks the standard health service; whatever it says, somebody is there. Empty: so it is."""
-    request = health_pb2.HealthCheckRequest()
+async def why_unreachable(address: str) -> str:
+    """Why the network does not lead there; empty: it does. A refusal is an answer, too: the node
+    died, which is not this node's ailment."""
+    host, _, port = address.rpartition(":")
     try:
-        await health_pb2_grpc.HealthStub(channel).Check(request, timeout=PROBE_TIMEOUT)
-    except grpc.aio.AioRpcError as error:
-        return error.details() or error.code().name
+        async with asyncio.timeout(PROBE_TIMEOUT):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except ConnectionRefusedError:
+        return ""
+    except TimeoutError:
+        return f"no answer within {PROBE_TIMEOUT} s"
+    except OSError as error:
+        return str(error)
+    writer.close()
     return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -145,30 +146,35 @@ def test_idle_time_does_not_count() -> None:
 def test_no_decode_node_reachable_until_one_answers() -> None:
     peers = DecodePeers(Clock())
     assert not peers.ailment() and not peers.in_doubt()
-    peers.used("d0:1", lost="connection refused")
-    assert peers.ailment() == "no decode node reachable: d0:1 (connection refused)"
+    peers.used("d0:1", answered=False)
+    assert not peers.ailment(), "it may just have died"
     assert peers.in_doubt() == ["d0:1"]
+    peers.probed("d0:1", lost="no route")
+    peers.used("d0:1", answered=False)
+    assert peers.ailment() == "no decode node reachable: d0:1 (no route)"
     peers.probed("d0:1", lost="")
     assert not peers.ailment() and not peers.in_doubt()
 
 
-def test_one_decode_node_that_died_is_not_the_prefill_nodes_ailment() -> None:
+def test_one_decode_node_out_of_reach_is_not_the_prefill_nodes_ailment() -> None:
     peers = DecodePeers(Clock())
     peers.used("d0:1")
-    peers.used("d1:1", lost="connection refused")
+    peers.used("d1:1", answered=False)
+    peers.probed("d1:1", lost="no route")
     assert not peers.ailment()
     assert peers.in_doubt() == ["d0:1", "d1:1"], "the other one may be out of reach by now"
     peers.probed("d0:1", lost="time-out")
-    assert "d0:1 (time-out), d1:1 (connection refused)" in peers.ailment()
+    assert "d0:1 (time-out), d1:1 (no route)" in peers.ailment()
 
 
 def test_an_address_out_of_reach_is_forgotten() -> None:
     """Nobody sends work to a node that is unhealthy: it would stay so for ever."""
     clock = Clock()
     peers = DecodePeers(clock)
-    peers.used("d0:1", lost="connection refused")
+    peers.used("d0:1")
+    peers.probed("d0:1", lost="no route")
     clock.time += FORGET_AFTER - 0.1
-    peers.probed("d0:1", lost="connection refused")
+    peers.probed("d0:1", lost="no route")
     assert peers.ailment()
     clock.time += 0.2
     assert not peers.ailment() and not peers.in_doubt()
@@ -178,7 +184,7 @@ def test_an_address_out_of_reach_is_forgotten() -> None:
 
 async def test_probes_until_somebody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefill_node.peers.PROBE_PERIOD", 0.01)
-    answers = iter(["connection refused", "time-out", ""])
+    answers = iter(["no route", "time-out", ""])
     asked: list[str] = []
 
     async def probe(address: str) -> str:
@@ -186,23 +192,23 @@ async def test_probes_until_somebody_answers(monkeypatch: pytest.MonkeyPatch) ->
         return next(answers)
 
     peers = DecodePeers()
-    peers.used("d0:1", lost="cut")
+    peers.used("d0:1", answered=False)
     watching = asyncio.create_task(peers.watch(probe))
-    await eventually(lambda: not peers.ailment())
+    await eventually(lambda: len(asked) == 3 and not peers.in_doubt())
     await asyncio.sleep(0.05)
     assert asked == 3 * ["d0:1"], "nobody is asked once all answer"
     watching.cancel()
 
 
-async def test_whatever_health_says_somebody_is_there() -> None:
-    server = GrpcServer()
-    port = server.bind("127.0.0.1", 0)
-    await server.start()
-    await server.set_healthy(False)
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        assert await why_unreachable(channel) == ""
-        await server.stop(0)
-        assert await why_unreachable(channel) != ""
+async def test_a_refusal_shows_that_the_network_leads_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert await why_unreachable(address) == ""
+    assert await why_unreachable(address) == "", "refused"
+    monkeypatch.setattr("prefill_node.peers.PROBE_TIMEOUT", 0.05)
+    assert await why_unreachable("192.0.2.1:9") != ""  # RFC 5737: leads nowhere
 
 
 class Refusing(pb_grpc.KVTransferServicer):
@@ -223,11 +229,11 @@ async def test_calls_to_a_decode_node_tell_whether_it_is_there() -> None:
     peer = DecodePeer(channels.get, peers)
     with pytest.raises(NodeError):
         await peer.abort(ticket, "the server is not started")
-    assert address in peers.ailment()
+    assert peers.in_doubt() == [address]
     await server.start()
     with pytest.raises(TransferError, match="no such transfer"):
         await peer.abort(ticket, "there is somebody")
-    assert not peers.ailment()
+    assert not peers.in_doubt()
     await channels.close()
     await server.stop(0)
 
