@@ -200,15 +200,25 @@ async def test_probes_until_somebody_answers(monkeypatch: pytest.MonkeyPatch) ->
     watching.cancel()
 
 
-async def test_a_refusal_shows_that_the_network_leads_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_refusal_shows_that_the_network_leads_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         assert await why_unreachable(address) == ""
     assert await why_unreachable(address) == "", "refused"
+
+
+async def test_silence_and_no_route_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def silent(host: str, port: int) -> Any:
+        await asyncio.sleep(10)
+
+    async def no_route(host: str, port: int) -> Any:
+        raise OSError(errno.EHOSTUNREACH, "No route to host")
+
     monkeypatch.setattr("prefill_node.peers.PROBE_TIMEOUT", 0.05)
-    assert await why_unreachable("192.0.2.1:9") != ""  # RFC 5737: leads nowhere
+    monkeypatch.setattr(asyncio, "open_connection", silent)
+    assert await why_unreachable("d0:1") == "no answer within 0.05 s"
+    monkeypatch.setattr(asyncio, "open_connection", no_route)
+    assert "No route to host" in await why_unreachable("d0:1")
 
 
 class Refusing(pb_grpc.KVTransferServicer):
