@@ -1,26 +1,15 @@
-"""One rank under test: a connector over its cache, in this process or in another one, and the
-events it reported."""
+"""One rank under test: a connector over its cache, and the events it reported."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import msgspec
-
 from common.core.plugins import resolve
 from kv_transfer.conformance.caches import MemoryCache
-from kv_transfer.conformance.peer import EVENTS, Announcement, Order, Report, Setup
 from kv_transfer.connector import (
     BlockRun,
     Event,
@@ -37,8 +26,6 @@ ARRIVAL_S = 10.0  # whatever must happen has happened by then
 DEATH_S = 8.0  # a peer's death is noticed by then
 SETTLE_S = 0.2  # what must not happen would have happened by then
 CLOSE_S = 5.0
-START_S = 60.0  # a process has loaded everything by then
-ANSWER_S = 15.0  # and does what it is told
 
 E = TypeVar("E", bound=Event)
 
@@ -178,106 +165,3 @@ def bounded(method: Callable[..., Any], *args: Any, within: float) -> Any:
     if error is not None:
         raise error
     return value
-
-
-class Process:
-    """A Python process that serves one connector after another; `RemoteEnd` speaks to it."""
-
-    def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        path = os.pathsep.join(filter(None, sys.path))
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "kv_transfer.conformance.peer", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            env={**os.environ, "PYTHONPATH": path},
-        )
-        theirs.close()
-        self._sock = ours
-        self._lines = ours.makefile("rb")
-        self.on_event: Callable[[Event], None] = lambda event: None
-        self._reports: list[Report] = []
-        self._changed = threading.Condition()
-        self._reader = threading.Thread(target=self._read, name="kv-conformance-peer", daemon=True)
-        self._reader.start()
-
-    def order(self, order: Order, within: float = ANSWER_S) -> Report:
-        """Has the peer do something and waits for its answer."""
-        with self._changed:
-            self._reports.clear()
-        self._sock.sendall(msgspec.json.encode(order) + b"\n")
-        with self._changed:
-            self._changed.wait_for(lambda: self._reports or not self.alive, within)
-            assert self._reports, "the other process does not answer: did a method block?"
-            report = self._reports[0]
-        assert not report.error, f"in the other process: {report.error}"
-        return report
-
-    def _read(self) -> None:
-        for line in self._lines:
-            report = msgspec.json.decode(line, type=Report)
-            if report.event:
-                event = msgspec.json.decode(report.body, type=EVENTS[report.event])
-                self.on_event(event)
-                continue
-            with self._changed:
-                self._reports.append(report)
-                self._changed.notify_all()
-        with self._changed:
-            self._changed.notify_all()
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def signal(self, number: int) -> None:
-        self._process.send_signal(number)
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._reader.join()
-        self._lines.close()
-        self._sock.close()
-
-
-class RemoteEnd(End):
-    """In another process, which can be stopped and killed; its cache is shared with this one."""
-
-    def __init__(self, target: Target, cache: MemoryCache, process: Process) -> None:
-        super().__init__(cache)
-        self.process = process
-        process.on_event = self.events.put
-        config = json.dumps(dict(target.config))
-        setup = Setup(target.name, config, cache.path, cache.geometry, cache.rect)
-        self._endpoint = process.order(Order(setup=setup), START_S).endpoint
-
-    def endpoint(self) -> bytes:
-        return self._endpoint
-
-    def accept(self, transfer: SinkTransfer) -> None:
-        self.process.order(Order(accept=transfer))
-
-    def submit(self, transfer: SourceTransfer) -> None:
-        self.process.order(Order(submit=transfer))
-
-    def ready(self, transfer_id: bytes, run: BlockRun, ids: tuple[int, ...], last: bool) -> None:
-        self.process.order(Order(ready=Announcement(transfer_id, run, ids, last)))
-
-    def stop(self) -> None:
-        self.process.signal(signal.SIGSTOP)
-        time.sleep(0.05)
-
-    def resume(self) -> None:
-        self.process.signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        self.process.kill()
-
-    def close(self) -> None:
-        """Afterwards the process may serve another connector. Raises when it cannot."""
-        self.resume()
-        try:
-            self.process.order(Order())
-        except (AssertionError, OSError):
-            self.kill()
-            raise

@@ -6,8 +6,9 @@ import contextlib
 from collections.abc import Sequence
 
 from kv_transfer.conformance.caches import Geometry, MemoryCache
-from kv_transfer.conformance.ends import End, LocalEnd, Process, RemoteEnd, Target
+from kv_transfer.conformance.ends import End, LocalEnd, Target
 from kv_transfer.conformance.nodes import Node, Pair
+from kv_transfer.conformance.remote import Process, RemoteEnd
 from kv_transfer.connector import Capabilities
 from kv_transfer.layout import Rect
 

@@ -1,0 +1,1 @@
+"""A KV connector for pdserve that moves blocks through a shared directory."""

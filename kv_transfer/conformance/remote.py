@@ -1,0 +1,126 @@
+"""A rank in a process of its own, which can be stopped and killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from kv_transfer.conformance.caches import MemoryCache
+from kv_transfer.conformance.ends import End, Target
+from kv_transfer.conformance.peer import EVENTS, Announcement, Order, Report, Setup
+from kv_transfer.connector import BlockRun, Event, SinkTransfer, SourceTransfer
+
+START_S = 60.0  # a process has loaded everything by then
+ANSWER_S = 15.0  # and does what it is told
+
+
+class Process:
+    """A Python process that serves one connector after another; `RemoteEnd` speaks to it."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        path = os.pathsep.join(filter(None, sys.path))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "kv_transfer.conformance.peer", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        theirs.close()
+        self._sock = ours
+        self._lines = ours.makefile("rb")
+        self.on_event: Callable[[Event], None] = lambda event: None
+        self._reports: list[Report] = []
+        self._changed = threading.Condition()
+        self._reader = threading.Thread(target=self._read, name="kv-conformance-peer", daemon=True)
+        self._reader.start()
+
+    def order(self, order: Order, within: float = ANSWER_S) -> Report:
+        """Has the peer do something and waits for its answer."""
+        with self._changed:
+            self._reports.clear()
+        self._sock.sendall(msgspec.json.encode(order) + b"\n")
+        with self._changed:
+            self._changed.wait_for(lambda: self._reports or not self.alive, within)
+            assert self._reports, "the other process does not answer: did a method block?"
+            report = self._reports[0]
+        assert not report.error, f"in the other process: {report.error}"
+        return report
+
+    def _read(self) -> None:
+        for line in self._lines:
+            report = msgspec.json.decode(line, type=Report)
+            if report.event:
+                event = msgspec.json.decode(report.body, type=EVENTS[report.event])
+                self.on_event(event)
+                continue
+            with self._changed:
+                self._reports.append(report)
+                self._changed.notify_all()
+        with self._changed:
+            self._changed.notify_all()
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._reader.join()
+        self._lines.close()
+        self._sock.close()
+
+
+class RemoteEnd(End):
+    """In another process, which can be stopped and killed; its cache is shared with this one."""
+
+    def __init__(self, target: Target, cache: MemoryCache, process: Process) -> None:
+        super().__init__(cache)
+        self.process = process
+        process.on_event = self.events.put
+        config = json.dumps(dict(target.config))
+        setup = Setup(target.name, config, cache.path, cache.geometry, cache.rect)
+        self._endpoint = process.order(Order(setup=setup), START_S).endpoint
+
+    def endpoint(self) -> bytes:
+        return self._endpoint
+
+    def accept(self, transfer: SinkTransfer) -> None:
+        self.process.order(Order(accept=transfer))
+
+    def submit(self, transfer: SourceTransfer) -> None:
+        self.process.order(Order(submit=transfer))
+
+    def ready(self, transfer_id: bytes, run: BlockRun, ids: tuple[int, ...], last: bool) -> None:
+        self.process.order(Order(ready=Announcement(transfer_id, run, ids, last)))
+
+    def stop(self) -> None:
+        self.process.signal(signal.SIGSTOP)
+        time.sleep(0.05)
+
+    def resume(self) -> None:
+        self.process.signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def close(self) -> None:
+        """Afterwards the process may serve another connector. Raises when it cannot."""
+        self.resume()
+        try:
+            self.process.order(Order())
+        except (AssertionError, OSError):
+            self.kill()
+            raise
