@@ -17,9 +17,12 @@ ready. One object may be both.
                                                   quiesce(id): after it returns, nothing
                                                   writes into the transfer's blocks
 
-What the core owns, so that no connector can get it wrong: leases and deadlines, epochs,
-counting ranks, planning, retries, the order of frees. A connector that sees a late,
-duplicate or unknown event counts and drops it.
+After `quiesce` the same transfer may be accepted and submitted again, with a higher epoch: a
+retry, or another source that takes over. What comes under an older epoch is dropped.
+
+What the core owns, so that no connector can get it wrong: leases and deadlines, epochs, digests,
+counting ranks, planning, retries, the order of frees. A connector that sees a late, duplicate or
+unknown event counts and drops it.
 
 A simple transport need not implement this class: see `kv_transfer/pipe.py`.
 """
@@ -94,7 +97,8 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """Sink: every piece of this rank is in its blocks."""
+    """Sink: every piece of this rank is in its blocks, and nothing more is written into them:
+    the blocks may be used from now on."""
 
     transfer_id: bytes
     epoch: int
@@ -180,7 +184,8 @@ class KVConnector(ABC):
     @abstractmethod
     def quiesce(self, transfer_id: bytes) -> None:
         """Returns when nothing writes into (sink) or reads from (source) the transfer's
-        blocks any more, and nothing will. Unknown transfers return at once."""
+        blocks any more, and nothing will. Unknown transfers return at once. A one-sided read
+        that is under way may end after the source's `quiesce` if it then does not count."""
 
     def release(self, transfer_id: bytes) -> None:
         """The core has no more use for the transfer. Default: `quiesce`."""

@@ -100,6 +100,7 @@ Table = Mapping[S, Mapping[E, Step[S]]]
 
 _A, _S, _E = Action, SinkState, SinkEvent
 _STOPS = (_S.STOPPING, (_A.REJECT_COMMIT, _A.QUIESCE))
+_MOVES = (_S.MOVING, (_A.REJECT_COMMIT, _A.QUIESCE))
 _ENDS = (_S.DRAINING, (_A.REJECT_COMMIT, _A.REPORT_FAILURE, _A.QUIESCE))
 _ENDS_QUIETLY = (_S.DRAINING, (_A.REPORT_FAILURE,))  # a quiesce is under way
 _ENDS_AT_ONCE = (_S.FREED, (_A.REPORT_FAILURE, _A.FREE))
@@ -107,7 +108,7 @@ _ENDS_AT_ONCE = (_S.FREED, (_A.REPORT_FAILURE, _A.FREE))
 _WRITABLE: Mapping[SinkEvent, Step[SinkState]] = {
     _E.FAILED: _STOPS,
     _E.ABORT: _STOPS,
-    _E.RETARGET: (_S.MOVING, (_A.REJECT_COMMIT, _A.QUIESCE)),
+    _E.RETARGET: _MOVES,
     _E.LEASE_LAPSED: _ENDS,
     _E.CANCEL: _ENDS,
 }
@@ -117,7 +118,7 @@ SINK: Table[SinkState, SinkEvent] = {
     _S.OPENING: {
         _E.OPENED: (_S.RESERVED, (_A.ISSUE_TICKET,)),
         _E.FAILED: _ENDS,  # a rank of our own refuses: no source can help
-        _E.RETARGET: (_S.MOVING, (_A.QUIESCE,)),
+        _E.RETARGET: _MOVES,
         _E.LEASE_LAPSED: _ENDS,
         _E.CANCEL: _ENDS,
     },

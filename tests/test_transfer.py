@@ -404,6 +404,28 @@ async def test_who_asks_last_gets_the_ticket() -> None:
         assert made.freed == ["sink", "source"]
 
 
+async def test_a_source_that_was_given_up_cannot_outbid_the_one_that_takes_over() -> None:
+    async with pair("tcp") as made:
+        ticket, handoff = await start(made)
+        router = asyncio.create_task(made.sink.retarget(ticket.transfer_id))
+        await asyncio.sleep(0)
+        with pytest.raises(TransferError, match="STALE_EPOCH"):
+            await made.sink.retarget(ticket.transfer_id, ticket.epoch)
+        assert (await router).epoch == ticket.epoch + 1
+        await handoff.abort("over")
+
+
+@pytest.mark.parametrize("connector", ["tcp", "shm"])
+async def test_a_sink_that_has_every_block_takes_the_commit_alone(connector: str) -> None:
+    async with pair(connector, 1, 2) as made:
+        ticket = await made.sink.reserve(TOKENS, 5, (), made.note_sink_free)
+        handoff = made.begin(ticket)
+        announce(handoff)
+        await asyncio.wait_for(handoff.commit("token"), 5)
+        arrival = await made.sink.wait(ticket.transfer_id)
+        assert (arrival.first_token, arrival.nbytes) == ("token", 0)
+
+
 async def test_suspended_blocks_are_freed_with_the_lease() -> None:
     async with pair("tcp", lease_s=0.3) as made:
         ticket, handoff = await start(made)
