@@ -1,7 +1,8 @@
 """How fast KV blocks move between two processes of this host, connector by connector.
 
 Each figure stands beside two limits measured in the same run: a plain memory copy and a plain
-loopback socket. Prints a table; `--json FILE` also writes the figures.
+loopback socket. Every transfer is made twice, in turn without and with digests; what they cost is
+the median ratio of such pairs. Prints a table; `--json FILE` also writes the figures.
 
     python benchmarks/bench_transfer.py [--connectors shm,tcp] [--seconds 1.5] [--json out.json]
 """
@@ -9,36 +10,46 @@ loopback socket. Prints a table; `--json FILE` also writes the figures.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import mmap
 import multiprocessing
 import os
 import queue
-import socket
 import statistics
-import threading
 import time
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 
+import msgspec
 import numpy as np
 import torch
+from limits import memcpy_limit, socket_limit
 from rich.console import Console
 from rich.table import Table
 
-from common.core.plugins import resolve
 from kv_transfer.connector import (
     BlockRun,
     Event,
     Failed,
-    KVConnector,
     Landed,
     RankContext,
     SinkTransfer,
     SourceTransfer,
 )
+from kv_transfer.digest import Digester, RunDigest
 from kv_transfer.layout import CacheView, Piece, Rect
-from kv_transfer.rank import BUILTIN, ENTRY_POINTS
+from kv_transfer.rank import (
+    Accept,
+    Command,
+    Ready,
+    Release,
+    Reply,
+    Submit,
+    TransferRank,
+    Verify,
+)
+from kv_transfer.selection import load_connector
 
 CHUNK_BLOCKS = 32  # blocks announced at once: a prefill chunk of 512 tokens
 
@@ -85,42 +96,70 @@ class Result:
     gb_per_s: float  # median
     of_memcpy: float
     of_socket: float
-    one_block_us: float  # median, announced → landed
+    one_block_us: float  # median, announced → commit answered
     cpu_s_per_gb: float  # both processes
+    hash_gb_per_s: float  # of one thread over the prompt's blocks
+    hash_of_memcpy: float
+    with_digests: float  # time with ÷ time without, median of pairs
 
 
-def make_connector(name: str, shape: Shape) -> tuple[KVConnector, queue.SimpleQueue[Event]]:
+@dataclass(frozen=True)
+class Sample:
+    """One transfer."""
+
+    seconds: float  # from the first run announced to the commit's answer
+    cpu: float  # seconds of both processes
+
+
+def make_view(shape: Shape) -> CacheView:
     nbytes = shape.num_blocks * shape.block_nbytes
-    fd = os.memfd_create("bench-kv")
+    fd = os.memfd_create("bench-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, nbytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # or no sink would map it
     cache = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=shape.torch_dtype)
     cache.fill_(1)  # touch every page
-    view = CacheView(
+    return CacheView(
         cache.view(shape.cache_shape), Rect(0, shape.layers, 0, shape.heads), shared_fd=fd
     )
+
+
+def make_rank(
+    name: str, view: CacheView, *, source: bool
+) -> tuple[TransferRank, queue.SimpleQueue[Event]]:
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     context = RankContext(view, "127.0.0.1", "bench", events.put)
-    return resolve(name, BUILTIN, ENTRY_POINTS)(context, {}), events
+    return TransferRank(load_connector(name)(context, {}), source), events
+
+
+def call(rank: TransferRank, command: Command) -> tuple[RunDigest, ...]:
+    """The digests the rank replies."""
+    message = rank.handle(msgspec.msgpack.encode(command))
+    reply = msgspec.msgpack.decode(message, type=Reply)
+    if reply.error is not None:
+        raise RuntimeError(reply.error.message)
+    return reply.digests
 
 
 def sink_process(name: str, shape: Shape, control: Connection) -> None:
-    """Accepts what it is told to, reports each landing."""
+    """Accepts what it is told to, and answers each commit when it has landed and is verified."""
     torch.set_num_threads(1)
-    connector, events = make_connector(name, shape)
-    control.send_bytes(connector.endpoint())
-    started = time.process_time()
-    while command := control.recv_bytes():
-        transfer_id, count = command[:16], int(command[16:])
-        ids = fragmented(shape, count, seed=2)
-        connector.accept(SinkTransfer(transfer_id, 1, 0, ids))
+    rank, events = make_rank(name, make_view(shape), source=False)
+    control.send_bytes(rank.info())
+    while message := control.recv_bytes():
+        started = time.process_time()
+        transfer_id, count = message[:16], int(message[16:])
+        call(rank, Accept(SinkTransfer(transfer_id, 1, 0, fragmented(shape, count, seed=2))))
         control.send_bytes(b"accepted")
+        commit = msgspec.msgpack.decode(control.recv_bytes(), type=Verify)
         while not isinstance(event := events.get(), Landed):
             if isinstance(event, Failed):
                 raise RuntimeError(event.message)
-        control.send_bytes(b"landed")
-        connector.release(transfer_id)
-    control.send_bytes(str(time.process_time() - started).encode())
-    connector.close(2.0)
+        if commit.digests and call(rank, commit):
+            raise RuntimeError("the digests differ")
+        control.send_bytes(b"committed")
+        call(rank, Release(transfer_id))
+        control.send_bytes(str(time.process_time() - started).encode())
+    rank.close(2.0)
 
 
 def fragmented(shape: Shape, count: int, seed: int) -> tuple[int, ...]:
@@ -138,104 +177,114 @@ class Bench:
         context = multiprocessing.get_context("spawn")
         self._process = context.Process(target=sink_process, args=(name, shape, theirs))
         self._process.start()
-        self._connector, _ = make_connector(name, shape)
+        theirs.close()  # so that a sink that ends is seen
+        self.view = make_view(shape)
+        self._rank, _ = make_rank(name, self.view, source=True)
         self._endpoint = self._control.recv_bytes()
-        self._rect = Rect(0, shape.layers, 0, shape.heads)
+        self._piece = Piece(0, 0, Rect(0, shape.layers, 0, shape.heads))
 
-    def transfer(self, count: int) -> float:
-        """Seconds from the first run announced to the landing."""
+    def transfer(self, count: int, digests: bool) -> Sample:
         transfer_id = os.urandom(16)
         self._control.send_bytes(transfer_id + str(count).encode())
         self._control.recv_bytes()
-        piece = Piece(0, 0, self._rect)
+        started, cpu = time.perf_counter(), time.process_time()
+        pieces = ((self._piece, self._endpoint),)
+        call(self._rank, Submit(SourceTransfer(transfer_id, 1, pieces)))
+        made = self._announce(transfer_id, count, digests)
+        self._control.send_bytes(msgspec.msgpack.encode(Verify(transfer_id, made)))
+        self._control.recv_bytes()
+        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+        call(self._rank, Release(transfer_id))
+        return Sample(seconds, cpu + float(self._control.recv_bytes()))
+
+    def _announce(self, transfer_id: bytes, count: int, digests: bool) -> tuple[RunDigest, ...]:
         ids = fragmented(self._shape, count, seed=1)
-        started = time.perf_counter()
-        self._connector.submit(SourceTransfer(transfer_id, 1, ((piece, self._endpoint),)))
+        made: tuple[RunDigest, ...] = ()
         for first in range(0, count, CHUNK_BLOCKS):
             part = ids[first : first + CHUNK_BLOCKS]
             last = first + len(part) == count
-            self._connector.ready(transfer_id, BlockRun(first, len(part)), part, last)
-        self._control.recv_bytes()
-        seconds = time.perf_counter() - started
-        self._connector.release(transfer_id)
-        return seconds
+            run = BlockRun(first, len(part))
+            made += call(self._rank, Ready(transfer_id, run, part, last, digests))
+        return made
 
-    def close(self) -> float:
-        """CPU seconds of the sink."""
+    def close(self) -> None:
         self._control.send_bytes(b"")
-        cpu = float(self._control.recv_bytes())
-        self._connector.close(2.0)
+        self._rank.close(2.0)
         self._process.join()
-        return cpu
+        assert self.view.shared_fd is not None
+        os.close(self.view.shared_fd)
 
 
-def measure(bench: Bench, count: int, seconds: float) -> list[float]:
-    bench.transfer(count)  # connect, touch
-    times, end = [], time.perf_counter() + seconds
+def measure(bench: Bench, count: int, seconds: float) -> list[tuple[Sample, Sample]]:
+    """Pairs of transfers without and with digests, made in turn."""
+    bench.transfer(count, digests=True)  # connect, touch
+    pairs: list[tuple[Sample, Sample]] = []
+    end = time.perf_counter() + seconds
     while time.perf_counter() < end:
-        times.append(bench.transfer(count))
-    return times
+        first = bench.transfer(count, digests=len(pairs) % 2 == 1)
+        second = bench.transfer(count, digests=len(pairs) % 2 == 0)
+        pairs.append((first, second) if len(pairs) % 2 == 0 else (second, first))
+    return pairs
 
 
 def run(name: str, shape: Shape, seconds: float, memcpy: float, loopback: float) -> Result:
-    bench, started = Bench(name, shape), time.process_time()
+    bench = Bench(name, shape)
     try:
-        whole = measure(bench, shape.prompt_blocks, seconds)
+        pairs = measure(bench, shape.prompt_blocks, seconds)
         single = measure(bench, 1, seconds / 4)
-        ours = time.process_time() - started
+        hashing = hash_speed(bench.view, shape, seconds / 4)
     finally:
-        sinks = bench.close()
+        bench.close()
     nbytes = shape.prompt_blocks * shape.block_nbytes
-    moved = len(whole) * nbytes + len(single) * shape.block_nbytes
-    speed = nbytes / statistics.median(whole) / 1e9
-    cpu = (ours + sinks) / (moved / 1e9)
-    latency = statistics.median(single) * 1e6
-    return Result(name, shape.name, speed, speed / memcpy, speed / loopback, latency, cpu)
+    speed = nbytes / statistics.median(plain.seconds for plain, _ in pairs) / 1e9
+    return Result(
+        name,
+        shape.name,
+        speed,
+        speed / memcpy,
+        speed / loopback,
+        statistics.median(plain.seconds for plain, _ in single) * 1e6,
+        statistics.mean(plain.cpu for plain, _ in pairs) / (nbytes / 1e9),
+        hashing,
+        hashing / memcpy,
+        statistics.median(digested.seconds / plain.seconds for plain, digested in pairs),
+    )
 
 
-def memcpy_limit(seconds: float) -> float:
-    """GB/s of one thread copying 64 MiB."""
-    source, target = np.ones(64 << 20, np.uint8), np.ones(64 << 20, np.uint8)
+def hash_speed(view: CacheView, shape: Shape, seconds: float) -> float:
+    """GB/s of one thread that makes the digests of a prompt."""
+    digester, ids = Digester(view, "bench"), fragmented(shape, shape.prompt_blocks, seed=1)
     times, end = [], time.perf_counter() + seconds
     while time.perf_counter() < end:
         started = time.perf_counter()
-        np.copyto(target, source)
+        for first in range(0, len(ids), CHUNK_BLOCKS):
+            part = ids[first : first + CHUNK_BLOCKS]
+            digester.digest(bytes(16), 1, view.rect, BlockRun(first, len(part)), part)
         times.append(time.perf_counter() - started)
-    return len(source) / statistics.median(times) / 1e9
-
-
-def socket_limit(seconds: float) -> float:
-    """GB/s of one loopback TCP stream between two threads, in 1 MiB writes."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        sender = socket.create_connection(server.getsockname())
-        receiver, _ = server.accept()
-    data, buffer, total = bytes(1 << 20), bytearray(1 << 20), 0
-
-    def send() -> None:
-        end = time.perf_counter() + seconds
-        while time.perf_counter() < end:
-            sender.sendall(data)
-        sender.close()
-
-    thread = threading.Thread(target=send)
-    started = time.perf_counter()
-    thread.start()
-    while count := receiver.recv_into(buffer):
-        total += count
-    thread.join()
-    receiver.close()
-    return total / (time.perf_counter() - started) / 1e9
+    return shape.prompt_blocks * shape.block_nbytes / statistics.median(times) / 1e9
 
 
 def show(results: list[Result], memcpy: float, loopback: float) -> None:
-    table = Table(title=f"limits: memcpy {memcpy:.1f} GB/s, loopback socket {loopback:.1f} GB/s")
-    for column in ("connector", "shape", "GB/s", "of memcpy", "of socket", "1 block", "CPU s/GB"):
-        table.add_column(column, justify="left" if column in ("connector", "shape") else "right")
+    transfers = _table(
+        f"limits: memcpy {memcpy:.1f} GB/s, loopback socket {loopback:.1f} GB/s",
+        ("GB/s", "of memcpy", "of socket", "1 block", "CPU s/GB"),
+    )
+    digests = _table("digests", ("time with", "hash GB/s", "of memcpy"))
     for each in results:
+        what = each.connector, each.shape
         ratios = f"{each.of_memcpy:.0%}", f"{each.of_socket:.0%}"
         figures = f"{each.one_block_us:.0f} µs", f"{each.cpu_s_per_gb:.2f}"
-        table.add_row(each.connector, each.shape, f"{each.gb_per_s:.2f}", *ratios, *figures)
-    Console().print(table)
+        transfers.add_row(*what, f"{each.gb_per_s:.2f}", *ratios, *figures)
+        hashing = f"{each.hash_gb_per_s:.1f}", f"{each.hash_of_memcpy:.0%}"
+        digests.add_row(*what, f"× {each.with_digests:.2f}", *hashing)
+    Console().print(transfers, digests)
+
+
+def _table(title: str, figures: tuple[str, ...]) -> Table:
+    table = Table("connector", "shape", title=title)
+    for column in figures:
+        table.add_column(column, justify="right")
+    return table
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from abc import abstractmethod
 from collections import Counter
@@ -20,6 +21,8 @@ from kv_transfer.connectors.intake import Intake, as_transfer_error
 from kv_transfer.connectors.links import Channel, Links
 from kv_transfer.connectors.server import PipeServer
 from kv_transfer.pipe import KVPipe, PipeListener
+
+logger = logging.getLogger(__name__)
 
 
 class LinkedConnector(KVConnector):
@@ -71,6 +74,8 @@ class LinkedConnector(KVConnector):
         except Exception as error:
             typed = as_transfer_error(error, Blame.PREFILL)
             self.counts[typed.code] += 1
+            if typed.code != "PEER_LOST":  # which is how every connection ends
+                logger.warning("a KV connection was refused: %s", typed)
             self.intake.disconnected(pipe, typed)
 
     def accept(self, transfer: SinkTransfer) -> None:

@@ -1,0 +1,130 @@
+"""What digests of the KV cost a client: two clusters of this host, one with and one without,
+are asked the same prompts in turn. The digests are checked between the first token and the
+second, so TTFT plus the first gap has all of their cost.
+
+    python benchmarks/bench_digest.py [--model FOLDER] [--prompt-len 512] [--rounds 20]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import Request, urlopen
+
+from rich.console import Console
+from rich.table import Table
+
+START_TIMEOUT_S = 120.0
+MAX_TOKEN_ID = 400  # in every vocabulary
+
+
+@contextmanager
+def cluster(options: Sequence[str]) -> Iterator[str]:
+    """`pdserve up` with these options, ready; its URL."""
+    with tempfile.TemporaryDirectory() as folder:
+        ports = Path(folder) / "ports.json"
+        pdserve = Path(sys.executable).with_name("pdserve")
+        command = [str(pdserve), "up", "--port", "0", "--grpc-port", "0", *options]
+        with (Path(folder) / "log").open("wb") as log:
+            process = subprocess.Popen(
+                [*command, "--ports-file", str(ports)], stdout=log, stderr=log
+            )
+        try:
+            yield wait_ready(process, ports)
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def wait_ready(process: subprocess.Popen[bytes], ports: Path) -> str:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.2)
+        try:
+            url = f"http://127.0.0.1:{json.loads(ports.read_text())['http']}"
+            with urlopen(f"{url}/ready", timeout=5):
+                return url
+        except (OSError, URLError, ValueError):  # not written yet, not open yet, not ready yet
+            continue
+    raise SystemExit(f"the cluster does not start: {process.args!r}")
+
+
+def ask(url: str, prompt: list[int]) -> tuple[float, float]:
+    """Seconds from the request to its first token and to its second, the last."""
+    body = {"prompt": prompt, "max_tokens": 2, "ignore_eos": True, "stream": True}
+    request = Request(f"{url}/v1/completions", json.dumps(body).encode())
+    request.add_header("Content-Type", "application/json")
+    started, moments = time.perf_counter(), []
+    with urlopen(request, timeout=300) as answer:
+        for line in answer:
+            if line.startswith(b"data: {"):
+                moments.append(time.perf_counter() - started)
+    return moments[0], moments[-1]  # a token may be too little for a character
+
+
+def measure(plain: str, digested: str, length: int, rounds: int) -> list[dict[str, float]]:
+    """Pairs of answers. Every prompt is new: no prefix cache spares its transfer."""
+    rng, pairs = random.Random(0), []
+    for number in range(rounds + 1):
+        prompt = [rng.randrange(3, MAX_TOKEN_ID) for _ in range(length)]
+        order = (plain, digested) if number % 2 else (digested, plain)
+        times = {url: ask(url, prompt) for url in order}
+        pairs.append(
+            {
+                "ttft_plain_s": times[plain][0],
+                "second_plain_s": times[plain][1],
+                "ttft_digests_s": times[digested][0],
+                "second_digests_s": times[digested][1],
+            }
+        )
+    return pairs[1:]  # the first one connects
+
+
+def summarize(pairs: list[dict[str, float]]) -> dict[str, float]:
+    summary = {key: statistics.median(each[key] for each in pairs) for key in pairs[0]}
+    ratios = [each["second_digests_s"] / each["second_plain_s"] for each in pairs]
+    summary["ratio"] = statistics.median(ratios)
+    summary["ratio_of_medians"] = summary["second_digests_s"] / summary["second_plain_s"]
+    return summary
+
+
+def show(summary: dict[str, float]) -> None:
+    table = Table("medians", title=f"with digests: × {summary['ratio']:.3f} (median of pairs)")
+    for column in ("TTFT", "TTFT + first gap"):
+        table.add_column(column, justify="right")
+    for name, key in (("without digests", "plain"), ("with digests", "digests")):
+        moments = summary[f"ttft_{key}_s"], summary[f"second_{key}_s"]
+        table.add_row(name, *(f"{1e3 * moment:.1f} ms" for moment in moments))
+    Console().print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", help="a checkpoint's folder (default: the embedded model)")
+    parser.add_argument("--prompt-len", type=int, default=512, help="tokens")
+    parser.add_argument("--rounds", type=int, default=20, help="prompts")
+    parser.add_argument("--json", metavar="FILE", help="write the figures there")
+    args = parser.parse_args()
+    options = ["--model", args.model] if args.model else []
+    with ExitStack() as stack:
+        plain = stack.enter_context(cluster([*options, "--no-enable-kv-digests"]))
+        digested = stack.enter_context(cluster([*options, "--enable-kv-digests"]))
+        pairs = measure(plain, digested, args.prompt_len, args.rounds)
+    summary = summarize(pairs)
+    show(summary)
+    if args.json:
+        Path(args.json).write_text(json.dumps({**vars(args), **summary, "pairs": pairs}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

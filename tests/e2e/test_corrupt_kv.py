@@ -1,0 +1,123 @@
+"""KV that lands spoilt never becomes a token: hundreds of faults in live nodes, and the answers
+are those of transformers; without digests they are not."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import reference
+from cluster import node_metrics
+from warm import WarmCluster
+
+SHM, TCP = "corrupt_connector:CorruptShm", "corrupt_connector:CorruptTCP"
+FAULTS = 500
+NUM_PROMPTS, NUM_TOKENS = 24, 6
+CLIENTS = 12
+MORE_BLOCKS = 600  # than the others: least-load placement prefers this node
+
+Prompt = tuple[int, ...]
+
+
+def speaks(ledger: Path, *connectors: str, seed: int = 0, probability: float = 0.7) -> Any:
+    """Options of a node whose sink spoils what lands."""
+    config = {"probability": probability, "seed": seed, "ledger": str(ledger)}
+    several = dict.fromkeys(connectors, config)
+    return {
+        "kv_connector": ",".join(connectors),
+        "kv_connector_config": json.dumps(several if len(several) > 1 else config),
+    }
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[WarmCluster]:
+    """Two prefill nodes that speak shm and tcp; a decode node for each of them."""
+    made = WarmCluster("llama-gqa", 0, 0, no_enable_prefix_caching="")
+    with made:
+        for _ in range(2):
+            made.start_node("prefill", **speaks(ledger(made), SHM, TCP))
+        for seed, connector in enumerate((SHM, TCP)):
+            made.start_node("decode", **speaks(ledger(made), connector, seed=seed))
+        made.wait_nodes()
+        yield made
+
+
+def ledger(cluster: WarmCluster) -> Path:
+    return cluster.home.path / "ledger"
+
+
+@pytest.fixture(scope="module")
+def cases(cluster: WarmCluster) -> dict[Prompt, str]:
+    """Prompts of one to six blocks and the right answers."""
+    rng = random.Random(0)
+    prompts = [
+        tuple(rng.randrange(3, 400) for _ in range(8 + 4 * number)) for number in range(NUM_PROMPTS)
+    ]
+    folder = cluster.model
+    return {
+        prompt: reference.decode(folder, reference.greedy(folder, prompt, NUM_TOKENS))
+        for prompt in prompts
+    }
+
+
+def ask(cluster: WarmCluster, prompt: Prompt) -> str:
+    answer = cluster.complete(list(prompt), max_tokens=NUM_TOKENS, ignore_eos=True)
+    return str(answer["choices"][0]["text"])
+
+
+def spoilt(cluster: WarmCluster) -> Counter[str]:
+    """Faults so far, by kind."""
+    return Counter(ledger(cluster).read_text().split())
+
+
+def counted(cluster: WarmCluster, role: str, metric: str) -> int:
+    return int(sum(node_metrics(node).get(metric, 0) for node in cluster.nodes(role)))
+
+
+def test_no_fault_becomes_a_token(cluster: WarmCluster, cases: dict[Prompt, str]) -> None:
+    requests = 0
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        while requests == 0 or spoilt(cluster).total() < FAULTS:
+            answers = list(pool.map(lambda prompt: ask(cluster, prompt), cases))
+            assert answers == list(cases.values())
+            requests += len(cases)
+    cluster.wait_idle()
+    faults = spoilt(cluster)
+    print(f"\n{requests} requests, {faults.total()} faults: {dict(faults)}")
+    for node in cluster.nodes("decode"):  # one speaks shm, the other tcp
+        assert node_metrics(node)[event("stopped/DIGEST_MISMATCH")] > FAULTS / 5
+    # Each of them was found, and nothing else was suspected.
+    assert counted(cluster, "decode", event("stopped/DIGEST_MISMATCH")) == faults.total()
+    # Sent again by the same node, by the other one; at last the decode node computed.
+    assert counted(cluster, "prefill", event("repulled")) > FAULTS / 5
+    assert counted(cluster, "prefill", outcome("DIGEST_MISMATCH")) > FAULTS / 10
+    assert 0 < counted(cluster, "decode", outcome("OK")) < requests
+
+
+def event(name: str) -> str:
+    return f'pdserve:kv_transfer_events_total{{event="{name}"}}'
+
+
+def outcome(code: str) -> str:
+    return f'pdserve:kv_transfers_total{{outcome="{code}"}}'
+
+
+def test_without_digests_tokens_are_wrong(cluster: WarmCluster, cases: dict[Prompt, str]) -> None:
+    """Else the test above would prove nothing."""
+    options = speaks(ledger(cluster), SHM, probability=1.0)
+    trusting = cluster.start_node(
+        "decode", num_gpu_blocks_override=MORE_BLOCKS, no_enable_kv_digests="", **options
+    )
+    cluster.wait_nodes()
+    wrong = sum(ask(cluster, prompt) != answer for prompt, answer in cases.items())
+    cluster.wait_idle()
+    cluster.kill(trusting)
+    print(f"\n{wrong} of {len(cases)} answers wrong")
+    assert wrong > 0
