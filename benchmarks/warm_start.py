@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -72,24 +72,20 @@ def alive(pid: int) -> bool:
 
 # ---- the parent ----
 
-_codes: dict[int, int] = {}  # of the processes that have ended
+_codes: dict[int, int | None] = {}  # of all that were started; None: it runs
 
 
 def main() -> int:
-    for role in ROLES:
-        import_module(f"{role}.__main__")
-    for module in MORE:
+    for module in (*(f"{role}.__main__" for role in ROLES), *MORE):
         import_module(module)
     signal.signal(signal.SIGCHLD, _reap)
-    answers = {"start": _start, "exit_code": _exit_code}
-    pids = []
+    answers: dict[str, Callable[..., Any]] = {"start": _start, "exit_code": _exit_code}
     for line in iter(sys.stdin.readline, ""):
         what, arguments = json.loads(line)
-        answer = answers[what](**arguments)
-        pids += [answer] if what == "start" else []
-        print(json.dumps(answer), flush=True)
-    for pid in (pid for pid in pids if pid not in _codes):
-        os.kill(pid, signal.SIGKILL)
+        print(json.dumps(answers[what](**arguments)), flush=True)
+    for pid in [pid for pid, code in _codes.items() if code is None]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     return 0
 
 
@@ -101,13 +97,14 @@ def _reap(*_: object) -> None:
 
 
 def _exit_code(pid: int) -> int | None:
-    return _codes.get(pid)
+    return _codes[pid]
 
 
 def _start(role: str, flags: list[str], log: str, before: list[str]) -> int:
     pid = os.fork()
     if pid == 0:
         _become(role, flags, log, before)
+    _codes.setdefault(pid, None)
     return pid
 
 

@@ -29,8 +29,9 @@ from common.rpc.status import REQUEST_ID_KEY, from_rpc_error
 from router.registry import Node, Registry
 
 RETARGET_TIMEOUT = 5.0  # seconds a decode node gets to quiesce its ranks
-NextPrefill = Callable[[PdserveError, Node], Awaitable[Node]]
-"""Which prefill node tries next after one has failed; raises to give this decode node up."""
+NextPrefill = Callable[[PdserveError | None, Node], Awaitable[Node]]
+"""Which prefill node is to fill blocks that are reserved: this one, unless it has failed with an
+error or has left meanwhile; raises to give this decode node up."""
 
 
 class Dispatch:
@@ -57,6 +58,7 @@ class Dispatch:
         self._metadata = ((REQUEST_ID_KEY, request_id_var.get() or job.request_id),)
         self._first: pb.TokenEvent | None = None
         self._events: asyncio.Queue[TokenEvent | PdserveError | None] = asyncio.Queue()
+        self.begun = prefill is None  # the decode node has blocks for the job, as far as we know
         self.cached_tokens = 0
         self.transfer_bytes = 0
         self.transfer_seconds = 0.0
@@ -73,6 +75,7 @@ class Dispatch:
         try:
             if self._prefill is not None:
                 ticket = (await decode.expect("reserved")).reserved
+                self.begun = True
                 self._mark("reserved")
                 work.append(self._start(self._hand_off(self._prefill, ticket)))
             work.append(self._start(self._read(decode)))
@@ -107,6 +110,7 @@ class Dispatch:
 
     async def _hand_off(self, prefill: Node, ticket: pb.Ticket | None) -> None:
         """Until the decode node has the KV: from this prefill node, or else from another."""
+        prefill = await self._next_prefill(None, prefill)
         while ticket is not None:
             try:
                 with self._registry.using(prefill):

@@ -104,13 +104,14 @@ class Pipeline:
             with self._registry.using(placement.decode):
                 async with aclosing(dispatch.events()) as events:
                     async for event in events:
+                        run.version = placement.decode.info.fingerprint
                         for delta in run.deltas(event):
                             yield delta
                         if run.finished:
                             break
                 run.check_finished()
         except PdserveError as error:
-            self._failed(run, error, placement.decode)
+            self._failed(run, error, placement.decode, dispatch.begun)
         finally:
             run.add(dispatch)
 
@@ -156,31 +157,41 @@ class Pipeline:
         Raises:
             Unavailable: none came.
         """
-        short = len(run.job.token_ids) < self._config.local_prefill_threshold
-        local = short or run.recovery.local_prefill
+        return await self._wait_for(lambda: self._find_placement(run))
 
-        def find() -> Placement | None:
-            for avoid in (run.recovery.avoid, frozenset[str]()):
-                prefills, decodes = (_without(nodes, avoid) for nodes in self._usable())
-                placement = place(prefills, decodes, *self._policies, local_prefill=local)
-                if placement is not None:
-                    return placement
-            return None
-
-        return await self._wait_for(find)
+    def _find_placement(self, run: _Run) -> Placement | None:
+        """A pair of nodes that may take the request now. One that has begun stays with its
+        version, and does not wait for a prefill node: a decode node can compute it, too."""
+        local = run.recovery.local_prefill
+        local = local or len(run.job.token_ids) < self._config.local_prefill_threshold
+        begun = run.version is not None
+        prefills, decodes = self._usable()
+        decodes = [node for node in decodes if run.version in (None, node.info.fingerprint)]
+        avoids: tuple[Collection[str], ...] = (run.recovery.avoid, ())
+        for local_prefill, avoid in product((local, local or begun), avoids):
+            pair = _without(prefills, avoid), _without(decodes, avoid)
+            placement = place(*pair, *self._policies, local_prefill)
+            if placement is not None:
+                return placement
+        return None
 
     async def _next_prefill(
-        self, run: _Run, decode: Node, error: PdserveError, failed: Node
+        self, run: _Run, decode: Node, error: PdserveError | None, prefill: Node
     ) -> Node:
-        """Another prefill node for blocks that are reserved already. Raises `error` when it
-        is better to begin anew."""
-        self._failed(run, error, failed)
-        if run.recovery.local_prefill:
-            raise error
+        """As `router.dispatch.NextPrefill`: begins anew when the KV should not travel, or when
+        only other decode nodes have a prefill node left."""
+        if error is not None:
+            self._failed(run, error, prefill)
+            if run.recovery.local_prefill:
+                raise error
+        elif prefill in self._usable()[0]:
+            return prefill
 
         def find() -> Node | None:
             fitting = [node for node in self._usable()[0] if can_pair(node, decode)]
             nodes = _without(fitting, run.recovery.avoid) or fitting
+            if not nodes and self._find_placement(run) is not None:
+                raise error or _left(prefill)
             return self._policies[0](nodes) if nodes else None
 
         return await self._wait_for(find)
@@ -191,15 +202,16 @@ class Pipeline:
             # Wake up now and then: a breaker that may be tried again announces nothing.
             patience = min(0.5, deadline - monotonic())
             if patience <= 0:
-                _, reason = self.ready()
+                ready, reason = self.ready()
+                reason = "no usable node is of the version that began this" if ready else reason
                 raise Unavailable(reason, code="NO_NODE", retry_after=2.0)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._registry.wait_for_change(), patience)
         return found
 
-    def _failed(self, run: _Run, error: PdserveError, node: Node) -> None:
+    def _failed(self, run: _Run, error: PdserveError, node: Node, begun: bool = True) -> None:
         """Raises `error` when the request cannot go on."""
-        run.recovery.failed(error, node)
+        run.recovery.failed(error, node, begun)
         self._metrics.migrations.labels(node.role, error.code).inc()
         logger.warning("%s goes on elsewhere: %s", run.request_id, error)
 
@@ -219,6 +231,11 @@ class Pipeline:
         )  # fmt: skip
 
 
+def _left(node: Node) -> NodeError:
+    message = f"{node.info.node_id} left before its turn, and none of its kind is there"
+    return NodeError(message, code="PEER_LOST", blame=Blame(node.role))
+
+
 def _without(nodes: Sequence[Node], avoid: Collection[str]) -> list[Node]:
     return [node for node in nodes if node.info.node_id not in avoid]
 
@@ -230,6 +247,9 @@ class _Run:
         self, request: GenerationRequest, tokenizer: Tokenizer, recovery: Recovery
     ) -> None:
         self.recovery = recovery
+        # Fingerprint of the nodes that have made the tokens so far: an answer is never made of
+        # two versions of a model.
+        self.version: str | None = None
         self.finish_reasons: list[FinishReason] = []
         self.token_gaps: list[float] = []
         self._request = request

@@ -6,18 +6,20 @@ from common.core.errors import Blame, PdserveError, RequestError, TransferError
 from router.registry import Node
 
 TRANSFER_FAILURES = 2  # of one request, after which the decode node computes the prompt itself
+WAITING = 0.125  # what a failure counts for of a node that had not begun with the request
 
 
 class Recovery:
     """One request's failures so far.
 
     A request goes on as long as it gets anywhere: only `limit` failures in a row without a new
-    token between them end it, so that a prompt that kills nodes does not kill them all.
+    token between them end it, so that a prompt that kills nodes does not kill them all. A node
+    in whose queue it waited was hardly killed by it.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._in_a_row = 0
+        self._in_a_row = 0.0
         self._transfer_failures = 0
         self.failures = 0
         self.avoid: set[str] = set()  # nodes (ids) that have failed it: only if there is no other
@@ -29,16 +31,17 @@ class Recovery:
 
     def progress(self) -> None:
         """A token reached the client."""
-        self._in_a_row = 0
+        self._in_a_row = 0.0
 
-    def failed(self, error: PdserveError, *nodes: Node | None) -> None:
-        """Notes a failure on these nodes; raises `error` when another try would not help."""
+    def failed(self, error: PdserveError, node: Node, begun: bool = True) -> None:
+        """Notes a failure on a node, which may have `begun` with the request; raises `error`
+        when another try would not help."""
         curable = error.blame in (Blame.PREFILL, Blame.DECODE, Blame.NETWORK)
         if not curable or isinstance(error, RequestError):
             raise error
         self.failures += 1
-        self._in_a_row += 1
+        self._in_a_row += 1 if begun else WAITING
         self._transfer_failures += isinstance(error, TransferError)
-        self.avoid |= {node.info.node_id for node in nodes if node is not None}
+        self.avoid.add(node.info.node_id)
         if self._in_a_row > self._limit:
             raise error

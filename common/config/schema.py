@@ -220,7 +220,7 @@ class RoutingConfig:
     migration_limit: int = option(
         8,
         "failures in a row, without a new token between them, after which a request that goes "
-        "on on other nodes fails",
+        "on on other nodes fails (one of a node in whose queue it waited counts an eighth)",
         minimum=0,
     )
     breaker_failures: int = option(

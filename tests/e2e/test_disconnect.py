@@ -119,7 +119,8 @@ def test_a_storm_of_hang_ups(cluster: Cluster) -> None:
 
 
 def test_a_prefill_node_that_dies_in_mid_transfer(cluster: Cluster) -> None:
-    """The stream ends with an error, and the cluster, told not to restart anything, with 1."""
+    """The stream ends, and the cluster, told not to restart anything, with 1. The decode node can
+    do without a prefill node, if it was not told to stop before it heard of that."""
     stream = cluster.stream(fresh_prompt(600), max_tokens=100, ignore_eos=True, logprobs=0)
     assert next(stream)["choices"]
     node = cluster.node_process("prefill")
@@ -127,7 +128,7 @@ def test_a_prefill_node_that_dies_in_mid_transfer(cluster: Cluster) -> None:
     up = cluster.processes.pop("up")
     node.kill()
     *_, last = stream
-    assert last["error"]["type"] == "server_error"
+    assert "error" in last or last["choices"][0]["finish_reason"] == "length"
     assert ended(up) == 1
     assert "prefill-0 ended with signal 9" in cluster.log()
     assert cluster.home.processes() == []

@@ -1,0 +1,166 @@
+"""A router and its nodes on this host, each a process of its own that may be killed, frozen,
+drained and replaced while the others serve."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+from benchmarks.warm_start import WarmStart, alive
+
+FAST = {"heartbeat_interval": 0.2, "heartbeat_timeout": 1.5, "queue_timeout": 30}
+START_TIMEOUT = 120.0  # seconds
+STOP_TIMEOUT = 20.0
+BUSY = ("num_requests_running", "num_requests_waiting", "num_requests_remote")
+
+
+class Fleet:
+    """Processes by name: `router`, `prefill-1`, `decode-2` … `router` and `options` are flags of
+    the router and of every node, without dashes: `kv_lease=3`."""
+
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        environment: Mapping[str, str],
+        router: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self.model = model
+        self.log_path = log
+        self.ports = {"http": free_port(), "grpc": free_port()}
+        self.pids: dict[str, int] = {}  # of those that should run
+        self.drained: list[int] = []  # pids of those that were told to end
+        self._router = {"port": self.ports["http"], "grpc_port": self.ports["grpc"], **FAST}
+        self._router |= router or {}
+        self._options = {"kv_lease": 3, **options}
+        self._numbers = itertools.count(1)
+        self._by_address: dict[str, str] = {}
+        self._warm = WarmStart(environment)
+
+    # ---- processes that come and go ---------------------------------------------------------
+
+    def start_router(self) -> None:
+        options = {"model": self.model, **self._router}
+        self.pids["router"] = self._warm.start("router", flags(options), self.log_path)
+
+    def start_node(self, role: str, before: Sequence[str] = (), **options: Any) -> str:
+        """Returns its name; `before` as in `WarmStart.start`."""
+        name, port = f"{role}-{next(self._numbers)}", free_port()
+        router = f"127.0.0.1:{self.ports['grpc']}"
+        options = {"model": self.model, "router": router, **self._options, **options}
+        options["grpc_port"] = port
+        command = (f"{role}_node", flags(options), self.log_path, before)
+        self.pids[name] = self._warm.start(*command)
+        self._by_address[f"{options.get('host', '127.0.0.1')}:{port}"] = name
+        return name
+
+    def send(self, name: str, number: int) -> None:
+        os.kill(self.pids[name], number)
+
+    def kill(self, name: str) -> None:
+        """SIGKILL, and waits until it is gone."""
+        pid = self.pids.pop(name)
+        os.kill(pid, signal.SIGKILL)
+        while alive(pid):
+            time.sleep(0.002)
+
+    def drain(self, name: str) -> int:
+        """SIGTERM: it finishes what it has and ends; returns its pid."""
+        self.drained.append(self.pids.pop(name))
+        os.kill(self.drained[-1], signal.SIGTERM)
+        return self.drained[-1]
+
+    def exit_code(self, pid: int) -> int | None:
+        """None: it runs."""
+        return self._warm.exit_code(pid)
+
+    def stop(self, number: int = signal.SIGTERM) -> dict[str, int]:
+        """Ends all processes; the exit codes, by name, of those that should have run."""
+        for pid in filter(alive, (*self.pids.values(), *self.drained)):
+            os.kill(pid, signal.SIGCONT)
+            os.kill(pid, number)
+        deadline = time.monotonic() + STOP_TIMEOUT
+        while any(map(alive, self.pids.values())) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        codes = {name: self.exit_code(pid) for name, pid in self.pids.items()}
+        self._warm.close()
+        return {name: -signal.SIGKILL if code is None else code for name, code in codes.items()}
+
+    # ---- what they say of themselves --------------------------------------------------------
+
+    def names(self, role: str) -> list[str]:
+        return [name for name in self.pids if name.startswith(role)]
+
+    def state(self) -> dict[str, Any]:
+        """The router's `/v1/cluster`; every node has its `name` here. Raises OSError."""
+        with urlopen(f"http://127.0.0.1:{self.ports['http']}/v1/cluster", timeout=10) as answer:
+            state: dict[str, Any] = json.load(answer)
+        for node in state["nodes"]:
+            node["name"] = self._by_address[node["address"]]
+        return state
+
+    def ready(self) -> set[str]:
+        """The nodes that are; none while the router is about to start."""
+        try:
+            nodes = self.state()["nodes"]
+        except OSError:
+            return set()
+        return {node["name"] for node in nodes if node["state"] == "ready"}
+
+    def all_ready(self) -> bool:
+        """Whether every node that should run is ready."""
+        return self.ready() >= self.pids.keys() - {"router"}
+
+    def wait_ready(self) -> None:
+        """Until every node is. Raises TimeoutError."""
+        deadline = time.monotonic() + START_TIMEOUT
+        while not self.all_ready():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not ready: {self.log_path.read_text()[-2000:]}")
+            time.sleep(0.02)
+
+    def crashed(self) -> list[str]:
+        """Processes that ended though they should run, or did not drain as they should."""
+        ended = [name for name, pid in self.pids.items() if self.exit_code(pid) is not None]
+        return ended + [f"pid {pid}" for pid in self.drained if self.exit_code(pid)]
+
+    def held(self) -> dict[str, int]:
+        """What nodes that run have not given back, by name: KV blocks, or else requests."""
+        running = {name for name, pid in self.pids.items() if self.exit_code(pid) is None}
+        nodes = [node for node in self.state()["nodes"] if node["name"] in running]
+        held = {node["name"]: _held(node["metrics_address"]) for node in nodes}
+        return {name: count for name, count in held.items() if count}
+
+
+def _held(address: str) -> int:
+    with urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        lines = [line.rpartition(" ") for line in answer.read().decode().splitlines()]
+    values = {name.removeprefix("pdserve:"): value for name, _, value in lines if name[:1] != "#"}
+    blocks = float(values["kv_blocks_total"]) - float(values["kv_blocks_free"])
+    return int(blocks or sum(float(values[name]) for name in BUSY))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def flags(options: Mapping[str, Any]) -> list[str]:
+    """Options by name as a command line has them; an empty value is a switch."""
+    return [
+        part
+        for name, value in options.items()
+        for part in (f"--{name.replace('_', '-')}", str(value))
+        if part
+    ]

@@ -1,0 +1,53 @@
+"""What clients ask: a seeded mix of everything the API offers, every answer of it determined."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from typing import Any
+
+WAYS = ("streamed", "whole", "grpc")
+LENGTHS = ((2, 16), (17, 120), (17, 120), (121, 400))  # of prompts, in tokens
+STOP = " the"  # frequent in the stories that the test checkpoints tell
+# Greedy, drawn with a seed, penalized, several choices, log-probabilities, a stop string. Names
+# are those of both APIs.
+STYLES: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0, "ignore_eos": True},
+    {"temperature": 0.8, "top_p": 0.95, "seed": 7, "ignore_eos": True},
+    {"temperature": 0.0, "ignore_eos": True, "logprobs": 2},
+    {"temperature": 0.9, "seed": 5, "frequency_penalty": 0.4, "repetition_penalty": 1.1},
+    {"temperature": 0.8, "seed": 3, "n": 3, "ignore_eos": True},
+    {"temperature": 0.0, "ignore_eos": True, "stop": [STOP], "min_tokens": 4},
+    {"temperature": 1.0, "top_k": 20, "seed": 11, "logprobs": 1, "min_tokens": 4},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request, and which way it is sent."""
+
+    way: str
+    prompt: tuple[int, ...]
+    options: dict[str, Any]
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the answer is the plain greedy continuation, all of it."""
+        return self.options["temperature"] == 0 and "stop" not in self.options
+
+
+def make_asks(count: int, seed: int, max_tokens: Sequence[int], vocab_size: int) -> list[Ask]:
+    """All ways and styles, by turns, with prompts of random token ids; `max_tokens` are the
+    smallest and the largest."""
+    rng = random.Random(seed)
+    ways, styles = cycle(WAYS), cycle(STYLES)  # of lengths without a common divisor
+    return [
+        Ask(
+            way,
+            tuple(rng.randrange(3, vocab_size) for _ in range(rng.randint(*rng.choice(LENGTHS)))),
+            {**style, "max_tokens": rng.randint(*max_tokens)},
+        )
+        for way, style in islice(zip(ways, styles, strict=False), count)
+    ]

@@ -1,0 +1,161 @@
+"""Asks over HTTP and gRPC, and everything the client was told in answer."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import aiohttp
+import grpc
+
+from benchmarks.soak.asks import Ask
+from common.rpc.pb import inference_pb2 as pb
+from common.rpc.pb import inference_pb2_grpc as pb_grpc
+
+TIMELINE = {"X-Pdserve-Timeline": "1"}
+LOGPROB_TOLERANCE = 1e-3  # batches differ, and with them the order of sums
+
+
+class Lost(Exception):
+    """The client saw an error; the message says which."""
+
+
+@dataclass(slots=True)
+class Choice:
+    """What came for one choice, concatenated."""
+
+    text: str = ""
+    tokens: list[str | int] = field(default_factory=list)  # ids over gRPC; else with logprobs
+    logprobs: list[float] = field(default_factory=list)
+    finish: tuple[Any, Any] = (None, None)  # the reason, and the stop string or token
+
+
+@dataclass(slots=True)
+class Answer:
+    choices: dict[int, Choice] = field(default_factory=lambda: defaultdict(Choice))
+    completion_tokens: int = 0
+    migrations: int = 0
+    times: list[float] = field(default_factory=list)  # when tokens came
+
+    @property
+    def longest_gap(self) -> float:
+        """Seconds between two events with tokens; 0 when there was one."""
+        return max((later - sooner for sooner, later in pairwise(self.times)), default=0.0)
+
+
+def difference(expected: Answer, got: Answer) -> str:
+    """In what two answers to one ask differ; empty: in nothing a client can see."""
+    if expected.choices.keys() != got.choices.keys():
+        return f"choices {sorted(got.choices)} ≠ {sorted(expected.choices)}"
+    for index, choice in sorted(expected.choices.items()):
+        for name in ("text", "tokens", "finish"):
+            ours, theirs = getattr(choice, name), getattr(got.choices[index], name)
+            if ours != theirs:
+                return f"{name} of choice {index}: {theirs!r} ≠ {ours!r}"
+        if not _close(choice.logprobs, got.choices[index].logprobs):
+            return f"logprobs of choice {index}"
+    if expected.completion_tokens != got.completion_tokens:
+        return f"usage: {got.completion_tokens} ≠ {expected.completion_tokens}"
+    return ""
+
+
+def _close(ours: list[float], theirs: list[float]) -> bool:
+    return len(ours) == len(theirs) and all(
+        math.isclose(a, b, rel_tol=0, abs_tol=LOGPROB_TOLERANCE)
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+class Client:
+    """All requests of a run, over one HTTP session and one gRPC channel."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, channel: grpc.aio.Channel) -> None:
+        self._session = session
+        self._url = f"{url}/v1/completions"
+        self._stub = pb_grpc.InferenceStub(channel)
+
+    async def send(self, ask: Ask) -> Answer:
+        """Waits for the whole answer; cancelling hangs up.
+
+        Raises:
+            Lost: an error came instead, or before its end.
+        """
+        send = {"streamed": self._streamed, "whole": self._whole, "grpc": self._grpc}[ask.way]
+        answer = Answer()
+        try:
+            await send(ask, answer)
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise Lost(f"{ask.way}: {error!r}") from error
+        except grpc.aio.AioRpcError as error:
+            raise Lost(f"{ask.way}: {error.code().name}: {error.details()}") from error
+        return answer
+
+    async def _whole(self, ask: Ask, answer: Answer) -> None:
+        async with self._post(ask) as response:
+            _note(answer, await response.json())
+
+    async def _streamed(self, ask: Ask, answer: Answer) -> None:
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        async with self._post(ask, **options) as response:
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    _note(answer, json.loads(line[6:]))
+                elif line == b"data: [DONE]\n":
+                    return
+        raise Lost("streamed: it ended without [DONE]")
+
+    @asynccontextmanager
+    async def _post(self, ask: Ask, **more: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+        body = {"prompt": ask.prompt, **ask.options, **more}
+        async with self._session.post(self._url, json=body, headers=TIMELINE) as response:
+            if response.status != 200:
+                raise Lost(f"{ask.way}: HTTP {response.status}: {await response.text()}")
+            yield response
+
+    async def _grpc(self, ask: Ask, answer: Answer) -> None:
+        sampling = pb.SamplingParams(**ask.options)
+        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=ask.prompt), sampling=sampling)
+        call = self._stub.Generate(request)
+        try:
+            async for response in call:
+                _note_grpc(answer, response)
+        finally:
+            call.cancel()
+
+
+def _note(answer: Answer, event: Mapping[str, Any]) -> None:
+    """Adds an event of a stream, or all of an answer."""
+    if "error" in event:
+        raise Lost(f"in the stream: {event['error']}")
+    for each in event["choices"]:
+        choice, logprobs = answer.choices[each["index"]], each["logprobs"] or {}
+        choice.text += each["text"]
+        choice.tokens += logprobs.get("tokens", ())
+        choice.logprobs += logprobs.get("token_logprobs", ())
+        if each["finish_reason"]:
+            choice.finish = (each["finish_reason"], each["stop_reason"])
+        answer.times.append(time.monotonic())
+    if usage := event.get("usage"):
+        answer.completion_tokens = usage["completion_tokens"]
+        answer.migrations = event["pdserve"]["timeline"]["migrations"]
+
+
+def _note_grpc(answer: Answer, response: pb.GenerateResponse) -> None:
+    if response.HasField("usage"):
+        answer.completion_tokens = response.usage.completion_tokens
+        answer.migrations = response.timeline.migrations
+        return
+    choice = answer.choices[response.index]
+    choice.text += response.text
+    choice.tokens += (token.id for token in response.tokens)
+    choice.logprobs += (token.logprob for token in response.tokens if token.HasField("logprob"))
+    if response.finish_reason:
+        choice.finish = (response.finish_reason, response.stop_reason)
+    answer.times.append(time.monotonic())

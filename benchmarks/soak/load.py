@@ -1,0 +1,128 @@
+"""Keeps requests in flight while something happens, and compares every answer with the one
+that nothing happened to."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import grpc
+
+from benchmarks.fleet import Fleet
+from benchmarks.soak.asks import Ask
+from benchmarks.soak.client import Answer, Client, Lost, difference
+
+TIMEOUT = 120.0  # seconds after which a request hangs, which is as good as lost
+CALM_CONCURRENCY = 32
+PATIENCE = 2.0  # seconds, at most, until a client that does so hangs up
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of the requests."""
+
+    completed: int = 0
+    hung_up: int = 0
+    tokens: int = 0
+    migrations: int = 0
+    lost: list[str] = field(default_factory=list)  # why
+    wrong: list[str] = field(default_factory=list)  # in what
+    gaps: list[float] = field(default_factory=list)  # the longest of each stream that migrated
+
+    @property
+    def requests(self) -> int:
+        return self.completed + self.hung_up + len(self.lost) + len(self.wrong)
+
+    def add(self, ask: Ask, answer: Answer, expected: Sequence[Answer]) -> None:
+        differences = [difference(each, answer) for each in expected]
+        if all(differences):
+            self.wrong.append(f"{ask.way} {ask.options}, {len(ask.prompt)} tokens: {differences}")
+        else:
+            self.completed += 1
+        self.tokens += answer.completion_tokens
+        self.migrations += answer.migrations
+        if answer.migrations and ask.way != "whole":
+            self.gaps.append(answer.longest_gap)
+
+
+class Load:
+    """Clients of one router. `expected` has the right answers to each ask, one in each version of
+    the model that may serve; `learn` finds them."""
+
+    def __init__(self, client: Client, asks: Sequence[Ask]) -> None:
+        self._client = client
+        self.asks = list(asks)
+        self.expected: list[list[Answer]] = [[] for _ in asks]
+
+    async def learn(self) -> None:
+        """Notes the answers of a cluster that is left alone. Raises Lost."""
+        for expected, answer in zip(self.expected, await self.ask_all(), strict=True):
+            expected.append(answer)
+
+    async def ask_all(self) -> list[Answer]:
+        """Asks everything once. Raises Lost."""
+        places = asyncio.Semaphore(CALM_CONCURRENCY)
+
+        async def one(ask: Ask) -> Answer:
+            async with places, asyncio.timeout(TIMEOUT):
+                return await self._client.send(ask)
+
+        return await asyncio.gather(*map(one, self.asks))
+
+    async def during(
+        self,
+        event: Coroutine[Any, Any, None],
+        in_flight: int,
+        hang_ups: float = 0.0,
+        seed: int = 0,
+    ) -> Tally:
+        """`in_flight` clients ask one thing after the other until the event is over, and wait
+        for their last answers; a share of the requests is hung up."""
+        tally = Tally()
+        over = asyncio.Event()
+
+        async def ask_on(rng: random.Random) -> None:
+            while not over.is_set():
+                await self._ask(rng, rng.random() < hang_ups, tally)
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(in_flight):
+                group.create_task(ask_on(random.Random(f"{seed}/{number}")))
+            await event
+            over.set()
+        return tally
+
+    async def _ask(self, rng: random.Random, hangs_up: bool, tally: Tally) -> None:
+        number = rng.randrange(len(self.asks))
+        ask = self.asks[number]
+        try:
+            async with asyncio.timeout(rng.uniform(0, PATIENCE) if hangs_up else TIMEOUT):
+                answer = await self._client.send(ask)
+        except TimeoutError:
+            if hangs_up:
+                tally.hung_up += 1
+            else:
+                tally.lost.append(f"{ask.way}: no answer in {TIMEOUT:g} s")
+        except Lost as error:
+            tally.lost.append(str(error))
+            await asyncio.sleep(0.1)  # a cluster that refuses at once is not to be flooded
+        else:
+            tally.add(ask, answer, self.expected[number])
+
+
+@asynccontextmanager
+async def clients(fleet: Fleet, asks: Sequence[Ask]) -> AsyncIterator[Load]:
+    """Clients of a fleet's router, who have not learnt the answers yet."""
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=None)
+    url, address = (f"127.0.0.1:{fleet.ports[name]}" for name in ("http", "grpc"))
+    async with (
+        aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=2**20) as session,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        yield Load(Client(session, f"http://{url}", channel), asks)

@@ -1,0 +1,101 @@
+"""A run in numbers: as a table, and as JSON with the same keys."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.soak.load import Tally
+
+PERCENTILES = (50, 90, 99, 100)
+SHOWN = 5  # examples of each kind of failure
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """`recovery` is the longest gap between two events of every stream that migrated, in
+    seconds, by percentile: p50, p90, p99, p100. All that is in `failures` should be 0."""
+
+    seconds: float
+    requests: int
+    completed: int
+    hung_up: int
+    tokens: int
+    migrations: int
+    faults: dict[str, int]  # "kill prefill" → count
+    lost: list[str]  # what the client saw
+    wrong: list[str]  # how the answer differs from the fault-free one
+    leaked: dict[str, int]  # blocks or requests that a node has not given back
+    crashed: list[str]  # processes that ended by themselves, or did not drain
+    recovery: dict[str, float]
+
+    @property
+    def failures(self) -> dict[str, int]:
+        return {
+            "lost": len(self.lost),
+            "wrong": len(self.wrong),
+            "leaked": sum(self.leaked.values()),
+            "crashed": len(self.crashed),
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        counts = {f"num_{name}": count for name, count in self.failures.items()}
+        return {**asdict(self), **counts}
+
+
+def make_report(
+    tally: Tally,
+    seconds: float,
+    faults: Counter[tuple[str, str]],
+    leaked: dict[str, int],
+    crashed: list[str],
+) -> Report:
+    return Report(
+        seconds=round(seconds, 1),
+        requests=tally.requests,
+        completed=tally.completed,
+        hung_up=tally.hung_up,
+        tokens=tally.tokens,
+        migrations=tally.migrations,
+        faults={f"{kind} {role}": count for (kind, role), count in sorted(faults.items())},
+        lost=tally.lost,
+        wrong=tally.wrong,
+        leaked=leaked,
+        crashed=crashed,
+        recovery=_percentiles(tally.gaps),
+    )
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    found = np.percentile(values, PERCENTILES)
+    return {f"p{p}": round(float(value), 3) for p, value in zip(PERCENTILES, found, strict=True)}
+
+
+def print_report(report: Report, console: Console) -> None:
+    table = Table(title="Chaos", title_justify="left", show_header=False)
+    rate = report.tokens / report.seconds
+    rows = [
+        ("seconds", f"{report.seconds:g}"),
+        ("requests", str(report.requests)),
+        ("  completed, as without faults", str(report.completed)),
+        ("  hung up by the client", str(report.hung_up)),
+        ("tokens", f"{report.tokens} ({rate:.0f} /s)"),
+        ("migrations", str(report.migrations)),
+        *((f"  {name}", str(count)) for name, count in report.faults.items()),
+        *((f"recovery {p}", f"{value:.2f} s") for p, value in report.recovery.items()),
+        *((name, f"[{'red' if n else 'green'}]{n}") for name, n in report.failures.items()),
+    ]
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    for name in ("lost", "wrong", "crashed"):
+        for example in getattr(report, name)[:SHOWN]:
+            console.print(f"{name}: {example}", markup=False)

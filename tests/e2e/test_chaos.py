@@ -1,0 +1,110 @@
+"""Nodes are killed, frozen and restarted under 200 requests at a time: every one of them gets the
+answer that it gets from a cluster left alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import reference
+from benchmarks.chaos import NODE_OPTIONS, Soak, run
+from benchmarks.soak.client import Answer, difference
+from benchmarks.soak.faults import KINDS, ROLES, make_plan
+from benchmarks.soak.load import Load, clients
+from benchmarks.soak.report import Report, make_report
+from warm import WarmCluster
+
+SOAK = Soak(seconds=10, requests=200, distinct=84, max_tokens=(6, 24), period=0.8, seed=15)
+VOCAB_SIZE = 512
+
+
+def check_greedy(load: Load, model: Path, count: int) -> None:
+    """A cluster left alone gives what transformers gives."""
+    known = ((ask, answers[0]) for ask, answers in zip(load.asks, load.expected, strict=True))
+    for ask, answer in [(ask, answer) for ask, answer in known if ask.greedy][:count]:
+        tokens = reference.greedy(model, ask.prompt, ask.options["max_tokens"])
+        assert answer.choices[0].text == reference.decode(model, tokens)
+
+
+async def soak(cluster: WarmCluster) -> Report:
+    async with clients(cluster, SOAK.asks(VOCAB_SIZE)) as load:
+        await load.learn()
+        await asyncio.to_thread(check_greedy, load, cluster.model, 8)
+        return await run(cluster, SOAK, load)
+
+
+def test_nothing_is_lost_wrong_or_leaked() -> None:
+    with WarmCluster("llama-gqa", prefill=3, decode=3, **NODE_OPTIONS) as cluster:
+        report = asyncio.run(soak(cluster))
+        assert not any(report.failures.values()), f"{report}\n{cluster.log()[-6000:]}"
+    assert report.migrations > 0, report
+    assert {name.split()[0] for name in report.faults} == {*KINDS}, report
+    assert {name.split()[1] for name in report.faults} == {*ROLES}, report
+    assert report.completed > SOAK.requests
+    assert json.loads(json.dumps(report.as_json()))["num_lost"] == 0
+
+
+# ---- the judge is awake ----
+
+
+async def bad_luck(cluster: WarmCluster) -> Report:
+    """A decode node dies, of all places while nobody looks, and its requests are not moved."""
+    soak = Soak(seconds=0.0)
+    async with clients(cluster, soak.asks(VOCAB_SIZE)[:21]) as load:
+        await load.learn()
+        for expected in load.expected[:7]:
+            expected[0].completion_tokens += 1
+
+        async def die() -> None:
+            await asyncio.sleep(1)
+            cluster.send("decode-2", signal.SIGKILL)
+            await asyncio.sleep(1)
+
+        tally = await load.during(die(), 30)
+    return make_report(tally, 2.0, Counter(), cluster.held(), cluster.crashed())
+
+
+def test_failures_are_counted() -> None:
+    routing = {"migration_limit": 0, "queue_timeout": 0.5}
+    with WarmCluster("llama-gqa", router=routing, **NODE_OPTIONS) as cluster:
+        report = asyncio.run(bad_luck(cluster))
+    assert report.failures["lost"] > 0, report
+    assert report.failures["wrong"] > 0 and "usage" in report.wrong[0], report
+    assert report.crashed == ["decode-2"]
+
+
+def answered(text: str = "a", tokens: tuple[int, ...] = (1, 2), logprob: float = -0.5) -> Answer:
+    answer = Answer(completion_tokens=len(tokens))
+    choice = answer.choices[0]
+    choice.text, choice.tokens, choice.logprobs = text, [*tokens], [logprob]
+    choice.finish = ("length", None)
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("other", "clue"),
+    [
+        (answered(text="b"), "text of choice 0"),
+        (answered(tokens=(1, 2, 2)), "tokens of choice 0"),  # one of them twice
+        (answered(logprob=-0.6), "logprobs of choice 0"),
+        (Answer(), "choices [] ≠ [0]"),
+    ],
+)
+def test_differences_are_seen(other: Answer, clue: str) -> None:
+    assert clue in difference(answered(), other)
+    assert difference(answered(), answered(logprob=-0.5001)) == ""
+
+
+def test_a_plan_is_what_its_seed_makes_it() -> None:
+    plan = make_plan(("kill", "stop"), 100.0, 1.0, 3.0, seed=1)
+    assert plan == make_plan(("kill", "stop"), 100.0, 1.0, 3.0, seed=1)
+    assert plan != make_plan(("kill", "stop"), 100.0, 1.0, 3.0, seed=2)
+    assert {(fault.kind, fault.role) for fault in plan} == {
+        (kind, role) for kind in ("kill", "stop") for role in ROLES
+    }
+    assert 70 < len(plan) < 130 and all(fault.at < 100 and fault.seconds <= 3 for fault in plan)

@@ -1,0 +1,207 @@
+"""Nodes and router are replaced while they serve: nothing is lost, and no answer is made of two
+versions of the model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import signal
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import reference
+from benchmarks.chaos import NODE_OPTIONS
+from benchmarks.soak.asks import Ask, make_asks
+from benchmarks.soak.client import Answer, difference
+from benchmarks.soak.faults import restart
+from benchmarks.soak.load import Load, Tally, clients
+from callers import KINDS, call
+from cluster import MODELS, node_metrics
+from warm import WarmCluster
+
+MODEL = "llama-gqa"
+ASKS = make_asks(42, seed=0, max_tokens=(6, 20), vocab_size=512)
+IN_FLIGHT = 32
+MANY = 96  # some of which wait for blocks, given FEW_BLOCKS
+FEW_BLOCKS = 96
+
+Event = Callable[[], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[WarmCluster]:
+    with WarmCluster(MODEL, prefill=2, decode=2, **NODE_OPTIONS) as made:
+        yield made
+
+
+def under_load(cluster: WarmCluster, event: Event) -> Tally:
+    """What became of requests that were under way during the event."""
+
+    async def run() -> Tally:
+        async with clients(cluster, ASKS) as load:
+            await load.learn()
+            return await load.during(event(), IN_FLIGHT)
+
+    return asyncio.run(run())
+
+
+def check(cluster: WarmCluster, tally: Tally) -> None:
+    assert not tally.lost and not tally.wrong, f"{tally}\n{cluster.log()[-6000:]}"
+    assert tally.completed >= IN_FLIGHT
+    assert cluster.crashed() == []
+    cluster.wait_idle()
+
+
+async def drain(cluster: WarmCluster, name: str) -> None:
+    """Until it has ended, by itself."""
+    pid = cluster.drain(name)
+    while cluster.exit_code(pid) is None:
+        await asyncio.sleep(0.05)
+    assert cluster.exit_code(pid) == 0, cluster.log()[-6000:]
+
+
+def test_every_node_is_replaced(cluster: WarmCluster) -> None:
+    old = [*cluster.names("prefill"), *cluster.names("decode")]
+
+    async def replace_all() -> None:
+        for name in old:
+            await restart(cluster, name, 0)
+
+    check(cluster, under_load(cluster, replace_all))
+    assert [cluster.exit_code(pid) for pid in cluster.drained] == [0] * len(old)
+    assert cluster.ready().isdisjoint(old)
+
+
+def test_the_router_is_replaced(cluster: WarmCluster) -> None:
+    """What it was serving is given up, and its nodes find the new one."""
+    ids = {node["node_id"] for node in cluster.nodes()}
+    interrupted = [call(cluster, kind, 100, 400) for kind in KINDS]
+    cluster.wait_for(lambda: sum(node["running"] for node in cluster.nodes("decode")) == 3)
+    assert cluster.held().keys() & {*cluster.names("decode")}
+    cluster.kill("router")
+    cluster.start_router()
+    cluster.wait_nodes()
+    assert {node["node_id"] for node in cluster.nodes()} == ids
+    for caller in interrupted:
+        caller.hang_up()
+    cluster.wait_idle()
+    before = moved(cluster)
+    check(cluster, under_load(cluster, lambda: asyncio.sleep(0.5)))
+    assert all(now > then for now, then in zip(moved(cluster), before, strict=True))
+
+
+def moved(cluster: WarmCluster) -> list[float]:
+    """Bytes of KV that nodes have sent or received, in the order of their ids."""
+    nodes = sorted(cluster.nodes(), key=lambda node: str(node["node_id"]))
+    return [node_metrics(node)["pdserve:kv_transfer_bytes_total"] for node in nodes]
+
+
+# ---- two versions ---------------------------------------------------------------------------
+
+
+def other_version(folder: Path, to: Path) -> Path:
+    """The same model, of the same name, a little further trained."""
+    copy = Path(shutil.copytree(folder, to / folder.name))
+    weights = load_file(copy / "model.safetensors")
+    trained = {name: each * 0.9 if "_proj" in name else each for name, each in weights.items()}
+    save_file(trained, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
+
+
+def answers_of(answers: list[Answer], load: Load, version: int) -> int:
+    """How many are those of the version."""
+    known = (expected[version] for expected in load.expected)
+    return sum(not difference(*pair) for pair in zip(known, answers, strict=True))
+
+
+def check_pairings(cluster: WarmCluster, *pools: set[str]) -> None:
+    state = cluster.state()
+    names = {node["node_id"]: node["name"] for node in state["nodes"]}
+    pairs = {(names[each["prefill"]], names[each["decode"]]) for each in state["pairings"]}
+    assert pairs == {
+        (p, d) for pool in pools for p in pool for d in pool if p[0] == "p" and d[0] == "d"
+    }
+
+
+async def learn_alone(cluster: WarmCluster, load: Load, others: set[str]) -> None:
+    """The answers of a cluster whose other nodes are out of reach."""
+    for name in others:
+        cluster.send(name, signal.SIGSTOP)
+    await asyncio.to_thread(cluster.wait_for, lambda: cluster.ready().isdisjoint(others))
+    await load.learn()
+    for name in others:
+        cluster.send(name, signal.SIGCONT)
+    await asyncio.to_thread(cluster.wait_nodes)
+
+
+async def move(cluster: WarmCluster, folder: Path) -> None:
+    """From version A to version B."""
+    a = {*cluster.names("prefill"), *cluster.names("decode")}
+    prefill, doomed, decode = sorted(a, reverse=True)
+    async with clients(cluster, ASKS) as load:
+        await load.learn()
+        b = {cluster.start_node(role, model=folder) for role in ("prefill", "decode")}
+        await asyncio.to_thread(cluster.wait_nodes)
+        check_pairings(cluster, a, b)
+        await learn_alone(cluster, load, a)
+        assert answers_of([old for old, _ in load.expected], load, 1) < len(ASKS) / 2
+
+        both = await load.ask_all()
+        of_a, of_b = (answers_of(both, load, version) for version in (0, 1))
+        assert min(of_a, of_b) > 0 and of_a + of_b >= len(ASKS)
+
+        async def fail() -> None:
+            """Streams go on on the other node of A, though there is one of B."""
+            await asyncio.sleep(0.5)
+            cluster.kill(doomed)
+            await asyncio.sleep(0.5)
+
+        async def leave() -> None:
+            """What waits on A for a prefill moves to B."""
+            await asyncio.sleep(0.5)
+            await drain(cluster, prefill)
+            await drain(cluster, decode)
+
+        for event in (fail, leave):
+            check(cluster, await load.during(event(), MANY))
+        check_pairings(cluster, b)
+        assert answers_of(await load.ask_all(), load, 1) == len(ASKS)
+
+
+def test_two_versions_side_by_side_and_a_move(tmp_path: Path) -> None:
+    folder = other_version(MODELS / MODEL, tmp_path)
+    # No lease lapses in time to end a wait in vain.
+    options = {**NODE_OPTIONS, "num_gpu_blocks_override": FEW_BLOCKS, "kv_lease": 60}
+    with WarmCluster(MODEL, prefill=1, decode=2, **options) as cluster:
+        asyncio.run(move(cluster, folder))
+
+
+# ---- a drain in mid-transfer ----------------------------------------------------------------
+
+LONG = Ask("grpc", tuple(range(5, 405)), {"temperature": 0.0, "ignore_eos": True, "max_tokens": 8})
+SLOW = {
+    "kv_connector": "slow_connector:SlowTCP",
+    "kv_connector_config": json.dumps({"delay": 0.15}),  # for each of the prompt's 7 chunks
+}
+
+
+def test_a_drained_prefill_node_finishes_its_transfer() -> None:
+    with WarmCluster(MODEL, prefill=2, decode=1, **SLOW) as cluster:
+
+        async def run() -> Answer:
+            async with clients(cluster, [LONG]) as load:
+                answers = asyncio.create_task(load.ask_all())
+                name = await asyncio.to_thread(cluster.busy, "prefill")
+                await drain(cluster, name)
+                return (await answers)[0]
+
+        answer = asyncio.run(run())
+        expected = reference.greedy(cluster.model, LONG.prompt, 8)
+        assert tuple(answer.choices[0].tokens) == expected
+        assert answer.migrations == 0  # nobody else did it
+        cluster.wait_idle()

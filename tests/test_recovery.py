@@ -1,0 +1,72 @@
+"""When a request goes on elsewhere, and when it gives up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from common.config.schema import RoutingConfig
+from common.core.errors import Blame, InvalidRequest, NodeError, PdserveError, TransferError
+from common.rpc.pb import cluster_pb2 as pb
+from router.recovery import WAITING, Recovery
+from router.registry import Node, Registry
+
+LIMIT = 3
+LOST = NodeError("gone", code="PEER_LOST", blame=Blame.DECODE)
+
+
+@pytest.fixture
+def node() -> Node:
+    registry = Registry(RoutingConfig())
+    registry.register(pb.NodeInfo(node_id="d", role=pb.ROLE_DECODE), pb.NodeLoad(healthy=True))
+    return registry.usable(pb.ROLE_DECODE)[0]
+
+
+def fails_after(recovery: Recovery, fail: Callable[[], None]) -> int:
+    """How many failures it bears."""
+    for count in range(1000):
+        try:
+            fail()
+        except PdserveError:
+            return count
+    raise AssertionError("it never gives up")
+
+
+def test_failures_in_a_row_end_it(node: Node) -> None:
+    recovery = Recovery(LIMIT)
+    assert fails_after(recovery, lambda: recovery.failed(LOST, node)) == LIMIT
+    assert recovery.failures == LIMIT + 1
+    assert recovery.avoid == {"d"}
+
+
+def test_a_token_between_them_forgives_all(node: Node) -> None:
+    recovery = Recovery(LIMIT)
+    for _ in range(10 * LIMIT):
+        recovery.failed(LOST, node)
+        recovery.progress()
+    assert recovery.failures == 10 * LIMIT
+
+
+def test_a_request_that_only_waited_is_hardly_to_blame(node: Node) -> None:
+    recovery = Recovery(LIMIT)
+    borne = fails_after(recovery, lambda: recovery.failed(LOST, node, begun=False))
+    assert borne == LIMIT / WAITING
+
+
+def test_transfers_that_fail_end_in_a_local_prefill(node: Node) -> None:
+    recovery = Recovery(LIMIT)
+    recovery.failed(TransferError("torn"), node)
+    assert not recovery.local_prefill
+    recovery.failed(TransferError("torn"), node)
+    assert recovery.local_prefill
+
+
+@pytest.mark.parametrize(
+    "error", [InvalidRequest("no"), PdserveError("a defect", blame=Blame.ROUTER)]
+)
+def test_what_another_node_would_not_cure(node: Node, error: PdserveError) -> None:
+    recovery = Recovery(LIMIT)
+    with pytest.raises(PdserveError):
+        recovery.failed(error, node)
+    assert recovery.failures == 0
