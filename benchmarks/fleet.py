@@ -32,8 +32,10 @@ class Fleet:
         log: Path,
         environment: Mapping[str, str],
         router: Mapping[str, Any] | None = None,
+        warm: WarmStart | None = None,
         **options: Any,
     ) -> None:
+        """`warm` is another one's to close; without it the fleet has its own."""
         self.model = model
         self.log_path = log
         self.ports = {"http": free_port(), "grpc": free_port()}
@@ -44,13 +46,15 @@ class Fleet:
         self._options = {"kv_lease": 3, **options}
         self._numbers = itertools.count(1)
         self._by_address: dict[str, str] = {}
-        self._warm = WarmStart(environment)
+        self._environment = environment
+        self._warm = warm or WarmStart(environment)
+        self._shared = warm is not None
 
     # ---- processes that come and go ---------------------------------------------------------
 
     def start_router(self) -> None:
         options = {"model": self.model, **self._router}
-        self.pids["router"] = self._warm.start("router", flags(options), self.log_path)
+        self.pids["router"] = self._start("router", flags(options))
 
     def start_node(self, role: str, before: Sequence[str] = (), **options: Any) -> str:
         """Returns its name; `before` as in `WarmStart.start`."""
@@ -58,10 +62,12 @@ class Fleet:
         router = f"127.0.0.1:{self.ports['grpc']}"
         options = {"model": self.model, "router": router, **self._options, **options}
         options["grpc_port"] = port
-        command = (f"{role}_node", flags(options), self.log_path, before)
-        self.pids[name] = self._warm.start(*command)
+        self.pids[name] = self._start(f"{role}_node", flags(options), before)
         self._by_address[f"{options.get('host', '127.0.0.1')}:{port}"] = name
         return name
+
+    def _start(self, role: str, flags: list[str], before: Sequence[str] = ()) -> int:
+        return self._warm.start(role, flags, self.log_path, before, self._environment)
 
     def send(self, name: str, number: int) -> None:
         os.kill(self.pids[name], number)
@@ -92,7 +98,10 @@ class Fleet:
         while any(map(alive, self.pids.values())) and time.monotonic() < deadline:
             time.sleep(0.01)
         codes = {name: self.exit_code(pid) for name, pid in self.pids.items()}
-        self._warm.close()
+        for pid in filter(alive, self.pids.values()):
+            os.kill(pid, signal.SIGKILL)
+        if not self._shared:
+            self._warm.close()
         return {name: -signal.SIGKILL if code is None else code for name, code in codes.items()}
 
     # ---- what they say of themselves --------------------------------------------------------

@@ -39,10 +39,18 @@ class WarmStart:
             start_new_session=True,
         )
 
-    def start(self, role: str, flags: list[str], log: Path, before: Sequence[str] = ()) -> int:
+    def start(
+        self,
+        role: str,
+        flags: list[str],
+        log: Path,
+        before: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> int:
         """Runs `python -m ROLE FLAGS`, appending its output to `log`; returns its pid. `before`
         is a function to call first in the process, as `module:name`, and its arguments."""
-        pid: int = self._ask("start", role=role, flags=flags, log=str(log), before=[*before])
+        more = {"before": [*before], "environment": dict(environment or {})}
+        pid: int = self._ask("start", role=role, flags=flags, log=str(log), **more)
         return pid
 
     def exit_code(self, pid: int) -> int | None:
@@ -100,9 +108,12 @@ def _exit_code(pid: int) -> int | None:
     return _codes[pid]
 
 
-def _start(role: str, flags: list[str], log: str, before: list[str]) -> int:
+def _start(
+    role: str, flags: list[str], log: str, before: list[str], environment: dict[str, str]
+) -> int:
     pid = os.fork()
     if pid == 0:
+        os.environ.update(environment)
         _become(role, flags, log, before)
     _codes.setdefault(pid, None)
     return pid

@@ -136,3 +136,14 @@ def test_releasing_in_any_state_returns_all_blocks():
         scheduler.release(one)
         assert one.status is Status.DONE
     assert scheduler.pool.num_free == 16 and not scheduler.running and not scheduler.remote
+
+
+def test_what_another_node_has_begun_comes_before_what_waits_for_its_first_token():
+    scheduler = make(seqs=1)
+    for i in range(3):
+        scheduler.add(sequence(i, 4))
+    for i in (3, 4):
+        begun = sequence(i, 4)
+        begun.append(SampledToken(7))
+        scheduler.add(begun)
+    assert [each.seq_id for each in scheduler.waiting] == [3, 4, 0, 1, 2]

@@ -125,6 +125,8 @@ class EngineNode(ABC, Generic[S]):
         )
 
     async def _drain(self) -> None:
+        """The router is told first: what it has placed until then is still taken."""
+        await self.server.leave()
         self.draining = True
         await self.server.drain(lambda: not self._open)
 

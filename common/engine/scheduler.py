@@ -52,8 +52,12 @@ class Scheduler:
     # ---- entering and leaving -------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
+        """First come, first served; but those that another node has begun come before those
+        that have waited for no token yet."""
         sequence.status = Status.WAITING
-        self.waiting.append(sequence)
+        begun = sum(each.num_output_tokens > 0 for each in self.waiting)
+        place = begun if sequence.num_output_tokens else len(self.waiting)
+        self.waiting.insert(place, sequence)
 
     def admit(self) -> list[Sequence]:
         """Gives blocks to the sequences at the head of the queue, while they last."""

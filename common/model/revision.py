@@ -5,19 +5,26 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+import msgspec
+
 from common.core.errors import ConfigError
 from common.model.loader import weight_files
 
-_SAMPLES = 16  # pages read of each weights file
-_PAGE = 4096  # bytes
+_PAGE = 4096  # bytes read of each tensor
 _HEADER_LENGTH_BYTES = 8  # a safetensors file begins with its header's length, little-endian
 _MAX_HEADER = 100_000_000  # the format's own limit
 
 
+class _Tensor(msgspec.Struct):
+    """An entry of a safetensors header."""
+
+    data_offsets: tuple[int, int]
+
+
 def weights_revision(folder: Path, load_format: str = "auto", seed: int = 0) -> str:
-    """16 hex digits over `config.json` and, of each weights file, its size, its header (names,
-    shapes, dtypes) and a few evenly spread pages: fine-tunes of one base differ nowhere else.
-    Dummy weights are their seed.
+    """16 hex digits over `config.json` and, of each weights file, its header (names, shapes,
+    dtypes) and a page of every tensor: fine-tunes of one base differ nowhere else, and a merged
+    adapter in some tensors only. Dummy weights are their seed.
 
     Raises:
         ConfigError: a file is missing or not safetensors.
@@ -39,9 +46,19 @@ def _telling_parts(path: Path) -> list[bytes]:
         length = int.from_bytes(file.read(_HEADER_LENGTH_BYTES), "little")
         if length > min(size, _MAX_HEADER):
             raise ConfigError(f"{path} is not a safetensors file")
-        parts = [str(size).encode(), file.read(length)]
-        data = _HEADER_LENGTH_BYTES + length
-        for sample in range(_SAMPLES):
-            file.seek(data + (size - data) * sample // _SAMPLES)
-            parts.append(file.read(_PAGE))
+        parts = [header := file.read(length)]
+        for start, end in _tensor_ranges(path, header):
+            file.seek(_HEADER_LENGTH_BYTES + length + start)
+            parts.append(file.read(min(_PAGE, end - start)))
     return parts
+
+
+def _tensor_ranges(path: Path, header: bytes) -> list[tuple[int, int]]:
+    """Where tensors lie in the file's data, in order."""
+    try:
+        entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        entries.pop("__metadata__", None)
+        tensors = [msgspec.json.decode(entry, type=_Tensor) for entry in entries.values()]
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path} is not a safetensors file: {error}") from error
+    return sorted(tensor.data_offsets for tensor in tensors)

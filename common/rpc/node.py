@@ -80,9 +80,12 @@ class NodeServer:
             was_healthy = healthy
             await asyncio.sleep(_HEALTH_PERIOD)
 
-    async def drain(self, idle: Callable[[], bool]) -> None:
-        """Takes no new work; returns when `idle` says that the old work is done."""
+    async def leave(self) -> None:
+        """The router places nothing here any more."""
         await self._end_registration()
+
+    async def drain(self, idle: Callable[[], bool]) -> None:
+        """Returns when `idle` says that the old work is done."""
         await self.grpc.set_healthy(False)
         while not idle():
             await asyncio.sleep(0.05)

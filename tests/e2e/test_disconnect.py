@@ -11,13 +11,12 @@ import pytest
 
 import reference
 from callers import KINDS, call, fresh_prompt, storm
-from cluster import Cluster, ended, node_metrics
+from cluster import Cluster, ended, node_metrics, text_of
 
 MODEL = "llama-gqa"
 DELAY = 0.1  # seconds before a run of blocks is delivered; a run is at most 64 tokens
 PLACES = 12
 NUM_TOKENS = 12
-CAUSES = ("peer_lost", "aborted")  # what breaks, or what the other node makes of it: a race
 
 
 def slow(**config: Any) -> dict[str, Any]:
@@ -135,19 +134,13 @@ def test_a_prefill_node_that_dies_in_mid_transfer(cluster: Cluster) -> None:
 
 
 def test_a_connector_that_fails() -> None:
-    """The first token has been sent when the first run fails: a whole answer is an error, a
-    stream ends with one."""
-    options = slow(delay=0.5, breaks=True)
+    """No KV ever arrives: after two failures the decode node computes the prompt itself."""
+    options = slow(delay=0.2, breaks=True)
     with Cluster(MODEL, breaker_failures=100, **options) as cluster:
         prompt = fresh_prompt(40)
-        response = cluster.post("/v1/completions", prompt=prompt, max_tokens=8)
-        assert response.status_code in (500, 503)
-        assert response.json()["error"]["code"] in CAUSES
-        first, last = cluster.stream(fresh_prompt(40), max_tokens=8, ignore_eos=True, logprobs=0)
-        assert len(first["choices"]) == 1
-        assert last["error"]["code"] in CAUSES
+        choice = cluster.complete(prompt, max_tokens=8, ignore_eos=True)["choices"][0]
+        expected = reference.greedy(cluster.model, tuple(prompt), 8)
+        assert choice["text"] == reference.decode(cluster.model, expected)
+        assert text_of(cluster.stream(prompt, max_tokens=8, ignore_eos=True)) == choice["text"]
         assert "breaks on purpose" in cluster.log()
-        cluster.wait_idle(5)
-        # What needs no transfer is served still.
-        assert cluster.complete(prompt, max_tokens=1)["usage"]["completion_tokens"] == 1
         cluster.wait_idle(5)

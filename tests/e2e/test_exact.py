@@ -14,10 +14,11 @@ import grpc
 import pytest
 
 import reference
-from cluster import Cluster, node_metrics, text_of
+from cluster import Cluster, Service, node_metrics, text_of
 from common.rpc.pb import inference_pb2 as pb
 from common.rpc.pb import inference_pb2_grpc
 from story_grammar import make_corpus
+from warm import WarmCluster, shared
 
 NUM_TOKENS = 36
 TINY = ("llama-gqa", "qwen2", "qwen3", "mistral")
@@ -38,7 +39,7 @@ def prompts(folder: Path) -> list[tuple[int, ...]]:
 class Asker:
     """Asks one cluster, each time for the same kind of answer in another way."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Service) -> None:
         self._cluster = cluster
         self._channel = grpc.insecure_channel(cluster.grpc)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
@@ -66,7 +67,7 @@ class Asker:
         self._channel.close()
 
 
-def check_exact(cluster: Cluster, cases: list[tuple[int, ...]]) -> None:
+def check_exact(cluster: Service, cases: list[tuple[int, ...]]) -> None:
     folder, asker = cluster.model, Asker(cluster)
     expected = [
         reference.decode(folder, reference.greedy(folder, case, NUM_TOKENS)) for case in cases
@@ -89,9 +90,10 @@ def check_exact(cluster: Cluster, cases: list[tuple[int, ...]]) -> None:
 def test_greedy_output_equals_transformers(
     model: str, prefill_tp: int, decode_tp: int, connector: str
 ) -> None:
-    with Cluster(
-        model, prefill_tp=prefill_tp, decode_tp=decode_tp, kv_connector=connector
-    ) as cluster:
+    with WarmCluster(model, 0, 0, warm=shared(), kv_connector=connector, kv_lease=10) as cluster:
+        cluster.start_node("prefill", tensor_parallel_size=prefill_tp)
+        cluster.start_node("decode", tensor_parallel_size=decode_tp)
+        cluster.wait_nodes()
         check_exact(cluster, prompts(cluster.model))
 
 

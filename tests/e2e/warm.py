@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from benchmarks.fleet import Fleet
+from benchmarks.warm_start import WarmStart
 from cluster import DEFAULTS, START_TIMEOUT, Service
+
+
+@cache
+def shared() -> WarmStart:
+    """One for all clusters of this test process that ask for it."""
+    warm = WarmStart()
+    atexit.register(warm.close)
+    return warm
 
 
 class WarmCluster(Fleet, Service):
@@ -18,12 +29,13 @@ class WarmCluster(Fleet, Service):
         prefill: int = 1,
         decode: int = 1,
         router: dict[str, Any] | None = None,
+        warm: WarmStart | None = None,
         **options: Any,
     ) -> None:
         Service.__init__(self, model)
         environment = {"TMPDIR": str(self.home.tmp), "PYTHONPATH": str(Path(__file__).parent)}
         options = {**DEFAULTS, **options}
-        Fleet.__init__(self, self.model, self.log_path, environment, router, **options)
+        Fleet.__init__(self, self.model, self.log_path, environment, router, warm, **options)
         self._sizes = {"prefill": prefill, "decode": decode}
 
     def __enter__(self) -> WarmCluster:
