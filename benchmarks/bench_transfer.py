@@ -28,6 +28,7 @@ from limits import memcpy_limit, socket_limit
 from rich.console import Console
 from rich.table import Table
 
+from kv_transfer.commands import Accept, Command, Ready, Release, Reply, Submit, Verify
 from kv_transfer.connector import (
     BlockRun,
     Event,
@@ -39,16 +40,7 @@ from kv_transfer.connector import (
 )
 from kv_transfer.digest import Digester, RunDigest
 from kv_transfer.layout import CacheView, Piece, Rect
-from kv_transfer.rank import (
-    Accept,
-    Command,
-    Ready,
-    Release,
-    Reply,
-    Submit,
-    TransferRank,
-    Verify,
-)
+from kv_transfer.rank import TransferRank
 from kv_transfer.selection import load_connector
 
 CHUNK_BLOCKS = 32  # blocks announced at once: a prefill chunk of 512 tokens

@@ -6,32 +6,32 @@ cache, and is served while a step computes.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import msgspec
 import torch
 
 from common.config.schema import TLSConfig
-from common.core.errors import Blame, ConfigError, TransferError
-from kv_transfer.connector import (
-    BlockRun,
-    Event,
-    Failed,
-    KVConnector,
-    Landed,
-    Progress,
-    RankContext,
-    Sent,
-    SinkTransfer,
-    SourceTransfer,
+from common.core.errors import ConfigError, TransferError
+from kv_transfer.commands import (
+    Accept,
+    Command,
+    Fault,
+    Quiesce,
+    Ready,
+    Release,
+    Reply,
+    Submit,
+    Verify,
+    decode_command,
+    encode_event,
 )
+from kv_transfer.connector import KVConnector, RankContext, SinkTransfer, SourceTransfer
 from kv_transfer.connectors.multi import MultiConnector
 from kv_transfer.digest import Digester, RunDigest
-from kv_transfer.frame import bad_frame
 from kv_transfer.layout import CacheView, Rect
 from kv_transfer.selection import Connectors, load_connector
 
@@ -58,8 +58,6 @@ class RankConfig:
     bind_host: str = "127.0.0.1"
     source: bool = False  # a source announces no endpoint
 
-
-T = TypeVar("T")
 
 FACTORY = "kv_transfer.rank:build_rank"  # what a worker imports
 
@@ -90,89 +88,6 @@ def connector_options(options: Mapping[str, Any], tls: TLSConfig) -> dict[str, A
     return {**asdict(tls), **rest}
 
 
-# ---- commands, from node to rank ----
-
-
-class Accept(msgspec.Struct, tag=True):
-    transfer: SinkTransfer
-
-
-class Submit(msgspec.Struct, tag=True):
-    transfer: SourceTransfer
-
-
-class Ready(msgspec.Struct, tag=True):
-    """With `digest`, the reply has one for each piece of the run."""
-
-    transfer_id: bytes
-    run: BlockRun
-    block_ids: tuple[int, ...]
-    last: bool
-    digest: bool = False
-
-
-class Verify(msgspec.Struct, tag=True):
-    """The reply has the digests that are wrong, of those meant for this rank."""
-
-    transfer_id: bytes
-    digests: tuple[RunDigest, ...]
-
-
-class Quiesce(msgspec.Struct, tag=True):
-    """May take up to `gate.GRACE_S` when a peer has stalled."""
-
-    transfer_id: bytes
-
-
-class Release(msgspec.Struct, tag=True):
-    transfer_id: bytes
-
-
-Command = Accept | Submit | Ready | Verify | Quiesce | Release
-
-
-class Reply(msgspec.Struct):
-    error: Fault | None = None
-    digests: tuple[RunDigest, ...] = ()
-
-
-class Fault(msgspec.Struct):
-    """A PdserveError on its way to the node."""
-
-    message: str
-    code: str
-    blame: str
-    retryable: bool
-
-
-_commands = msgspec.msgpack.Decoder(Command)
-_replies = msgspec.msgpack.Decoder(Reply)
-_tagged_event = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
-_events: dict[str, msgspec.msgpack.Decoder[Any]] = {
-    kind.__name__: msgspec.msgpack.Decoder(kind) for kind in (Progress, Landed, Sent, Failed)
-}
-
-
-def encode_event(event: Event) -> bytes:
-    return msgspec.msgpack.encode((type(event).__name__, event))
-
-
-def decode_event(message: bytes) -> Event:
-    """Raises TransferError BAD_FRAME."""
-    name, body = _decode(_tagged_event, message)
-    if name not in _events:
-        raise bad_frame(f"no event is called {name!r}")
-    event: Event = _decode(_events[name], body)
-    return event
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[T], message: bytes | msgspec.Raw) -> T:
-    try:
-        return decoder.decode(message)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise bad_frame(f"not what a rank and its node say: {error}") from error
-
-
 class TransferRank:
     """Serves one rank's connector, and makes the digests it need not know of."""
 
@@ -190,7 +105,7 @@ class TransferRank:
 
     def handle(self, message: bytes) -> bytes:
         try:
-            reply = self._serve(_decode(_commands, message))
+            reply = self._serve(decode_command(message))
         except TransferError as error:
             fault = Fault(error.message, error.code, error.blame.value, error.retryable)
             reply = Reply(error=fault)
@@ -291,42 +206,3 @@ def check_readable(children: Mapping[str, type[KVConnector]], view: CacheView) -
                 f"connector {name!r} needs the cache in shared memory, which this one is not; "
                 "choose another --kv-connector, such as tcp"
             )
-
-
-# ---- the node's end ----
-
-Call = Callable[[int, bytes], Awaitable[bytes]]  # Executor.call
-
-
-async def call_rank(call: Call, rank: int, command: Command) -> Reply:
-    """Raises TransferError when the rank's connector did."""
-    reply = _decode(_replies, await call(rank, msgspec.msgpack.encode(command)))
-    if (fault := reply.error) is not None:
-        raise TransferError(
-            fault.message, code=fault.code, blame=Blame(fault.blame), retryable=fault.retryable
-        )
-    return reply
-
-
-async def call_ranks(call: Call, commands: Mapping[int, Command]) -> list[Reply]:
-    """Calls several ranks at once and waits for all of them; raises the first one's error."""
-    calls = (call_rank(call, rank, command) for rank, command in commands.items())
-    answers = await asyncio.gather(*calls, return_exceptions=True)
-    for answer in answers:
-        if isinstance(answer, BaseException):
-            raise answer
-    return [answer for answer in answers if isinstance(answer, Reply)]
-
-
-async def call_living(call: Call, commands: Mapping[int, Command]) -> int:
-    """As `call_ranks`, but returns how many ranks could not answer: a dead rank reads and
-    writes nothing any more, and its node ends soon."""
-    calls = (call_rank(call, rank, command) for rank, command in commands.items())
-    answers = await asyncio.gather(*calls, return_exceptions=True)
-    return sum(isinstance(answer, BaseException) for answer in answers)
-
-
-def failure(event: Failed) -> TransferError:
-    return TransferError(
-        event.message, code=event.code, blame=Blame(event.blame), retryable=event.retryable
-    )

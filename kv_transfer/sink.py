@@ -11,16 +11,12 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from common.core.errors import Blame, Cancelled, PdserveError, TransferError
 from common.core.ids import new_transfer_id
-from kv_transfer.connector import Failed, Landed, SinkTransfer
-from kv_transfer.digest import RunDigest, mismatch
-from kv_transfer.lease import Lease
-from kv_transfer.protocol import Action, Machine, SinkEvent, SinkState, sink_machine
-from kv_transfer.rank import (
+from kv_transfer.commands import (
     Accept,
     Call,
     Quiesce,
@@ -31,51 +27,15 @@ from kv_transfer.rank import (
     decode_event,
     failure,
 )
+from kv_transfer.connector import Failed, Landed, SinkTransfer
+from kv_transfer.digest import RunDigest, mismatch
+from kv_transfer.lease import Lease
+from kv_transfer.protocol import Action, SinkEvent, SinkState, sink_machine
+from kv_transfer.reservation import Arrival, Epoch, Reservation, new_future
 from kv_transfer.tasks import Tasks
 from kv_transfer.ticket import RankEndpoint, Ticket
 
 REMEMBERED = 1024  # finished transfers whose outcome a late commit still learns
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """All KV is in place."""
-
-    first_token: Any  # what the source passed to the commit
-    nbytes: int
-
-
-class _Epoch:
-    """One source's turn: what it has committed and what has landed so far."""
-
-    def __init__(self) -> None:
-        self.landed: dict[int, int] = {}  # rank → bytes
-        self.payload: Any = None
-        self.digests: Sequence[RunDigest] = ()
-        self.ticket = _future()  # what `reserve` or `retarget` waits for: Ticket
-        self.committed = _future()  # what `commit` waits for: bytes landed
-
-
-@dataclass(slots=True, eq=False)
-class Reservation:
-    """One transfer the sink holds blocks for."""
-
-    ticket: Ticket  # of the current epoch
-    block_ids: tuple[int, ...]
-    machine: Machine[SinkState, SinkEvent]
-    on_freed: Callable[[], None]
-    lease: Lease | None = None
-    arrival: asyncio.Future[Any] = field(default_factory=lambda: _future())
-    epoch: _Epoch = field(default_factory=_Epoch)
-    opening: asyncio.Task[None] | None = None
-    cause: PdserveError | None = None  # of the present failure: the first one
-
-
-def _future() -> asyncio.Future[Any]:
-    """A future that nobody need be waiting for when it fails."""
-    future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    future.add_done_callback(lambda done: done.cancelled() or done.exception())
-    return future
 
 
 class KVSink:
@@ -240,7 +200,7 @@ class KVSink:
                 raise superseded
             entry.epoch.ticket.set_exception(superseded)
         entry.cause = entry.cause or superseded
-        mine = entry.epoch.ticket = _future()
+        mine = entry.epoch.ticket = new_future()
         self._renew(entry)
         self._on(entry, SinkEvent.RETARGET)
         ticket: Ticket = await asyncio.shield(mine)
@@ -340,7 +300,7 @@ class KVSink:
 
     def _open(self, entry: Reservation) -> None:
         waiting = entry.epoch.ticket
-        entry.epoch = _Epoch()
+        entry.epoch = Epoch()
         entry.epoch.ticket = waiting if not waiting.done() else entry.epoch.ticket
         entry.opening = self._tasks.start(self._accept(entry, entry.machine.epoch))
 

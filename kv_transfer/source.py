@@ -17,12 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from common.core.errors import Blame, PdserveError, TransferError
-from kv_transfer.connector import BlockRun, Failed, SourceTransfer
-from kv_transfer.digest import RunDigest
-from kv_transfer.layout import Piece, Rect, plan
-from kv_transfer.lease import Lease
-from kv_transfer.protocol import Action, SourceEvent, SourceState, source_machine
-from kv_transfer.rank import (
+from kv_transfer.commands import (
     Call,
     Quiesce,
     Ready,
@@ -32,6 +27,11 @@ from kv_transfer.rank import (
     decode_event,
     failure,
 )
+from kv_transfer.connector import BlockRun, Failed, SourceTransfer
+from kv_transfer.digest import RunDigest
+from kv_transfer.layout import Piece, Rect, plan
+from kv_transfer.lease import Lease
+from kv_transfer.protocol import Action, SourceEvent, SourceState, source_machine
 from kv_transfer.tasks import Tasks
 from kv_transfer.ticket import Ticket
 

@@ -18,10 +18,10 @@ import torch
 from common.core.errors import TransferError
 from kv_fakes import FINGERPRINT, FakeNode, Geometry, Pair
 from kv_faults import Place, spoil
+from kv_transfer.commands import Command, Ready, Reply, Submit, Verify
 from kv_transfer.connector import BlockRun
 from kv_transfer.digest import Digester, RunDigest
 from kv_transfer.layout import CacheView, Rect
-from kv_transfer.rank import Command, Ready, Reply, Submit, Verify
 from kv_transfer.ticket import Ticket
 from test_connectors_pull import CpuIpcConnector
 from test_transfer import FAKE, pair

@@ -35,6 +35,7 @@ from common.rpc.pb import cluster_pb2, inference_pb2
 from common.text.tokenizer import Tokenizer
 from fakes_pipeline import FakeGenerator, byte_level_folder
 from kv_fakes import Geometry, shared_cache
+from kv_transfer.commands import Reply, decode_event
 from kv_transfer.connector import (
     BlockRun,
     Event,
@@ -51,7 +52,7 @@ from kv_transfer.connectors.tcp import Endpoint, Options, TCPConnector, TCPTrans
 from kv_transfer.digest import Digester, RunDigest
 from kv_transfer.frame import HEADER_NBYTES, Frame, Kind
 from kv_transfer.layout import CacheView, Piece, Rect, plan
-from kv_transfer.rank import Reply, TransferRank, decode_event
+from kv_transfer.rank import TransferRank
 from kv_transfer.ticket import Ticket
 from router.http.app import make_app
 from router.http.front import Front

@@ -17,10 +17,19 @@ from common.core.errors import PdserveError, TransferError
 from handoff.decode_node import DecodeNode
 from handoff.party import CRASH, Message, Move, Rules
 from handoff.sink import Sink
+from kv_transfer.commands import (
+    Accept,
+    Command,
+    Fault,
+    Quiesce,
+    Release,
+    Reply,
+    Verify,
+    encode_event,
+)
 from kv_transfer.connector import BlockRun, Failed, Landed
 from kv_transfer.digest import RunDigest
 from kv_transfer.layout import Rect
-from kv_transfer.rank import Accept, Command, Fault, Quiesce, Release, Reply, Verify, encode_event
 from kv_transfer.sink import KVSink
 from kv_transfer.ticket import RankEndpoint
 

@@ -15,10 +15,10 @@ import torch
 from common.core.errors import Cancelled, TransferError
 from common.rpc.pb import cluster_pb2
 from kv_fakes import FINGERPRINT, Geometry, Pair, make_pair
+from kv_transfer.commands import Command, Verify
 from kv_transfer.connector import BlockRun
 from kv_transfer.layout import Rect
 from kv_transfer.lease import Lease
-from kv_transfer.rank import Command, Verify
 from kv_transfer.source import Handoff
 from kv_transfer.ticket import RankEndpoint, Ticket
 
