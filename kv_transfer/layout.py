@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from common.core.errors import Blame, ConfigError, TransferError
@@ -38,6 +39,13 @@ class Rect:
     @property
     def area(self) -> int:
         return max(0, self.layer_end - self.layer_start) * max(0, self.head_end - self.head_start)
+
+    def split_layers(self, parts: int) -> list[Rect]:
+        """At most `parts` rectangles of equal height, give or take a layer, one below the other."""
+        layers = self.layer_end - self.layer_start
+        parts = max(1, min(parts, layers))
+        edges = [self.layer_start + layers * part // parts for part in range(parts + 1)]
+        return [replace(self, layer_start=a, layer_end=b) for a, b in pairwise(edges)]
 
     def intersect(self, other: Rect) -> Rect:
         """The common part; its area is 0 when there is none."""

@@ -94,6 +94,8 @@ class PipeListener(ABC):
 class PipeTransport(ABC):
     """Makes pipes."""
 
+    streams: int = 1  # pipes between two ranks that share the work
+
     @abstractmethod
     def listen(self, host: str) -> PipeListener:
         """Starts to take pipes at an address of this host."""

@@ -91,7 +91,9 @@ class FakeNode:
         geometry: Geometry | None = None,
         fingerprint: str = FINGERPRINT,
         network: FakeNetwork | None = None,
+        options: Mapping[str, dict[str, Any]] | None = None,
     ) -> None:
+        self._options = options or {}
         self.geometry = geometry or Geometry()
         self.rects = rank_rects(self.geometry.layers, self.geometry.heads, tp)
         self.on_event: Callable[[int, bytes], None] = lambda rank, message: None
@@ -115,7 +117,7 @@ class FakeNode:
             if not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self.on_event, rank, message)
 
-        connectors: dict[str, dict[str, Any]] = {name: {} for name in names.split(",")}
+        connectors = {name: dict(self._options.get(name, {})) for name in names.split(",")}
         config = msgspec.msgpack.encode(RankConfig(connectors, fingerprint, source=source))
         built = build_rank(cache, shape, fd, rank, config, emit)
         self.ranks.append(built)
@@ -226,13 +228,14 @@ def make_pair(
     faults: Mapping[str, Any] | None = None,
     digests: bool = True,
     sink_connector: str = "",
+    options: Mapping[str, dict[str, Any]] | None = None,
 ) -> Pair:
     """`connector` may be several, separated by commas; the sink's are the source's unless told
-    otherwise."""
+    otherwise. `options` are the connectors' own, by name."""
     network = FakeNetwork(dict(faults)) if faults is not None else None
-    source_node = FakeNode(connector, source_tp, source=True, geometry=geometry, network=network)
-    theirs = sink_connector or connector
-    sink_node = FakeNode(theirs, sink_tp, source=False, geometry=geometry, network=network)
+    common: Any = {"geometry": geometry, "network": network, "options": options}
+    source_node = FakeNode(connector, source_tp, source=True, **common)
+    sink_node = FakeNode(sink_connector or connector, sink_tp, source=False, **common)
     sink = KVSink(
         [
             RankEndpoint(rank, rect, sink_node.ranks[rank].info())

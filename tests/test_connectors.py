@@ -551,8 +551,10 @@ def test_misconfiguration_is_told_at_start() -> None:
     def build(config: RankConfig, where: torch.Tensor = cache) -> None:
         build_rank(where, shape, None, 0, msgspec.msgpack.encode(config), lambda message: None)
 
-    with pytest.raises(ConfigError, match="unknown field `streams`"):
-        build(RankConfig({"tcp": {"streams": 4}}, "f"))
+    with pytest.raises(ConfigError, match="unknown field `lanes`"):
+        build(RankConfig({"tcp": {"lanes": 4}}, "f"))
+    with pytest.raises(ConfigError, match=r"`int` >= 1 - at `\$.streams`"):
+        build(RankConfig({"tcp": {"streams": 0}}, "f"))
     with pytest.raises(ConfigError, match="congestion control 'pigeon'"):
         build(RankConfig({"tcp": {"congestion_control": "pigeon"}}, "f"))
     build(RankConfig({"tcp": {"congestion_control": ""}}, "f", source=True))

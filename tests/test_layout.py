@@ -130,3 +130,12 @@ def test_copy_blocks(head_nbytes: int) -> None:
     copy_blocks(views[0], views[1], (1, 2, 3, 8), (5, 6, 2, 3))
     assert np.array_equal(views[0], expected)
     copy_blocks(views[0], views[1], (), ())
+
+
+def test_layers_are_split_evenly() -> None:
+    rect = Rect(2, 9, 1, 3)
+    parts = rect.split_layers(3)
+    assert [(part.layer_start, part.layer_end) for part in parts] == [(2, 4), (4, 6), (6, 9)]
+    assert all((part.head_start, part.head_end) == (1, 3) for part in parts)
+    assert rect.split_layers(1) == [rect]
+    assert len(rect.split_layers(99)) == 7

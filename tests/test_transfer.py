@@ -80,6 +80,24 @@ async def test_every_byte_for_all_tensor_parallel_pairs(
         assert made.freed == ["source"]  # the sink's blocks are the waiter's now
 
 
+@pytest.mark.parametrize("streams", [2, 3, 7])
+@pytest.mark.parametrize(("source_tp", "sink_tp"), [(1, 1), (2, 1), (1, 4)])
+async def test_several_streams_share_the_layers(streams: int, source_tp: int, sink_tp: int) -> None:
+    options = {"tcp": {"streams": streams}}
+    async with pair("tcp", source_tp, sink_tp, options=options) as made:
+        full = made.source_node.fill_random()
+        for turn in range(2):  # the second one finds the connections open
+            ticket, handoff = await start(made)
+            announce(handoff)
+            await handoff.commit(turn)
+            assert (await made.sink.wait(ticket.transfer_id)).first_token == turn
+            assert_landed(made, full)
+        (tcp,) = made.source_node.children(0).values()
+        pairs_of_ranks = max(1, sink_tp // source_tp)
+        wanted = min(streams, made.source_node.geometry.layers) * pairs_of_ranks
+        assert len(tcp._links._links) == wanted
+
+
 @pytest.mark.parametrize("connector", ["tcp", "shm"])
 async def test_blocks_the_sink_has_are_left_out(connector: str) -> None:
     async with pair(connector, 2, 1, geometry=Geometry(dtype=torch.bfloat16)) as made:

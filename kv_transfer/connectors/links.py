@@ -1,5 +1,6 @@
-"""The source rank's side: transfers under way, and one link (thread, queue, connection) to each
-sink rank. A link's connection outlives its transfers."""
+"""The source rank's side: transfers under way, and the links (thread, queue, connection) to each
+sink rank: one, or as many as there are streams, which share the layers of a piece. A link's
+connection outlives its transfers."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from common.core.errors import Blame, TransferError
 from kv_transfer.connector import (
@@ -25,6 +26,7 @@ from kv_transfer.frame import Frame, Kind
 from kv_transfer.gate import Gate
 from kv_transfer.layout import Piece
 
+Target = tuple[bytes, int]  # a sink rank's endpoint, and which of the streams to it
 NO_BLOCKS = BlockRun(0, 0)
 IDLE_S = 60.0  # after which an unused connection is closed
 
@@ -36,7 +38,8 @@ class Outgoing:
     """One transfer under way."""
 
     transfer: SourceTransfer
-    pending: int  # pieces whose last run is not delivered
+    routes: tuple[tuple[Piece, Target], ...]  # which part of it goes where
+    pending: int  # parts whose last run is not delivered
     gate: Gate = field(default_factory=Gate)
     nbytes: int = 0
     started: float = 0.0
@@ -60,7 +63,7 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """One piece of one run; the first of each piece is empty and announces it."""
+    """One part of one run; the first of each part is empty and announces it."""
 
     outgoing: Outgoing
     piece: Piece
@@ -99,17 +102,23 @@ class Links:
         self._emit = emit
         self._lock = threading.Lock()
         self._outgoing: dict[bytes, Outgoing] = {}
-        self._links: dict[bytes, Link] = {}
+        self._links: dict[Target, Link] = {}
         self._closing = False
+        self.streams = 1  # to each sink rank
 
     def submit(self, transfer: SourceTransfer) -> None:
-        outgoing = Outgoing(transfer, len(transfer.pieces))
+        routes = tuple(
+            (replace(piece, rect=rect), (endpoint, stream))
+            for piece, endpoint in transfer.pieces
+            for stream, rect in enumerate(piece.rect.split_layers(self.streams))
+        )
+        outgoing = Outgoing(transfer, routes, len(routes))
         with self._lock:
             if transfer.transfer_id in self._outgoing or self._closing:
                 return
             self._outgoing[transfer.transfer_id] = outgoing
-            for piece, endpoint in transfer.pieces:
-                self._put(endpoint, Delivery(outgoing, piece))
+            for piece, target in routes:
+                self._put(target, Delivery(outgoing, piece))
 
     def ready(
         self, transfer_id: bytes, run: BlockRun, block_ids: tuple[int, ...], last: bool
@@ -119,17 +128,17 @@ class Links:
             if outgoing is None or not outgoing.announce(run, last):
                 return
             outgoing.started = outgoing.started or time.monotonic()
-            for piece, endpoint in outgoing.transfer.pieces:
-                self._put(endpoint, Delivery(outgoing, piece, run, block_ids, last))
-            if not outgoing.transfer.pieces and last:
+            for piece, target in outgoing.routes:
+                self._put(target, Delivery(outgoing, piece, run, block_ids, last))
+            if not outgoing.routes and last:
                 outgoing.over = True
         if outgoing.over:
             self._emit(Sent(transfer_id, outgoing.transfer.epoch, 0, 0.0))
 
-    def _put(self, endpoint: bytes, delivery: Delivery) -> None:
-        link = self._links.get(endpoint)
+    def _put(self, target: Target, delivery: Delivery) -> None:
+        link = self._links.get(target)
         if link is None:
-            link = self._links[endpoint] = Link(endpoint, self._dial, self)
+            link = self._links[target] = Link(target, self._dial, self)
         link.queue.put(delivery)
 
     def delivered(self, delivery: Delivery, nbytes: int) -> None:
@@ -159,7 +168,7 @@ class Links:
         with self._lock:
             if not link.queue.empty():
                 return False
-            del self._links[link.endpoint]
+            del self._links[link.target]
             return True
 
     def forget(self, transfer_id: bytes) -> None:
@@ -182,10 +191,10 @@ class Links:
 
 
 class Link:
-    """The way to one sink rank. Deliveries go out in order, one at a time."""
+    """One stream to one sink rank. Deliveries go out in order, one at a time."""
 
-    def __init__(self, endpoint: bytes, dial: Callable[[bytes], Channel], links: Links) -> None:
-        self.endpoint = endpoint
+    def __init__(self, target: Target, dial: Callable[[bytes], Channel], links: Links) -> None:
+        self.target = target
         self.queue: queue.SimpleQueue[Delivery | None] = queue.SimpleQueue()
         self._dial = dial
         self._links = links
@@ -240,7 +249,7 @@ class Link:
 
     def _connect(self) -> Channel:
         try:
-            self._channel = self._dial(self.endpoint)
+            self._channel = self._dial(self.target[0])
         except OSError as error:
             raise TransferError(
                 f"cannot connect to the decode rank: {error}",

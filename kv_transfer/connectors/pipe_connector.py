@@ -171,6 +171,7 @@ class PipeConnector(LinkedConnector):
     def __init__(self, context: RankContext, config: Mapping[str, Any]) -> None:
         super().__init__(context, config)
         self._transport = self.transport(config)
+        self._links.streams = self._transport.streams
 
     @abstractmethod
     def transport(self, config: Mapping[str, Any]) -> PipeTransport:

@@ -20,7 +20,7 @@ from kv_transfer.pipe import PipeListener, PipeTransport
 
 CONNECT_TIMEOUT_S = 5.0
 UNACKED_TIMEOUT_MS = 30_000  # a peer behind a cut link is lost after so long
-BUFFER_NBYTES = 4 << 20
+BUFFER_NBYTES = 4 << 20  # of all streams to a rank
 
 
 class Endpoint(msgspec.Struct):
@@ -34,6 +34,8 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     # Linux always allows Reno. Where BBR is the host's choice, its pacing halves the speed of a
     # transfer within a rack. "" leaves the host's choice.
     congestion_control: str = "reno"
+    # Connections between two ranks. One fills a loopback; a long or shared network may want more.
+    streams: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     # Mutual TLS, as between the roles: `"tls": true` stands for the node's own files.
     tls_cert: str | None = None
     tls_key: str | None = None
@@ -59,6 +61,7 @@ class TCPTransport(PipeTransport):
     def __init__(self, options: Options) -> None:
         self._options = options
         self._tls = options.tls()
+        self.streams = options.streams
         with socket.socket() as probe:
             try:
                 tune(probe, options)
@@ -122,8 +125,8 @@ class TCPListener(PipeListener):
 def tune(sock: socket.socket, options: Options) -> socket.socket:
     """No delay, big buffers, and a silent peer is noticed."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_NBYTES)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_NBYTES)
+    for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        sock.setsockopt(socket.SOL_SOCKET, buffer, BUFFER_NBYTES // options.streams)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
