@@ -54,6 +54,14 @@ class Site:
         tokens = reference.greedy(self.cluster.model, PROMPT, NUM_TOKENS)
         assert text == reference.decode(self.cluster.model, tokens)
 
+    def serves(self) -> str:
+        """The decode node that one more request runs on."""
+        stream = self.ask()
+        events = [next(stream) for _ in range(2)]
+        name = self.cluster.busy("decode")
+        self.check(events + list(stream))
+        return name
+
     def transferred(self) -> int:
         """Bytes of KV that crossed for one more request."""
         response = requests.post(
@@ -86,10 +94,7 @@ def test_a_decode_node_is_cut_off_in_mid_stream_and_comes_back(site: Site) -> No
     site.network.heal(site.hosts[site.decode])
     site.wait_state(site.decode, "ready")
     site.cluster.wait_idle(20)
-    stream = site.ask()
-    events = [next(stream) for _ in range(2)]
-    assert site.cluster.busy("decode") == site.decode  # used again, nothing was restarted
-    site.check(events + list(stream))
+    site.cluster.wait_for(lambda: site.serves() == site.decode)  # nothing was restarted
     site.cluster.wait_idle()
 
 
