@@ -26,7 +26,9 @@ ALLOWED = {
         "common.core", "common.config", "common.obs", "common.rpc", "common.distributed",
         "common.model",
     },
-    "common.cli": {"common.core", "common.config", "common.obs", "common.model"},
+    "common.cli": {
+        "common.core", "common.config", "common.obs", "common.distributed", "common.model",
+    },
     "kv_transfer": {"common.core", "common.config", "common.obs", "common.rpc"},
     "prefill_node": {
         "common.core", "common.config", "common.obs", "common.rpc", "common.engine",

@@ -10,15 +10,9 @@ import torch
 
 from common.config.schema import CacheConfig, EngineConfig, SchedulerConfig
 from common.core.errors import ConfigError
-from common.engine.kv_cache import (
-    KVCache,
-    cache_bytes,
-    check_num_blocks,
-    dimensions,
-    parse_bytes,
-    plan_num_blocks,
-)
+from common.engine.kv_cache import KVCache, cache_bytes, dimensions
 from common.engine.messages import CacheShape
+from common.model.kv_budget import check_num_blocks, parse_bytes, plan_num_blocks
 
 SHAPE = CacheShape(
     layer_start=0,

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from common.config.schema import ModelConfig
 from common.core.errors import ConfigError
 from common.core.model_spec import ModelSpec
-from common.distributed.group import TensorParallelGroup
+from common.distributed.group import GroupCoordinator
 from common.model import dtype as dtypes
 from common.model.decoder import CausalLM
 from common.model.dtype import choose_dtype
@@ -40,7 +40,7 @@ CONFIG: dict[str, Any] = {
 def load(folder: Path, **options: Any) -> CausalLM:
     spec = ModelSpec.from_folder(folder)
     config = ModelConfig(model=str(folder), **options)
-    return load_model(spec, config, TensorParallelGroup(0, 1), CPU, torch.float32)
+    return load_model(spec, config, GroupCoordinator(), CPU, torch.float32)
 
 
 def spec_of(**changes: Any) -> ModelSpec:
@@ -214,7 +214,7 @@ def test_progress_ends_at_the_weights_size() -> None:
     model = load_model(
         spec,
         ModelConfig(model=str(MODELS / "mistral")),
-        TensorParallelGroup(0, 1),
+        GroupCoordinator(),
         CPU,
         torch.float32,
         lambda done, total: seen.append((done, total)),

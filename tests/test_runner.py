@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from common.config.schema import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
-from common.core.errors import ConfigError
+from common.core.errors import ConfigError, NodeError
 from common.core.sampling import SamplingParams
 from common.distributed.executor import Emit, Executor
 from common.distributed.launch import make_executor
@@ -160,6 +160,15 @@ async def test_missing_model_is_a_config_error(size: int, tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="absent"):
         await executor.start()
     await executor.shutdown(1.0)
+
+
+async def test_ranks_that_would_serve_other_models_are_named() -> None:
+    """As on two hosts whose folders differ."""
+    first, second = worker_specs(config(2))
+    second.config["engine"]["model"]["max_model_len"] = 32
+    executor = make_executor([first, second])
+    with pytest.raises(NodeError, match=r"disagree on dtype and context window: .*48.*32"):
+        await executor.start()
 
 
 def test_flatten_names_positions_and_last_rows() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from common.config.schema import ModelConfig
 from common.core.model_spec import ModelSpec
-from common.distributed.group import TensorParallelGroup
+from common.distributed.group import GroupCoordinator
 from common.model.attention import AttentionBatch
 from common.model.decoder import CausalLM
 from common.model.loader import load_model
@@ -32,7 +32,7 @@ def single_threaded_inference() -> Iterator[None]:
 
 def load(folder: Path, group: Any = None) -> CausalLM:
     spec = ModelSpec.from_folder(folder)
-    group = group or TensorParallelGroup(0, 1)
+    group = group or GroupCoordinator()
     return load_model(spec, ModelConfig(model=str(folder)), group, CPU, torch.float32)
 
 

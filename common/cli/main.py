@@ -24,6 +24,11 @@ COMMANDS = {
         "decode": ("decode_node.__main__:main", "node that generates tokens"),
     },
     "Tools": {
+        "plan": ("common.cli.plan:main", "what fits on which GPUs: weights, KV, sequences"),
+        "cluster-check": (
+            "common.cli.cluster_check:main",
+            "check and measure the collectives between ranks",
+        ),
         "certs": ("common.cli.certs:main", "make a trial CA and a certificate for the roles"),
         "bench": ("common.cli.main:bench", "load generator (from a source checkout)"),
         "model": ("common.cli.model:main", "unpack the embedded model, print its folder"),
@@ -61,7 +66,7 @@ def help_text() -> str:
     ]
     for title, commands in COMMANDS.items():
         lines += ["", f"{title}:"]
-        lines += [f"  {name:<10}{summary}" for name, (_, summary) in commands.items()]
+        lines += [f"  {name:<15}{summary}" for name, (_, summary) in commands.items()]
     return "\n".join([*lines, "", "pdserve COMMAND --help lists the options of a command."])
 
 

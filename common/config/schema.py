@@ -62,6 +62,11 @@ class ParallelConfig:
     distributed_timeout: float = option(
         30.0, "seconds after which a silent rank is dead", minimum=0.1
     )
+    device_communicator: str = option(
+        "auto",
+        "what carries tensors between the ranks of a node: shm, gloo, nccl, symm_mem, an entry "
+        "point or module:Class; auto: nccl for CUDA, shm for CPU ranks of one host, else gloo",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,3 +327,65 @@ class ClusterConfig:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConfig:
+    """Plan
+
+    `pdserve plan`: the options of a node that decide what fits on its GPUs, and what they are.
+    """
+
+    model: str | None = option(None, "folder of a Hugging Face checkpoint, or its config.json")
+    gpu_memory: str | None = option(None, "memory of one GPU, e.g. 24GiB")
+    tensor_parallel_size: int = option(
+        1, "ranks each stage is split over, in both roles", short="--tp", minimum=1
+    )
+    pipeline_parallel_size: int = option(
+        1, "stages the layers are split into, in both roles", short="--pp", minimum=1
+    )
+    prefill_tp: int | None = option(None, "of prefill nodes (default: --tp)", minimum=1)
+    decode_tp: int | None = option(None, "of decode nodes (default: --tp)", minimum=1)
+    prefill_pp: int | None = option(None, "of prefill nodes (default: --pp)", minimum=1)
+    decode_pp: int | None = option(None, "of decode nodes (default: --pp)", minimum=1)
+    pipeline_partition: str | None = option(
+        None,
+        "layers of each stage, e.g. 9,8,8,5 (default: even, the first stages one more)",
+        metavar="N,N,...",
+    )
+    max_model_len: int | None = option(
+        None, "context window in tokens (default: the model's)", minimum=1
+    )
+    dtype: str = option(
+        "auto",
+        "compute and KV dtype; auto: the checkpoint's",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    quantization: str | None = option(
+        None,
+        "weights of linear layers: int8, a scale per output channel; int4, a scale and a zero "
+        "point for 128 weights",
+        choices=("int8", "int4"),
+    )
+    gpu_memory_utilization: float = option(
+        CacheConfig().gpu_memory_utilization,
+        "share of each GPU a node may use",
+        minimum=0.01,
+        maximum=1.0,
+    )
+    kv_cache_memory: str | None = option(
+        None, "KV cache per rank, e.g. 2GiB (default: the rest of the GPU)"
+    )
+    block_size: int = option(CacheConfig().block_size, "tokens per KV block", minimum=1)
+    max_num_seqs: int = option(
+        SchedulerConfig().max_num_seqs, "sequences computed in one step", minimum=1
+    )
+    max_num_batched_tokens: int = option(
+        SchedulerConfig().max_num_batched_tokens,
+        "tokens computed in one step (chunk size)",
+        minimum=1,
+    )
+    json: bool = option(False, "print JSON, in bytes, instead of a table")
+    topology: bool = option(
+        False, "also read how this host's GPUs are connected and advise (alone: without --model)"
+    )

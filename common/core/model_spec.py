@@ -99,6 +99,11 @@ class ModelSpec:
         )
 
     @classmethod
+    def from_file(cls, path: str | Path) -> ModelSpec:
+        """As `from_folder`, from a `config.json` alone, under any name."""
+        return cls.from_config(_read_json(Path(path)))
+
+    @classmethod
     def from_config(
         cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None
     ) -> ModelSpec:

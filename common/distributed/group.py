@@ -1,90 +1,222 @@
-"""Collectives among the ranks of one node, over torch.distributed (gloo on CPU, NCCL on CUDA).
+"""A group of ranks and its collectives.
 
-The group is an object that is passed to whoever needs it: torch's default group is not used,
-so several groups live side by side. Every wait has an end: a rank that is silent for `timeout`
-seconds, or whose connection closes, is a NodeError in the others.
+The group is an object that is passed to whoever needs it. Every wait has an end: a rank that is
+gone, or silent for `timeout` seconds, is a `NodeError` (code RANK_LOST) in all others, and from
+then on the group answers with that error only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import timedelta
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
+import msgspec
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
 from common.core.errors import NodeError
+from common.distributed.communicator import DeviceCommunicator, rank_lost
+from common.distributed.tensor_dict import TensorDict, from_outline, outline
+
+T = TypeVar("T")
+
+CPU = torch.device("cpu")
 
 
-class TensorParallelGroup:
-    """Rank `rank` of `size`. A group of one does nothing and needs no `init_method`."""
+class GroupCoordinator:
+    """Rank `rank` of `size`; `ranks` are the members as the world numbers them. All ranks below
+    (`src`, `dst`) are counted within the group.
+
+    Tensors may be of any dtype, not contiguous, or empty; they live on the CPU or on the group's
+    device. All ranks make the same calls in one order, with equal shapes and dtypes. A group of
+    one returns what it is given. Not to be used by two threads at once.
+    """
 
     def __init__(
         self,
-        rank: int,
-        size: int,
-        init_method: str = "",
-        device: torch.device | None = None,
-        timeout: float = 30.0,
+        name: str = "alone",
+        ranks: Sequence[int] = (0,),
+        rank: int = 0,
+        communicators: dict[str, DeviceCommunicator] | None = None,
+        device: torch.device = CPU,
     ) -> None:
-        """Blocks until all ranks have met at `init_method` ("file:///new/path" or "tcp://…").
-
-        Raises:
-            NodeError: not all of them came within `timeout` seconds.
-        """
+        """`communicators` by type of device; a group of one needs none."""
+        self.name = name
+        self.ranks = tuple(ranks)
         self.rank = rank
-        self.size = size
-        self._group: Any = None
-        if size > 1:
-            with _peer_errors("the ranks could not meet"):
-                self._group = _connect(rank, size, init_method, device, timedelta(seconds=timeout))
+        self.size = len(self.ranks)
+        self.device = device
+        self._communicators = communicators or {}
+        self._broken: NodeError | None = None
 
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sums `tensor` over the ranks, in place, and returns it."""
-        if self.size > 1:
-            with _peer_errors("all-reduce failed"):
-                self._group.allreduce([tensor]).wait()
-        return tensor
+    @property
+    def transport(self) -> str:
+        """What carries tensors of the group's device."""
+        return self._communicators[self.device.type].transport if self.size > 1 else "none"
 
-    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """The ranks' tensors (of equal shape), joined along `dim` in the order of ranks."""
+    # ---- collectives ----
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sums `tensor` over the ranks, in place, and returns it. Bit-identical on all ranks."""
+        if self.size == 1 or tensor.numel() == 0:
+            return tensor
+        whole = tensor.contiguous()
+        self._run("all-reduce", tensor, lambda via: via.all_reduce(whole))
+        return tensor if whole is tensor else tensor.copy_(whole)
+
+    def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
+        """The ranks' tensors, joined along `dim` in the order of ranks."""
         if self.size == 1:
             return tensor
-        tensor = tensor.contiguous()
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        with _peer_errors("all-gather failed"):
-            self._group.allgather([parts], [tensor]).wait()
-        return torch.cat(parts, dim=dim)
+        if tensor.numel() == 0:
+            return torch.cat([tensor] * self.size, dim)
+        part = tensor.contiguous()
+        return _join(self._run("all-gather", tensor, lambda via: via.all_gather(part)), dim)
+
+    def reduce_scatter(self, tensor: Tensor, dim: int = -1) -> Tensor:
+        """This rank's share, of `size` equal ones along `dim`, of the sum over the ranks."""
+        if self.size == 1:
+            return tensor
+        dim %= tensor.ndim
+        if tensor.shape[dim] % self.size:
+            raise ValueError(f"{self.size} ranks cannot share {tensor.shape[dim]} rows equally")
+        shares = tensor.unflatten(dim, (self.size, tensor.shape[dim] // self.size))
+        rows = shares.movedim(dim, 0).contiguous()
+        if rows.numel() == 0:
+            return rows[self.rank]
+        return self._run("reduce-scatter", tensor, lambda via: via.reduce_scatter(rows))
+
+    def gather(self, tensor: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
+        """As `all_gather`, but only on rank `dst`; None elsewhere."""
+        if self.size == 1 or tensor.numel() == 0:
+            return self.all_gather(tensor, dim) if self.rank == dst else None
+        part = tensor.contiguous()
+        rows = self._run("gather", tensor, lambda via: via.gather(part, dst))
+        return None if rows is None else _join(rows, dim)
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        """Fills `tensor` with that of rank `src`, and returns it."""
+        if self.size == 1 or tensor.numel() == 0:
+            return tensor
+        whole = tensor.contiguous()
+        self._run("broadcast", tensor, lambda via: via.broadcast(whole, src))
+        return tensor if whole is tensor else tensor.copy_(whole)
+
+    def barrier(self) -> None:
+        """Returns when all ranks have called it."""
+        if self.size > 1:
+            self._run("barrier", None, lambda via: via.barrier())
+
+    # ---- from one rank to another ----
+
+    def send(self, tensor: Tensor, dst: int) -> None:
+        """Returns when `tensor` may be written again."""
+        if tensor.numel():
+            part = tensor.contiguous()
+            self._run("send", tensor, lambda via: via.send(part, dst))
+
+    def recv(self, shape: Iterable[int], dtype: torch.dtype, src: int) -> Tensor:
+        """The tensor that rank `src` sends, on the group's device."""
+        return self._recv_into(torch.empty(tuple(shape), dtype=dtype, device=self.device), src)
+
+    def _recv_into(self, tensor: Tensor, src: int) -> Tensor:
+        if tensor.numel():
+            self._run("recv", tensor, lambda via: via.recv(tensor, src))
+        return tensor
+
+    # ---- dicts, bytes, agreement ----
+
+    def broadcast_tensor_dict(self, items: TensorDict | None, src: int = 0) -> dict[str, Any]:
+        """The dict of rank `src` (the others pass None); see `TensorDict` for what it may hold."""
+        if self.rank == src:
+            assert items is not None
+            body, tensors = outline(items)
+            self._broadcast_bytes(body, src)
+            for tensor in tensors:
+                self.broadcast(tensor, src)
+            return dict(items)
+        received = from_outline(self._broadcast_bytes(b"", src), self.device)
+        for tensor in _tensors(received):
+            self.broadcast(tensor, src)
+        return received
+
+    def send_tensor_dict(self, items: TensorDict, dst: int) -> None:
+        body, tensors = outline(items)
+        self.send(torch.tensor([len(body)]), dst)
+        self.send(_as_tensor(body), dst)
+        for tensor in tensors:
+            self.send(tensor, dst)
+
+    def recv_tensor_dict(self, src: int) -> dict[str, Any]:
+        count = int(self._recv_into(torch.empty(1, dtype=torch.int64), src))
+        body = self._recv_into(torch.empty(count, dtype=torch.uint8), src)
+        received = from_outline(bytes(body.numpy()), self.device)
+        for tensor in _tensors(received):
+            self._recv_into(tensor, src)
+        return received
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """What each rank passed, of any length, in the order of ranks."""
+        counts = self.all_gather(torch.tensor([len(data)]), dim=0).tolist()
+        padded = _as_tensor(data.ljust(max(counts), b"\0"))
+        rows = self.all_gather(padded[None], dim=0)
+        return [bytes(row[:count].numpy()) for row, count in zip(rows, counts, strict=True)]
+
+    def agree(self, value: Any, what: str) -> None:
+        """Returns if `value` (plain data) is equal on all ranks.
+
+        Raises:
+            NodeError: RANKS_DISAGREE, on every rank; it names who holds which value of `what`.
+        """
+        holders: dict[bytes, list[int]] = {}
+        bodies = self.all_gather_bytes(msgspec.msgpack.encode(value, order="deterministic"))
+        for rank, body in zip(self.ranks, bodies, strict=True):
+            holders.setdefault(body, []).append(rank)
+        if len(holders) > 1:
+            views = (
+                f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))}: "
+                f"{msgspec.msgpack.decode(body)}"
+                for body, ranks in holders.items()
+            )
+            message = f"the {self.name} ranks disagree on {what}: {'; '.join(views)}"
+            raise NodeError(message, code="RANKS_DISAGREE")
+
+    def _broadcast_bytes(self, data: bytes, src: int) -> bytes:
+        count = int(self.broadcast(torch.tensor([len(data)]), src))
+        body = _as_tensor(data) if self.rank == src else torch.empty(count, dtype=torch.uint8)
+        return bytes(self.broadcast(body, src).numpy())
+
+    # ---- the end ----
 
     def close(self) -> None:
-        """Leaves the group; no collective may follow."""
-        if self._group is not None:
-            self._group.shutdown()
-            self._group = None
+        """Leaves the group; no collective may follow. May be called again."""
+        for communicator in self._communicators.values():
+            communicator.close()
+
+    def _run(self, what: str, tensor: Tensor | None, call: Callable[[DeviceCommunicator], T]) -> T:
+        """torch reports a lost or silent peer as a RuntimeError (DistError is one)."""
+        if self._broken is not None:
+            raise self._broken
+        place = self.device if tensor is None else tensor.device
+        try:
+            return call(self._communicators[place.type])
+        except (NodeError, RuntimeError) as error:
+            reason = error.message if isinstance(error, NodeError) else str(error).splitlines()[0]
+            self._broken = rank_lost(f"{what} among {self.name} ranks failed: {reason}")
+            self.close()  # whoever waits for this rank hears of it now, not after its own timeout
+            raise self._broken from error
 
 
-def _connect(
-    rank: int, size: int, init_method: str, device: torch.device | None, timeout: timedelta
-) -> Any:
-    store, _, _ = next(dist.rendezvous(init_method, rank, size, timeout=timeout))
-    if device is not None and device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    # torch has no public name for gloo's options. They are needed to bind to loopback: by
-    # default gloo listens on whatever address the host's name resolves to.
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    options._timeout = timeout
-    return dist.ProcessGroupGloo(store, rank, size, options)
+def _join(rows: Tensor, dim: int) -> Tensor:
+    """`[size, *]` → the rows side by side along `dim`."""
+    if dim % (rows.ndim - 1) == 0:
+        return rows.flatten(0, 1)
+    return torch.cat(rows.unbind(0), dim)
 
 
-@contextmanager
-def _peer_errors(what: str) -> Iterator[None]:
-    """torch reports a lost or silent peer as a RuntimeError (DistError is one)."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise NodeError(f"{what}: {str(error).splitlines()[0]}", code="RANK_LOST") from error
+def _tensors(items: TensorDict) -> list[Tensor]:
+    return [value for value in items.values() if isinstance(value, Tensor)]
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()

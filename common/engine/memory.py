@@ -6,10 +6,14 @@ import psutil
 import torch
 
 from common.config.schema import EngineConfig
-from common.engine.kv_cache import CPU_MEMORY_LIMIT, CPU_MEMORY_SHARE, KVCache, resized
+from common.engine.kv_cache import KVCache, resized
 from common.engine.messages import CacheShape
 from common.engine.runner import ModelRunner, made_up_blocks
 from common.model.decoder import CausalLM
+from common.model.kv_budget import gpu_cache_bytes
+
+CPU_MEMORY_SHARE = 0.1  # of the available RAM, per rank, unless --kv-cache-memory says more
+CPU_MEMORY_LIMIT = 4 * 2**30
 
 
 def available_bytes(
@@ -22,7 +26,7 @@ def available_bytes(
     peak = _peak_of_largest_step(config, model, shape, device)
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
-    return int(total * config.cache.gpu_memory_utilization) - others - peak
+    return gpu_cache_bytes(total, config.cache.gpu_memory_utilization, others, peak)
 
 
 def _peak_of_largest_step(

@@ -17,20 +17,20 @@ from common.config.schema import EngineConfig, LogConfig
 from common.core.errors import ConfigError
 from common.core.model_spec import ModelSpec
 from common.core.plugins import import_string
+from common.distributed.environment import init_distributed_environment
 from common.distributed.executor import Emit, Extension, WorkerSpec
-from common.distributed.group import TensorParallelGroup
-from common.engine.kv_cache import (
-    KVCache,
-    cache_bytes,
-    check_num_blocks,
-    plan_num_blocks,
-    resized,
+from common.distributed.group import GroupCoordinator
+from common.distributed.parallel_state import (
+    ParallelState,
+    initialize_model_parallel,
 )
+from common.engine.kv_cache import KVCache, cache_bytes, resized
 from common.engine.memory import available_bytes
 from common.engine.messages import CacheShape, RankReady, StepBatch
 from common.engine.runner import ModelRunner
 from common.model.decoder import CausalLM
 from common.model.dtype import choose_dtype, dtype_name
+from common.model.kv_budget import check_num_blocks, format_bytes, plan_num_blocks
 from common.model.loader import load_model
 
 logger = logging.getLogger(__name__)
@@ -85,28 +85,26 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
 
     Raises:
         ConfigError: the model, its files or the memory do not allow this configuration.
-        NodeError: another rank did not come or died meanwhile.
+        NodeError: another rank did not come, died meanwhile, or has another dtype or context
+            window.
     """
     config = msgspec.convert(spec.config, WorkerConfig)
     engine = config.engine
     device = choose_device(engine.parallel.device, spec.rank)
     _set_threads(engine.parallel.cpu_threads, spec.world_size)
     model_spec, max_model_len = _read_model(engine)
-    group = TensorParallelGroup(
-        spec.rank,
-        spec.world_size,
-        spec.init_method,
-        device,
-        engine.parallel.distributed_timeout,
-    )
+    state = _meet(spec, engine, device)
+    group = state.tp
     dtype = choose_dtype(engine.model.dtype, model_spec.dtype, device)
+    # Each host chooses by what its CPU can do, and reads its own copy of the folder.
+    state.world.agree([dtype_name(dtype), max_model_len], "dtype and context window")
     model = load_model(model_spec, engine.model, group, device, dtype, _Progress(spec.rank))
     shape = _cache_shape(model_spec, engine, group, dtype)
     cache = _allocate(engine, model, shape, max_model_len, group, device)
     runner = ModelRunner(model, cache.tensor, device, samples=spec.rank == 0)
     _warm_up(runner, engine)
     extension = _build_extension(config.extension, cache, spec.rank, emit)
-    return ModelWorker(spec.rank, group, runner, cache, extension)
+    return ModelWorker(spec.rank, state, runner, cache, extension)
 
 
 class ModelWorker:
@@ -115,13 +113,13 @@ class ModelWorker:
     def __init__(
         self,
         rank: int,
-        group: TensorParallelGroup,
+        state: ParallelState,
         runner: ModelRunner,
         cache: KVCache,
         extension: CacheExtension | None,
     ) -> None:
         self._rank = rank
-        self._group = group
+        self._state = state
         self._runner = runner
         self._cache = cache
         self._extension = extension
@@ -146,7 +144,7 @@ class ModelWorker:
         return self._encoder.encode(self._runner.run(self._decoder.decode(message)))
 
     def close(self) -> None:
-        self._group.close()
+        self._state.close()
         self._cache.close()
 
 
@@ -177,6 +175,19 @@ def _set_threads(requested: int, world_size: int) -> None:
     torch.set_num_threads(requested or max(1, cores // world_size))
 
 
+def _meet(spec: WorkerSpec, engine: EngineConfig, device: torch.device) -> ParallelState:
+    parallel = engine.parallel
+    environment = init_distributed_environment(
+        spec.rank,
+        spec.world_size,
+        spec.init_method,
+        device,
+        parallel.distributed_timeout,
+        parallel.device_communicator,
+    )
+    return initialize_model_parallel(environment, parallel.tensor_parallel_size)
+
+
 def _read_model(engine: EngineConfig) -> tuple[ModelSpec, int]:
     """The model's spec and the context window to serve."""
     if engine.model.model is None:
@@ -197,12 +208,12 @@ class _Progress:
     def __call__(self, done: int, total: int) -> None:
         quarters = 4 * done // max(total, 1)
         if quarters > self._quarters and not self._quiet:
-            logger.info("loading weights: %d %% of %s", 25 * quarters, _size(total))
+            logger.info("loading weights: %d %% of %s", 25 * quarters, format_bytes(total))
         self._quarters = quarters
 
 
 def _cache_shape(
-    spec: ModelSpec, engine: EngineConfig, group: TensorParallelGroup, dtype: torch.dtype
+    spec: ModelSpec, engine: EngineConfig, group: GroupCoordinator, dtype: torch.dtype
 ) -> CacheShape:
     """This rank's cache, of one block: its size is not known yet."""
     head_start, head_end = spec.kv_head_range(group.rank, group.size)
@@ -223,7 +234,7 @@ def _allocate(
     model: CausalLM,
     shape: CacheShape,
     max_model_len: int,
-    group: TensorParallelGroup,
+    group: GroupCoordinator,
     device: torch.device,
 ) -> KVCache:
     """As many blocks as the rank with the least room has."""
@@ -234,7 +245,7 @@ def _allocate(
     check_num_blocks(engine, num_blocks, max_model_len)
     shape = resized(shape, num_blocks)
     if group.rank == 0:
-        tokens, size = num_blocks * shape.block_size, _size(cache_bytes(shape))
+        tokens, size = num_blocks * shape.block_size, format_bytes(cache_bytes(shape))
         logger.info("# KV blocks: %d (= %d tokens, %s per rank)", num_blocks, tokens, size)
     return KVCache.allocate(shape, device)
 
@@ -258,7 +269,3 @@ def _build_extension(
         cache.tensor, cache.shape, cache.fd, rank, config.config, emit
     )
     return extension
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.core.model_spec import ModelSpec
-from common.distributed.group import TensorParallelGroup
+from common.distributed.group import GroupCoordinator
 from common.model.attention import AttentionBackend, AttentionContext, AttentionShape
 from common.model.backends import make_backend
 from common.model.layers import (
@@ -116,7 +116,7 @@ class CausalLM:
     def __init__(
         self,
         spec: ModelSpec,
-        group: TensorParallelGroup,
+        group: GroupCoordinator,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
@@ -175,6 +175,6 @@ class CausalLM:
         return sum(shard.target.nbytes for shard in self.shards())
 
 
-def _attention_shape(spec: ModelSpec, group: TensorParallelGroup) -> AttentionShape:
+def _attention_shape(spec: ModelSpec, group: GroupCoordinator) -> AttentionShape:
     start, end = spec.kv_head_range(group.rank, group.size)
     return AttentionShape(spec.num_heads // group.size, end - start, spec.head_dim)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.core.model_spec import ModelSpec
-from common.distributed.group import TensorParallelGroup
+from common.distributed.group import GroupCoordinator
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def shards_of(*parts: Sharded) -> Iterator[Shard]:
 class Placement:
     """Where one rank's tensors live."""
 
-    group: TensorParallelGroup
+    group: GroupCoordinator
     device: torch.device
     dtype: torch.dtype
 

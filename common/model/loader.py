@@ -18,7 +18,7 @@ from torch import Tensor
 from common.config.schema import ModelConfig
 from common.core.errors import ConfigError
 from common.core.model_spec import ModelSpec
-from common.distributed.group import TensorParallelGroup
+from common.distributed.group import GroupCoordinator
 from common.model.decoder import CausalLM
 from common.model.layers import Shard
 
@@ -31,7 +31,7 @@ DUMMY_SCALE = 0.05
 def load_model(
     spec: ModelSpec,
     config: ModelConfig,
-    group: TensorParallelGroup,
+    group: GroupCoordinator,
     device: torch.device,
     dtype: torch.dtype,
     on_progress: OnProgress | None = None,

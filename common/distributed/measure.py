@@ -1,0 +1,176 @@
+"""Whether a group's collectives are right, and how fast they are."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.core.errors import NodeError
+from common.distributed.group import GroupCoordinator
+
+DTYPES = (
+    *(torch.float32, torch.bfloat16, torch.float16),
+    *(torch.int64, torch.int32, torch.uint8, torch.bool),
+)
+_CALIBRATION = 3  # calls that decide how many are timed
+_MOST_CALLS = 1000
+_LOST = "[RANK_LOST"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One collective with one dtype, on one rank. `error` is empty where the result was right."""
+
+    group: str
+    operation: str
+    dtype: str
+    rank: int  # in the world
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """`nbytes` is what each rank passes; GB/s is that over the latency (no factor for what an
+    algorithm moves in between)."""
+
+    group: str
+    operation: str
+    nbytes: int
+    latency_us: float  # median of one call, on the group's first rank
+    gb_per_s: float
+
+
+# ---- right? ----
+
+
+def verify(group: GroupCoordinator) -> list[Check]:
+    """Every collective, with every dtype, a tensor that is not contiguous and an empty one.
+    All ranks call it. After a lost rank only that error is told."""
+    checks = []
+    for dtype in DTYPES:
+        for operation, error in _verify(group, dtype):
+            name = str(dtype).removeprefix("torch.")
+            checks.append(Check(group.name, operation, name, group.ranks[group.rank], error))
+            if error.startswith(_LOST):
+                return checks
+    return checks
+
+
+def _verify(group: GroupCoordinator, dtype: torch.dtype) -> Iterator[tuple[str, str]]:
+    size, rank = group.size, group.rank
+    whole = [_sample(peer, size, dtype, group.device) for peer in range(size)]
+    mine, total = whole[rank], _total(whole)
+    joined, share = torch.cat(whole, 1), total.shape[1] // size
+    nothing = mine[:0]
+    after, before = (rank + 1) % size, (rank - 1) % size
+
+    def send_recv() -> Tensor:
+        if rank % 2 == 0:  # in a ring of odd length rank 0 meets the last rank, even too
+            group.send(mine, after)
+            return group.recv(mine.shape, dtype, before)
+        received = group.recv(mine.shape, dtype, before)
+        group.send(mine, after)
+        return received
+
+    gathered = joined if rank == size - 1 else None
+    cases: list[tuple[str, Callable[[], Tensor | None], Tensor | None]] = [
+        ("all_reduce", lambda: group.all_reduce(mine.clone()), total),
+        ("all_gather", lambda: group.all_gather(mine, 1), joined),
+        (
+            "reduce_scatter",
+            lambda: group.reduce_scatter(mine, 1),
+            total[:, rank * share : (rank + 1) * share],
+        ),
+        ("gather", lambda: group.gather(mine, size - 1, 1), gathered),
+        ("broadcast", lambda: group.broadcast(mine.clone(), size - 1), whole[-1]),
+        ("send, recv", send_recv, whole[before]),
+        ("empty", lambda: group.all_gather(group.all_reduce(nothing), 0), nothing),
+    ]
+    for name, run, expected in cases:
+        yield name, _compare(run, expected)
+
+
+def _sample(rank: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`[3, 4 * size]`, not contiguous; small whole numbers, whose sums every dtype holds."""
+    numbers = torch.arange(24 * size, device=device).view(3, 8 * size) + 3 * rank
+    return (numbers % 7 % (2 if dtype is torch.bool else 7)).to(dtype)[:, ::2]
+
+
+def _total(parts: list[Tensor]) -> Tensor:
+    wide = torch.stack([part.to(torch.float64) for part in parts]).sum(0)
+    return wide.to(parts[0].dtype)
+
+
+def _compare(run: Callable[[], Tensor | None], expected: Tensor | None) -> str:
+    try:
+        result = run()
+    except NodeError as error:
+        return str(error)
+    if result is None or expected is None:
+        return "" if result is expected else f"{_shape(result)} came, not {_shape(expected)}"
+    if result.shape != expected.shape or result.dtype != expected.dtype:
+        return f"{_shape(result)} came, not {_shape(expected)}"
+    wrong = int((result != expected).sum())
+    return f"{wrong} of {expected.numel()} numbers are wrong" if wrong else ""
+
+
+def _shape(tensor: Tensor | None) -> str:
+    return "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+
+
+# ---- fast? ----
+
+
+def _ping_pong(group: GroupCoordinator, tensor: Tensor) -> None:
+    """There and back between the first two ranks."""
+    if group.rank == 0:
+        group.send(tensor, 1)
+    if group.rank < 2:
+        group.recv(tensor.shape, tensor.dtype, 1 - group.rank)
+    if group.rank == 1:
+        group.send(tensor, 0)
+
+
+OPERATIONS: dict[str, Callable[[GroupCoordinator, Tensor], object]] = {
+    "all_reduce": GroupCoordinator.all_reduce,
+    "all_gather": lambda group, tensor: group.all_gather(tensor, 0),
+    "reduce_scatter": lambda group, tensor: group.reduce_scatter(tensor, 0),
+    "broadcast": GroupCoordinator.broadcast,
+    "send, recv": _ping_pong,
+}
+
+
+def measure(group: GroupCoordinator, operation: str, nbytes: int, seconds: float) -> Figure:
+    """Calls `operation` on float32 tensors of `nbytes` (at least one number per rank) for about
+    `seconds`. All ranks call it; the first one's figure counts."""
+    count = max(nbytes // 4 // group.size, 1) * group.size
+    tensor = torch.zeros(count, device=group.device)
+    call, trips = OPERATIONS[operation], 2 if operation == "send, recv" else 1
+    latency = time_calls(group, lambda: call(group, tensor), seconds) / trips
+    return Figure(
+        group.name, operation, tensor.nbytes, latency * 1e6, tensor.nbytes / latency / 1e9
+    )
+
+
+def time_calls(group: GroupCoordinator, call: Callable[[], object], seconds: float) -> float:
+    """Median seconds of one call, which all ranks make together."""
+    trial = statistics.median(_times(group, call, _CALIBRATION))
+    calls = torch.tensor([min(max(int(seconds / trial), _CALIBRATION), _MOST_CALLS)])
+    return statistics.median(_times(group, call, int(group.broadcast(calls, 0))))
+
+
+def _times(group: GroupCoordinator, call: Callable[[], object], count: int) -> list[float]:
+    group.barrier()
+    times = []
+    for _ in range(count):
+        started = time.perf_counter()
+        call()
+        if group.device.type == "cuda":
+            torch.cuda.synchronize(group.device)
+        times.append(time.perf_counter() - started)
+    return times

@@ -1,0 +1,152 @@
+"""Who is in which group: the world, its tensor-, pipeline- and expert-parallel groups.
+
+    environment = init_distributed_environment(rank, world_size, init_method)
+    state = initialize_model_parallel(environment, tensor_parallel_size=2, pipeline_parallel_size=2)
+    state.tp.all_reduce(…)
+
+Groups are objects, passed to whoever needs them; the engine does only that. The functions at the
+end are the field's standard names, for authors of models and plugins: they speak for the state
+that was made last on the calling thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from common.core.errors import ConfigError, NodeError
+from common.distributed.environment import DistributedEnvironment
+from common.distributed.group import GroupCoordinator
+
+logger = logging.getLogger(__name__)
+
+Layout = dict[str, list[list[int]]]
+
+
+def group_layout(world: int, tp: int, pp: int = 1, ep: int = 1) -> Layout:
+    """Which ranks form which groups, by "world", "tp", "pp" and "ep".
+
+    Neighbours form the TP group, since they talk most; the stages of a pipeline are `tp` ranks
+    apart. Experts are spread over the ranks of a TP group: `ep` of them hold different experts,
+    and the `tp / ep` neighbours that hold the same ones split each of them by tensor parallelism.
+
+        4 ranks, tp = 2, pp = 2:   tp [0, 1] [2, 3]   pp [0, 2] [1, 3]
+
+    Raises:
+        ConfigError: `world` is not `tp * pp`, or `ep` does not divide `tp`.
+    """
+    if min(tp, pp, ep) < 1 or world != tp * pp:
+        raise ConfigError(f"{world} ranks are not {tp} (tensor) x {pp} (pipeline) parallel")
+    if tp % ep:
+        raise ConfigError(
+            f"--expert-parallel-size {ep} must divide --tensor-parallel-size {tp}: experts are "
+            "spread over the ranks of a tensor-parallel group"
+        )
+    ranks, share = list(range(world)), tp // ep
+    tensor = [ranks[start : start + tp] for start in range(0, world, tp)]
+    return {
+        "world": [ranks],
+        "tp": tensor,
+        "pp": [ranks[start::tp] for start in range(tp)],
+        "ep": [group[start::share] for group in tensor for start in range(share)],
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelState:
+    """A rank's groups."""
+
+    world: GroupCoordinator
+    tp: GroupCoordinator
+    pp: GroupCoordinator
+    ep: GroupCoordinator
+    layout: Layout
+
+    def close(self) -> None:
+        for group in (self.world, self.tp, self.pp, self.ep):
+            group.close()
+
+
+def initialize_model_parallel(
+    environment: DistributedEnvironment,
+    tensor_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
+    expert_parallel_size: int = 1,
+) -> ParallelState:
+    """This rank's groups, laid out by `group_layout`; from now on the functions below speak for
+    them on this thread.
+
+    Raises:
+        ConfigError: the sizes do not fit the world.
+        NodeError: RANK_LOST, a rank went away meanwhile.
+    """
+    layout = group_layout(
+        environment.world_size, tensor_parallel_size, pipeline_parallel_size, expert_parallel_size
+    )
+    groups = {name: _own(environment, name, groups) for name, groups in layout.items()}
+    state = ParallelState(**groups, layout=layout)
+    if environment.rank == 0 and environment.world_size > 1:
+        for line in describe(state):
+            logger.info(line)
+    _current.set(state)
+    return state
+
+
+def describe(state: ParallelState) -> list[str]:
+    """One line for each kind of group: its members, and what carries this rank's tensors."""
+    groups = {"world": state.world, "tp": state.tp, "pp": state.pp, "ep": state.ep}
+    return [
+        f"{name} groups: {' '.join(map(str, state.layout[name]))}  ({group.transport})"
+        for name, group in groups.items()
+    ]
+
+
+def _own(
+    environment: DistributedEnvironment, name: str, groups: list[list[int]]
+) -> GroupCoordinator:
+    ranks = next(ranks for ranks in groups if environment.rank in ranks)
+    return environment.group(name, ranks)
+
+
+# ---- the standard names ----
+
+_current: ContextVar[ParallelState] = ContextVar("parallel_state")
+
+
+def get_parallel_state() -> ParallelState:
+    """Raises NodeError if `initialize_model_parallel` was not called on this thread."""
+    state = _current.get(None)
+    if state is None:
+        raise NodeError("there are no groups on this thread: call initialize_model_parallel first")
+    return state
+
+
+def tensor_model_parallel_all_reduce(tensor: Tensor) -> Tensor:
+    return get_parallel_state().tp.all_reduce(tensor)
+
+
+def tensor_model_parallel_all_gather(tensor: Tensor, dim: int = -1) -> Tensor:
+    return get_parallel_state().tp.all_gather(tensor, dim)
+
+
+def tensor_model_parallel_reduce_scatter(tensor: Tensor, dim: int = -1) -> Tensor:
+    return get_parallel_state().tp.reduce_scatter(tensor, dim)
+
+
+def get_tensor_model_parallel_rank() -> int:
+    return get_parallel_state().tp.rank
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    return get_parallel_state().tp.size
+
+
+def get_pipeline_model_parallel_rank() -> int:
+    return get_parallel_state().pp.rank
+
+
+def get_pipeline_model_parallel_world_size() -> int:
+    return get_parallel_state().pp.size

@@ -1,0 +1,167 @@
+"""A meeting place in memory: ranks of one host publish bytes, wait for each other, read.
+
+    segment = | words | slots of even rounds, one per rank | slots of odd rounds, one per rank |
+    words   = round[rank] for each rank, and `complete`, each on a cache line of its own
+
+A round n: each rank writes its slot of parity n % 2, then round[rank] = n. Whoever then sees
+n (or n + 1) in all words writes `complete` = n and wakes the others, which wait for it: briefly
+by looking, then asleep on a futex. Then everybody reads every slot.
+
+Two slots per rank suffice: who writes round n + 2 has seen all ranks in n + 1, and a rank gets
+there only after it has read what it wanted of n.
+
+The segment is an anonymous memory file. Its descriptor is handed over a socket, once, with the
+read end of a pipe whose write end each rank keeps: the kernel closes that with the process,
+however it ends, so everybody hears of every death, and nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import select
+import threading
+import time
+
+import torch
+from torch import Tensor
+
+from common.distributed.communicator import rank_lost
+from common.distributed.descriptors import Descriptors
+
+SLOT_BYTES = 1 << 20
+_LINE = 16  # uint32 words in a cache line
+_MASK = 2**32 - 1
+_SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # linux/futex.h, x86-64
+_SLICE = 0.05  # seconds asleep between two looks for the dead
+# Seconds of looking before sleep: some times what a sleep and a wake-up cost. Each look gives the
+# core away, since the one waited for may want this very core.
+_SPIN = 200e-6
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_syscall = ctypes.CDLL(None, use_errno=True).syscall
+_syscall.argtypes = [
+    *(ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32),
+    ctypes.POINTER(_Timespec),
+]
+
+
+class SharedMemory:
+    """One rank's view of the segment."""
+
+    def __init__(self, rank: int, ranks: tuple[int, ...], shared: Descriptors) -> None:
+        """`ranks`: as the world numbers them. All descriptors become this object's."""
+        size = len(ranks)
+        memory = mmap.mmap(shared.segment, segment_bytes(size))
+        self._rank, self._ranks, self._shared = rank, ranks, shared
+        self._words = memoryview(memory).cast("I")
+        self._complete = size * _LINE
+        word = ctypes.c_uint32.from_buffer(memory, 4 * self._complete)
+        self._address = ctypes.addressof(word)
+        self._round = 0
+        self._fence = threading.Lock()
+        # Where ranks outnumber the cores, looking would only take them from those who compute.
+        self._spin = _SPIN if size <= len(os.sched_getaffinity(0)) else 0.0
+        slots = torch.frombuffer(memory, dtype=torch.uint8, offset=_words_bytes(size))
+        self._slots = slots.view(2, size, SLOT_BYTES)
+        self._views: dict[torch.dtype, list[list[Tensor]]] = {}
+
+    def slots(self, dtype: torch.dtype) -> list[Tensor]:
+        """The slots of the next round, by rank, as `dtype`."""
+        views = self._views.get(dtype)
+        if views is None:
+            views = [list(parity.view(dtype)) for parity in self._slots]
+            self._views[dtype] = views
+        return views[(self._round + 1) & 1]
+
+    def meet(self, deadline: float) -> None:
+        """Publishes this rank's slot; returns when all slots of the round may be read, until the
+        next call.
+
+        Raises:
+            NodeError: RANK_LOST, a rank died or did not come until `deadline` (monotonic).
+        """
+        if self._shared.closed:
+            raise rank_lost("the group is closed")
+        self._round = (self._round + 1) & _MASK
+        self._words[self._rank * _LINE] = self._round
+        # A full fence (a lock is an atomic exchange): of two ranks that publish last, one sees
+        # the other.
+        with self._fence:
+            pass
+        if not self._missing():
+            self._words[self._complete] = self._round
+            _syscall(_SYS_FUTEX, self._address, _FUTEX_WAKE, 2**31 - 1, None)
+        elif not self._look():
+            self._sleep(deadline)
+
+    def _missing(self) -> list[int]:
+        """Ranks that are not in this round yet; none is ever more than one ahead."""
+        words, current = self._words, self._round
+        ranks = range(len(self._ranks))
+        return [rank for rank in ranks if (words[rank * _LINE] - current) & _MASK > 1]
+
+    def _look(self) -> bool:
+        words, complete, current = self._words, self._complete, self._round
+        end = time.perf_counter() + self._spin
+        while words[complete] != current:
+            if time.perf_counter() > end:
+                return False
+            os.sched_yield()
+        return True
+
+    def _sleep(self, deadline: float) -> None:
+        """Until the round is complete; looks for the dead and at the clock now and then."""
+        nap = _Timespec(0, int(_SLICE * 1e9))
+        while (seen := self._words[self._complete]) != self._round:
+            if _syscall(_SYS_FUTEX, self._address, _FUTEX_WAIT, seen, nap) == 0:
+                continue
+            missing = self._missing()
+            if not missing:  # who came last may have died before it said so
+                return
+            self._check(missing, deadline)
+
+    def _check(self, missing: list[int], deadline: float) -> None:
+        dead = self._dead()
+        if gone := [rank for rank in missing if rank in dead]:
+            raise rank_lost(f"{self._names(gone)} is gone")
+        if time.monotonic() > deadline:
+            raise rank_lost(f"{self._names(missing)} did not come in time")
+
+    def _dead(self) -> set[int]:
+        """Ranks whose end of their pipe is closed."""
+        poll = select.poll()
+        for fd in self._shared.living:
+            poll.register(fd, 0)
+        closed = {fd for fd, _ in poll.poll(0)}
+        return {rank for rank, fd in enumerate(self._shared.living) if fd in closed}
+
+    def _names(self, ranks: list[int]) -> str:
+        return ", ".join(f"rank {self._ranks[rank]}" for rank in ranks)
+
+    def close(self) -> None:
+        """The other ranks take this one for dead. The memory goes with the last view of it."""
+        self._shared.close()
+
+
+def make_segment(size: int) -> int:
+    """A descriptor of the memory of `size` ranks. Pages are taken when first written."""
+    fd = os.memfd_create("pdserve-group", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, segment_bytes(size))
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    return fd
+
+
+def segment_bytes(size: int) -> int:
+    return _words_bytes(size) + 2 * size * SLOT_BYTES
+
+
+def _words_bytes(size: int) -> int:
+    """Whole pages, so that slots begin on a page."""
+    return -(-4 * _LINE * (size + 1) // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,0 +1,122 @@
+"""CPU collectives of ranks that share a host, in shared memory; send and recv stay with gloo.
+
+Sums are taken by every rank, over all slots in the order of ranks: they are bit-identical
+everywhere, and equal in every run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from common.core.errors import ConfigError
+from common.distributed import descriptors
+from common.distributed.communicator import CommunicatorContext
+from common.distributed.gloo import GlooCommunicator
+from common.distributed.shared_memory import SLOT_BYTES, SharedMemory, make_segment
+
+Read = Callable[[list[Tensor], slice], None]
+"""Takes what it wants from the slots (by rank) of one round, which hold this part of the whole."""
+
+
+class ShmCommunicator(GlooCommunicator):
+    """What is larger than a slot goes in several rounds."""
+
+    def __init__(self, context: CommunicatorContext) -> None:
+        if not context.shares_memory:
+            raise ConfigError(
+                f"{context.name}: shared memory carries CPU tensors between ranks of one Linux "
+                "x86-64 host; pass --device-communicator auto"
+            )
+        super().__init__(context)
+        shared = descriptors.share(context, partial(make_segment, context.size))
+        self._memory = SharedMemory(context.rank, context.ranks, shared)
+
+    @property
+    def transport(self) -> str:
+        return f"shared memory (send and recv: {super().transport})"
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        whole = tensor.view(-1)
+
+        def add(slots: list[Tensor], part: slice) -> None:
+            _sum(slots, whole[part])
+
+        self._rounds(whole, add)
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        mine = torch.empty_like(tensor[0])
+        share, start = mine.view(-1), self.context.rank * mine.numel()
+
+        def add(slots: list[Tensor], part: slice) -> None:
+            low, high = max(part.start, start), min(part.stop, start + share.numel())
+            if low < high:
+                here = slice(low - part.start, high - part.start)
+                _sum([slot[here] for slot in slots], share[low - start : high - start])
+
+        self._rounds(tensor.view(-1), add)
+        return mine
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        parts = self._rows(tensor)
+        rows = parts.view(self.context.size, -1)
+
+        def copy(slots: list[Tensor], part: slice) -> None:
+            for row, slot in zip(rows, slots, strict=True):
+                row[part].copy_(slot)
+
+        self._rounds(tensor.view(-1), copy)
+        return parts
+
+    def gather(self, tensor: Tensor, dst: int) -> Tensor | None:
+        if self.context.rank == dst:
+            return self.all_gather(tensor)
+        self._rounds(tensor.view(-1), lambda slots, part: None)
+        return None
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        whole, mine = tensor.view(-1), self.context.rank == src
+
+        def copy(slots: list[Tensor], part: slice) -> None:
+            if not mine:
+                whole[part].copy_(slots[src])
+
+        self._rounds(whole, copy, writes=mine)
+
+    def barrier(self) -> None:
+        self._memory.meet(self._deadline())
+
+    def close(self) -> None:
+        super().close()
+        self._memory.close()
+
+    def _rounds(self, whole: Tensor, read: Read, writes: bool = True) -> None:
+        """Publishes a flat tensor, part by part, and reads the slots of all ranks."""
+        deadline, rank = self._deadline(), self.context.rank
+        for part in _parts(whole):
+            slots = [slot[: part.stop - part.start] for slot in self._memory.slots(whole.dtype)]
+            if writes:
+                slots[rank].copy_(whole[part])
+            self._memory.meet(deadline)
+            read(slots, part)
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self.context.timeout
+
+
+def _parts(whole: Tensor) -> Iterator[slice]:
+    """As few as fit the slots, of nearly equal size."""
+    count, most = whole.numel(), SLOT_BYTES // whole.element_size()
+    step = -(-count // max(-(-count // most), 1))
+    for start in range(0, count, max(step, 1)):
+        yield slice(start, min(start + step, count))
+
+
+def _sum(slots: list[Tensor], out: Tensor) -> None:
+    torch.add(slots[0], slots[1], out=out)
+    for slot in slots[2:]:
+        out.add_(slot)

@@ -1,0 +1,81 @@
+"""Collectives over a c10d process group, made without torch's default group, so that several
+clusters, or ranks as threads, live side by side in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common.distributed.communicator import (
+    CommunicatorContext,
+    DeviceCommunicator,
+    rank_lost,
+)
+
+
+class TorchCommunicator(DeviceCommunicator):
+    """A subclass says which process group it is. What only moves travels as bytes, so that every
+    dtype does."""
+
+    def __init__(self, context: CommunicatorContext) -> None:
+        self.context = context
+        self._connected: Any = self.connect(context)
+
+    @property
+    def _group(self) -> Any:
+        if self._connected is None:
+            raise rank_lost("the group is closed")
+        return self._connected
+
+    def connect(self, context: CommunicatorContext) -> Any:
+        """The process group; returns when all ranks are there."""
+        raise NotImplementedError
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        self._group.allreduce([tensor]).wait()
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        parts = self._rows(tensor)
+        self._group._allgather_base(_bytes(parts), _bytes(tensor)).wait()
+        return parts
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        part = torch.empty_like(tensor[0])
+        self._group._reduce_scatter_base(part, tensor).wait()
+        return part
+
+    def gather(self, tensor: Tensor, dst: int) -> Tensor | None:
+        options = dist.GatherOptions()
+        options.rootRank = dst
+        parts = self._rows(tensor) if self.context.rank == dst else None
+        targets = [] if parts is None else [[_bytes(part) for part in parts]]
+        self._group.gather(targets, [_bytes(tensor)], options).wait()
+        return parts
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = src
+        self._group.broadcast([_bytes(tensor)], options).wait()
+
+    def send(self, tensor: Tensor, dst: int) -> None:
+        self._group.send([_bytes(tensor)], dst, 0).wait()
+
+    def recv(self, tensor: Tensor, src: int) -> None:
+        self._group.recv([_bytes(tensor)], src, 0).wait()
+
+    def barrier(self) -> None:
+        self.all_reduce(torch.zeros(1, device=self.context.device))
+
+    def close(self) -> None:
+        """torch closes the connections with the object."""
+        self._connected = None
+
+    def _rows(self, tensor: Tensor) -> Tensor:
+        return tensor.new_empty((self.context.size, *tensor.shape))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.flatten().view(torch.uint8)

@@ -1,0 +1,178 @@
+"""Bytes of a model's parts on one rank: weights, KV, activations, communication.
+
+Pure arithmetic over a `ModelSpec`, without torch. It says again, in numbers, what
+`common/model/layers.py` and `decoder.py` allocate; `tests/test_plan.py` holds the two together.
+Below, H is the hidden size, D the head dimension, h and k a rank's query and KV heads, I its
+part of the intermediate size, V the vocabulary, b the bytes of the dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common.core.errors import ConfigError
+from common.core.model_spec import ModelSpec
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+# What a GPU holds beside what torch allocates for weights, activations and KV. Estimates, and the
+# only figures here that follow from no shape: they differ with GPU, driver and library. A node
+# measures them at start.
+CONTEXT_BYTES = 640 * 2**20  # CUDA context and kernels, cuBLAS' and FlashInfer's workspaces
+COMMUNICATOR_BYTES = 512 * 2**20  # NCCL's buffers, where there is more than one rank
+
+SAMPLER_BYTES = 24  # per logit: float32 twice, and its float64 distribution twice
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """Weights of linear layers in `bits`, with a scale in the model's dtype for each output
+    channel, or for each `group_size` weights of one, then with a zero point of `bits`. As in
+    AWQ (arXiv:2306.00978) and GPTQ (arXiv:2210.17323) checkpoints, embeddings, head, norms and
+    biases keep the dtype."""
+
+    bits: int
+    group_size: int | None = None
+
+
+QUANTIZATIONS = {"int8": Quantization(8), "int4": Quantization(4, group_size=128)}
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A pipeline stage: `num_layers` layers, and the embedding or the head at the ends."""
+
+    num_layers: int
+    first: bool = True
+    last: bool = True
+
+
+def pipeline_stages(
+    num_layers: int, size: int, partition: Sequence[int] | None = None
+) -> tuple[Stage, ...]:
+    """`num_layers` cut into `size` stages as `partition` says, or evenly, earlier stages taking
+    what does not divide.
+
+    Raises:
+        ConfigError: a stage would be empty, or the parts are not `size` or not the whole.
+    """
+    if size > num_layers:
+        raise ConfigError(
+            f"--pipeline-parallel-size {size} exceeds the model's {num_layers} layers"
+        )
+    least, rest = divmod(num_layers, size)
+    counts = partition or [least + (stage < rest) for stage in range(size)]
+    if len(counts) != size or sum(counts) != num_layers or min(counts) < 1:
+        raise ConfigError(
+            f"--pipeline-partition {','.join(map(str, counts))} does not cut {num_layers} layers "
+            f"into {size} stages"
+        )
+    return tuple(Stage(count, first=i == 0, last=i == size - 1) for i, count in enumerate(counts))
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """`spec` in `dtype` over `tp` ranks per stage; figures are of rank 0, which holds most.
+
+    The whole model is `Footprint(spec, dtype)` with `Stage(spec.num_layers)`.
+    """
+
+    spec: ModelSpec
+    dtype: str
+    tp: int = 1
+    quantization: Quantization | None = None
+
+    @property
+    def item(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def _heads(self) -> int:
+        return self.spec.num_heads // self.tp
+
+    @property
+    def _kv_heads(self) -> int:
+        start, end = self.spec.kv_head_range(0, self.tp)
+        return end - start
+
+    # ---- weights ----
+
+    def weights(self, stage: Stage) -> int:
+        spec, vocab_rows = self.spec, -(-self.spec.vocab_size // self.tp)
+        table = vocab_rows * spec.hidden_size * self.item
+        total = stage.num_layers * self._layer_weights()
+        if stage.first:
+            total += table
+        if stage.last:
+            total += spec.hidden_size * self.item
+            total += 0 if spec.tie_word_embeddings and stage.first else table
+        return total
+
+    def _layer_weights(self) -> int:
+        spec, hidden = self.spec, self.spec.hidden_size
+        query = self._heads * spec.head_dim
+        qkv = query + 2 * self._kv_heads * spec.head_dim
+        inner = spec.intermediate_size // self.tp
+        shapes = ((qkv, hidden), (hidden, query), (2 * inner, hidden), (hidden, inner))
+        vectors = 2 * hidden + spec.qkv_bias * qkv + spec.o_bias * hidden
+        vectors += spec.mlp_bias * (2 * inner + hidden) + spec.qk_norm * 2 * spec.head_dim
+        return sum(self._matrix(*shape) for shape in shapes) + vectors * self.item
+
+    def _matrix(self, rows: int, columns: int) -> int:
+        """Of a linear layer with `rows` outputs and `columns` inputs."""
+        if (kind := self.quantization) is None:
+            return rows * columns * self.item
+        groups = rows * (-(-columns // kind.group_size) if kind.group_size else 1)
+        zero_points = groups * kind.bits if kind.group_size else 0
+        return -(-(rows * columns * kind.bits + zero_points) // 8) + groups * self.item
+
+    # ---- KV ----
+
+    def kv_per_token(self, stage: Stage) -> int:
+        """2 (key, value) × layers × KV heads of the rank × head dimension × bytes. Where ranks
+        outnumber KV heads, each still holds one."""
+        return 2 * stage.num_layers * self._kv_heads * self.spec.head_dim * self.item
+
+    # ---- activations ----
+
+    def activations(self, stage: Stage, tokens: int, sequences: int) -> int:
+        """The most a step of `tokens` tokens needs beside weights and KV, if it samples for each
+        of its `sequences`: an estimate that counts tensors alive at once and no allocator's
+        rounding or kernel's workspace. Larger of the layers' and the sampler's peaks."""
+        angles, ids = self.spec.head_dim * self.item, 4 * 8  # token, position, block and slot
+        layers = tokens * (self._layer_activations() * self.item + angles + ids)
+        return max(layers, self._sampling(tokens, sequences)) if stage.last else layers
+
+    def _layer_activations(self) -> int:
+        """Numbers per token at the larger of two peaks. In the MLP: the residual, its normed
+        copy, gate and up, their product and one more; and what the layer's attention left:
+        q, k, v and its output. In the next layer's attention: the same leftovers while new
+        queries and keys are turned."""
+        spec, hidden = self.spec, self.spec.hidden_size
+        h, k = self._heads * spec.head_dim, self._kv_heads * spec.head_dim
+        inner = spec.intermediate_size // self.tp
+        leftovers = 3 * h + 3 * k
+        mlp = 2 * hidden + 3 * inner + max(inner, hidden)
+        attention = 2 * hidden + 3 * h + 4 * k + spec.qk_norm * (h + k)
+        return leftovers + max(mlp, attention)
+
+    def _sampling(self, tokens: int, sequences: int) -> int:
+        return tokens * self.spec.hidden_size * self.item + (
+            sequences * self.spec.vocab_size * SAMPLER_BYTES
+        )
+
+    # ---- communication ----
+
+    def all_reduces(self, num_layers: int, tokens: int) -> int:
+        """Bytes a rank gives to the all-reduces of a step: two in each layer, after attention
+        and after the MLP, of `[tokens, H]` (Megatron-LM, arXiv:1909.08053). Those of the
+        embedding and the logits are once per step, not per layer, and not counted."""
+        if self.tp == 1:
+            return 0
+        return 2 * num_layers * tokens * self.spec.hidden_size * self.item
+
+
+def overhead(world_size: int) -> int:
+    """What a GPU of a node of `world_size` ranks holds beside the model: an estimate."""
+    return CONTEXT_BYTES + (COMMUNICATOR_BYTES if world_size > 1 else 0)
