@@ -86,6 +86,18 @@ def check_exact(cluster: Service, cases: list[tuple[int, ...]]) -> None:
     cluster.wait_idle()
 
 
+@pytest.mark.parametrize("connector", ["shm", "tcp"])
+def test_the_demo_model_equals_transformers(connector: str) -> None:
+    """First in this file, because it takes longest: the other test process has work meanwhile."""
+    embedded = pytest.importorskip("common.model.embedded")
+    try:
+        folder = embedded.ensure_embedded_model()
+    except embedded.ConfigError as error:
+        pytest.skip(str(error))
+    with Cluster(folder, kv_connector=connector, max_model_len=1024) as cluster:
+        check_exact(cluster, prompts(folder)[::3])
+
+
 @pytest.mark.parametrize(("model", "prefill_tp", "decode_tp", "connector"), TOPOLOGIES)
 def test_greedy_output_equals_transformers(
     model: str, prefill_tp: int, decode_tp: int, connector: str
@@ -95,17 +107,6 @@ def test_greedy_output_equals_transformers(
         cluster.start_node("decode", tensor_parallel_size=decode_tp)
         cluster.wait_nodes()
         check_exact(cluster, prompts(cluster.model))
-
-
-@pytest.mark.parametrize("connector", ["shm", "tcp"])
-def test_the_demo_model_equals_transformers(connector: str) -> None:
-    embedded = pytest.importorskip("common.model.embedded")
-    try:
-        folder = embedded.ensure_embedded_model()
-    except embedded.ConfigError as error:
-        pytest.skip(str(error))
-    with Cluster(folder, kv_connector=connector, max_model_len=1024) as cluster:
-        check_exact(cluster, prompts(folder)[::3])
 
 
 def test_without_a_prefix_cache_the_tokens_are_the_same() -> None:
