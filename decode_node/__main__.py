@@ -12,9 +12,7 @@ DESCRIPTION = "A decode node: takes KV from prefill nodes and generates tokens."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_node(
-        DecodeNode, "A decode node: takes KV from prefill nodes and generates tokens.", argv
-    )
+    return run_node(DecodeNode, DESCRIPTION, argv)
 
 
 if __name__ == "__main__":

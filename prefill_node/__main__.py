@@ -12,9 +12,7 @@ DESCRIPTION = "A prefill node: computes prompts and hands their KV to decode nod
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_node(
-        PrefillNode, "A prefill node: computes prompts and hands their KV to decode nodes.", argv
-    )
+    return run_node(PrefillNode, DESCRIPTION, argv)
 
 
 if __name__ == "__main__":
