@@ -50,7 +50,6 @@ class Capabilities:
     pull: bool = False  # the sink reads the source's memory
     one_sided: bool = False  # memory is read or written without the owner's code running
     same_host: bool = False  # both ranks must share a host
-    hetero_tp: bool = True  # unequal tensor-parallel sizes
     devices: frozenset[str] = field(default_factory=lambda: frozenset({"cpu"}))
 
 

@@ -105,7 +105,8 @@ class Pipeline:
                             break
                 run.check_finished()
         except PdserveError as error:
-            self._failed(run, error, placement.decode, dispatch.begun)
+            if error is not run.recovery.last:  # else a prefill node's, for which we gave up
+                self._failed(run, error, placement.decode, dispatch.begun)
         finally:
             run.add(dispatch)
 

@@ -22,6 +22,7 @@ class Recovery:
         self._in_a_row = 0.0
         self._transfer_failures = 0
         self.failures = 0
+        self.last: PdserveError | None = None  # the failure noted last
         self.avoid: set[str] = set()  # nodes (ids) that have failed it: only if there is no other
 
     @property
@@ -45,3 +46,4 @@ class Recovery:
         self.avoid.add(node.info.node_id)
         if self._in_a_row > self._limit:
             raise error
+        self.last = error

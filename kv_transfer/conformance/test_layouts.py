@@ -29,8 +29,6 @@ PIPELINES = {
 
 
 def check(kit: Kit, geometry: Geometry, sources: Sequence[Rect], sinks: Sequence[Rect]) -> None:
-    if not kit.capabilities.hetero_tp:
-        pytest.skip("the connector declares hetero_tp=False")
     pair = Pair(kit.node(sources, geometry), kit.node(sinks, geometry))
     source_ids, sink_ids = scattered(11, 32, 1), scattered(11, 32, 2)
     pair.send(ID, source_ids, sink_ids, (8, 3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -143,4 +144,8 @@ def test_a_connector_that_fails() -> None:
         assert choice["text"] == reference.decode(cluster.model, expected)
         assert text_of(cluster.stream(prompt, max_tokens=8, ignore_eos=True)) == choice["text"]
         assert "breaks on purpose" in cluster.log()
+        migrations = re.findall(
+            r'request_migrations_total.*role="(\w+)"', cluster.get("/metrics").text
+        )
+        assert set(migrations) == {"prefill"}  # each failure counts once, where it was
         cluster.wait_idle(5)
