@@ -19,6 +19,7 @@ from common.distributed.group import GroupCoordinator
 from common.model import dtype as dtypes
 from common.model.decoder import CausalLM
 from common.model.dtype import choose_dtype
+from common.model.layers import Placement
 from common.model.loader import load_model
 from common.model.revision import weights_revision
 
@@ -40,7 +41,7 @@ CONFIG: dict[str, Any] = {
 def load(folder: Path, **options: Any) -> CausalLM:
     spec = ModelSpec.from_folder(folder)
     config = ModelConfig(model=str(folder), **options)
-    return load_model(spec, config, GroupCoordinator(), CPU, torch.float32)
+    return load_model(spec, config, Placement(GroupCoordinator(), CPU, torch.float32))
 
 
 def spec_of(**changes: Any) -> ModelSpec:
@@ -204,8 +205,8 @@ def test_needless_tensors_are_ignored(tmp_path: Path) -> None:
         weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(16)
 
     model = load(edited(tmp_path, edit))
-    assert model.lm_head.weight is model.embedding.weight
-    assert model.lm_head.weight.any()
+    assert model.head.lm_head.weight is model.embedding.weight
+    assert model.head.lm_head.weight.any()
 
 
 def test_progress_ends_at_the_weights_size() -> None:
@@ -214,10 +215,8 @@ def test_progress_ends_at_the_weights_size() -> None:
     model = load_model(
         spec,
         ModelConfig(model=str(MODELS / "mistral")),
-        GroupCoordinator(),
-        CPU,
-        torch.float32,
-        lambda done, total: seen.append((done, total)),
+        Placement(GroupCoordinator(), CPU, torch.float32),
+        on_progress=lambda done, total: seen.append((done, total)),
     )
     assert seen == sorted(seen)
     assert seen[-1] == (model.weights_bytes, model.weights_bytes)

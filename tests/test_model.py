@@ -19,6 +19,7 @@ from common.core.model_spec import ModelSpec
 from common.model.attention import AttentionBatch, AttentionShape
 from common.model.attention_torch import TorchAttention
 from common.model.decoder import CausalLM
+from common.model.layers import Placement
 from common.model.loader import load_model
 from tiny_engine import (
     BLOCK_SIZE,
@@ -216,7 +217,7 @@ def test_a_vocabulary_that_does_not_divide_is_padded() -> None:
     config = ModelConfig(load_format="dummy")
 
     def build(member: Any) -> CausalLM:
-        return load_model(spec, config, member, CPU, torch.float32)
+        return load_model(spec, config, Placement(member, CPU, torch.float32))
 
     whole = split_logits(1, build)[0]
     assert whole.shape == (1, 509)
@@ -227,7 +228,7 @@ def test_a_vocabulary_that_does_not_divide_is_padded() -> None:
 def test_a_split_that_does_not_fit_is_refused() -> None:
     spec = ModelSpec.from_folder(MODELS / "llama-gqa")
     with pytest.raises(ConfigError, match=r"--tensor-parallel-size 3 does not divide.* 4 heads"):
-        CausalLM(spec, CrowdMember(Crowd(3), 0), CPU, torch.float32)
+        CausalLM(spec, Placement(CrowdMember(Crowd(3), 0), CPU, torch.float32))
 
 
 # ---- FlashInfer ----

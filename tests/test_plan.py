@@ -41,11 +41,11 @@ from common.model.footprint import (
     DTYPE_BYTES,
     QUANTIZATIONS,
     Footprint,
-    Stage,
     overhead,
-    pipeline_stages,
 )
+from common.model.layers import Placement
 from common.model.role_plan import RolePlan
+from common.model.stages import Stage, pipeline_stages
 from tiny_engine import single_threaded_inference
 
 ROOT = Path(__file__).parents[1]
@@ -179,9 +179,9 @@ def test_roles_may_be_unequal(qwen: Path) -> None:
 def test_stages_are_even_and_the_first_take_the_rest() -> None:
     assert [stage.num_layers for stage in pipeline_stages(30, 4)] == [8, 8, 7, 7]
     first, *middle, last = pipeline_stages(30, 4, (9, 8, 8, 5))
-    assert first == Stage(9, first=True, last=False)
+    assert first == Stage(0, 9, first=True, last=False)
     assert {(stage.first, stage.last) for stage in middle} == {(False, False)}
-    assert last == Stage(5, first=False, last=True)
+    assert last == Stage(25, 30, first=False, last=True)
 
 
 @pytest.mark.parametrize(
@@ -197,8 +197,8 @@ def test_stages_add_up_to_the_model(name: str) -> None:
     spec = ModelSpec.from_folder(MODELS / name)
     whole, parts = Footprint(spec, "float16"), pipeline_stages(4, 2, (3, 1))
     head = 512 * spec.hidden_size * 2 if spec.tie_word_embeddings else 0  # held at both ends
-    assert sum(map(whole.weights, parts)) == whole.weights(Stage(4)) + head
-    assert sum(map(whole.kv_per_token, parts)) == whole.kv_per_token(Stage(4))
+    assert sum(map(whole.weights, parts)) == whole.weights(Stage.whole(4)) + head
+    assert sum(map(whole.kv_per_token, parts)) == whole.kv_per_token(Stage.whole(4))
 
 
 # ---- against models and steps ----
@@ -229,8 +229,8 @@ def test_weights_are_those_of_a_model_that_differs(changes: dict[str, Any]) -> N
 
 def assert_weights(spec: ModelSpec, tp: int, dtype: str) -> None:
     group: Any = SimpleNamespace(rank=0, size=tp)
-    model = CausalLM(spec, group, CPU, getattr(torch, dtype))
-    assert Footprint(spec, dtype, tp).weights(Stage(spec.num_layers)) == model.weights_bytes
+    model = CausalLM(spec, Placement(group, CPU, getattr(torch, dtype)))
+    assert Footprint(spec, dtype, tp).weights(Stage.whole(spec.num_layers)) == model.weights_bytes
 
 
 def test_quantized_matrices() -> None:
@@ -290,7 +290,7 @@ def test_activations_are_those_of_a_step(
     spec = replace(ModelSpec.from_folder(MODELS / name), intermediate_size=inner)
     with single_threaded_inference():
         peak = peak_of_step(spec, dtype, tp, tokens, sequences)
-    found = Footprint(spec, dtype, tp).activations(Stage(spec.num_layers), tokens, sequences)
+    found = Footprint(spec, dtype, tp).activations(Stage.whole(spec.num_layers), tokens, sequences)
     assert found == pytest.approx(peak, rel=0.02)
 
 
@@ -302,7 +302,7 @@ def peak_of_step(spec: ModelSpec, dtype: str, tp: int, tokens: int, sequences: i
         all_reduce=lambda tensor: tensor,
         all_gather=lambda tensor, dim: torch.cat([tensor] * tp, dim) if tp > 1 else tensor,
     )
-    model = CausalLM(spec, group, CPU, getattr(torch, dtype))
+    model = CausalLM(spec, Placement(group, CPU, getattr(torch, dtype)))
     blocks = made_up_blocks(tokens, sequences, block_size=16)
     shape = (spec.num_layers, 2, blocks, model.attention.shape.num_kv_heads, 16, spec.head_dim)
     cache = torch.zeros(shape, dtype=model.dtype)
@@ -366,7 +366,7 @@ def test_a_gpu_gives_nodes_what_the_plan_says(qwen: Path, monkeypatch: pytest.Mo
     peak = found.rank.weights + found.rank.activations
     monkeypatch.setattr(memory, "_peak_of_largest_step", lambda *args: peak)
     unused: Any = None
-    room = memory.available_bytes(engine, unused, unused, torch.device("cuda", 0))
+    room = memory.available_bytes(engine, unused, unused, torch.device("cuda", 0), unused)
     assert room == found.rank.left_for_kv
 
 

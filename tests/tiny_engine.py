@@ -14,6 +14,7 @@ from common.core.model_spec import ModelSpec
 from common.distributed.group import GroupCoordinator
 from common.model.attention import AttentionBatch
 from common.model.decoder import CausalLM
+from common.model.layers import Placement
 from common.model.loader import load_model
 
 CPU = torch.device("cpu")
@@ -33,7 +34,7 @@ def single_threaded_inference() -> Iterator[None]:
 def load(folder: Path, group: Any = None) -> CausalLM:
     spec = ModelSpec.from_folder(folder)
     group = group or GroupCoordinator()
-    return load_model(spec, ModelConfig(model=str(folder)), group, CPU, torch.float32)
+    return load_model(spec, ModelConfig(model=str(folder)), Placement(group, CPU, torch.float32))
 
 
 def new_cache(model: CausalLM) -> torch.Tensor:

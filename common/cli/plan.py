@@ -74,11 +74,16 @@ def setup(config: PlanConfig, spec: ModelSpec, role: str) -> NodeSetup:
     }[role]
     return NodeSetup(
         spec=spec,
-        engine=_engine(config, own_tp or config.tensor_parallel_size),
+        engine=_engine(
+            config,
+            ParallelConfig(
+                tensor_parallel_size=own_tp or config.tensor_parallel_size,
+                pipeline_parallel_size=own_pp or config.pipeline_parallel_size,
+                pipeline_partition=config.pipeline_partition,
+            ),
+        ),
         max_model_len=config.max_model_len or spec.max_position_embeddings,
         gpu_memory=parse_bytes(config.gpu_memory, "--gpu-memory"),
-        pp=own_pp or config.pipeline_parallel_size,
-        partition=_partition(config.pipeline_partition),
         quantization=config.quantization,
     )
 
@@ -95,10 +100,10 @@ def as_json(
     return found
 
 
-def _engine(config: PlanConfig, tensor_parallel_size: int) -> EngineConfig:
+def _engine(config: PlanConfig, parallel: ParallelConfig) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(model=config.model, dtype=config.dtype),
-        parallel=ParallelConfig(tensor_parallel_size=tensor_parallel_size),
+        parallel=parallel,
         cache=CacheConfig(
             block_size=config.block_size,
             gpu_memory_utilization=config.gpu_memory_utilization,
@@ -114,15 +119,6 @@ def _engine(config: PlanConfig, tensor_parallel_size: int) -> EngineConfig:
 def _read_spec(model: str | None) -> ModelSpec:
     path = Path(model or "")
     return ModelSpec.from_file(path) if path.is_file() else ModelSpec.from_folder(path)
-
-
-def _partition(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise ConfigError(f"--pipeline-partition {text!r} is not a list such as 9,8,8,5") from error
 
 
 # ---- for people ----

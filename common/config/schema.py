@@ -54,7 +54,25 @@ class ModelConfig:
 class ParallelConfig:
     """Parallelism"""
 
-    tensor_parallel_size: int = option(1, "ranks the model is split over", short="-tp", minimum=1)
+    tensor_parallel_size: int = option(1, "ranks each layer is split over", short="-tp", minimum=1)
+    pipeline_parallel_size: int = option(
+        1,
+        "stages the layers are split into, each of --tensor-parallel-size ranks",
+        short="-pp",
+        minimum=1,
+    )
+    pipeline_partition: str | None = option(
+        None,
+        "layers of each stage, e.g. 9,8,8,5 (default: even, the first stages one more)",
+        metavar="N,N,...",
+    )
+    expert_parallel_size: int = option(
+        1,
+        "ranks of a tensor-parallel group the experts are spread over (a mixture of experts); "
+        "what is left of the group splits each expert",
+        short="-ep",
+        minimum=1,
+    )
     cpu_threads: int = option(
         0, "torch threads per rank on a CPU (0: share the cores evenly)", minimum=0
     )

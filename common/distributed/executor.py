@@ -43,7 +43,8 @@ class Worker(Protocol):
         """What the rank reports once (a msgpack `RankReady`)."""
 
     def step(self, message: bytes) -> bytes:
-        """Runs one step: msgpack `StepBatch` in, msgpack `StepOutput` out (rank 0's is used)."""
+        """Runs one step: msgpack `StepBatch` in, msgpack `StepOutput` out (that of the
+        `answer_rank` is used)."""
 
     def close(self) -> None: ...
 
@@ -57,6 +58,8 @@ class WorkerSpec:
     world_size: int
     init_method: str  # where ranks find each other; "": the executor provides a place
     config: Any  # plain data the factory decodes (the engine config as builtins)
+    answer_rank: int = 0  # whose answers to steps are used
+    local_rank: int = 0  # its place among the ranks of its host: the GPU it computes on
     role: str = "node"  # whose rank this is, for the log
     log: LogConfig = field(default_factory=LogConfig)  # of a rank with a process of its own
 
@@ -75,7 +78,9 @@ class Executor(ABC):
 
     @abstractmethod
     async def step(self, message: bytes) -> bytes:
-        """Runs one step on all ranks and returns rank 0's answer. One at a time.
+        """Runs one step on all ranks and returns the answer of their `answer_rank`. Several may
+        be in flight: every rank runs them in the order of the calls, and a pipeline's stages
+        work on different ones at once.
 
         Raises:
             NodeError: a rank raised or died; the ranks no longer agree, so the node must end.

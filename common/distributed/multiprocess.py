@@ -45,6 +45,7 @@ class MultiprocessExecutor(Executor):
         self._processes: list[Process] = []
         self._tasks: list[asyncio.Task[None]] = []  # the reader, then one watcher per rank
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
+        self._sending = asyncio.Lock()  # every rank gets all steps in one order
         self._next_number = wire.start_number(len(specs), Link.STEPS)
         self._ended: PdserveError | None = None  # why nothing can be asked any more
         self._serving = False
@@ -129,8 +130,9 @@ class MultiprocessExecutor(Executor):
         answer = self._expect(number)
         try:
             if not answer.done():
-                for rank, link in links:
-                    await self._send(rank, link, number, message)
+                async with self._sending:
+                    for rank, link in links:
+                        await self._send(rank, link, number, message)
             return await answer
         finally:
             self._waiting.pop(number, None)

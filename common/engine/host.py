@@ -17,7 +17,13 @@ from common.engine.block_pool import BlockPool
 from common.engine.job_check import check_job
 from common.engine.messages import RankReady
 from common.engine.scheduler import Scheduler
-from common.engine.worker import ExtensionConfig, WorkerConfig, choose_device, worker_specs
+from common.engine.worker import (
+    ExtensionConfig,
+    WorkerConfig,
+    choose_device,
+    stages_of,
+    worker_specs,
+)
 from common.model.dtype import choose_dtype, dtype_name
 from common.model.revision import weights_revision
 
@@ -44,6 +50,7 @@ class ModelFacts:
         max_model_len = config.max_model_len or spec.max_position_embeddings
         spec.check_max_model_len(max_model_len)
         spec.validate_tensor_parallel(engine.parallel.tensor_parallel_size)
+        stages_of(spec, engine.parallel)
         device = choose_device(engine.parallel.device, 0)
         dtype = choose_dtype(config.dtype, spec.dtype, device)
         return cls(

@@ -8,6 +8,7 @@ import torch
 
 from common.core.sampling import SamplingParams
 from common.engine.messages import StepBatch, StepOutput, StepSequence
+from common.engine.neighbours import Neighbours
 from common.engine.sampler import sample
 from common.model.attention import AttentionBatch
 from common.model.decoder import CausalLM
@@ -18,13 +19,20 @@ class ModelRunner:
     (`[layers, 2, num_blocks, kv_heads, block_size, head_dim]`). Keeps no sequence state."""
 
     def __init__(
-        self, model: CausalLM, cache: torch.Tensor, device: torch.device, samples: bool
+        self,
+        model: CausalLM,
+        cache: torch.Tensor,
+        device: torch.device,
+        samples: bool,
+        neighbours: Neighbours | None = None,
     ) -> None:
-        """`samples` is true on the one rank whose tokens are used."""
+        """`samples` is true on the one rank whose tokens are used; `neighbours` are the other
+        stages, where there are any."""
         self.model = model
         self.cache = cache
         self.device = device
         self.samples = samples
+        self._neighbours = neighbours
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> StepOutput:
@@ -35,11 +43,14 @@ class ModelRunner:
         inputs = flatten(batch.sequences, block_size=self.cache.shape[4])
         context = self.model.attention.prepare(inputs.attention)
         hidden = self.model.forward(
-            torch.tensor(inputs.token_ids, device=self.device),
+            self._inputs(inputs.token_ids),
             torch.tensor(inputs.positions, device=self.device),
             context,
             self.cache,
         )
+        if not self.model.stage.last:
+            self._others.send(hidden)
+            return StepOutput(batch.step, ())
         if not inputs.sampled:
             return StepOutput(batch.step, ())
         logits = self.model.compute_logits(hidden[inputs.last_rows])
@@ -48,6 +59,17 @@ class ModelRunner:
         tokens = sample(logits, inputs.sampled)
         pairs = zip((sequence.seq_id for sequence in inputs.sampled), tokens, strict=True)
         return StepOutput(batch.step, tuple(pairs))
+
+    def _inputs(self, token_ids: list[int]) -> torch.Tensor:
+        """What the stage begins with."""
+        if self.model.stage.first:
+            return torch.tensor(token_ids, device=self.device)
+        return self._others.receive(len(token_ids))
+
+    @property
+    def _others(self) -> Neighbours:
+        assert self._neighbours is not None, "a stage that is not alone has neighbours"
+        return self._neighbours
 
     def warm_up(self, num_tokens: int, num_seqs: int) -> None:
         """Runs a made-up step, so that kernels are chosen and memory is taken before the first

@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 import torch
 
-from common.config.schema import EngineConfig, LogConfig
+from common.config.schema import EngineConfig, LogConfig, ParallelConfig
 from common.core.errors import ConfigError
 from common.core.model_spec import ModelSpec
 from common.core.plugins import import_string
@@ -27,11 +27,14 @@ from common.distributed.parallel_state import (
 from common.engine.kv_cache import KVCache, cache_bytes, resized
 from common.engine.memory import available_bytes
 from common.engine.messages import CacheShape, RankReady, StepBatch
+from common.engine.neighbours import Neighbours
 from common.engine.runner import ModelRunner
 from common.model.decoder import CausalLM
 from common.model.dtype import choose_dtype, dtype_name
 from common.model.kv_budget import check_num_blocks, format_bytes, plan_num_blocks
+from common.model.layers import Placement
 from common.model.loader import load_model
+from common.model.stages import Stage, parse_partition, pipeline_stages
 
 logger = logging.getLogger(__name__)
 
@@ -64,13 +67,17 @@ class WorkerConfig:
 def worker_specs(
     config: WorkerConfig, role: str = "node", log: LogConfig | None = None
 ) -> list[WorkerSpec]:
-    """One spec per rank of --tensor-parallel-size, for `make_executor`."""
-    size = config.engine.parallel.tensor_parallel_size
+    """One spec per rank of the stages, for `make_executor`. The first rank of the last stage
+    draws the tokens."""
+    parallel = config.engine.parallel
+    size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     return [
         WorkerSpec(
             factory="common.engine.worker:build_worker",
             rank=rank,
             world_size=size,
+            answer_rank=size - parallel.tensor_parallel_size,
+            local_rank=rank,
             init_method="",
             config=msgspec.to_builtins(config, builtin_types=(bytes,)),
             role=role,
@@ -90,18 +97,22 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     """
     config = msgspec.convert(spec.config, WorkerConfig)
     engine = config.engine
-    device = choose_device(engine.parallel.device, spec.rank)
+    device = choose_device(engine.parallel.device, spec.local_rank)
     _set_threads(engine.parallel.cpu_threads, spec.world_size)
     model_spec, max_model_len = _read_model(engine)
     state = _meet(spec, engine, device)
-    group = state.tp
     dtype = choose_dtype(engine.model.dtype, model_spec.dtype, device)
     # Each host chooses by what its CPU can do, and reads its own copy of the folder.
     state.world.agree([dtype_name(dtype), max_model_len], "dtype and context window")
-    model = load_model(model_spec, engine.model, group, device, dtype, _Progress(spec.rank))
-    shape = _cache_shape(model_spec, engine, group, dtype)
-    cache = _allocate(engine, model, shape, max_model_len, group, device)
-    runner = ModelRunner(model, cache.tensor, device, samples=spec.rank == 0)
+    stage = stages_of(model_spec, engine.parallel)[state.pp.rank]
+    placement = Placement(state.tp, device, dtype)
+    model = load_model(model_spec, engine.model, placement, stage, _Progress(spec.rank))
+    neighbours = Neighbours(state, model_spec.hidden_size, dtype)
+    shape = _cache_shape(model, engine, state.tp)
+    room = available_bytes(engine, model, shape, device, neighbours)
+    cache = _allocate(engine, shape, max_model_len, room, state.world, device)
+    samples = spec.rank == spec.answer_rank
+    runner = ModelRunner(model, cache.tensor, device, samples, neighbours)
     _warm_up(runner, engine)
     extension = _build_extension(config.extension, cache, spec.rank, emit)
     return ModelWorker(spec.rank, state, runner, cache, extension)
@@ -162,8 +173,8 @@ def choose_device(requested: str, rank: int) -> torch.device:
         return torch.device("cpu")
     if rank >= count:
         raise ConfigError(
-            f"rank {rank} has no GPU of its own (found {count}): "
-            "lower --tensor-parallel-size or pass --device cpu"
+            f"rank {rank} has no GPU of its own (found {count}): lower "
+            "--tensor-parallel-size or --pipeline-parallel-size, or pass --device cpu"
         )
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
@@ -185,7 +196,18 @@ def _meet(spec: WorkerSpec, engine: EngineConfig, device: torch.device) -> Paral
         parallel.distributed_timeout,
         parallel.device_communicator,
     )
-    return initialize_model_parallel(environment, parallel.tensor_parallel_size)
+    return initialize_model_parallel(
+        environment,
+        parallel.tensor_parallel_size,
+        parallel.pipeline_parallel_size,
+        parallel.expert_parallel_size,
+    )
+
+
+def stages_of(spec: ModelSpec, parallel: ParallelConfig) -> tuple[Stage, ...]:
+    """Raises ConfigError if the model's layers cannot be cut so."""
+    partition = parse_partition(parallel.pipeline_partition)
+    return pipeline_stages(spec.num_layers, parallel.pipeline_parallel_size, partition)
 
 
 def _read_model(engine: EngineConfig) -> tuple[ModelSpec, int]:
@@ -212,33 +234,31 @@ class _Progress:
         self._quarters = quarters
 
 
-def _cache_shape(
-    spec: ModelSpec, engine: EngineConfig, group: GroupCoordinator, dtype: torch.dtype
-) -> CacheShape:
+def _cache_shape(model: CausalLM, engine: EngineConfig, group: GroupCoordinator) -> CacheShape:
     """This rank's cache, of one block: its size is not known yet."""
+    spec, stage = model.spec, model.stage
     head_start, head_end = spec.kv_head_range(group.rank, group.size)
     return CacheShape(
-        layer_start=0,
-        layer_end=spec.num_layers,
+        layer_start=stage.start,
+        layer_end=stage.end,
         head_start=head_start,
         head_end=head_end,
         num_blocks=1,
         block_size=engine.cache.block_size,
         head_dim=spec.head_dim,
-        dtype=dtype_name(dtype),
+        dtype=dtype_name(model.dtype),
     )
 
 
 def _allocate(
     engine: EngineConfig,
-    model: CausalLM,
     shape: CacheShape,
     max_model_len: int,
+    room: int,
     group: GroupCoordinator,
     device: torch.device,
 ) -> KVCache:
-    """As many blocks as the rank with the least room has."""
-    room = available_bytes(engine, model, shape, device)
+    """As many blocks as the rank of the node with the least room has."""
     num_blocks = plan_num_blocks(engine, cache_bytes(shape), max_model_len, room, device.type)
     everywhere = group.all_gather(torch.tensor([num_blocks], device=device), dim=0)
     num_blocks = int(everywhere.min())

@@ -31,6 +31,9 @@ from common.model.layers import (
     shards_of,
 )
 from common.model.rope import RotaryEmbedding, rotate
+from common.model.stages import Stage
+
+EMBEDDING = "model.embed_tokens"
 
 
 class Attention:
@@ -107,51 +110,48 @@ class DecoderLayer:
 
 
 class CausalLM:
-    """A rank's part of a decoder-only language model.
+    """A rank's part of a decoder-only language model: its share of the layers of its stage.
 
     `attention.prepare(batch)` gives the context that `forward` takes. Weights are zero until
     `load_model` fills them.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        group: GroupCoordinator,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        """Raises ConfigError if the model cannot be split over the group."""
+    def __init__(self, spec: ModelSpec, placement: Placement, stage: Stage | None = None) -> None:
+        """Raises ConfigError if the model cannot be split over the placement's ranks."""
+        group, device, dtype = placement.group, placement.device, placement.dtype
         spec.validate_tensor_parallel(group.size)
-        placement = Placement(group, device, dtype)
-        vocab = (spec.vocab_size, spec.hidden_size)
         self.spec = spec
+        self.stage = stage or Stage.whole(spec.num_layers)
         self.dtype = dtype
         self.rope = RotaryEmbedding(spec.rope, spec.head_dim, device)
-        self.embedding = VocabParallelEmbedding("model.embed_tokens", *vocab, placement)
         self.layers = [
-            DecoderLayer(f"model.layers.{i}", spec, placement) for i in range(spec.num_layers)
+            DecoderLayer(f"model.layers.{index}", spec, placement)
+            for index in range(self.stage.start, self.stage.end)
         ]
-        self.norm = RMSNorm("model.norm", spec.hidden_size, spec.rms_norm_eps, placement)
-        tied = self.embedding.weight if spec.tie_word_embeddings else None
-        self.lm_head = ParallelLMHead("lm_head", *vocab, placement, tied)
+        self.embedding = _embedding(spec, placement) if self.stage.first else None
+        self.head = _Head(spec, placement, self.embedding) if self.stage.last else None
         self.attention: AttentionBackend = make_backend(
             _attention_shape(spec, group), device, dtype
         )
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, context: AttentionContext, kv_cache: Tensor
+        self, inputs: Tensor, positions: Tensor, context: AttentionContext, kv_cache: Tensor
     ) -> Tensor:
         """Computes a step's tokens and writes their KV.
 
         Args:
-            token_ids, positions: int64 `[T]`, the sequences' tokens end to end.
+            inputs: of the first stage token ids, int64 `[T]`, the sequences' tokens end to end;
+                of the others what the stage before returned.
+            positions: int64 `[T]`.
             context: of `self.attention.prepare`.
-            kv_cache: `[layers, 2, num_blocks, kv_heads, block_size, head_dim]`, in `dtype`.
+            kv_cache: `[layers, 2, num_blocks, kv_heads, block_size, head_dim]` of the stage's
+                layers, in `dtype`.
 
         Returns:
-            `[T, hidden]`; pass the rows whose next token is wanted to `compute_logits`.
+            `[T, hidden]`: what the next stage takes; of the last stage pass the rows whose next
+            token is wanted to `compute_logits`.
         """
-        hidden = self.embedding(token_ids)
+        hidden = inputs if self.embedding is None else self.embedding(inputs)
         cos, sin = self.rope.angles(positions, self.dtype)
         for index, layer in enumerate(self.layers):
             q, k, v = layer.attention.project(layer.input_norm(hidden), cos, sin)
@@ -161,18 +161,44 @@ class CausalLM:
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """`[B, hidden]` → float32 logits `[B, vocab]`, equal on every rank."""
-        return self.lm_head(self.norm(hidden))
+        """`[B, hidden]` → float32 logits `[B, vocab]`, equal on every rank of the last stage."""
+        assert self.head is not None, "only the last stage has a head"
+        return self.head(hidden)
 
     def shards(self) -> Iterator[Shard]:
         """Every part of the checkpoint that this rank keeps."""
-        head = () if self.spec.tie_word_embeddings else (self.lm_head,)
-        return shards_of(self.embedding, *self.layers, self.norm, *head)
+        ends = [part for part in (self.embedding, self.head) if part is not None]
+        return shards_of(*self.layers, *ends)
 
     @property
     def weights_bytes(self) -> int:
         """Bytes of this rank's weights."""
         return sum(shard.target.nbytes for shard in self.shards())
+
+
+class _Head:
+    """The final norm and the projection onto the vocabulary. A tied one shares the embedding's
+    weight where both are of one stage, and reads the same tensor elsewhere."""
+
+    def __init__(
+        self, spec: ModelSpec, placement: Placement, embedding: VocabParallelEmbedding | None
+    ) -> None:
+        tied = spec.tie_word_embeddings
+        name = EMBEDDING if tied else "lm_head"
+        shared = embedding.weight if tied and embedding is not None else None
+        self.norm = RMSNorm("model.norm", spec.hidden_size, spec.rms_norm_eps, placement)
+        self.lm_head = ParallelLMHead(name, spec.vocab_size, spec.hidden_size, placement, shared)
+        self._owned = (self.norm,) if shared is not None else (self.norm, self.lm_head)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self.lm_head(self.norm(hidden))
+
+    def shards(self) -> Iterator[Shard]:
+        return shards_of(*self._owned)
+
+
+def _embedding(spec: ModelSpec, placement: Placement) -> VocabParallelEmbedding:
+    return VocabParallelEmbedding(EMBEDDING, spec.vocab_size, spec.hidden_size, placement)
 
 
 def _attention_shape(spec: ModelSpec, group: GroupCoordinator) -> AttentionShape:

@@ -8,11 +8,10 @@ part of the intermediate size, V the vocabulary, b the bytes of the dtype.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.core.errors import ConfigError
 from common.core.model_spec import ModelSpec
+from common.model.stages import Stage
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -40,42 +39,10 @@ QUANTIZATIONS = {"int8": Quantization(8), "int4": Quantization(4, group_size=128
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """A pipeline stage: `num_layers` layers, and the embedding or the head at the ends."""
-
-    num_layers: int
-    first: bool = True
-    last: bool = True
-
-
-def pipeline_stages(
-    num_layers: int, size: int, partition: Sequence[int] | None = None
-) -> tuple[Stage, ...]:
-    """`num_layers` cut into `size` stages as `partition` says, or evenly, earlier stages taking
-    what does not divide.
-
-    Raises:
-        ConfigError: a stage would be empty, or the parts are not `size` or not the whole.
-    """
-    if size > num_layers:
-        raise ConfigError(
-            f"--pipeline-parallel-size {size} exceeds the model's {num_layers} layers"
-        )
-    least, rest = divmod(num_layers, size)
-    counts = partition or [least + (stage < rest) for stage in range(size)]
-    if len(counts) != size or sum(counts) != num_layers or min(counts) < 1:
-        raise ConfigError(
-            f"--pipeline-partition {','.join(map(str, counts))} does not cut {num_layers} layers "
-            f"into {size} stages"
-        )
-    return tuple(Stage(count, first=i == 0, last=i == size - 1) for i, count in enumerate(counts))
-
-
-@dataclass(frozen=True, slots=True)
 class Footprint:
     """`spec` in `dtype` over `tp` ranks per stage; figures are of rank 0, which holds most.
 
-    The whole model is `Footprint(spec, dtype)` with `Stage(spec.num_layers)`.
+    The whole model is `Footprint(spec, dtype)` with `Stage.whole(spec.num_layers)`.
     """
 
     spec: ModelSpec

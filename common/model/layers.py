@@ -49,9 +49,9 @@ def shards_of(*parts: Sharded) -> Iterator[Shard]:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one rank's tensors live."""
+    """Where one rank's tensors live, and the ranks it shares each layer with."""
 
-    group: GroupCoordinator
+    group: GroupCoordinator  # tensor-parallel
     device: torch.device
     dtype: torch.dtype
 

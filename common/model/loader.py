@@ -20,7 +20,8 @@ from common.core.errors import ConfigError
 from common.core.model_spec import ModelSpec
 from common.distributed.group import GroupCoordinator
 from common.model.decoder import CausalLM
-from common.model.layers import Shard
+from common.model.layers import Placement, Shard
+from common.model.stages import Stage
 
 OnProgress = Callable[[int, int], None]  # (bytes done, bytes in total)
 
@@ -31,17 +32,16 @@ DUMMY_SCALE = 0.05
 def load_model(
     spec: ModelSpec,
     config: ModelConfig,
-    group: GroupCoordinator,
-    device: torch.device,
-    dtype: torch.dtype,
+    placement: Placement,
+    stage: Stage | None = None,
     on_progress: OnProgress | None = None,
 ) -> CausalLM:
-    """This rank's part of the model `config.model` names, in `dtype` on `device`.
+    """This rank's part of the model `config.model` names; without a `stage` of all layers.
 
     Raises:
         ConfigError: the folder's tensors are not those of `spec`; the message names them all.
     """
-    model = CausalLM(spec, group, device, dtype)
+    model = CausalLM(spec, placement, stage)
     shards = list(model.shards())
     if config.load_format == "dummy":
         _copy(_dummy_parts(shards, config.seed), shards, on_progress)
@@ -50,7 +50,7 @@ def load_model(
         raise ConfigError("--model must name a checkpoint folder")
     with ExitStack() as stack:
         checkpoint = _open_checkpoint(Path(config.model), stack)
-        _check(shards, checkpoint, spec)
+        _check(checkpoint, spec)
         _copy(_checkpoint_parts(shards, checkpoint), shards, on_progress)
     return model
 
@@ -107,9 +107,10 @@ def _checkpoint_parts(
         yield shard, checkpoint[shard.name][shard.index]
 
 
-def _check(shards: list[Shard], checkpoint: Mapping[str, Any], spec: ModelSpec) -> None:
-    """Raises ConfigError if the checkpoint's tensors are not exactly the expected ones."""
-    expected = {shard.name: list(shard.shape) for shard in shards}
+def _check(checkpoint: Mapping[str, Any], spec: ModelSpec) -> None:
+    """Raises ConfigError if the checkpoint's tensors are not exactly the whole model's."""
+    whole = CausalLM(spec, Placement(GroupCoordinator(), torch.device("meta"), torch.float32))
+    expected = {shard.name: list(shard.shape) for shard in whole.shards()}
     found = {name: part.get_shape() for name, part in checkpoint.items()}
     problems = {
         "missing": sorted(expected.keys() - found.keys()),

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any
 
 from common.config.schema import EngineConfig
 from common.core.errors import ConfigError
@@ -14,9 +15,7 @@ from common.model.footprint import (
     QUANTIZATIONS,
     Footprint,
     Quantization,
-    Stage,
     overhead,
-    pipeline_stages,
 )
 from common.model.kv_budget import (
     blocks_per_sequence,
@@ -24,6 +23,7 @@ from common.model.kv_budget import (
     gpu_cache_bytes,
     plan_num_blocks,
 )
+from common.model.stages import Stage, parse_partition, pipeline_stages
 
 MAX_MENDED_SIZE = 64  # ranks per dimension that a mend may propose
 
@@ -36,13 +36,15 @@ class NodeSetup:
     engine: EngineConfig
     max_model_len: int
     gpu_memory: int  # bytes of each GPU
-    pp: int = 1
-    partition: tuple[int, ...] | None = None  # layers of each stage; None: even
     quantization: str | None = None  # a key of QUANTIZATIONS
 
     @property
     def tp(self) -> int:
         return self.engine.parallel.tensor_parallel_size
+
+    @property
+    def pp(self) -> int:
+        return self.engine.parallel.pipeline_parallel_size
 
     @property
     def dtype(self) -> str:
@@ -63,7 +65,8 @@ class NodeSetup:
         return Footprint(self.spec, self.dtype, 1, self.kind)
 
     def stages(self) -> tuple[Stage, ...]:
-        return pipeline_stages(self.spec.num_layers, self.pp, self.partition)
+        partition = parse_partition(self.engine.parallel.pipeline_partition)
+        return pipeline_stages(self.spec.num_layers, self.pp, partition)
 
     def check(self) -> None:
         """Raises ConfigError if a node would refuse these options, whatever its memory."""
@@ -119,7 +122,7 @@ def plan_role(role: str, setup: NodeSetup) -> RolePlan:
         ConfigError: a node would refuse the options, whatever its memory.
     """
     setup.check()
-    rank, whole = tightest_rank(setup), Stage(setup.spec.num_layers)
+    rank, whole = tightest_rank(setup), Stage.whole(setup.spec.num_layers)
     problem = _problem(setup, rank)
     scheduler, footprint = setup.engine.scheduler, setup.footprint
     # A decode step is a token of each sequence; a prefill step a chunk of prompts.
@@ -241,13 +244,18 @@ def _fits(setup: NodeSetup) -> bool:
 
 def _more_tp(setup: NodeSetup) -> Iterator[tuple[str, NodeSetup]]:
     for size in _doubled(setup.tp):
-        parallel = replace(setup.engine.parallel, tensor_parallel_size=size)
-        yield f"--tp {size}", replace(setup, engine=replace(setup.engine, parallel=parallel))
+        yield f"--tp {size}", _parallel(setup, tensor_parallel_size=size)
 
 
 def _more_pp(setup: NodeSetup) -> Iterator[tuple[str, NodeSetup]]:
     for size in _doubled(setup.pp):
-        yield f"--pp {size}", replace(setup, pp=size, partition=None)
+        changed = _parallel(setup, pipeline_parallel_size=size, pipeline_partition=None)
+        yield f"--pp {size}", changed
+
+
+def _parallel(setup: NodeSetup, **changes: Any) -> NodeSetup:
+    parallel = replace(setup.engine.parallel, **changes)
+    return replace(setup, engine=replace(setup.engine, parallel=parallel))
 
 
 def _doubled(size: int) -> Iterator[int]:

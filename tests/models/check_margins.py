@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from story_grammar import IM_END, IM_START, make_corpus
 
 HERE = Path(__file__).resolve().parent
-NAMES = ("llama-gqa", "qwen2", "qwen3", "mistral")
+NAMES = ("llama-gqa", "qwen2", "qwen3", "mistral", "mixtral", "qwen2-moe", "qwen3-moe")
 NEW_TOKENS = 64
 PROMPTS = (
     "Once upon a time",

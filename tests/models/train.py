@@ -25,11 +25,17 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from story_grammar import END_OF_TEXT, IM_END, IM_START, make_corpus
@@ -88,11 +94,37 @@ def build(name: str) -> PreTrainedModel:
         sizes = SIZES | {"hidden_size": 96, "head_dim": 32, "tie_word_embeddings": True}
         rope = PLAIN_ROPE | {"rope_theta": 1000000.0}
         return Qwen3ForCausalLM(Qwen3Config(**sizes, rope_parameters=rope))
-    sizes = SIZES | UNTIED | {"head_dim": 32, "sliding_window": None}
-    return MistralForCausalLM(MistralConfig(**sizes, rope_parameters=PLAIN_ROPE))
+    if name == "mistral":
+        sizes = SIZES | UNTIED | {"head_dim": 32, "sliding_window": None}
+        return MistralForCausalLM(MistralConfig(**sizes, rope_parameters=PLAIN_ROPE))
+    return build_sparse(name)
 
 
-SHARD_SIZES = {"llama-gqa": "10MB", "qwen2": "10MB", "qwen3": "10MB", "mistral": "800KB"}
+def build_sparse(name: str) -> PreTrainedModel:
+    """The untrained mixture of experts of one folder: top 2 of 8."""
+    sizes = SIZES | {"hidden_size": 96, "num_experts_per_tok": 2, "output_router_logits": True}
+    sizes |= {"router_aux_loss_coef": 0.01}  # or a few experts would take everything
+    if name == "mixtral":
+        sizes |= UNTIED | {"num_local_experts": 8, "intermediate_size": 64}
+        return MixtralForCausalLM(MixtralConfig(**sizes, rope_parameters=PLAIN_ROPE))
+    sizes |= {"num_experts": 8, "moe_intermediate_size": 64}
+    if name == "qwen2-moe":
+        sizes |= UNTIED | {"shared_expert_intermediate_size": 96, "mlp_only_layers": [1]}
+        sizes |= {"intermediate_size": 192}  # of the layer without experts
+        return Qwen2MoeForCausalLM(Qwen2MoeConfig(**sizes, rope_parameters=PLAIN_ROPE))
+    sizes |= {"head_dim": 32, "tie_word_embeddings": True, "norm_topk_prob": True}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, rope_parameters=PLAIN_ROPE))
+
+
+SHARD_SIZES = {
+    "llama-gqa": "10MB",
+    "qwen2": "10MB",
+    "qwen3": "10MB",
+    "mistral": "800KB",
+    "mixtral": "10MB",
+    "qwen2-moe": "10MB",
+    "qwen3-moe": "10MB",
+}
 
 
 def tokenizer_corpus(documents: list[str]) -> Iterator[str]:
