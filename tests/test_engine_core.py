@@ -29,6 +29,7 @@ class SlowExecutor(Executor):
 
     def __init__(self) -> None:
         self.batches: list[StepBatch] = []
+        self._order = asyncio.Lock()  # steps end in the order in which they began
         self.started = asyncio.Event()
         self._go: asyncio.Queue[Exception | None] = asyncio.Queue()
 
@@ -36,7 +37,8 @@ class SlowExecutor(Executor):
         batch = msgspec.msgpack.decode(message, type=StepBatch)
         self.batches.append(batch)
         self.started.set()
-        error = await self._go.get()
+        async with self._order:
+            error = await self._go.get()
         if error is not None:
             raise error
         tokens = tuple((e.seq_id, SampledToken(7)) for e in batch.sequences if e.sampling)
@@ -79,10 +81,12 @@ class Log:
 
 
 @asynccontextmanager
-async def running() -> AsyncIterator[tuple[EngineCore, SlowExecutor, Log, asyncio.Task[None]]]:
+async def running(
+    stages: int = 1,
+) -> AsyncIterator[tuple[EngineCore, SlowExecutor, Log, asyncio.Task[None]]]:
     executor, log = SlowExecutor(), Log()
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=8)
-    scheduler = Scheduler(BlockPool(16, 4), config, (EOS,))
+    scheduler = Scheduler(BlockPool(16, 4), config, (EOS,), micro_batches=stages)
     engine = EngineCore(executor, scheduler, log, max_model_len=64)
     task = asyncio.create_task(engine.run())
     yield engine, executor, log, task
@@ -169,3 +173,59 @@ async def test_a_first_token_that_ends_the_sequence_computes_nothing() -> None:
         assert finish is not None and finish.reason is FinishReason.STOP
         await asyncio.sleep(0.01)
         assert sequence.status is Status.HELD and not executor.batches
+
+
+# ---- a pipeline of two stages ----
+
+
+async def test_two_steps_are_in_flight_and_land_in_order() -> None:
+    async with running(stages=2) as (engine, executor, log, _):
+        engine.add(engine.new_sequence(job(16, max_tokens=1), Choice()))
+        await asyncio.sleep(0.01)
+        assert [batch.step for batch in executor.batches] == [1, 2]
+        assert engine.work().step == 1 and engine.work().computing
+        await executor.finish_step()
+        assert log.lines == [("admitted", 0), ("computed", 0, 8)]
+        assert engine.work().step == 2
+        executor.started.set()
+        await executor.finish_step()
+        assert log.lines[2:] == [("computed", 0, 16), ("sampled", 0, FinishReason.LENGTH)]
+        assert not engine.work().computing
+
+
+async def test_a_newcomer_does_not_wait_for_the_step_in_flight() -> None:
+    async with running(stages=2) as (engine, executor, _, _):
+        engine.add(engine.new_sequence(job(4), Choice()))
+        await asyncio.sleep(0.01)
+        assert len(executor.batches) == 1
+        engine.add(engine.new_sequence(job(5), Choice()))
+        await asyncio.sleep(0.01)
+        assert [batch.sequences[0].seq_id for batch in executor.batches] == [0, 1]
+
+
+async def test_a_sequence_stops_when_its_last_step_in_flight_has_landed() -> None:
+    async with running(stages=2) as (engine, executor, log, _):
+        sequence = engine.new_sequence(job(16), Choice())
+        engine.add(sequence)
+        await asyncio.sleep(0.01)
+        stopped = asyncio.create_task(engine.stop(sequence))
+        for _ in range(2):
+            assert not stopped.done()
+            with pytest.raises(RuntimeError):
+                engine.release(sequence)
+            executor.started.set()
+            await executor.finish_step()
+        await asyncio.wait_for(stopped, 1)
+        engine.release(sequence)
+        assert log.lines == [("admitted", 0)] and engine.scheduler.pool.num_free == 16
+
+
+async def test_the_first_of_two_steps_fails() -> None:
+    async with running(stages=2) as (engine, executor, _, task):
+        sequence = engine.new_sequence(job(16), Choice())
+        engine.add(sequence)
+        await asyncio.sleep(0.01)
+        await executor.finish_step(NodeError("a rank died"))
+        with pytest.raises(NodeError, match="a rank died"):
+            await task
+        await asyncio.wait_for(engine.stop(sequence), 1)

@@ -1,15 +1,24 @@
 """The scheduler's policy, with plain numbers."""
 
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import pytest
+
 from common.config.schema import SchedulerConfig
 from common.core.sampling import SampledToken, SamplingParams
 from common.engine.block_pool import BlockPool
+from common.engine.messages import StepBatch
 from common.engine.scheduler import Scheduler
 from common.engine.sequence import Sequence, Status
 
 
-def make(num_blocks=16, block_size=4, seqs=4, tokens=16, caching=True) -> Scheduler:
+def make(num_blocks=16, block_size=4, seqs=4, tokens=16, caching=True, stages=1) -> Scheduler:
     config = SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens)
-    return Scheduler(BlockPool(num_blocks, block_size, caching), config, eos_token_ids=(0,))
+    pool = BlockPool(num_blocks, block_size, caching)
+    return Scheduler(pool, config, eos_token_ids=(0,), micro_batches=stages)
 
 
 def sequence(seq_id, prompt, **kwargs) -> Sequence:
@@ -22,12 +31,17 @@ def run_step(scheduler: Scheduler) -> dict[int, int]:
     """One step in which every sampled token is 7; returns tokens computed per sequence."""
     batch = scheduler.schedule()
     assert batch is not None
+    land(scheduler, batch)
+    return {entry.seq_id: len(entry.token_ids) for entry in batch.sequences}
+
+
+def land(scheduler: Scheduler, batch: StepBatch) -> None:
+    """The ranks have computed a step."""
     by_id = {s.seq_id: s for s in scheduler.running}
     for entry in batch.sequences:
         scheduler.computed(by_id[entry.seq_id], len(entry.token_ids))
         if entry.sampling is not None:
             by_id[entry.seq_id].append(SampledToken(7))
-    return {entry.seq_id: len(entry.token_ids) for entry in batch.sequences}
 
 
 def test_decodes_come_first_and_prompts_fill_the_budget_in_order():
@@ -116,8 +130,9 @@ def test_min_tokens_bans_whatever_could_end_the_sequence():
     scheduler = make()
     scheduler.add(sequence(0, 3, sampling={"min_tokens": 1, "stop_token_ids": (5,)}))
     scheduler.admit()
-    first, _ = scheduler.schedule(), run_step(scheduler)
+    first = scheduler.schedule()
     assert first is not None and first.sequences[0].banned_token_ids == (0, 5)
+    land(scheduler, first)
     second = scheduler.schedule()
     assert second is not None and second.sequences[0].banned_token_ids == ()
 
@@ -147,3 +162,114 @@ def test_what_another_node_has_begun_comes_before_what_waits_for_its_first_token
         begun.append(SampledToken(7))
         scheduler.add(begun)
     assert [each.seq_id for each in scheduler.waiting] == [3, 4, 0, 1, 2]
+
+
+# ---- several steps in flight: the stages of a pipeline ----
+
+
+def shares(batch: StepBatch | None) -> dict[int, tuple[int, int]]:
+    """Each sequence's tokens in a step: (start, count)."""
+    entries = batch.sequences if batch else ()
+    return {entry.seq_id: (entry.start, len(entry.token_ids)) for entry in entries}
+
+
+def test_a_prompt_is_cut_so_that_every_stage_has_a_chunk():
+    scheduler = make(num_blocks=64, tokens=512, stages=2)
+    scheduler.add(sequence(0, 200))
+    scheduler.admit()
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert (shares(first), shares(second)) == ({0: (0, 100)}, {0: (100, 100)})
+    assert first.sequences[0].sampling is None and second.sequences[0].sampling is not None
+    assert scheduler.schedule() is None  # its next token is not known yet
+    land(scheduler, first)
+    assert scheduler.schedule() is None
+    land(scheduler, second)
+    assert shares(scheduler.schedule()) == {0: (200, 1)}
+
+
+def test_a_short_prompt_is_not_cut():
+    scheduler = make(num_blocks=64, tokens=512, stages=4)
+    scheduler.add(sequence(0, 80))
+    scheduler.admit()
+    assert [shares(scheduler.schedule()) for _ in range(2)] == [{0: (0, 64)}, {0: (64, 16)}]
+
+
+def test_sequences_that_decode_are_shared_out_over_the_stages():
+    scheduler = make(seqs=8, stages=2)
+    for i in range(5):
+        scheduler.add(sequence(i, range(10 * i + 1, 10 * i + 4)))
+    scheduler.admit()
+    run_step(scheduler)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert (list(shares(first)), list(shares(second))) == ([0, 1, 2], [3, 4])
+    land(scheduler, first)
+    assert list(shares(scheduler.schedule())) == [0, 1, 2]
+
+
+def test_what_is_in_flight_is_not_preempted():
+    scheduler = make(stages=2)
+    scheduler.add(sequence(0, 7))
+    scheduler.add(sequence(1, range(10, 15)))
+    scheduler.admit()
+    run_step(scheduler)
+    scheduler.pool.allocate(scheduler.pool.num_free)  # others hold the rest
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert (list(shares(first)), list(shares(second))) == ([0], [1])
+    land(scheduler, first)  # the older one needs a block now, and the younger one is in flight
+    assert scheduler.schedule() is None and scheduler.num_preemptions == 0
+    land(scheduler, second)
+    assert list(shares(scheduler.schedule())) == [0] and scheduler.num_preemptions == 1
+
+
+def test_a_sequence_without_a_block_waits_for_what_is_in_flight():
+    scheduler = make(num_blocks=5, seqs=4, stages=2)
+    for i in range(2):
+        scheduler.add(sequence(i, range(10 * i + 1, 10 * i + 9)))
+    scheduler.admit()
+    run_step(scheduler)
+    first = scheduler.schedule()
+    assert list(shares(first)) == [0]  # has taken the last free block
+    assert scheduler.schedule() is None and scheduler.num_preemptions == 0
+    land(scheduler, first)
+    oldest = scheduler.running[0]
+    scheduler.release(oldest)
+    assert list(shares(scheduler.schedule())) == [1]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(8))
+def test_steps_in_flight_never_share_a_block_they_write(stages: int, seed: int):
+    """Random arrivals, ends and a pool that is far too small: every sequence ends, every block
+    comes back, and a block that a step in flight writes is held by that sequence alone."""
+    rng = random.Random(f"{stages} {seed}")
+    scheduler = make(num_blocks=12, seqs=6, tokens=8, stages=stages)
+    waiting = [sequence(i, rng.randrange(1, 20)) for i in range(24)]
+    ends = {each.seq_id: each.num_tokens + rng.randrange(1, 12) for each in waiting}
+    flights: deque[StepBatch] = deque()
+    while waiting or scheduler.waiting or scheduler.running:
+        if waiting and rng.random() < 0.3:
+            scheduler.add(waiting.pop())
+        scheduler.admit()
+        batch = scheduler.schedule() if len(flights) < stages else None
+        if batch is not None:
+            flights.append(batch)
+            writers_hold_their_blocks(scheduler, flights)
+        elif flights:
+            land(scheduler, flights.popleft())
+            writers_hold_their_blocks(scheduler, flights)
+        for each in list(scheduler.running):
+            if not each.in_flight and each.num_tokens >= ends[each.seq_id]:
+                scheduler.release(each)
+    assert scheduler.pool.num_free == 12 and not flights
+
+
+def writers_hold_their_blocks(scheduler: Scheduler, flights: deque[StepBatch]) -> None:
+    by_id = {each.seq_id: each for each in scheduler.running}
+    written: dict[int, int] = {}
+    for batch in flights:
+        for entry in batch.sequences:
+            table = by_id[entry.seq_id].block_table
+            assert table[: len(entry.block_table)] == list(entry.block_table)
+            for position in range(entry.start, entry.start + len(entry.token_ids)):
+                block = table[position // scheduler.pool.block_size]
+                assert written.setdefault(block, entry.seq_id) == entry.seq_id

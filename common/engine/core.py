@@ -1,8 +1,8 @@
 """The engine loop: admit → schedule → step → apply.
 
 All scheduling state is touched on one event loop only, so there are no locks; the forward
-pass runs elsewhere (`common/distributed`), one at a time. While it runs, requests may come
-and go: what a step touches is freed only after it.
+pass runs elsewhere (`common/distributed`), one at a time, or one for each stage of a pipeline.
+While it runs, requests may come and go: what a step touches is freed only after it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections import deque
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -38,6 +40,15 @@ class EngineListener(Protocol):
         """A token was appended to the sequence; on `finish` it is HELD and computed no more."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that the ranks work on."""
+
+    batch: StepBatch
+    sequences: dict[int, Sequence]  # by id
+    answer: asyncio.Future[bytes]
+
+
 class EngineCore:
     """Computes the sequences added to it until they finish or are stopped."""
 
@@ -52,7 +63,7 @@ class EngineCore:
         self._executor = executor
         self._listener = listener
         self._max_model_len = max_model_len
-        self._in_flight: dict[int, Sequence] = {}
+        self._flights: deque[_Flight] = deque()  # the oldest first, which ends first
         self._last_step = 0
         self._step_done: asyncio.Event = asyncio.Event()
         self._work: asyncio.Event = asyncio.Event()
@@ -88,12 +99,12 @@ class EngineCore:
         blocks until `release`."""
         sequence.cancelled = True
         self.scheduler.hold(sequence)  # at once, or the next step would take it again
-        while sequence.seq_id in self._in_flight:
+        while self._touched(sequence):
             await self._step_done.wait()
 
     def release(self, sequence: Sequence) -> None:
         """Frees the blocks of a sequence that is stopped, REMOTE, or never ran."""
-        if sequence.status is Status.RUNNING or sequence.seq_id in self._in_flight:
+        if sequence.status is Status.RUNNING or self._touched(sequence):
             raise RuntimeError("a running sequence must be stopped before it is released")
         self.scheduler.release(sequence)
         self._work.set()
@@ -112,8 +123,8 @@ class EngineCore:
         scheduler, pool = self.scheduler, self.scheduler.pool
         head = scheduler.waiting[0].num_tokens if scheduler.waiting else 0
         return Work(
-            step=self._last_step,
-            computing=bool(self._in_flight),
+            step=self._flights[0].batch.step if self._flights else self._last_step,
+            computing=bool(self._flights),
             call=next(iter(self._calls.items()), None),
             admitted=scheduler.num_admitted,
             freed=scheduler.num_freed,
@@ -129,28 +140,59 @@ class EngineCore:
         Raises:
             NodeError: a rank failed; nothing can be computed any more.
         """
-        while True:
-            for sequence in self.scheduler.admit():
-                self._listener.admitted(sequence)
-            batch = self.scheduler.schedule()
-            if batch is None:
-                self._work.clear()
-                await self._work.wait()
-                continue
-            ids = {entry.seq_id for entry in batch.sequences}
-            sequences = {s.seq_id: s for s in self.scheduler.running if s.seq_id in ids}
-            self._in_flight = sequences
-            self._apply(batch, sequences, await self._step(batch))
-
-    async def _step(self, batch: StepBatch) -> StepOutput:
-        self._last_step = batch.step
-        self._step_done = asyncio.Event()
         try:
-            answer = await self._executor.step(msgspec.msgpack.encode(batch))
+            while True:
+                for sequence in self.scheduler.admit():
+                    self._listener.admitted(sequence)
+                batch = self.scheduler.schedule() if self._has_room else None
+                if batch is not None:
+                    self._begin(batch)
+                elif self._flights:
+                    await self._wait()
+                else:
+                    self._work.clear()
+                    await self._work.wait()
         finally:
-            self._in_flight = {}
+            for flight in self._flights:
+                flight.answer.cancel()
+            self._flights.clear()
             self._step_done.set()
-        return msgspec.msgpack.decode(answer, type=StepOutput)
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether another step may be in flight."""
+        return len(self._flights) < self.scheduler.micro_batches
+
+    def _touched(self, sequence: Sequence) -> bool:
+        return any(sequence.seq_id in flight.sequences for flight in self._flights)
+
+    def _begin(self, batch: StepBatch) -> None:
+        ids = {entry.seq_id for entry in batch.sequences}
+        sequences = {s.seq_id: s for s in self.scheduler.running if s.seq_id in ids}
+        step = self._executor.step(msgspec.msgpack.encode(batch))
+        self._flights.append(_Flight(batch, sequences, asyncio.ensure_future(step)))
+        self._last_step = batch.step
+
+    async def _wait(self) -> None:
+        """Until the oldest step has landed or, if another one could begin, there is new work."""
+        oldest = self._flights[0].answer
+        if self._has_room:
+            self._work.clear()
+            new = asyncio.ensure_future(self._work.wait())
+            try:
+                await asyncio.wait((oldest, new), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                new.cancel()
+            if not oldest.done():
+                return
+        answer = await oldest
+        self._land(msgspec.msgpack.decode(answer, type=StepOutput))
+
+    def _land(self, output: StepOutput) -> None:
+        flight = self._flights.popleft()
+        landed, self._step_done = self._step_done, asyncio.Event()
+        landed.set()
+        self._apply(flight.batch, flight.sequences, output)
 
     def _apply(self, batch: StepBatch, sequences: dict[int, Sequence], output: StepOutput) -> None:
         tokens = dict(output.tokens)

@@ -105,5 +105,10 @@ class Ranks:
         pool = BlockPool(cache.num_blocks, cache.block_size, engine.cache.enable_prefix_caching)
         if pool.blocks_for(facts.max_model_len) > pool.num_blocks:
             raise ConfigError(f"{pool.num_blocks} KV blocks cannot hold one sequence")
-        scheduler = Scheduler(pool, engine.scheduler, facts.spec.eos_token_ids)
+        scheduler = Scheduler(
+            pool,
+            engine.scheduler,
+            facts.spec.eos_token_ids,
+            micro_batches=engine.parallel.pipeline_parallel_size,
+        )
         return cls(executor, ready, scheduler)

@@ -6,6 +6,12 @@ prompt never stalls them; what is left goes to prompts in the order they came, i
 its present tokens are free. A decoding sequence that needs one more block when none is free
 preempts the youngest one, which gives its blocks back and computes its tokens again later.
 
+A pipeline has a step for each of its stages in flight (micro-batches, as in GPipe,
+arXiv:1811.06965). A step then takes only its share of what there is to do, or one would take all
+and the other stages had nothing; but no token depends on one that is in flight still: a prompt's
+next chunk may follow at once, for every stage computes steps in order, while a sampled token must
+come back first.
+
     WAITING ──admit──▶ RUNNING ──hold──▶ HELD ──release──▶ DONE
       │  ▲                │  ▲
       │  └────preempt─────┘  └────────activate────────┐
@@ -23,19 +29,25 @@ from common.engine.block_pool import BlockPool
 from common.engine.messages import StepBatch, StepSequence
 from common.engine.sequence import Sequence, Status
 
+LEAST_CHUNK = 64
+"""Tokens below which a prompt is not cut for a pipeline: reading the weights takes as long."""
+
 
 class Scheduler:
-    """Owns the status, the block table and `num_computed` of every sequence added to it."""
+    """Owns the status, the block table and the progress of every sequence added to it."""
 
     def __init__(
         self,
         pool: BlockPool,
         config: SchedulerConfig,
         eos_token_ids: tuple[int, ...],
+        micro_batches: int = 1,
     ) -> None:
+        """`micro_batches` is the number of steps that may be in flight at once."""
         self.pool = pool
         self.config = config
         self.eos_token_ids = eos_token_ids
+        self.micro_batches = micro_batches
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.remote: set[Sequence] = set()
@@ -69,6 +81,7 @@ class Scheduler:
     def activate(self, sequence: Sequence, first_token: SampledToken) -> None:
         """All KV of a REMOTE sequence's prompt has arrived; it decodes from `first_token` on."""
         self.remote.discard(sequence)
+        sequence.num_scheduled = sequence.num_tokens
         self.computed(sequence, sequence.num_pending)
         sequence.append(first_token)
         sequence.status = Status.RUNNING
@@ -98,18 +111,15 @@ class Scheduler:
     # ---- one step -------------------------------------------------------------------------
 
     def schedule(self) -> StepBatch | None:
-        """The next step, or None when there is nothing to compute."""
-        budget = self.config.max_num_batched_tokens
-        entries: list[StepSequence] = []
-        for sequence in self._decodes():
-            entries.append(self._entry(sequence, 1))
-            budget -= 1
+        """The next step, or None when there is nothing to compute that is not in flight."""
+        entries = [self._entry(sequence, 1) for sequence in self._decodes()]
         decodes = len(entries)
+        budget = min(self.config.max_num_batched_tokens - decodes, self._prompt_share())
         for sequence in self.running:
             if budget <= 0 or len(entries) >= self.config.max_num_seqs:
                 break
-            if sequence.num_pending > 1 or sequence.num_computed < sequence.num_prompt_tokens:
-                chunk = min(sequence.num_pending, budget)
+            if sequence.num_unscheduled and not sequence.decodes:
+                chunk = min(sequence.num_unscheduled, budget)
                 entries.append(self._entry(sequence, chunk))
                 budget -= chunk
         if not entries:
@@ -148,7 +158,7 @@ class Scheduler:
             if not alone or needed + unheld > self.pool.num_free:
                 return False
         sequence.block_table = self.pool.match(hashes) + self.pool.allocate(needed)
-        sequence.num_computed = cached * self.pool.block_size
+        sequence.num_computed = sequence.num_scheduled = cached * self.pool.block_size
         self._count_cache(sequence)
         self._enter(sequence)
         return True
@@ -169,25 +179,29 @@ class Scheduler:
             self.cache_hits += sequence.num_cached
 
     def _decodes(self) -> Iterator[Sequence]:
-        """Sequences with one pending token, each with a block for it; preempts to find it."""
-        index = 0
-        while index < len(self.running):
-            sequence = self.running[index]
-            is_decode = (
-                sequence.num_pending == 1 and sequence.num_computed >= sequence.num_prompt_tokens
-            )
-            if is_decode:
-                if not self._grow(sequence):
-                    continue  # it preempted itself: the next one has moved to this index
+        """A step's share of the sequences that decode, each with a block for its token."""
+        decoding = sum(each.num_scheduled >= each.num_prompt_tokens for each in self.running)
+        share = -(-decoding // self.micro_batches)
+        for sequence in tuple(self.running):
+            running = sequence.status is Status.RUNNING  # or preempted for one before it
+            if share and running and sequence.decodes and self._grow(sequence):
+                share -= 1
                 yield sequence
-            index += 1
+
+    def _prompt_share(self) -> int:
+        """Tokens of prompts a step takes, so that every step in flight has some."""
+        pending = sum(each.num_pending for each in self.running)
+        return max(-(-pending // self.micro_batches), LEAST_CHUNK)
 
     def _grow(self, sequence: Sequence) -> bool:
-        """Makes sure that the pending token has a slot."""
+        """Makes sure that the pending token has a slot; preempts to find one. If false, the
+        sequence was preempted itself, or waits for what is in flight."""
         if self.pool.blocks_for(sequence.num_tokens) <= len(sequence.block_table):
             return True
         while self.pool.num_free == 0:
-            victim = self.running[-1]
+            victim = next(each for each in reversed(self.running) if not each.in_flight)
+            if victim is sequence and any(each.in_flight for each in self.running):
+                return False
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -198,15 +212,16 @@ class Scheduler:
         self.running.remove(sequence)
         self.pool.free(sequence.block_table)
         sequence.block_table = []
-        sequence.num_computed = 0
+        sequence.num_computed = sequence.num_scheduled = 0
         sequence.remote = False  # whatever it was, this node computes it again
         sequence.status = Status.WAITING
         self.waiting.appendleft(sequence)
         self.num_preemptions += 1
 
     def _entry(self, sequence: Sequence, count: int) -> StepSequence:
-        start = sequence.num_computed
-        last = start + count == sequence.num_tokens
+        start = sequence.num_scheduled
+        sequence.num_scheduled += count
+        last = sequence.num_scheduled == sequence.num_tokens
         params = sequence.sampling
         return StepSequence(
             seq_id=sequence.seq_id,

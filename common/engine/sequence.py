@@ -22,8 +22,8 @@ class Status(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """`token_ids` is prompt + output. Tokens `[num_computed, len(token_ids))` have no KV yet;
-    a decode step has one such token, a prefill step many."""
+    """`token_ids` is prompt + output. KV of tokens `[0, num_computed)` exists, steps in flight
+    compute it up to `num_scheduled`; a decode step takes one of the rest, a prefill step many."""
 
     seq_id: int
     sampling: SamplingParams
@@ -33,6 +33,7 @@ class Sequence:
     remote: bool = False  # its KV comes from another node
     status: Status = Status.NEW
     num_computed: int = 0
+    num_scheduled: int = 0
     num_cached: int | None = None  # tokens found in the prefix cache at the first admission
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[BlockHash] = field(default_factory=list)
@@ -50,6 +51,21 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens whose KV is still to be computed."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_unscheduled(self) -> int:
+        """Tokens that no step has taken yet."""
+        return len(self.token_ids) - self.num_scheduled
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a step computes it now."""
+        return self.num_scheduled > self.num_computed
+
+    @property
+    def decodes(self) -> bool:
+        """Whether its next step takes the token that was sampled last, and no others."""
+        return self.num_unscheduled == 1 and self.num_scheduled >= self.num_prompt_tokens
 
     def hashes(self, block_size: int) -> list[BlockHash]:
         """Hashes of all full blocks of the tokens so far."""
