@@ -32,7 +32,7 @@ class ModelRunner:
         self.cache = cache
         self.device = device
         self.samples = samples
-        self._neighbours = neighbours
+        self.neighbours = neighbours
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> StepOutput:
@@ -68,8 +68,8 @@ class ModelRunner:
 
     @property
     def _others(self) -> Neighbours:
-        assert self._neighbours is not None, "a stage that is not alone has neighbours"
-        return self._neighbours
+        assert self.neighbours is not None, "a stage that is not alone has neighbours"
+        return self.neighbours
 
     def warm_up(self, num_tokens: int, num_seqs: int) -> None:
         """Runs a made-up step, so that kernels are chosen and memory is taken before the first

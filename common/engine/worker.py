@@ -131,7 +131,7 @@ class ModelWorker:
     ) -> None:
         self._rank = rank
         self._state = state
-        self._runner = runner
+        self.runner = runner
         self._cache = cache
         self._extension = extension
         self._decoder = msgspec.msgpack.Decoder(StepBatch)
@@ -145,14 +145,14 @@ class ModelWorker:
         ready = RankReady(
             rank=self._rank,
             cache=self._cache.shape,
-            weights_bytes=self._runner.model.weights_bytes,
-            device=str(self._runner.device),
+            weights_bytes=self.runner.model.weights_bytes,
+            device=str(self.runner.device),
             extension_info=self._extension.info() if self._extension else b"",
         )
         return self._encoder.encode(ready)
 
     def step(self, message: bytes) -> bytes:
-        return self._encoder.encode(self._runner.run(self._decoder.decode(message)))
+        return self._encoder.encode(self.runner.run(self._decoder.decode(message)))
 
     def close(self) -> None:
         self._state.close()
