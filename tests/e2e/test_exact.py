@@ -1,13 +1,17 @@
 """Greedy output equals the reference, token for token, in every topology.
 
-One cluster a topology; in it: prompts from one token to several chunks; whole, streamed and
+Each family with every layout of up to four ranks on the prefill node, and on the decode node
+another one, in turn: every layout serves in both roles, and KV is cut and joined between unequal
+ones. One cluster a topology; in it: prompts from one token to several chunks; whole, streamed and
 as token ids over gRPC; one by one and sixteen at once; with a cold and a warm prefix cache.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -21,8 +25,43 @@ from story_grammar import make_corpus
 from warm import WarmCluster, shared
 
 NUM_TOKENS = 36
-TINY = ("llama-gqa", "qwen2", "qwen3", "mistral")
-TOPOLOGIES = list(itertools.product(TINY, (1, 2), (1, 2), ("shm", "tcp")))
+DENSE = ("llama-gqa", "qwen2", "qwen3", "mistral")
+SPARSE = ("mixtral", "qwen2-moe", "qwen3-moe")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The ranks of one node: `tp` in each of `pp` stages, experts spread over `ep` of them."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+    def flags(self) -> dict[str, int]:
+        return {
+            "tensor_parallel_size": self.tp,
+            "pipeline_parallel_size": self.pp,
+            "expert_parallel_size": self.ep,
+        }
+
+    def __str__(self) -> str:
+        return f"tp{self.tp}pp{self.pp}ep{self.ep}"
+
+
+LAYOUTS = [
+    Layout(tp, pp, ep)
+    for tp, pp, ep in itertools.product((1, 2, 4), repeat=3)
+    if tp * pp <= 4 and ep <= tp
+]
+
+
+def topologies() -> Iterator[tuple[str, Layout, Layout, str]]:
+    """(model, prefill layout, decode layout, connector)."""
+    for number, model in enumerate(DENSE + SPARSE):
+        layouts = [each for each in LAYOUTS if model in SPARSE or each.ep == 1]
+        for index, prefill in enumerate(layouts):
+            decode = layouts[(index + 1 + number) % len(layouts)]
+            yield model, prefill, decode, ("shm", "tcp")[(index + number) % 2]
 
 
 def prompts(folder: Path) -> list[tuple[int, ...]]:
@@ -98,13 +137,13 @@ def test_the_demo_model_equals_transformers(connector: str) -> None:
         check_exact(cluster, prompts(folder)[::3])
 
 
-@pytest.mark.parametrize(("model", "prefill_tp", "decode_tp", "connector"), TOPOLOGIES)
+@pytest.mark.parametrize(("model", "prefill", "decode", "connector"), topologies(), ids=str)
 def test_greedy_output_equals_transformers(
-    model: str, prefill_tp: int, decode_tp: int, connector: str
+    model: str, prefill: Layout, decode: Layout, connector: str
 ) -> None:
     with WarmCluster(model, 0, 0, warm=shared(), kv_connector=connector, kv_lease=10) as cluster:
-        cluster.start_node("prefill", tensor_parallel_size=prefill_tp)
-        cluster.start_node("decode", tensor_parallel_size=decode_tp)
+        cluster.start_node("prefill", **prefill.flags())
+        cluster.start_node("decode", **decode.flags())
         cluster.wait_nodes()
         check_exact(cluster, prompts(cluster.model))
 
