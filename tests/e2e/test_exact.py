@@ -137,7 +137,7 @@ def test_the_demo_model_equals_transformers(connector: str) -> None:
         check_exact(cluster, prompts(folder)[::3])
 
 
-@pytest.mark.parametrize(("model", "prefill", "decode", "connector"), topologies(), ids=str)
+@pytest.mark.parametrize(("model", "prefill", "decode", "connector"), list(topologies()), ids=str)
 def test_greedy_output_equals_transformers(
     model: str, prefill: Layout, decode: Layout, connector: str
 ) -> None:
