@@ -16,7 +16,7 @@ from common.core.sampling import SampledToken, SamplingParams
 from common.distributed.executor import Executor
 from common.engine.block_pool import BlockPool
 from common.engine.core import EngineCore
-from common.engine.messages import StepBatch, StepOutput
+from common.engine.messages import ExpertLoad, StepBatch, StepOutput
 from common.engine.scheduler import Scheduler
 from common.engine.sequence import Finish, Status
 from common.engine.sequence import Sequence as Seq
@@ -31,6 +31,7 @@ class SlowExecutor(Executor):
         self.batches: list[StepBatch] = []
         self._order = asyncio.Lock()  # steps end in the order in which they began
         self.started = asyncio.Event()
+        self.experts: ExpertLoad | None = None
         self._go: asyncio.Queue[Exception | None] = asyncio.Queue()
 
     async def step(self, message: bytes) -> bytes:
@@ -42,7 +43,7 @@ class SlowExecutor(Executor):
         if error is not None:
             raise error
         tokens = tuple((e.seq_id, SampledToken(7)) for e in batch.sequences if e.sampling)
-        return msgspec.msgpack.encode(StepOutput(batch.step, tokens))
+        return msgspec.msgpack.encode(StepOutput(batch.step, tokens, self.experts))
 
     async def finish_step(self, error: Exception | None = None) -> None:
         """Lets the step under way, or the next one, end."""
@@ -79,6 +80,9 @@ class Log:
     def sampled(self, sequence: Seq, token: SampledToken, finish: Finish | None) -> None:
         self.lines.append(("sampled", sequence.seq_id, finish.reason if finish else None))
 
+    def routed(self, load: ExpertLoad) -> None:
+        self.lines.append(("routed", load.assignments))
+
 
 @asynccontextmanager
 async def running(
@@ -95,6 +99,15 @@ async def running(
 
 def job(length: int = 6, **sampling: int) -> GenerateJob:
     return GenerateJob("r", tuple(range(1, length + 1)), SamplingParams(**sampling))
+
+
+async def test_what_experts_did_is_told_with_each_step() -> None:
+    async with running() as (engine, executor, log, _):
+        executor.experts = ExpertLoad((5, 7), balancedness=0.5)
+        engine.add(engine.new_sequence(job(12, max_tokens=1), Choice()))
+        for _ in range(2):
+            await executor.finish_step()
+        assert [line for line in log.lines if line[0] == "routed"] == [("routed", (5, 7))] * 2
 
 
 async def test_a_prompt_is_computed_in_chunks_then_decoded_until_it_ends() -> None:

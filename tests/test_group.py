@@ -168,6 +168,54 @@ def test_tensors_larger_than_a_slot(run: Callable[..., list[Any]]) -> None:
     run(_large)
 
 
+def _uneven(state: ParallelState, width: int) -> None:
+    """Rank r sends `(r + 2 p) % 5` rows to rank p, each its own numbers; with many columns several
+    slots long."""
+    group = state.tp
+
+    def rows(source: int, target: int) -> torch.Tensor:
+        numbers = torch.arange((source + 2 * target) % 5 * width, dtype=torch.float32) % 1000
+        return numbers.view(-1, width) + 10_000 * source + 100_000 * target
+
+    leaving = [rows(group.rank, peer) for peer in range(group.size)]
+    coming = [rows(peer, group.rank) for peer in range(group.size)]
+    counts = [[len(part) for part in parts] for parts in (leaving, coming)]
+    assert torch.equal(group.all_to_all(torch.cat(leaving), *counts), torch.cat(coming))
+
+
+@pytest.mark.parametrize("width", [1, 5, 200_000])
+def test_all_to_all_of_uneven_parts(width: int, run: Callable[..., list[Any]]) -> None:
+    run(_uneven, width)
+
+
+def _nothing_to_anyone(state: ParallelState) -> None:
+    group, nothing = state.tp, [0] * state.tp.size
+    for shape in ((0, 4), (0, 0)):
+        assert group.all_to_all(torch.ones(shape), nothing, nothing).shape == shape
+    everything = [0] * (group.size - 1) + [3]  # all to the last rank, nothing to all others
+    received = group.all_to_all(
+        torch.full((3, 2), 1.0 * group.rank), everything, everything[group.rank :][:1] * group.size
+    )
+    last = group.rank == group.size - 1
+    assert received[:, 0].tolist() == [rank for rank in range(group.size) if last for _ in range(3)]
+    with pytest.raises(ValueError, match="3 rows cannot be sent as"):
+        group.all_to_all(torch.ones(3), [1] * group.size, [1] * (group.size - 3))
+
+
+def test_all_to_all_of_nothing(run: Callable[..., list[Any]]) -> None:
+    run(_nothing_to_anyone)
+
+
+def test_rows_that_were_not_expected_are_an_error(tmp_path: Path) -> None:
+    def work(state: ParallelState) -> str:
+        with pytest.raises(NodeError) as caught:
+            state.tp.all_to_all(torch.ones(2, 3), [1, 1], [1, 1 + state.tp.rank])
+            state.tp.barrier()  # who got what it expected hears of it here
+        return caught.value.message
+
+    assert "rank 1 sends 12 bytes, not 24" in on_threads(tmp_path, 2, work, timeout=1.0)[1]
+
+
 def _tensor_dict() -> dict[str, Any]:
     return {
         "hidden": torch.arange(12.0).view(3, 4)[:, ::2].to(torch.bfloat16),

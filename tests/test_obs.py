@@ -162,6 +162,19 @@ def test_a_node_s_metrics() -> None:
     assert value(NodeMetrics().registry, "kv_transfer_bytes_total") == 0  # nothing is shared
 
 
+def test_how_busy_experts_were() -> None:
+    metrics = NodeMetrics()
+    for _ in range(2):
+        metrics.observe_experts((30, 10), balancedness=0.25)
+    found = metrics.registry
+    assert value(found, "moe_assignments_total", ep_rank="0") == 60
+    assert value(found, "moe_assignments_total", ep_rank="1") == 20
+    assert value(found, "moe_balancedness_sum") == 0.5
+    dense = NodeMetrics().registry
+    assert value(dense, "moe_assignments_total", ep_rank="0") is None
+    assert value(dense, "moe_balancedness_count") == 0
+
+
 def test_transfer_events_are_read_when_they_are_asked_for() -> None:
     metrics, counts = NodeMetrics(), {"bytes": 4096}
     metrics.transfer_events.follow(lambda: counts)

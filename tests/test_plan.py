@@ -31,6 +31,7 @@ from common.config.schema import (
 from common.config.sources import options, parse
 from common.core.errors import ConfigError
 from common.core.model_spec import ModelSpec
+from common.distributed.all2all import Replicated
 from common.distributed.launch import make_executor
 from common.engine import memory
 from common.engine.messages import RankReady
@@ -51,6 +52,7 @@ from tiny_engine import single_threaded_inference
 ROOT = Path(__file__).parents[1]
 MODELS = ROOT / "tests" / "models"
 NAMES = ("llama-gqa", "mistral", "qwen2", "qwen3")
+SPARSE = ("mixtral", "qwen2-moe", "qwen3-moe")
 CPU = torch.device("cpu")
 GIB = 2**30
 QWEN_14B: dict[str, Any] = {
@@ -65,6 +67,22 @@ QWEN_14B: dict[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
     "rope_theta": 1000000.0,
+}
+
+QWEN3_30B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "torch_dtype": "bfloat16",
 }
 
 
@@ -173,6 +191,22 @@ def test_roles_may_be_unequal(qwen: Path) -> None:
     assert (prefill.step_tokens, decode.step_tokens) == (512, 64)
 
 
+def test_a_mixture_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Qwen3-30B-A3B: 30.5 B parameters, of which a token meets 3.3 B."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(QWEN3_30B))
+    argv = ["plan", f"--model={path}", "--gpu-memory=80GiB", "--tp=4", "--ep=4", "--json"]
+    assert main([*argv, "--prefill-ep=2"]) == 0
+    prefill, decode = json.loads(capsys.readouterr().out)["roles"].values()
+    assert (prefill["expert_parallel_size"], decode["expert_parallel_size"]) == (2, 4)
+    assert prefill["rank"]["weights"] == decode["rank"]["weights"] < decode["weights"] / 3.9
+    assert decode["parameters"] == pytest.approx(30.5e9, rel=0.01)
+    assert decode["active_parameters"] == pytest.approx(3.35e9, rel=0.01)
+    assert main(argv[:-1]) == 0
+    text = capsys.readouterr().out
+    assert "TP 4 × PP 1, EP 4" in text and "3.35 B" in text
+
+
 # ---- stages ----
 
 
@@ -192,7 +226,7 @@ def test_stages_that_do_not_cut_the_model(size: int, partition: tuple[int, ...] 
         pipeline_stages(4, size, partition)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *SPARSE])
 def test_stages_add_up_to_the_model(name: str) -> None:
     spec = ModelSpec.from_folder(MODELS / name)
     whole, parts = Footprint(spec, "float16"), pipeline_stages(4, 2, (3, 1))
@@ -227,10 +261,31 @@ def test_weights_are_those_of_a_model_that_differs(changes: dict[str, Any]) -> N
     assert_weights(replace(spec, **changes), 2, "float32")
 
 
-def assert_weights(spec: ModelSpec, tp: int, dtype: str) -> None:
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
+@pytest.mark.parametrize("name", SPARSE)
+def test_weights_are_those_of_a_model_with_experts(name: str, tp: int, ep: int) -> None:
+    assert_weights(ModelSpec.from_folder(MODELS / name), tp, "bfloat16", ep)
+
+
+def assert_weights(spec: ModelSpec, tp: int, dtype: str, ep: int = 1) -> None:
     group: Any = SimpleNamespace(rank=0, size=tp)
-    model = CausalLM(spec, Placement(group, CPU, getattr(torch, dtype)))
-    assert Footprint(spec, dtype, tp).weights(Stage.whole(spec.num_layers)) == model.weights_bytes
+    owners: Any = SimpleNamespace(rank=0, size=ep)
+    placement = Placement(group, CPU, getattr(torch, dtype), Replicated(owners))
+    footprint, whole = Footprint(spec, dtype, tp, ep=ep), Stage.whole(spec.num_layers)
+    assert footprint.weights(whole) == CausalLM(spec, placement).weights_bytes
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_token_meets_its_experts_and_all_the_rest(name: str) -> None:
+    """The same model with no more experts than a token visits, but for the router's rows."""
+    spec = ModelSpec.from_folder(MODELS / name)
+    assert spec.moe is not None
+    least = replace(spec, moe=replace(spec.moe, num_experts=spec.moe.top_k))
+    routed = len(spec.moe.sparse_layers) * (spec.moe.num_experts - spec.moe.top_k)
+    whole, all_of_it = Stage.whole(spec.num_layers), Footprint(spec, "float32")
+    active = all_of_it.weights(whole) - all_of_it.idle_weights()
+    rows = routed * spec.hidden_size * 4
+    assert active == Footprint(least, "float32").weights(whole) + rows
 
 
 def test_quantized_matrices() -> None:
@@ -294,7 +349,25 @@ def test_activations_are_those_of_a_step(
     assert found == pytest.approx(peak, rel=0.02)
 
 
-def peak_of_step(spec: ModelSpec, dtype: str, tp: int, tokens: int, sequences: int) -> int:
+@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (2, 2)])
+def test_activations_are_those_of_a_step_with_experts(name: str, tp: int, ep: int) -> None:
+    """With expert parallelism a step is planned to bring every token, from other ranks, to the
+    rank in question; none came in this one."""
+    spec = ModelSpec.from_folder(MODELS / name)
+    with single_threaded_inference():
+        peak = peak_of_step(spec, "float32", tp, 512, 4, ep)
+    whole = Stage.whole(spec.num_layers)
+    found = Footprint(spec, "float32", tp, ep=ep).activations(whole, 512, 4)
+    if ep == 1:
+        assert found == pytest.approx(peak, rel=0.02)
+    else:
+        assert peak < found < 1.5 * peak
+
+
+def peak_of_step(
+    spec: ModelSpec, dtype: str, tp: int, tokens: int, sequences: int, ep: int = 1
+) -> int:
     """On rank 0, the others' parts being copies of its own."""
     group: Any = SimpleNamespace(
         rank=0,
@@ -302,7 +375,8 @@ def peak_of_step(spec: ModelSpec, dtype: str, tp: int, tokens: int, sequences: i
         all_reduce=lambda tensor: tensor,
         all_gather=lambda tensor, dim: torch.cat([tensor] * tp, dim) if tp > 1 else tensor,
     )
-    model = CausalLM(spec, Placement(group, CPU, getattr(torch, dtype)))
+    owners: Any = SimpleNamespace(rank=0, size=ep)
+    model = CausalLM(spec, Placement(group, CPU, getattr(torch, dtype), Replicated(owners)))
     blocks = made_up_blocks(tokens, sequences, block_size=16)
     shape = (spec.num_layers, 2, blocks, model.attention.shape.num_kv_heads, 16, spec.head_dim)
     cache = torch.zeros(shape, dtype=model.dtype)
@@ -315,7 +389,7 @@ def peak_of_step(spec: ModelSpec, dtype: str, tp: int, tokens: int, sequences: i
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "qwen2-moe"])
 async def test_blocks_are_those_of_a_node(
     name: str, tp: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -324,6 +398,7 @@ async def test_blocks_are_those_of_a_node(
         model=str(MODELS / name),
         gpu_memory="4GiB",
         tensor_parallel_size=tp,
+        expert_parallel_size=tp if name in SPARSE else 1,
         max_model_len=256,
         kv_cache_memory="3000KiB",
         dtype="float32",
@@ -418,6 +493,7 @@ def test_json_of_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model=/nowhere", "--gpu-memory=1GiB"], "has no config.json"),
         (["--model=README.md", "--gpu-memory=1GiB"], "README.md is not JSON"),
         (["--model={qwen}", "--gpu-memory=1GiB", "--tp=3"], "does not divide"),
+        (["--model={qwen}", "--gpu-memory=1GiB", "--tp=2", "--ep=2"], "has no experts"),
         (["--model={qwen}", "--gpu-memory=1GiB", "--pp=49"], "exceeds the model's 48 layers"),
         (
             ["--model={qwen}", "--gpu-memory=1GiB", "--pipeline-partition=a,b"],

@@ -68,9 +68,9 @@ def setup(config: PlanConfig, spec: ModelSpec, role: str) -> NodeSetup:
     """A node of the role with the plan's options."""
     if config.gpu_memory is None:
         raise ConfigError("--gpu-memory must say how much memory a GPU has, e.g. 24GiB")
-    own_tp, own_pp = {
-        "prefill": (config.prefill_tp, config.prefill_pp),
-        "decode": (config.decode_tp, config.decode_pp),
+    own_tp, own_pp, own_ep = {
+        "prefill": (config.prefill_tp, config.prefill_pp, config.prefill_ep),
+        "decode": (config.decode_tp, config.decode_pp, config.decode_ep),
     }[role]
     return NodeSetup(
         spec=spec,
@@ -80,6 +80,7 @@ def setup(config: PlanConfig, spec: ModelSpec, role: str) -> NodeSetup:
                 tensor_parallel_size=own_tp or config.tensor_parallel_size,
                 pipeline_parallel_size=own_pp or config.pipeline_parallel_size,
                 pipeline_partition=config.pipeline_partition,
+                expert_parallel_size=own_ep or config.expert_parallel_size,
             ),
         ),
         max_model_len=config.max_model_len or spec.max_position_embeddings,
@@ -140,8 +141,11 @@ def _show(console: Console, plans: Sequence[RolePlan], topology: Topology | None
 def _rows(plan: RolePlan) -> Iterator[tuple[str, str]]:
     """What stands in a role's column, by row."""
     rank, tp, pp = plan.rank, plan.tensor_parallel_size, len(plan.pipeline_partition)
-    yield "GPUs", f"{tp * pp} (TP {tp} × PP {pp})"
+    experts = f", EP {plan.expert_parallel_size}" if plan.expert_parallel_size > 1 else ""
+    yield "GPUs", f"{tp * pp} (TP {tp} × PP {pp}{experts})"
     yield "parameters", f"{plan.parameters / 1e9:.2f} B, {plan.dtype}"
+    if plan.active_parameters < plan.parameters:
+        yield "parameters a token meets", f"{plan.active_parameters / 1e9:.2f} B"
     if plan.quantization:
         yield f"parameters × {plan.quantization}", _gb(plan.parameter_bytes)
     yield "weights of the model", _gb(plan.weights)

@@ -73,6 +73,12 @@ class ParallelConfig:
         short="-ep",
         minimum=1,
     )
+    all2all_backend: str = option(
+        "replicated",
+        "how tokens get to the ranks that hold their experts: replicated (tensor-parallel ranks "
+        "have every token already: nothing moves), allgather_reducescatter, alltoallv, an entry "
+        "point or module:Class",
+    )
     cpu_threads: int = option(
         0, "torch threads per rank on a CPU (0: share the cores evenly)", minimum=0
     )
@@ -366,6 +372,11 @@ class PlanConfig:
     decode_tp: int | None = option(None, "of decode nodes (default: --tp)", minimum=1)
     prefill_pp: int | None = option(None, "of prefill nodes (default: --pp)", minimum=1)
     decode_pp: int | None = option(None, "of decode nodes (default: --pp)", minimum=1)
+    expert_parallel_size: int = option(
+        1, "ranks of a stage the experts are spread over, in both roles", short="--ep", minimum=1
+    )
+    prefill_ep: int | None = option(None, "of prefill nodes (default: --ep)", minimum=1)
+    decode_ep: int | None = option(None, "of decode nodes (default: --ep)", minimum=1)
     pipeline_partition: str | None = option(
         None,
         "layers of each stage, e.g. 9,8,8,5 (default: even, the first stages one more)",

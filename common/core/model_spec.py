@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common.core.errors import ConfigError
+from common.core.moe_spec import MIXTRAL, QWEN2_MOE, QWEN3_MOE, MoEFamily, MoESpec
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -28,16 +29,30 @@ class Family:
     mlp_bias: bool = False  # whether the config may ask for one
     qk_norm: bool = False
     windowed: bool = False  # whether `sliding_window` has a meaning
+    window_in_use: bool = False  # where `use_sliding_window` does not say
     default_window: int | None = None  # when config.json does not name one
+    moe: MoEFamily | None = None
 
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family("llama", mlp_bias=True),
     "MistralForCausalLM": Family(
-        "mistral", qkv_bias=False, o_bias=False, windowed=True, default_window=4096
+        "mistral",
+        qkv_bias=False,
+        o_bias=False,
+        windowed=True,
+        window_in_use=True,
+        default_window=4096,
     ),
     "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, o_bias=False, windowed=True),
     "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, windowed=True),
+    "MixtralForCausalLM": Family(
+        "mixtral", qkv_bias=False, o_bias=False, windowed=True, window_in_use=True, moe=MIXTRAL
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        "qwen2_moe", qkv_bias=True, o_bias=False, windowed=True, moe=QWEN2_MOE
+    ),
+    "Qwen3MoeForCausalLM": Family("qwen3_moe", qk_norm=True, windowed=True, moe=QWEN3_MOE),
 }
 
 
@@ -81,6 +96,7 @@ class ModelSpec:
     sliding_window: int | None  # tokens; None: every token attends to all before it
     dtype: str  # of the checkpoint: "float32", "bfloat16" or "float16"
     eos_token_ids: tuple[int, ...]
+    moe: MoESpec | None = None
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelSpec:
@@ -126,13 +142,18 @@ class ModelSpec:
             rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             rope=_rope_of(config),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+            qkv_bias=(
+                attention_bias
+                if family.qkv_bias is None
+                else bool(config.get("qkv_bias", family.qkv_bias))  # a key of Qwen2-MoE's
+            ),
             o_bias=attention_bias if family.o_bias is None else family.o_bias,
             mlp_bias=family.mlp_bias and bool(config.get("mlp_bias", False)),
             qk_norm=family.qk_norm,
             sliding_window=_window_of(config, family),
             dtype=_dtype_of(config),
             eos_token_ids=_eos_of({**config, **(generation or {})}),
+            moe=None if family.moe is None else MoESpec.from_config(config, family.moe),
         )
 
     def check_max_model_len(self, max_model_len: int) -> None:
@@ -159,8 +180,24 @@ class ModelSpec:
                 f"{flag} neither divides the model's {self.num_kv_heads} KV heads nor is a "
                 "multiple of them"
             )
-        if self.intermediate_size % size:
+        if self.has_dense_layers and self.intermediate_size % size:
             raise ConfigError(f"{flag} does not divide intermediate_size {self.intermediate_size}")
+
+    def validate_expert_parallel(self, tp: int, ep: int) -> None:
+        """Raises ConfigError if the model has no experts to spread over `ep` of the `tp` ranks of
+        a stage, or they cannot be spread so."""
+        if self.moe is not None:
+            self.moe.validate(tp, ep)
+        elif ep > 1:
+            raise ConfigError(f"--expert-parallel-size {ep}: {self.architecture} has no experts")
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the layer has experts."""
+        return self.moe is not None and layer in self.moe.sparse_layers
+
+    @property
+    def has_dense_layers(self) -> bool:
+        return self.moe is None or len(self.moe.sparse_layers) < self.num_layers
 
     def kv_head_range(self, rank: int, size: int) -> tuple[int, int]:
         """The KV heads `start…end-1` that a rank holds. Where ranks outnumber KV heads,
@@ -238,7 +275,7 @@ def _rope_of(config: Mapping[str, Any]) -> RopeSpec:
 
 def _window_of(config: Mapping[str, Any], family: Family) -> int | None:
     # Qwen writes a window and, beside it, whether it is used (no, by default).
-    used = config.get("use_sliding_window", family.default_window is not None)
+    used = config.get("use_sliding_window", family.window_in_use)
     if not (family.windowed and used):
         return None
     window: int | None = config.get("sliding_window", family.default_window)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import platform
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +93,12 @@ class DeviceCommunicator(ABC):
     @abstractmethod
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """`[size, *]` → `[*]`: row `rank` of the sum over the ranks."""
+
+    @abstractmethod
+    def all_to_all(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        """`[sum(sends), *]`, the first `sends[0]` rows for rank 0 and so on → `[sum(receives), *]`,
+        the first `receives[0]` rows from rank 0 and so on. Some or all counts may be 0, but a row
+        is not empty."""
 
     @abstractmethod
     def gather(self, tensor: Tensor, dst: int) -> Tensor | None:

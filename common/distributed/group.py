@@ -86,6 +86,19 @@ class GroupCoordinator:
             return rows[self.rank]
         return self._run("reduce-scatter", tensor, lambda via: via.reduce_scatter(rows))
 
+    def all_to_all(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        """`[N, *]`, the first `sends[0]` rows for rank 0, the next `sends[1]` for rank 1 …; returns
+        the `receives[0]` rows that rank 0 sends to this one, then those of rank 1 … Each rank
+        must know what the others send to it, and all ranks must call it, with no rows too."""
+        if len(rows) != sum(sends):
+            raise ValueError(f"{len(rows)} rows cannot be sent as {list(sends)}")
+        if self.size == 1:
+            return rows
+        if rows.shape[1:].numel() == 0:
+            return rows.new_empty((sum(receives), *rows.shape[1:]))
+        whole = rows.contiguous()
+        return self._run("all-to-all", rows, lambda via: via.all_to_all(whole, sends, receives))
+
     def gather(self, tensor: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
         """As `all_gather`, but only on rank `dst`; None elsewhere."""
         if self.size == 1 or tensor.numel() == 0:

@@ -68,6 +68,12 @@ def _verify(group: GroupCoordinator, dtype: torch.dtype) -> Iterator[tuple[str, 
     joined, share = torch.cat(whole, 1), total.shape[1] // size
     nothing = mine[:0]
     after, before = (rank + 1) % size, (rank - 1) % size
+    counts = [(rank + peer) % 3 for peer in range(size)]  # of rows; what comes is as much
+    arriving = torch.cat([part[:count] for part, count in zip(whole, counts, strict=True)])
+
+    def all_to_all() -> Tensor:
+        rows = torch.cat([mine[:count] for count in counts])
+        return group.all_to_all(rows[:, ::2], counts, counts)
 
     def send_recv() -> Tensor:
         if rank % 2 == 0:  # in a ring of odd length rank 0 meets the last rank, even too
@@ -86,6 +92,7 @@ def _verify(group: GroupCoordinator, dtype: torch.dtype) -> Iterator[tuple[str, 
             lambda: group.reduce_scatter(mine, 1),
             total[:, rank * share : (rank + 1) * share],
         ),
+        ("all_to_all", all_to_all, arriving[:, ::2]),
         ("gather", lambda: group.gather(mine, size - 1, 1), gathered),
         ("broadcast", lambda: group.broadcast(mine.clone(), size - 1), whole[-1]),
         ("send, recv", send_recv, whole[before]),
@@ -136,10 +143,17 @@ def _ping_pong(group: GroupCoordinator, tensor: Tensor) -> None:
         group.send(tensor, 0)
 
 
+def _equal_shares(group: GroupCoordinator, tensor: Tensor) -> tuple[list[int], list[int]]:
+    """What each rank sends to each, and gets from it."""
+    shares = [len(tensor) // group.size] * group.size
+    return shares, shares
+
+
 OPERATIONS: dict[str, Callable[[GroupCoordinator, Tensor], object]] = {
     "all_reduce": GroupCoordinator.all_reduce,
     "all_gather": lambda group, tensor: group.all_gather(tensor, 0),
     "reduce_scatter": lambda group, tensor: group.reduce_scatter(tensor, 0),
+    "all_to_all": lambda group, tensor: group.all_to_all(tensor, *_equal_shares(group, tensor)),
     "broadcast": GroupCoordinator.broadcast,
     "send, recv": _ping_pong,
 }

@@ -7,17 +7,19 @@ everywhere, and equal in every run.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from common.core.errors import ConfigError
+from common.core.errors import ConfigError, NodeError
 from common.distributed import descriptors
 from common.distributed.communicator import CommunicatorContext
 from common.distributed.gloo import GlooCommunicator
 from common.distributed.shared_memory import SLOT_BYTES, SharedMemory, make_segment
+from common.distributed.torch_communicator import as_bytes, row_bytes
 
 Read = Callable[[list[Tensor], slice], None]
 """Takes what it wants from the slots (by rank) of one round, which hold this part of the whole."""
@@ -72,6 +74,39 @@ class ShmCommunicator(GlooCommunicator):
         self._rounds(tensor.view(-1), copy)
         return parts
 
+    def all_to_all(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        """A slot begins with the edges, in its rank's stream of bytes, between what is for one
+        rank and for the next: from them all learn how many rounds the longest stream takes."""
+        received, rank = rows.new_empty((sum(receives), *rows.shape[1:])), self.context.rank
+        width = row_bytes(rows)
+        stream, target = as_bytes(rows), as_bytes(received)
+        edges, places = torch.tensor(_edges(sends, width)), _edges(receives, width)
+        head, room = edges.nbytes, SLOT_BYTES - edges.nbytes
+        deadline, start, longest = self._deadline(), 0, 1
+        while start < longest:
+            slots, part = self._memory.slots(torch.uint8), stream[start : start + room]
+            slots[rank][:head].view(torch.int64).copy_(edges)
+            slots[rank][head : head + len(part)].copy_(part)
+            self._memory.meet(deadline)
+            for peer, slot in enumerate(slots):
+                theirs = slot[:head].view(torch.int64).tolist()
+                self._check_count(peer, theirs, places)
+                low, high = max(theirs[rank], start), min(theirs[rank + 1], start + room)
+                if low < high:
+                    place, body = places[peer] - theirs[rank], slot[head:]
+                    target[place + low : place + high].copy_(body[low - start : high - start])
+                longest = max(longest, theirs[-1])
+            start += room
+        return received
+
+    def _check_count(self, peer: int, theirs: list[int], places: list[int]) -> None:
+        """Raises NodeError if what a peer sends is not what this rank was told to expect."""
+        rank = self.context.rank
+        sent, expected = theirs[rank + 1] - theirs[rank], places[peer + 1] - places[peer]
+        if sent != expected:
+            name = f"rank {self.context.ranks[peer]}"
+            raise NodeError(f"{name} sends {sent} bytes, not {expected}", code="RANKS_DISAGREE")
+
     def gather(self, tensor: Tensor, dst: int) -> Tensor | None:
         if self.context.rank == dst:
             return self.all_gather(tensor)
@@ -114,6 +149,11 @@ def _parts(whole: Tensor) -> Iterator[slice]:
     step = -(-count // max(-(-count // most), 1))
     for start in range(0, count, max(step, 1)):
         yield slice(start, min(start + step, count))
+
+
+def _edges(counts: Sequence[int], width: int) -> list[int]:
+    """Where each rank's part of a stream of rows of `width` bytes begins, and the end."""
+    return [width * edge for edge in accumulate(counts, initial=0)]
 
 
 def _sum(slots: list[Tensor], out: Tensor) -> None:

@@ -3,6 +3,7 @@ clusters, or ranks as threads, live side by side in one process."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class TorchCommunicator(DeviceCommunicator):
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         parts = self._rows(tensor)
-        self._group._allgather_base(_bytes(parts), _bytes(tensor)).wait()
+        self._group._allgather_base(as_bytes(parts), as_bytes(tensor)).wait()
         return parts
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
@@ -47,24 +48,31 @@ class TorchCommunicator(DeviceCommunicator):
         self._group._reduce_scatter_base(part, tensor).wait()
         return part
 
+    def all_to_all(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        received = rows.new_empty((sum(receives), *rows.shape[1:]))
+        target, source = (as_bytes(each).view(-1, row_bytes(rows)) for each in (received, rows))
+        options = dist.AllToAllOptions()
+        self._group.alltoall_base(target, source, list(receives), list(sends), options).wait()
+        return received
+
     def gather(self, tensor: Tensor, dst: int) -> Tensor | None:
         options = dist.GatherOptions()
         options.rootRank = dst
         parts = self._rows(tensor) if self.context.rank == dst else None
-        targets = [] if parts is None else [[_bytes(part) for part in parts]]
-        self._group.gather(targets, [_bytes(tensor)], options).wait()
+        targets = [] if parts is None else [[as_bytes(part) for part in parts]]
+        self._group.gather(targets, [as_bytes(tensor)], options).wait()
         return parts
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = src
-        self._group.broadcast([_bytes(tensor)], options).wait()
+        self._group.broadcast([as_bytes(tensor)], options).wait()
 
     def send(self, tensor: Tensor, dst: int) -> None:
-        self._group.send([_bytes(tensor)], dst, 0).wait()
+        self._group.send([as_bytes(tensor)], dst, 0).wait()
 
     def recv(self, tensor: Tensor, src: int) -> None:
-        self._group.recv([_bytes(tensor)], src, 0).wait()
+        self._group.recv([as_bytes(tensor)], src, 0).wait()
 
     def barrier(self) -> None:
         self.all_reduce(torch.zeros(1, device=self.context.device))
@@ -77,5 +85,10 @@ class TorchCommunicator(DeviceCommunicator):
         return tensor.new_empty((self.context.size, *tensor.shape))
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.flatten().view(torch.uint8)
+
+
+def row_bytes(rows: Tensor) -> int:
+    """Of one row of `[N, *]`; there may be none."""
+    return rows.shape[1:].numel() * rows.element_size()

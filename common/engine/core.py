@@ -19,7 +19,7 @@ import msgspec
 from common.core.request import Choice, GenerateJob
 from common.core.sampling import SampledToken
 from common.distributed.executor import Executor
-from common.engine.messages import StepBatch, StepOutput
+from common.engine.messages import ExpertLoad, StepBatch, StepOutput
 from common.engine.scheduler import Scheduler
 from common.engine.sequence import Finish, Sequence, Status, check_finish
 from common.engine.watchdog import Work
@@ -38,6 +38,9 @@ class EngineListener(Protocol):
 
     def sampled(self, sequence: Sequence, token: SampledToken, finish: Finish | None) -> None:
         """A token was appended to the sequence; on `finish` it is HELD and computed no more."""
+
+    def routed(self, load: ExpertLoad) -> None:
+        """A step kept a mixture of experts that busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +198,8 @@ class EngineCore:
         self._apply(flight.batch, flight.sequences, output)
 
     def _apply(self, batch: StepBatch, sequences: dict[int, Sequence], output: StepOutput) -> None:
+        if output.experts is not None:
+            self._listener.routed(output.experts)
         tokens = dict(output.tokens)
         for entry in batch.sequences:
             sequence = sequences[entry.seq_id]

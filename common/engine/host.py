@@ -49,7 +49,9 @@ class ModelFacts:
         spec = ModelSpec.from_folder(folder)
         max_model_len = config.max_model_len or spec.max_position_embeddings
         spec.check_max_model_len(max_model_len)
-        spec.validate_tensor_parallel(engine.parallel.tensor_parallel_size)
+        parallel = engine.parallel
+        spec.validate_tensor_parallel(parallel.tensor_parallel_size)
+        spec.validate_expert_parallel(parallel.tensor_parallel_size, parallel.expert_parallel_size)
         stages_of(spec, engine.parallel)
         device = choose_device(engine.parallel.device, 0)
         dtype = choose_dtype(config.dtype, spec.dtype, device)

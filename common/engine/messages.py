@@ -36,11 +36,20 @@ class StepBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertLoad:
+    """What one step asked of the experts in the layers of the last pipeline stage."""
+
+    assignments: tuple[int, ...]  # (token, expert) pairs by expert-parallel rank, over the layers
+    balancedness: float  # mean / max load of an expert, mean over the layers: 1 is even
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutput:
     """The tokens drawn in one step: (seq_id, token) for every sequence that had sampling."""
 
     step: int
     tokens: tuple[tuple[int, SampledToken], ...]
+    experts: ExpertLoad | None = None  # None: the answering rank has no layer with experts
 
 
 @dataclass(frozen=True, slots=True)

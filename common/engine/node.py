@@ -21,6 +21,7 @@ from common.core.sampling import SampledToken
 from common.engine.collector import SchedulerCollector
 from common.engine.core import EngineCore
 from common.engine.host import ModelFacts, Ranks
+from common.engine.messages import ExpertLoad
 from common.engine.sequence import Finish, Sequence
 from common.engine.watchdog import Watchdog
 from common.engine.worker import ExtensionConfig
@@ -238,6 +239,9 @@ class EngineNode(ABC, Generic[S]):
 
     def sampled(self, sequence: Sequence, token: SampledToken, finish: Finish | None) -> None:
         self._sessions[sequence.seq_id].sampled(sequence, token, finish)
+
+    def routed(self, load: ExpertLoad) -> None:
+        self.metrics.observe_experts(load.assignments, load.balancedness)
 
     # ---- what others may know ---------------------------------------------------------------
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from common.core.sampling import SamplingParams
-from common.engine.messages import StepBatch, StepOutput, StepSequence
+from common.engine.expert_load import fold
+from common.engine.messages import ExpertLoad, StepBatch, StepOutput, StepSequence
 from common.engine.neighbours import Neighbours
 from common.engine.sampler import sample
 from common.model.attention import AttentionBatch
@@ -52,13 +53,18 @@ class ModelRunner:
             self._others.send(hidden)
             return StepOutput(batch.step, ())
         if not inputs.sampled:
-            return StepOutput(batch.step, ())
+            return StepOutput(batch.step, (), self._expert_load())
         logits = self.model.compute_logits(hidden[inputs.last_rows])
         if not self.samples:
             return StepOutput(batch.step, ())
         tokens = sample(logits, inputs.sampled)
         pairs = zip((sequence.seq_id for sequence in inputs.sampled), tokens, strict=True)
-        return StepOutput(batch.step, tuple(pairs))
+        return StepOutput(batch.step, tuple(pairs), self._expert_load())
+
+    def _expert_load(self) -> ExpertLoad | None:
+        """Of the step just computed; only the rank that answers tells."""
+        loads = self.model.expert_loads() if self.samples else None
+        return None if loads is None else fold(loads, self.model.expert_parallel_size)
 
     def _inputs(self, token_ids: list[int]) -> torch.Tensor:
         """What the stage begins with."""

@@ -17,6 +17,7 @@ from common.config.schema import EngineConfig, LogConfig, ParallelConfig
 from common.core.errors import ConfigError
 from common.core.model_spec import ModelSpec
 from common.core.plugins import import_string
+from common.distributed.all2all import make_all2all
 from common.distributed.environment import init_distributed_environment
 from common.distributed.executor import Emit, Extension, WorkerSpec
 from common.distributed.group import GroupCoordinator
@@ -105,7 +106,8 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     # Each host chooses by what its CPU can do, and reads its own copy of the folder.
     state.world.agree([dtype_name(dtype), max_model_len], "dtype and context window")
     stage = stages_of(model_spec, engine.parallel)[state.pp.rank]
-    placement = Placement(state.tp, device, dtype)
+    all2all = make_all2all(engine.parallel.all2all_backend, state.ep)
+    placement = Placement(state.tp, device, dtype, all2all)
     model = load_model(model_spec, engine.model, placement, stage, _Progress(spec.rank))
     neighbours = Neighbours(state, model_spec.hidden_size, dtype)
     shape = _cache_shape(model, engine, state.tp)

@@ -1,4 +1,4 @@
-"""The decoder: one class for every supported family, which differ in biases, norms and rope.
+"""The decoder: one class for every supported family; they differ in biases, norms, rope, experts.
 
     hidden = embed(tokens)
     each layer:  hidden += attention(norm(hidden));  hidden += mlp(norm(hidden))
@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from common.core.model_spec import ModelSpec
@@ -20,7 +19,6 @@ from common.distributed.group import GroupCoordinator
 from common.model.attention import AttentionBackend, AttentionContext, AttentionShape
 from common.model.backends import make_backend
 from common.model.layers import (
-    MergedColumnParallelLinear,
     ParallelLMHead,
     Placement,
     QKVParallelLinear,
@@ -30,6 +28,8 @@ from common.model.layers import (
     VocabParallelEmbedding,
     shards_of,
 )
+from common.model.mlp import MLP
+from common.model.moe import MoE
 from common.model.rope import RotaryEmbedding, rotate
 from common.model.stages import Stage
 
@@ -71,39 +71,20 @@ class Attention:
         return shards_of(self.qkv_proj, self.o_proj, *self.qk_norms)
 
 
-class MLP:
-    """SwiGLU (arXiv:2002.05202)."""
-
-    def __init__(self, prefix: str, spec: ModelSpec, placement: Placement) -> None:
-        names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
-        self.gate_up_proj = MergedColumnParallelLinear(
-            names, spec.hidden_size, spec.intermediate_size, spec.mlp_bias, placement
-        )
-        self.down_proj = RowParallelLinear(
-            f"{prefix}.down_proj",
-            spec.intermediate_size,
-            spec.hidden_size,
-            spec.mlp_bias,
-            placement,
-        )
-
-    def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
-
-    def shards(self) -> Iterator[Shard]:
-        return shards_of(self.gate_up_proj, self.down_proj)
-
-
 class DecoderLayer:
-    """Attention and MLP, each behind a norm and added to what came in."""
+    """Attention and MLP, or experts in its place, each behind a norm and added to what came in."""
 
-    def __init__(self, prefix: str, spec: ModelSpec, placement: Placement) -> None:
+    def __init__(self, index: int, spec: ModelSpec, placement: Placement) -> None:
+        prefix = f"model.layers.{index}"
         size, eps = spec.hidden_size, spec.rms_norm_eps
         self.input_norm = RMSNorm(f"{prefix}.input_layernorm", size, eps, placement)
         self.attention = Attention(f"{prefix}.self_attn", spec, placement)
         self.mlp_norm = RMSNorm(f"{prefix}.post_attention_layernorm", size, eps, placement)
-        self.mlp = MLP(f"{prefix}.mlp", spec, placement)
+        self.mlp: MLP | MoE
+        if spec.moe is not None and spec.is_sparse(index):
+            self.mlp = MoE(f"{prefix}.{spec.moe.family.block}", spec, spec.moe, placement)
+        else:
+            self.mlp = MLP(f"{prefix}.mlp", spec, spec.intermediate_size, placement)
 
     def shards(self) -> Iterator[Shard]:
         return shards_of(self.input_norm, self.attention, self.mlp_norm, self.mlp)
@@ -120,12 +101,14 @@ class CausalLM:
         """Raises ConfigError if the model cannot be split over the placement's ranks."""
         group, device, dtype = placement.group, placement.device, placement.dtype
         spec.validate_tensor_parallel(group.size)
+        spec.validate_expert_parallel(group.size, placement.all2all.group.size)
         self.spec = spec
         self.stage = stage or Stage.whole(spec.num_layers)
         self.dtype = dtype
+        self.expert_parallel_size = placement.all2all.group.size
         self.rope = RotaryEmbedding(spec.rope, spec.head_dim, device)
         self.layers = [
-            DecoderLayer(f"model.layers.{index}", spec, placement)
+            DecoderLayer(index, spec, placement)
             for index in range(self.stage.start, self.stage.end)
         ]
         self.embedding = _embedding(spec, placement) if self.stage.first else None
@@ -164,6 +147,12 @@ class CausalLM:
         """`[B, hidden]` → float32 logits `[B, vocab]`, equal on every rank of the last stage."""
         assert self.head is not None, "only the last stage has a head"
         return self.head(hidden)
+
+    def expert_loads(self) -> Tensor | None:
+        """int64 `[sparse layers, experts]` of this stage: how many tokens of the last `forward`
+        visited each expert, whichever rank holds it; None if no layer here has experts."""
+        loads = [layer.mlp.loads for layer in self.layers if isinstance(layer.mlp, MoE)]
+        return torch.stack(loads) if loads else None
 
     def shards(self) -> Iterator[Shard]:
         """Every part of the checkpoint that this rank keeps."""

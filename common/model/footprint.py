@@ -1,16 +1,18 @@
 """Bytes of a model's parts on one rank: weights, KV, activations, communication.
 
 Pure arithmetic over a `ModelSpec`, without torch. It says again, in numbers, what
-`common/model/layers.py` and `decoder.py` allocate; `tests/test_plan.py` holds the two together.
-Below, H is the hidden size, D the head dimension, h and k a rank's query and KV heads, I its
-part of the intermediate size, V the vocabulary, b the bytes of the dtype.
+`common/model/layers.py`, `moe.py` and `decoder.py` allocate; `tests/test_plan.py` holds the two
+together. Below, H is the hidden size, D the head dimension, h and k a rank's query and KV heads, I
+its part of the intermediate size, V the vocabulary, b the bytes of the dtype.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from common.core.model_spec import ModelSpec
+from common.core.moe_spec import MoESpec
 from common.model.stages import Stage
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -49,6 +51,7 @@ class Footprint:
     dtype: str
     tp: int = 1
     quantization: Quantization | None = None
+    ep: int = 1  # ranks of `tp` over which experts are spread
 
     @property
     def item(self) -> int:
@@ -68,7 +71,7 @@ class Footprint:
     def weights(self, stage: Stage) -> int:
         spec, vocab_rows = self.spec, -(-self.spec.vocab_size // self.tp)
         table = vocab_rows * spec.hidden_size * self.item
-        total = stage.num_layers * self._layer_weights()
+        total = sum(map(self._layer_weights, range(stage.start, stage.end)))
         if stage.first:
             total += table
         if stage.last:
@@ -76,15 +79,42 @@ class Footprint:
             total += 0 if spec.tie_word_embeddings and stage.first else table
         return total
 
-    def _layer_weights(self) -> int:
+    def idle_weights(self) -> int:
+        """Of a whole model: those of the experts that a token does not visit."""
+        if (moe := self.spec.moe) is None:
+            return 0
+        idle = len(moe.sparse_layers) * (moe.num_experts - moe.top_k)
+        return idle * self._expert_weights(moe)
+
+    def _layer_weights(self, layer: int) -> int:
         spec, hidden = self.spec, self.spec.hidden_size
         query = self._heads * spec.head_dim
         qkv = query + 2 * self._kv_heads * spec.head_dim
-        inner = spec.intermediate_size // self.tp
-        shapes = ((qkv, hidden), (hidden, query), (2 * inner, hidden), (hidden, inner))
         vectors = 2 * hidden + spec.qkv_bias * qkv + spec.o_bias * hidden
-        vectors += spec.mlp_bias * (2 * inner + hidden) + spec.qk_norm * 2 * spec.head_dim
-        return sum(self._matrix(*shape) for shape in shapes) + vectors * self.item
+        vectors += spec.qk_norm * 2 * spec.head_dim
+        attention = self._matrix(qkv, hidden) + self._matrix(hidden, query) + vectors * self.item
+        if spec.moe is not None and spec.is_sparse(layer):
+            return attention + self._moe_weights(spec.moe)
+        return attention + self._mlp_weights(spec.intermediate_size // self.tp)
+
+    def _mlp_weights(self, inner: int) -> int:
+        hidden = self.spec.hidden_size
+        vectors = self.spec.mlp_bias * (2 * inner + hidden)
+        matrices = self._matrix(2 * inner, hidden) + self._matrix(hidden, inner)
+        return matrices + vectors * self.item
+
+    def _moe_weights(self, moe: MoESpec) -> int:
+        """The router (and the gate of a shared expert) is whole on each rank, in the dtype."""
+        rows, total = moe.num_experts, moe.num_experts // self.ep * self._expert_weights(moe)
+        if inner := moe.shared_intermediate_size:
+            rows, total = rows + 1, total + self._mlp_weights(inner // self.tp)
+        return total + rows * self.spec.hidden_size * self.item
+
+    def _expert_weights(self, moe: MoESpec) -> int:
+        return self._mlp_weights(self._expert_inner(moe))
+
+    def _expert_inner(self, moe: MoESpec) -> int:
+        return moe.intermediate_size // (self.tp // self.ep)
 
     def _matrix(self, rows: int, columns: int) -> int:
         """Of a linear layer with `rows` outputs and `columns` inputs."""
@@ -115,14 +145,29 @@ class Footprint:
         """Numbers per token at the larger of two peaks. In the MLP: the residual, its normed
         copy, gate and up, their product and one more; and what the layer's attention left:
         q, k, v and its output. In the next layer's attention: the same leftovers while new
-        queries and keys are turned."""
+        queries and keys are turned. Of experts the worst case: all that a token visits are here."""
         spec, hidden = self.spec, self.spec.hidden_size
         h, k = self._heads * spec.head_dim, self._kv_heads * spec.head_dim
-        inner = spec.intermediate_size // self.tp
         leftovers = 3 * h + 3 * k
-        mlp = 2 * hidden + 3 * inner + max(inner, hidden)
+        mlp = 2 * hidden + max(self._mlp_peaks())
         attention = 2 * hidden + 3 * h + 4 * k + spec.qk_norm * (h + k)
         return leftovers + max(mlp, attention)
+
+    def _mlp_peaks(self) -> Iterator[int]:
+        """Beside the residual and its normed copy."""
+        spec, hidden = self.spec, self.spec.hidden_size
+        if spec.has_dense_layers:
+            inner = spec.intermediate_size // self.tp
+            yield 3 * inner + max(inner, hidden)
+        if (moe := spec.moe) is None:
+            return
+        if inner := moe.shared_intermediate_size // self.tp:
+            yield 3 * inner + max(inner, hidden)
+        # The layer's result, copies of tokens that came from other ranks, and what a token
+        # has in the grouped products, `top_k` times.
+        inner, came = self._expert_inner(moe), self.ep > 1
+        peaks = (hidden + 2 * inner, 4 * inner, inner + hidden, 2 * hidden + hidden // moe.top_k)
+        yield (1 + came) * hidden + moe.top_k * max(peaks)
 
     def _sampling(self, tokens: int, sequences: int) -> int:
         return tokens * self.spec.hidden_size * self.item + (

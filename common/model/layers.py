@@ -13,7 +13,7 @@ nor do the layers know files.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.core.model_spec import ModelSpec
+from common.distributed.all2all import All2AllManager, Replicated
 from common.distributed.group import GroupCoordinator
 
 
@@ -54,6 +55,8 @@ class Placement:
     group: GroupCoordinator  # tensor-parallel
     device: torch.device
     dtype: torch.dtype
+    all2all: All2AllManager = field(default_factory=lambda: Replicated(GroupCoordinator()))
+    """Between the ranks of `group` that hold different experts; default: each holds all."""
 
     def zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
@@ -156,12 +159,20 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 
 
 class RowParallelLinear:
-    """Takes this rank's input features `[T, in / size]`; returns the sum over ranks `[T, out]`."""
+    """Takes this rank's input features `[T, in / size]`; returns the sum over ranks `[T, out]`, or
+    without `reduce_results` this rank's part of it."""
 
     def __init__(
-        self, name: str, in_features: int, out_features: int, bias: bool, placement: Placement
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        placement: Placement,
+        reduce_results: bool = True,
     ) -> None:
         self.name = name
+        self.reduce_results = reduce_results
         self.group = placement.group
         self.in_features = in_features
         self.columns = placement.split(in_features)
@@ -171,7 +182,8 @@ class RowParallelLinear:
     def __call__(self, x: Tensor) -> Tensor:
         # One rank adds the bias, or the sum would hold it once per rank.
         bias = self.bias if self.group.rank == 0 else None
-        return self.group.all_reduce(F.linear(x, self.weight, bias))
+        part = F.linear(x, self.weight, bias)
+        return self.group.all_reduce(part) if self.reduce_results else part
 
     def shards(self) -> Iterator[Shard]:
         shape = (self.weight.shape[0], self.in_features)

@@ -47,6 +47,10 @@ class NodeSetup:
         return self.engine.parallel.pipeline_parallel_size
 
     @property
+    def ep(self) -> int:
+        return self.engine.parallel.expert_parallel_size
+
+    @property
     def dtype(self) -> str:
         dtype = self.engine.model.dtype
         return self.spec.dtype if dtype == "auto" else dtype
@@ -57,7 +61,7 @@ class NodeSetup:
 
     @property
     def footprint(self) -> Footprint:
-        return Footprint(self.spec, self.dtype, self.tp, self.kind)
+        return Footprint(self.spec, self.dtype, self.tp, self.kind, self.ep)
 
     @property
     def whole(self) -> Footprint:
@@ -72,6 +76,7 @@ class NodeSetup:
         """Raises ConfigError if a node would refuse these options, whatever its memory."""
         self.spec.check_max_model_len(self.max_model_len)
         self.spec.validate_tensor_parallel(self.tp)
+        self.spec.validate_expert_parallel(self.tp, self.ep)
         self.stages()
 
 
@@ -98,10 +103,12 @@ class RolePlan:
 
     role: str  # "prefill" or "decode"
     tensor_parallel_size: int
+    expert_parallel_size: int
     pipeline_partition: tuple[int, ...]  # layers of each stage
     dtype: str
     quantization: str | None
     parameters: int
+    active_parameters: int  # that compute one token; fewer where there are experts
     parameter_bytes: int  # parameters × bits of a weight, as if all were quantised alike
     weights: int  # of the whole model, stored once
     kv_per_token: int  # of the whole model
@@ -128,16 +135,19 @@ def plan_role(role: str, setup: NodeSetup) -> RolePlan:
     # A decode step is a token of each sequence; a prefill step a chunk of prompts.
     prefill = role == "prefill"
     step_tokens = scheduler.max_num_batched_tokens if prefill else scheduler.max_num_seqs
-    parameters = Footprint(setup.spec, "float32").weights(whole) // 4
+    numbers = Footprint(setup.spec, "float32")
+    parameters = numbers.weights(whole) // 4
     bits = setup.kind.bits if setup.kind else 8 * footprint.item
     sequences = rank.num_blocks // blocks_per_sequence(setup.engine, setup.max_model_len)
     return RolePlan(
         role=role,
         tensor_parallel_size=setup.tp,
+        expert_parallel_size=setup.ep,
         pipeline_partition=tuple(stage.num_layers for stage in setup.stages()),
         dtype=setup.dtype,
         quantization=setup.quantization,
         parameters=parameters,
+        active_parameters=parameters - numbers.idle_weights() // 4,
         parameter_bytes=parameters * bits // 8,
         weights=setup.whole.weights(whole),
         kv_per_token=setup.whole.kv_per_token(whole),

@@ -26,6 +26,7 @@ REQUEST_SECONDS = (
 TRANSFER_SECONDS = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10,
 )  # fmt: skip
+BALANCEDNESS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
 
 
 class _Metrics:
@@ -119,6 +120,18 @@ class NodeMetrics(_Metrics):
         self.transfers = self._counter(
             "kv_transfers_total", "KV hand-offs ended: OK, or the error's code", "outcome"
         )
+        self.moe_assignments = self._counter(
+            "moe_assignments_total",
+            "Visits of tokens to experts, by the expert-parallel rank that holds the expert "
+            "(mixtures of experts; with pipeline stages, the layers of the last one)",
+            "ep_rank",
+        )
+        self.moe_balancedness = self._histogram(
+            "moe_balancedness",
+            "Mean load of an expert in a step over that of the busiest, mean of layers: 1 is even, "
+            "as steps of few tokens never are (with pipeline stages, the layers of the last one)",
+            BALANCEDNESS,
+        )
         self.transfer_events = TransferEvents()
         self.registry.register(self.transfer_events)
         self.healthy = Gauge(
@@ -130,6 +143,12 @@ class NodeMetrics(_Metrics):
         self.transfers.labels("OK").inc()
         self.transfer_bytes.inc(num_bytes)
         self.transfer_seconds.observe(seconds)
+
+    def observe_experts(self, assignments: Sequence[int], balancedness: float) -> None:
+        """A step's visits to experts: by expert-parallel rank, and how even they were."""
+        for rank, count in enumerate(assignments):
+            self.moe_assignments.labels(str(rank)).inc(count)
+        self.moe_balancedness.observe(balancedness)
 
     @contextmanager
     def transfer_errors(self) -> Iterator[None]:

@@ -1,0 +1,207 @@
+"""How tokens get to the ranks that hold their experts, and the results back.
+
+    All2AllManager
+    ├── Replicated              every rank has every token already: nothing moves
+    ├── AllGatherReduceScatter  each rank gives its tokens to all, and gets its rows of the sum
+    ├── AllToAllV               each token goes to the ranks of its experts, once to each
+    └── a plugin's              "module:Class", or an entry point
+
+A layer asks `share` for the tokens this rank is to bring, dispatches them, computes what its own
+experts say to all that came, and combines. No expert has a limit: no token is ever dropped.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.core.plugins import resolve
+from common.distributed.group import GroupCoordinator
+
+BUILTIN = {
+    "replicated": "common.distributed.all2all:Replicated",
+    "allgather_reducescatter": "common.distributed.all2all:AllGatherReduceScatter",
+    "alltoallv": "common.distributed.all2all:AllToAllV",
+}
+ENTRY_POINTS = "pdserve.all2all_managers"
+
+NOWHERE = -1
+"""The expert of a row that is no token."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedTokens:
+    """`T` tokens and the `k` experts that each of them visits."""
+
+    hidden: Tensor  # [T, H]
+    experts: Tensor  # int64 [T, k], numbered as in the model; or NOWHERE
+    weights: Tensor  # float32 [T, k]: of each expert in the token's sum
+    num_experts: int  # of the layer
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatched:
+    """What a rank is to compute, and what `combine` needs to send it back."""
+
+    tokens: RoutedTokens  # some of their experts may be other ranks'
+    loads: Tensor  # int64 [num_experts]: (token, expert) pairs of this step, of all ranks' tokens
+    trip: Any = None  # the manager's own
+
+
+class All2AllManager(ABC):
+    """Serves the layers of one rank. Rank r of the group holds the r-th of equal shares of each
+    layer's experts. All ranks call the same methods in one order."""
+
+    def __init__(self, group: GroupCoordinator) -> None:
+        """`group`: the ranks that hold different experts."""
+        self.group = group
+
+    def share(self, num_tokens: int) -> slice:
+        """Of the step's tokens, which all ranks have: those that this rank is to dispatch. Shares
+        are equal, but the last ones may be shorter, or empty."""
+        most = self._most(num_tokens)
+        start = min(self.group.rank * most, num_tokens)
+        return slice(start, min(start + most, num_tokens))
+
+    def _most(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.group.size)
+
+    @abstractmethod
+    def dispatch(self, tokens: RoutedTokens, num_tokens: int) -> Dispatched:
+        """Sends this rank's share of the step's `num_tokens`; returns the `M` tokens that came
+        here: at least those that visit an expert of this rank."""
+
+    @abstractmethod
+    def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
+        """`[M, H]`, what this rank's experts add to each token that came → `[T, H]`, the sums over
+        ranks for the tokens that this rank dispatched."""
+
+
+def make_all2all(name: str, group: GroupCoordinator) -> All2AllManager:
+    """`name` as in --all2all-backend. A rank that holds all experts exchanges nothing.
+
+    Raises:
+        ConfigError: there is no such manager.
+    """
+    manager: type[All2AllManager] = resolve(name, BUILTIN, ENTRY_POINTS)
+    return manager(group) if group.size > 1 else Replicated(group)
+
+
+class Replicated(All2AllManager):
+    """Every rank routes all tokens and computes its experts' part of all of them. Whoever adds up
+    what tensor-parallel ranks have adds up what experts have with it."""
+
+    def share(self, num_tokens: int) -> slice:
+        return slice(0, num_tokens)
+
+    def dispatch(self, tokens: RoutedTokens, num_tokens: int) -> Dispatched:
+        return Dispatched(tokens, expert_loads(tokens))
+
+    def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
+        return outputs
+
+
+class AllGatherReduceScatter(All2AllManager):
+    """The simplest exchange. A rank sends each of its tokens, wherever its experts are, to the
+    `R - 1` others, and for every token of theirs gives back a row."""
+
+    def dispatch(self, tokens: RoutedTokens, num_tokens: int) -> Dispatched:
+        missing = self._most(num_tokens) - len(tokens.hidden)
+        everyone = self.group.all_gather(_pack(_padded(tokens, missing)), dim=0)
+        arrived = _unpack(everyone, tokens)
+        return Dispatched(arrived, expert_loads(arrived), len(tokens.hidden))
+
+    def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
+        count: int = dispatched.trip
+        return self.group.reduce_scatter(outputs, dim=0)[:count]
+
+
+@dataclass(frozen=True, slots=True)
+class _RoundTrip:
+    rows: Tensor  # int64 [sum(sends)]: the tokens sent, by rank
+    sends: list[int]  # rows to each rank
+    receives: list[int]
+    num_tokens: int  # dispatched by this rank
+
+
+class AllToAllV(All2AllManager):
+    """A token goes only to ranks that hold one of its experts, and once to each of them, however
+    many of its experts are there (as in DeepEP). Ranks first tell each other how many; so there is
+    one small exchange more, and on a GPU the host waits for these counts."""
+
+    def dispatch(self, tokens: RoutedTokens, num_tokens: int) -> Dispatched:
+        size, rank = self.group.size, self.group.rank
+        goes = self._destinations(tokens)
+        _, rows = goes.nonzero(as_tuple=True)
+        mine = torch.cat((goes.sum(1), expert_loads(tokens)))
+        counts = self.group.all_gather(mine[None], dim=0)  # [from rank, to rank … expert …]
+        matrix = counts[:, :size].tolist()
+        sends, receives = matrix[rank], [row[rank] for row in matrix]
+        arrived = self.group.all_to_all(_pack(tokens)[rows], sends, receives)
+        trip = _RoundTrip(rows, sends, receives, len(tokens.hidden))
+        return Dispatched(_unpack(arrived, tokens), counts[:, size:].sum(0), trip)
+
+    def _destinations(self, tokens: RoutedTokens) -> Tensor:
+        """bool `[rank, token]`: which go where."""
+        owners = tokens.experts // (tokens.num_experts // self.group.size)
+        goes = owners.new_zeros((len(owners), self.group.size), dtype=torch.bool)
+        return goes.scatter_(1, owners, True).t()
+
+    def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
+        """Adds up in the order of ranks: atomic adds would do it in any."""
+        trip: _RoundTrip = dispatched.trip
+        back = self.group.all_to_all(outputs, trip.receives, trip.sends)
+        total = outputs.new_zeros((trip.num_tokens, *outputs.shape[1:]))
+        for rows, parts in zip(trip.rows.split(trip.sends), back.split(trip.sends), strict=True):
+            total[rows] += parts
+        return total
+
+
+def expert_loads(tokens: RoutedTokens) -> Tensor:
+    """int64 `[num_experts]`: how many of the tokens visit each expert."""
+    return occurrences(tokens.experts, tokens.num_experts + 1)[: tokens.num_experts]
+
+
+def occurrences(numbers: Tensor, count: int) -> Tensor:
+    """int64 `[count]`: how often each of `0 … count-1` occurs; -1 stands for the last of them.
+    Unlike `bincount` it does not make the host wait for a GPU."""
+    flat = numbers.flatten().remainder(count)
+    return flat.new_zeros(count).scatter_add_(0, flat, torch.ones_like(flat))
+
+
+def _padded(tokens: RoutedTokens, missing: int) -> RoutedTokens:
+    if not missing:
+        return tokens
+    below = (0, 0, 0, missing)
+    return RoutedTokens(
+        F.pad(tokens.hidden, below),
+        F.pad(tokens.experts, below, value=NOWHERE),
+        F.pad(tokens.weights, below),
+        tokens.num_experts,
+    )
+
+
+# ---- a token as bytes, so that everything of it travels in one message ----
+
+
+def _pack(tokens: RoutedTokens) -> Tensor:
+    """uint8 `[T, …]`: experts, weights, hidden."""
+    columns = (tokens.experts.to(torch.int32), tokens.weights, tokens.hidden)
+    return torch.cat([column.contiguous().view(torch.uint8) for column in columns], dim=1)
+
+
+def _unpack(rows: Tensor, like: RoutedTokens) -> RoutedTokens:
+    """`like`: any tokens of the layer."""
+    k = like.experts.shape[1]
+    experts, weights, hidden = rows.split((4 * k, 4 * k, rows.shape[1] - 8 * k), dim=1)
+    return RoutedTokens(
+        hidden.contiguous().view(like.hidden.dtype),
+        experts.contiguous().view(torch.int32).to(torch.int64),
+        weights.contiguous().view(torch.float32),
+        like.num_experts,
+    )

@@ -1,0 +1,90 @@
+"""The experts of one layer that a rank holds, computed together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.core.moe_spec import MoESpec
+from common.distributed.all2all import RoutedTokens, occurrences
+from common.model.layers import Placement, Shard
+
+
+class FusedExperts:
+    """Each expert is a SwiGLU (arXiv:2002.05202). Expert-parallel ranks hold different experts; the
+    neighbours that hold the same ones split each of them by its inner features, so that what they
+    compute adds up to it."""
+
+    def __init__(self, prefix: str, spec: MoESpec, hidden: int, placement: Placement) -> None:
+        owners, group = placement.all2all.group, placement.group
+        split = group.size // owners.size
+        inner, part = spec.intermediate_size // split, group.rank % split
+        self.prefix, self.spec = prefix, spec
+        self.count = spec.num_experts // owners.size
+        self.first = owners.rank * self.count
+        self.inner = slice(part * inner, (part + 1) * inner)
+        self.gate_up_proj = placement.zeros(self.count, 2 * inner, hidden)
+        self.down_proj = placement.zeros(self.count, hidden, inner)
+
+    def __call__(self, tokens: RoutedTokens) -> Tensor:
+        """`[T, H]`: of each token the weighted sum of what those of its experts that are here say;
+        of a token without any, zeros. Summed in one order, whatever else is in the step."""
+        count, k = tokens.experts.shape
+        order, counts = self._by_expert(tokens.experts)
+        outputs = grouped_linear(
+            self._inner(tokens.hidden, order // k, counts), self.down_proj, counts
+        )
+        outputs *= tokens.weights.flatten()[order, None]
+        places = outputs.new_zeros(count, k, outputs.shape[1])
+        places.flatten(0, 1)[order] = outputs
+        return places.sum(1)
+
+    def _inner(self, hidden: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
+        gate, up = grouped_linear(hidden[rows], self.gate_up_proj, counts).chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def _by_expert(self, experts: Tensor) -> tuple[Tensor, Tensor]:
+        """The flat `[T * k]` places of `experts` that are of this rank, by expert and then in
+        order; and int64 `[count]`, how many of each expert. A GPU's host waits here."""
+        own = experts.flatten() - self.first
+        own = own.masked_fill((own < 0) | (own >= self.count), self.count)
+        counts = occurrences(own, self.count + 1)[: self.count]
+        return own.argsort(stable=True)[: int(counts.sum())], counts
+
+    def shards(self) -> Iterator[Shard]:
+        names, whole = self.spec.family, slice(None)
+        size, hidden = self.spec.intermediate_size, self.down_proj.shape[1]
+        half = self.down_proj.shape[2]
+        for index in range(self.count):
+            prefix = f"{self.prefix}.experts.{self.first + index}"
+            gate_up = self.gate_up_proj[index]
+            for name, rows in ((names.gate_proj, gate_up[:half]), (names.up_proj, gate_up[half:])):
+                yield Shard(f"{prefix}.{name}.weight", (size, hidden), (self.inner, whole), rows)
+            name, target = f"{prefix}.{names.down_proj}.weight", self.down_proj[index]
+            yield Shard(name, (hidden, size), (whole, self.inner), target)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """`[N, in]`, the first `counts[0]` rows of expert 0, the next of expert 1 … → `[N, out]`.
+
+    `weight` is `[experts, out, in]`; experts without rows cost nothing.
+    """
+    if len(x) and _has_kernel(weight):
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
+    out, sizes = x.new_empty(len(x), weight.shape[1]), counts.tolist()
+    for rows, target, matrix in zip(x.split(sizes), out.split(sizes), weight, strict=True):
+        if len(rows):
+            torch.mm(rows, matrix.t(), out=target)
+    return out
+
+
+def _has_kernel(weight: Tensor) -> bool:
+    """What torch's grouped GEMM is for: bfloat16 on NVIDIA GPUs from Ampere on, rows of whole 16
+    bytes. Elsewhere it is this very loop, or an error."""
+    if weight.device.type != "cuda" or weight.dtype != torch.bfloat16:
+        return False
+    aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
+    return aligned and torch.cuda.get_device_capability(weight.device) >= (8, 0)
