@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -37,11 +38,12 @@ class Layout:
     pp: int = 1
     ep: int = 1
 
-    def flags(self) -> dict[str, int]:
+    def flags(self, exchange: str) -> dict[str, Any]:
         return {
             "tensor_parallel_size": self.tp,
             "pipeline_parallel_size": self.pp,
             "expert_parallel_size": self.ep,
+            "all2all_backend": exchange,
         }
 
     def __str__(self) -> str:
@@ -55,13 +57,18 @@ LAYOUTS = [
 ]
 
 
-def topologies() -> Iterator[tuple[str, Layout, Layout, str]]:
-    """(model, prefill layout, decode layout, connector)."""
+CONNECTORS = ("shm", "tcp")
+EXCHANGES = ("alltoallv", "allgather_reducescatter", "replicated")
+
+
+def topologies() -> Iterator[tuple[str, Layout, Layout, str, str]]:
+    """(model, prefill layout, decode layout, connector, exchange of tokens between experts)."""
     for number, model in enumerate(DENSE + SPARSE):
         layouts = [each for each in LAYOUTS if model in SPARSE or each.ep == 1]
         for index, prefill in enumerate(layouts):
             decode = layouts[(index + 1 + number) % len(layouts)]
-            yield model, prefill, decode, ("shm", "tcp")[(index + number) % 2]
+            turn = index + number
+            yield model, prefill, decode, CONNECTORS[turn % 2], EXCHANGES[turn % 3]
 
 
 def prompts(folder: Path) -> list[tuple[int, ...]]:
@@ -137,13 +144,15 @@ def test_the_demo_model_equals_transformers(connector: str) -> None:
         check_exact(cluster, prompts(folder)[::3])
 
 
-@pytest.mark.parametrize(("model", "prefill", "decode", "connector"), list(topologies()), ids=str)
+@pytest.mark.parametrize(
+    ("model", "prefill", "decode", "connector", "exchange"), list(topologies()), ids=str
+)
 def test_greedy_output_equals_transformers(
-    model: str, prefill: Layout, decode: Layout, connector: str
+    model: str, prefill: Layout, decode: Layout, connector: str, exchange: str
 ) -> None:
     with WarmCluster(model, 0, 0, warm=shared(), kv_connector=connector, kv_lease=10) as cluster:
-        cluster.start_node("prefill", **prefill.flags())
-        cluster.start_node("decode", **decode.flags())
+        cluster.start_node("prefill", **prefill.flags(exchange))
+        cluster.start_node("decode", **decode.flags(exchange))
         cluster.wait_nodes()
         check_exact(cluster, prompts(cluster.model))
 
