@@ -10,6 +10,7 @@ Inference only: callers run it under `torch.inference_mode()`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -22,14 +23,12 @@ from common.model.backends import make_backend
 from common.model.layers import (
     MergedColumnParallelLinear,
     ParallelLMHead,
-    Placement,
     QKVParallelLinear,
     RMSNorm,
     RowParallelLinear,
-    Shard,
     VocabParallelEmbedding,
-    shards_of,
 )
+from common.model.placement import Placement, Shard, shards_of
 from common.model.rope import RotaryEmbedding, rotate
 from common.model.stages import Stage
 
@@ -120,6 +119,7 @@ class CausalLM:
         """Raises ConfigError if the model cannot be split over the placement's ranks."""
         group, device, dtype = placement.group, placement.device, placement.dtype
         spec.validate_tensor_parallel(group.size)
+        placement = replace(placement, quantization=spec.quantization)
         self.spec = spec
         self.stage = stage or Stage.whole(spec.num_layers)
         self.dtype = dtype

@@ -1,13 +1,16 @@
 """Bytes of a model's parts on one rank: weights, KV, activations, communication.
 
 Pure arithmetic over a `ModelSpec`, without torch. It says again, in numbers, what
-`common/model/layers.py` and `decoder.py` allocate; `tests/test_plan.py` holds the two together.
+`common/model/layers.py`, `weights.py` and `decoder.py` allocate; `tests/test_plan.py` holds the
+two together.
+
 Below, H is the hidden size, D the head dimension, h and k a rank's query and KV heads, I its
 part of the intermediate size, V the vocabulary, b the bytes of the dtype.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from common.core.model_spec import ModelSpec
@@ -24,18 +27,18 @@ COMMUNICATOR_BYTES = 512 * 2**20  # NCCL's buffers, where there is more than one
 SAMPLER_BYTES = 24  # per logit: float32 twice, and its float64 distribution twice
 
 
+GROUP_INDEX_BYTES = 4  # which group an input is of, where a checkpoint says so
+
+
 @dataclass(frozen=True, slots=True)
-class Quantization:
-    """Weights of linear layers in `bits`, with a scale in the model's dtype for each output
-    channel, or for each `group_size` weights of one, then with a zero point of `bits`. As in
-    AWQ (arXiv:2306.00978) and GPTQ (arXiv:2210.17323) checkpoints, embeddings, head, norms and
-    biases keep the dtype."""
+class Matrix:
+    """A rank's part of a linear layer's weight: `parts` matrices of the checkpoint, fused."""
 
-    bits: int
-    group_size: int | None = None
-
-
-QUANTIZATIONS = {"int8": Quantization(8), "int4": Quantization(4, group_size=128)}
+    name: str  # of the first one's module
+    rows: int  # outputs
+    columns: int  # inputs, of `inputs` that the whole has
+    inputs: int
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,6 @@ class Footprint:
     spec: ModelSpec
     dtype: str
     tp: int = 1
-    quantization: Quantization | None = None
 
     @property
     def item(self) -> int:
@@ -68,7 +70,7 @@ class Footprint:
     def weights(self, stage: Stage) -> int:
         spec, vocab_rows = self.spec, -(-self.spec.vocab_size // self.tp)
         table = vocab_rows * spec.hidden_size * self.item
-        total = stage.num_layers * self._layer_weights()
+        total = sum(self._layer_weights(index) for index in range(stage.start, stage.end))
         if stage.first:
             total += table
         if stage.last:
@@ -76,23 +78,36 @@ class Footprint:
             total += 0 if spec.tie_word_embeddings and stage.first else table
         return total
 
-    def _layer_weights(self) -> int:
+    def _layer_weights(self, index: int) -> int:
         spec, hidden = self.spec, self.spec.hidden_size
         query = self._heads * spec.head_dim
         qkv = query + 2 * self._kv_heads * spec.head_dim
         inner = spec.intermediate_size // self.tp
-        shapes = ((qkv, hidden), (hidden, query), (2 * inner, hidden), (hidden, inner))
         vectors = 2 * hidden + spec.qkv_bias * qkv + spec.o_bias * hidden
         vectors += spec.mlp_bias * (2 * inner + hidden) + spec.qk_norm * 2 * spec.head_dim
-        return sum(self._matrix(*shape) for shape in shapes) + vectors * self.item
+        return sum(map(self._matrix, self._matrices(index))) + vectors * self.item
 
-    def _matrix(self, rows: int, columns: int) -> int:
-        """Of a linear layer with `rows` outputs and `columns` inputs."""
-        if (kind := self.quantization) is None:
-            return rows * columns * self.item
-        groups = rows * (-(-columns // kind.group_size) if kind.group_size else 1)
-        zero_points = groups * kind.bits if kind.group_size else 0
-        return -(-(rows * columns * kind.bits + zero_points) // 8) + groups * self.item
+    def _matrices(self, index: int) -> Iterator[Matrix]:
+        """The linear layers of a layer."""
+        spec, hidden = self.spec, self.spec.hidden_size
+        queries, inner = spec.num_heads * spec.head_dim, spec.intermediate_size
+        qkv = self._heads * spec.head_dim + 2 * self._kv_heads * spec.head_dim
+        attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
+        yield Matrix(f"{attention}.q_proj", qkv, hidden, hidden, parts=3)
+        yield Matrix(f"{attention}.o_proj", hidden, queries // self.tp, queries)
+        yield Matrix(f"{mlp}.gate_proj", 2 * inner // self.tp, hidden, hidden, parts=2)
+        yield Matrix(f"{mlp}.down_proj", hidden, inner // self.tp, inner)
+
+    def _matrix(self, matrix: Matrix) -> int:
+        numbers, kind = matrix.rows * matrix.columns, self.spec.quantization
+        if kind is None or not kind.covers(matrix.name):
+            return numbers * self.item
+        if kind.method == "int8":
+            return numbers + matrix.rows * self.item
+        first, last = kind.groups(0, matrix.columns, matrix.inputs)
+        groups = matrix.rows * (last - first)  # each with a scale and a byte for its zero point
+        index = matrix.parts * matrix.columns * GROUP_INDEX_BYTES if kind.desc_act else 0
+        return numbers * kind.bits // 8 + groups * (self.item + 1) + index
 
     # ---- KV ----
 
@@ -108,7 +123,7 @@ class Footprint:
         of its `sequences`: an estimate that counts tensors alive at once and no allocator's
         rounding or kernel's workspace. Larger of the layers' and the sampler's peaks."""
         angles, ids = self.spec.head_dim * self.item, 4 * 8  # token, position, block and slot
-        layers = tokens * (self._layer_activations() * self.item + angles + ids)
+        layers = tokens * (self._layer_activations() * self.item + angles + ids) + self._dense()
         return max(layers, self._sampling(tokens, sequences)) if stage.last else layers
 
     def _layer_activations(self) -> int:
@@ -123,6 +138,17 @@ class Footprint:
         mlp = 2 * hidden + 3 * inner + max(inner, hidden)
         attention = 2 * hidden + 3 * h + 4 * k + spec.qk_norm * (h + k)
         return leftovers + max(mlp, attention)
+
+    def _dense(self) -> int:
+        """The largest quantized matrix, in the dtype for the time of its product; with `desc_act`
+        also the scales of one of its parts, spread over the inputs."""
+        if (kind := self.spec.quantization) is None:
+            return 0
+        sizes = (
+            each.rows * each.columns * (1 + kind.desc_act / each.parts)
+            for each in self._matrices(0)
+        )
+        return int(max(sizes)) * self.item
 
     def _sampling(self, tokens: int, sequences: int) -> int:
         return tokens * self.spec.hidden_size * self.item + (
