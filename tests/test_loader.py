@@ -83,7 +83,7 @@ def test_an_old_linear_scaling_is_named_type() -> None:
         ({"rope_scaling": {"rope_type": "linear"}}, "needs a factor"),
         ({"hidden_act": "gelu"}, "gelu.*silu"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantized"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "fp8.*AWQ.*GPTQ.*int8"),
         ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn.*float32, bfloat16, float16"),
         ({"vocab_size": None}, "vocab_size must be an integer"),
     ],
@@ -242,7 +242,7 @@ def test_dummy_weights_follow_the_seed_and_need_no_files(tmp_path: Path) -> None
     shutil.copy(LLAMA / "config.json", tmp_path)
 
     def weight(seed: int) -> torch.Tensor:
-        return load(tmp_path, load_format="dummy", seed=seed).layers[0].mlp.down_proj.weight
+        return load(tmp_path, load_format="dummy", seed=seed).layers[0].mlp.down_proj.weight.tensor
 
     assert torch.equal(weight(1), weight(1))
     assert not torch.equal(weight(1), weight(2))

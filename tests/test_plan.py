@@ -31,6 +31,7 @@ from common.config.schema import (
 from common.config.sources import options, parse
 from common.core.errors import ConfigError
 from common.core.model_spec import ModelSpec
+from common.core.quantization import QUANTIZATIONS, Quantization
 from common.distributed.all2all import Replicated
 from common.distributed.launch import make_executor
 from common.engine import memory
@@ -38,12 +39,7 @@ from common.engine.messages import RankReady
 from common.engine.runner import ModelRunner, made_up_blocks
 from common.engine.worker import WorkerConfig, worker_specs
 from common.model.decoder import CausalLM
-from common.model.footprint import (
-    DTYPE_BYTES,
-    QUANTIZATIONS,
-    Footprint,
-    overhead,
-)
+from common.model.footprint import DTYPE_BYTES, Footprint, Matrix, overhead
 from common.model.layers import Placement
 from common.model.role_plan import RolePlan
 from common.model.stages import Stage, pipeline_stages
@@ -288,13 +284,54 @@ def test_a_token_meets_its_experts_and_all_the_rest(name: str) -> None:
     assert active == Footprint(least, "float32").weights(whole) + rows
 
 
+KINDS = {
+    "int8": QUANTIZATIONS["int8"],
+    "int4, groups that ranks of 4 split": Quantization("awq", 4, group_size=64),
+    "one group, some layers not": Quantization("gptq", 4, excluded=("0.mlp", "2.self_attn")),
+    "8 bits": Quantization("gptq", 8, group_size=32),
+    "desc_act": Quantization("gptq", 4, group_size=32, desc_act=True),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_are_those_of_a_quantized_model(kind: Quantization, tp: int, dtype: str) -> None:
+    for name in NAMES:
+        spec = ModelSpec.from_folder(MODELS / name)
+        assert_weights(replace(spec, quantization=kind), tp, dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_activations_hold_the_matrix_of_a_product(kind: Quantization) -> None:
+    """For a step of one token they are little else."""
+    spec = replace(ModelSpec.from_folder(MODELS / "llama-gqa"), quantization=kind, vocab_size=8)
+    with single_threaded_inference():
+        peak = peak_of_step(spec, "bfloat16", 1, 1, 1)
+    found = Footprint(spec, "bfloat16").activations(Stage.whole(spec.num_layers), 1, 1)
+    assert found == pytest.approx(peak, rel=0.15)
+
+
+def test_a_plan_reads_what_a_checkpoint_says(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+    path.write_text(json.dumps(QWEN_14B | {"quantization_config": awq}))
+    found = qwen_plan(path)
+    assert found.fits and found.quantization == "int4"
+    assert found.parameters == 14_770_033_664
+    assert found.weights == pytest.approx(10.0e9, rel=0.01)
+    with pytest.raises(ConfigError, match="--quantization int8 needs an unquantized checkpoint"):
+        qwen_plan(path, quantization="int8")
+
+
 def test_quantized_matrices() -> None:
     """128 × 320 in groups of 128 inputs: 3 of them a row, the last one partly filled."""
     spec = ModelSpec.from_folder(MODELS / "llama-gqa")
-    int8 = Footprint(spec, "float16", 1, QUANTIZATIONS["int8"])
-    int4 = Footprint(spec, "float16", 1, QUANTIZATIONS["int4"])
-    assert int8._matrix(128, 320) == 128 * 320 + 128 * 2
-    assert int4._matrix(128, 320) == 128 * 320 // 2 + 128 * 3 * 2 + 128 * 3 // 2
+    int8 = Footprint(spec.quantized("int8"), "float16")
+    int4 = Footprint(spec.quantized("int4"), "float16")
+    matrix = Matrix("model.layers.0.mlp.down_proj", 128, 320, 320)
+    assert int8._matrix(matrix) == 128 * 320 + 128 * 2
+    assert int4._matrix(matrix) == 128 * 320 // 2 + 128 * 3 * 2 + 128 * 3
     assert set(QUANTIZATIONS) == set(metadata("quantization")["choices"])
     assert set(DTYPE_BYTES) == set(metadata("dtype")["choices"]) - {"auto"}
 

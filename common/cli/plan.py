@@ -73,7 +73,7 @@ def setup(config: PlanConfig, spec: ModelSpec, role: str) -> NodeSetup:
         "decode": (config.decode_tp, config.decode_pp, config.decode_ep),
     }[role]
     return NodeSetup(
-        spec=spec,
+        spec=spec.quantized(config.quantization),
         engine=_engine(
             config,
             ParallelConfig(
@@ -85,7 +85,6 @@ def setup(config: PlanConfig, spec: ModelSpec, role: str) -> NodeSetup:
         ),
         max_model_len=config.max_model_len or spec.max_position_embeddings,
         gpu_memory=parse_bytes(config.gpu_memory, "--gpu-memory"),
-        quantization=config.quantization,
     )
 
 

@@ -47,6 +47,13 @@ class ModelConfig:
         "compute and KV dtype; auto: the checkpoint's, or float32 on CPUs without fast bf16",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
+    quantization: str | None = option(
+        None,
+        "int8: keep the weights of linear layers in 8 bits, a scale per output channel; of an "
+        "unquantized checkpoint (default: as the checkpoint is; AWQ and GPTQ need no option)",
+        short="-q",
+        choices=("int8",),
+    )
     seed: int = option(0, "seed of dummy weights", minimum=0)
 
 
@@ -392,8 +399,8 @@ class PlanConfig:
     )
     quantization: str | None = option(
         None,
-        "weights of linear layers: int8, a scale per output channel; int4, a scale and a zero "
-        "point for 128 weights",
+        "weights of linear layers: int8, as nodes make them with this option; int4, an AWQ "
+        "checkpoint with a scale and a zero point for 128 weights (default: as config.json says)",
         choices=("int8", "int4"),
     )
     gpu_memory_utilization: float = option(

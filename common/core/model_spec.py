@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from common.core.errors import ConfigError
 from common.core.moe_spec import MIXTRAL, QWEN2_MOE, QWEN3_MOE, MoEFamily, MoESpec
+from common.core.quantization import QUANTIZATIONS, Quantization
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -97,6 +98,7 @@ class ModelSpec:
     dtype: str  # of the checkpoint: "float32", "bfloat16" or "float16"
     eos_token_ids: tuple[int, ...]
     moe: MoESpec | None = None
+    quantization: Quantization | None = None
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelSpec:
@@ -154,7 +156,25 @@ class ModelSpec:
             dtype=_dtype_of(config),
             eos_token_ids=_eos_of({**config, **(generation or {})}),
             moe=None if family.moe is None else MoESpec.from_config(config, family.moe),
+            quantization=_quantization_of(config),
         )
+
+    def quantized(self, name: str | None) -> ModelSpec:
+        """With `--quantization` as given; None: as the checkpoint is.
+
+        Raises:
+            ConfigError: the checkpoint is quantized already, or has experts.
+        """
+        if name is None:
+            return self
+        if self.quantization is not None:
+            raise ConfigError(
+                f"--quantization {name} needs an unquantized checkpoint, and this one is quantized "
+                f"({self.quantization.method}): leave the option out"
+            )
+        if self.moe is not None:
+            raise ConfigError(f"--quantization {name}: experts cannot be quantized yet")
+        return replace(self, quantization=QUANTIZATIONS[name])
 
     def check_max_model_len(self, max_model_len: int) -> None:
         """Raises ConfigError if the model cannot serve that many tokens exactly."""
@@ -241,8 +261,15 @@ def _check_supported(config: Mapping[str, Any]) -> None:
     """Settings that transformers honours and this decoder does not."""
     if (act := config.get("hidden_act", "silu")) != "silu":
         raise ConfigError(f"hidden_act {act!r} is not supported; supported: silu")
-    if config.get("quantization_config"):
-        raise ConfigError("quantized checkpoints are not supported; use the unquantized weights")
+
+
+def _quantization_of(config: Mapping[str, Any]) -> Quantization | None:
+    settings = config.get("quantization_config")
+    if not settings:
+        return None
+    if config.get("num_experts") or config.get("num_local_experts"):
+        raise ConfigError("a mixture of experts with quantized weights is not supported")
+    return Quantization.from_config(settings)
 
 
 def _rope_of(config: Mapping[str, Any]) -> RopeSpec:

@@ -46,7 +46,7 @@ class ModelFacts:
         config = engine.model
         assert config.model is not None, "resolve_model comes first"
         folder = Path(config.model)
-        spec = ModelSpec.from_folder(folder)
+        spec = ModelSpec.from_folder(folder).quantized(config.quantization)
         max_model_len = config.max_model_len or spec.max_position_embeddings
         spec.check_max_model_len(max_model_len)
         parallel = engine.parallel
@@ -70,6 +70,7 @@ class ModelFacts:
         return {
             "weights": self.revision,
             "dtype": self.dtype,
+            "quantization": kind.method if (kind := self.spec.quantization) else "none",
             "block_size": str(block_size),
             "layers": str(self.spec.num_layers),
             "kv_heads": str(self.spec.num_kv_heads),

@@ -33,8 +33,8 @@ from common.engine.runner import ModelRunner
 from common.model.decoder import CausalLM
 from common.model.dtype import choose_dtype, dtype_name
 from common.model.kv_budget import check_num_blocks, format_bytes, plan_num_blocks
-from common.model.layers import Placement
 from common.model.loader import load_model
+from common.model.placement import Placement
 from common.model.stages import Stage, parse_partition, pipeline_stages
 
 logger = logging.getLogger(__name__)

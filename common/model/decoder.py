@@ -10,6 +10,7 @@ Inference only: callers run it under `torch.inference_mode()`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,16 +21,14 @@ from common.model.attention import AttentionBackend, AttentionContext, Attention
 from common.model.backends import make_backend
 from common.model.layers import (
     ParallelLMHead,
-    Placement,
     QKVParallelLinear,
     RMSNorm,
     RowParallelLinear,
-    Shard,
     VocabParallelEmbedding,
-    shards_of,
 )
 from common.model.mlp import MLP
 from common.model.moe import MoE
+from common.model.placement import Placement, Shard, shards_of
 from common.model.rope import RotaryEmbedding, rotate
 from common.model.stages import Stage
 
@@ -102,6 +101,7 @@ class CausalLM:
         group, device, dtype = placement.group, placement.device, placement.dtype
         spec.validate_tensor_parallel(group.size)
         spec.validate_expert_parallel(group.size, placement.all2all.group.size)
+        placement = replace(placement, quantization=spec.quantization)
         self.spec = spec
         self.stage = stage or Stage.whole(spec.num_layers)
         self.dtype = dtype

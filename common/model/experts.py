@@ -10,7 +10,7 @@ from torch import Tensor
 
 from common.core.moe_spec import MoESpec
 from common.distributed.all2all import RoutedTokens, occurrences
-from common.model.layers import Placement, Shard
+from common.model.placement import Placement, Shard
 
 
 class FusedExperts:

@@ -1,15 +1,16 @@
 """Bytes of a model's parts on one rank: weights, KV, activations, communication.
 
 Pure arithmetic over a `ModelSpec`, without torch. It says again, in numbers, what
-`common/model/layers.py`, `moe.py` and `decoder.py` allocate; `tests/test_plan.py` holds the two
-together. Below, H is the hidden size, D the head dimension, h and k a rank's query and KV heads, I
-its part of the intermediate size, V the vocabulary, b the bytes of the dtype.
+`common/model/layers.py`, `weights.py`, `moe.py` and `decoder.py` allocate; `tests/test_plan.py`
+holds the two together. Below, H is the hidden size, D the head dimension, h and k a rank's query
+and KV heads, I its part of the intermediate size, V the vocabulary, b the bytes of the dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from common.core.model_spec import ModelSpec
 from common.core.moe_spec import MoESpec
@@ -26,18 +27,18 @@ COMMUNICATOR_BYTES = 512 * 2**20  # NCCL's buffers, where there is more than one
 SAMPLER_BYTES = 24  # per logit: float32 twice, and its float64 distribution twice
 
 
+GROUP_INDEX_BYTES = 4  # which group an input is of, where a checkpoint says so
+
+
 @dataclass(frozen=True, slots=True)
-class Quantization:
-    """Weights of linear layers in `bits`, with a scale in the model's dtype for each output
-    channel, or for each `group_size` weights of one, then with a zero point of `bits`. As in
-    AWQ (arXiv:2306.00978) and GPTQ (arXiv:2210.17323) checkpoints, embeddings, head, norms and
-    biases keep the dtype."""
+class Matrix:
+    """A rank's part of a linear layer's weight: `parts` matrices of the checkpoint, fused."""
 
-    bits: int
-    group_size: int | None = None
-
-
-QUANTIZATIONS = {"int8": Quantization(8), "int4": Quantization(4, group_size=128)}
+    name: str  # of the first one's module
+    rows: int  # outputs
+    columns: int  # inputs, of `inputs` that the whole has
+    inputs: int
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,6 @@ class Footprint:
     spec: ModelSpec
     dtype: str
     tp: int = 1
-    quantization: Quantization | None = None
     ep: int = 1  # ranks of `tp` over which experts are spread
 
     @property
@@ -88,41 +88,58 @@ class Footprint:
 
     def _layer_weights(self, layer: int) -> int:
         spec, hidden = self.spec, self.spec.hidden_size
-        query = self._heads * spec.head_dim
-        qkv = query + 2 * self._kv_heads * spec.head_dim
+        qkv = self._heads * spec.head_dim + 2 * self._kv_heads * spec.head_dim
         vectors = 2 * hidden + spec.qkv_bias * qkv + spec.o_bias * hidden
         vectors += spec.qk_norm * 2 * spec.head_dim
-        attention = self._matrix(qkv, hidden) + self._matrix(hidden, query) + vectors * self.item
+        attention = self._stored(self._attention(layer)) + vectors * self.item
         if spec.moe is not None and spec.is_sparse(layer):
             return attention + self._moe_weights(spec.moe)
-        return attention + self._mlp_weights(spec.intermediate_size // self.tp)
+        return attention + self._mlp_weights(f"model.layers.{layer}.mlp", spec.intermediate_size)
 
-    def _mlp_weights(self, inner: int) -> int:
-        hidden = self.spec.hidden_size
-        vectors = self.spec.mlp_bias * (2 * inner + hidden)
-        matrices = self._matrix(2 * inner, hidden) + self._matrix(hidden, inner)
-        return matrices + vectors * self.item
+    def _mlp_weights(self, name: str, inner: int, split: int | None = None) -> int:
+        """`split`: the ranks that share it; all of `tp` unless told otherwise."""
+        split, hidden = split or self.tp, self.spec.hidden_size
+        vectors = self.spec.mlp_bias * (2 * inner // split + hidden)
+        return self._stored(self._mlp(name, inner, split)) + vectors * self.item
 
     def _moe_weights(self, moe: MoESpec) -> int:
         """The router (and the gate of a shared expert) is whole on each rank, in the dtype."""
         rows, total = moe.num_experts, moe.num_experts // self.ep * self._expert_weights(moe)
         if inner := moe.shared_intermediate_size:
-            rows, total = rows + 1, total + self._mlp_weights(inner // self.tp)
+            rows, total = rows + 1, total + self._mlp_weights("shared_expert", inner)
         return total + rows * self.spec.hidden_size * self.item
 
     def _expert_weights(self, moe: MoESpec) -> int:
-        return self._mlp_weights(self._expert_inner(moe))
+        return self._mlp_weights("experts", moe.intermediate_size, self.tp // self.ep)
 
     def _expert_inner(self, moe: MoESpec) -> int:
         return moe.intermediate_size // (self.tp // self.ep)
 
-    def _matrix(self, rows: int, columns: int) -> int:
-        """Of a linear layer with `rows` outputs and `columns` inputs."""
-        if (kind := self.quantization) is None:
-            return rows * columns * self.item
-        groups = rows * (-(-columns // kind.group_size) if kind.group_size else 1)
-        zero_points = groups * kind.bits if kind.group_size else 0
-        return -(-(rows * columns * kind.bits + zero_points) // 8) + groups * self.item
+    def _attention(self, layer: int) -> Iterator[Matrix]:
+        spec, hidden = self.spec, self.spec.hidden_size
+        name, queries = f"model.layers.{layer}.self_attn", spec.num_heads * spec.head_dim
+        qkv = self._heads * spec.head_dim + 2 * self._kv_heads * spec.head_dim
+        yield Matrix(f"{name}.q_proj", qkv, hidden, hidden, parts=3)
+        yield Matrix(f"{name}.o_proj", hidden, queries // self.tp, queries)
+
+    def _mlp(self, name: str, inner: int, split: int) -> Iterator[Matrix]:
+        hidden = self.spec.hidden_size
+        yield Matrix(f"{name}.gate_proj", 2 * inner // split, hidden, hidden, parts=2)
+        yield Matrix(f"{name}.down_proj", hidden, inner // split, inner)
+
+    def _stored(self, matrices: Iterable[Matrix]) -> int:
+        return sum(map(self._matrix, matrices))
+
+    def _matrix(self, matrix: Matrix) -> int:
+        numbers, kind = matrix.rows * matrix.columns, self.spec.quantization
+        if kind is None or not kind.covers(matrix.name):
+            return numbers * self.item
+        if kind.method == "int8":
+            return numbers + matrix.rows * self.item
+        first, last = kind.groups(0, matrix.columns, matrix.inputs)
+        groups = matrix.rows * (last - first)  # each with a scale and a byte for its zero point
+        index = matrix.parts * matrix.columns * GROUP_INDEX_BYTES if kind.desc_act else 0
+        return numbers * kind.bits // 8 + groups * (self.item + 1) + index
 
     # ---- KV ----
 
@@ -138,7 +155,7 @@ class Footprint:
         of its `sequences`: an estimate that counts tensors alive at once and no allocator's
         rounding or kernel's workspace. Larger of the layers' and the sampler's peaks."""
         angles, ids = self.spec.head_dim * self.item, 4 * 8  # token, position, block and slot
-        layers = tokens * (self._layer_activations() * self.item + angles + ids)
+        layers = tokens * (self._layer_activations() * self.item + angles + ids) + self._dense()
         return max(layers, self._sampling(tokens, sequences)) if stage.last else layers
 
     def _layer_activations(self) -> int:
@@ -168,6 +185,18 @@ class Footprint:
         inner, came = self._expert_inner(moe), self.ep > 1
         peaks = (hidden + 2 * inner, 4 * inner, inner + hidden, 2 * hidden + hidden // moe.top_k)
         yield (1 + came) * hidden + moe.top_k * max(peaks)
+
+    def _dense(self) -> int:
+        """The largest quantized matrix, in the dtype for the time of its product; with `desc_act`
+        also the scales of one of its parts, spread over the inputs."""
+        if (kind := self.spec.quantization) is None:
+            return 0
+        mlp = self._mlp("model.layers.0.mlp", self.spec.intermediate_size, self.tp)
+        sizes = (
+            each.rows * each.columns * (1 + kind.desc_act / each.parts)
+            for each in chain(self._attention(0), mlp)
+        )
+        return int(max(sizes)) * self.item
 
     def _sampling(self, tokens: int, sequences: int) -> int:
         return tokens * self.spec.hidden_size * self.item + (

@@ -2,7 +2,7 @@
 
 A layer holds this rank's part of its weights and lists, as `Shard`s, which rows or columns of
 which checkpoint tensor go where. The loader needs nothing else: it neither knows the layers
-nor do the layers know files.
+nor do the layers know files. How a linear layer's matrix is stored is its `Weight`'s affair.
 
     ColumnParallelLinear   splits output features   y_rank = x W_rankᵀ          no communication
     RowParallelLinear      splits input features    y = Σ_rank x_rank W_rankᵀ   all-reduce
@@ -13,58 +13,14 @@ nor do the layers know files.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from common.core.model_spec import ModelSpec
-from common.distributed.all2all import All2AllManager, Replicated
-from common.distributed.group import GroupCoordinator
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """The part of one checkpoint tensor that this rank keeps."""
-
-    name: str  # in the checkpoint
-    shape: tuple[int, ...]  # of the whole tensor
-    index: tuple[slice, ...]  # this rank's part of it
-    target: Tensor  # where the part goes; may be a view into a fused weight
-
-
-class Sharded(Protocol):
-    """Whatever holds weights."""
-
-    def shards(self) -> Iterator[Shard]:
-        """This rank's parts of the checkpoint."""
-
-
-def shards_of(*parts: Sharded) -> Iterator[Shard]:
-    """The shards of several layers, in order."""
-    for part in parts:
-        yield from part.shards()
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where one rank's tensors live, and the ranks it shares each layer with."""
-
-    group: GroupCoordinator  # tensor-parallel
-    device: torch.device
-    dtype: torch.dtype
-    all2all: All2AllManager = field(default_factory=lambda: Replicated(GroupCoordinator()))
-    """Between the ranks of `group` that hold different experts; default: each holds all."""
-
-    def zeros(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
-
-    def split(self, total: int) -> slice:
-        """This rank's equal share of `total` (a multiple of the group's size)."""
-        share = total // self.group.size
-        return slice(self.group.rank * share, (self.group.rank + 1) * share)
+from common.model.placement import Placement, Shard
+from common.model.weights import MatrixPart, make_weight
 
 
 class RMSNorm:
@@ -96,6 +52,9 @@ class OutputPart:
     def count(self) -> int:
         return int(self.rows.stop - self.rows.start)
 
+    def matrix(self, in_features: int) -> MatrixPart:
+        return MatrixPart(self.name, (self.total, in_features), self.rows, slice(0, in_features))
+
 
 class ColumnParallelLinear:
     """Several matrices with one input, fused into one product: `[T, in] → [T, Σ part.count]`."""
@@ -104,23 +63,19 @@ class ColumnParallelLinear:
         self, in_features: int, parts: Sequence[OutputPart], bias: bool, placement: Placement
     ) -> None:
         self.parts = tuple(parts)
-        rows = sum(part.count for part in parts)
-        self.weight = placement.zeros(rows, in_features)
-        self.bias = placement.zeros(rows) if bias else None
+        self.weight = make_weight([part.matrix(in_features) for part in parts], placement)
+        self.bias = placement.zeros(sum(part.count for part in parts)) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self.weight.linear(x, self.bias)
 
     def shards(self) -> Iterator[Shard]:
-        start = 0
-        for part in self.parts:
-            rows = slice(start, start + part.count)
-            shape = (part.total, self.weight.shape[1])
-            index = (part.rows, slice(None))
-            yield Shard(f"{part.name}.weight", shape, index, self.weight[rows])
-            if self.bias is not None:
-                yield Shard(f"{part.name}.bias", shape[:1], index[:1], self.bias[rows])
-            start = rows.stop
+        yield from self.weight.shards()
+        if self.bias is None:
+            return
+        targets = self.bias.split([part.count for part in self.parts])
+        for part, target in zip(self.parts, targets, strict=True):
+            yield Shard(f"{part.name}.bias", (part.total,), (part.rows,), target)
 
 
 class QKVParallelLinear(ColumnParallelLinear):
@@ -174,22 +129,22 @@ class RowParallelLinear:
         self.name = name
         self.reduce_results = reduce_results
         self.group = placement.group
-        self.in_features = in_features
-        self.columns = placement.split(in_features)
-        self.weight = placement.zeros(out_features, in_features // self.group.size)
+        columns = placement.split(in_features)
+        part = MatrixPart(name, (out_features, in_features), slice(0, out_features), columns)
+        self.weight = make_weight([part], placement)
         self.bias = placement.zeros(out_features) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
         # One rank adds the bias, or the sum would hold it once per rank.
         bias = self.bias if self.group.rank == 0 else None
-        part = F.linear(x, self.weight, bias)
+        part = self.weight.linear(x, bias)
         return self.group.all_reduce(part) if self.reduce_results else part
 
     def shards(self) -> Iterator[Shard]:
-        shape = (self.weight.shape[0], self.in_features)
-        yield Shard(f"{self.name}.weight", shape, (slice(None), self.columns), self.weight)
+        yield from self.weight.shards()
         if self.bias is not None:
-            yield Shard(f"{self.name}.bias", shape[:1], (slice(None),), self.bias)
+            shape = tuple(self.bias.shape)
+            yield Shard(f"{self.name}.bias", shape, (slice(None),), self.bias)
 
 
 class _VocabParallel:

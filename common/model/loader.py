@@ -20,7 +20,7 @@ from common.core.errors import ConfigError
 from common.core.model_spec import ModelSpec
 from common.distributed.group import GroupCoordinator
 from common.model.decoder import CausalLM
-from common.model.layers import Placement, Shard
+from common.model.placement import Placement, Shard
 from common.model.stages import Stage
 
 OnProgress = Callable[[int, int], None]  # (bytes done, bytes in total)
@@ -41,9 +41,11 @@ def load_model(
     Raises:
         ConfigError: the folder's tensors are not those of `spec`; the message names them all.
     """
+    spec = spec.quantized(config.quantization)
     model = CausalLM(spec, placement, stage)
     shards = list(model.shards())
     if config.load_format == "dummy":
+        _check_dummy(spec)
         _copy(_dummy_parts(shards, config.seed), shards, on_progress)
         return model
     if config.model is None:
@@ -79,7 +81,8 @@ def _copy(
 ) -> None:
     total, done = sum(shard.target.nbytes for shard in shards), 0
     for shard, part in parts:
-        shard.target.copy_(part)
+        # What is unpacked or rounded is so where it will be used: a GPU is quicker at it.
+        shard.target.copy_(shard.convert(part.to(shard.target.device)))
         done += shard.target.nbytes
         if on_progress is not None:
             on_progress(done, total)
@@ -115,7 +118,9 @@ def _check(checkpoint: Mapping[str, Any], spec: ModelSpec) -> None:
     problems = {
         "missing": sorted(expected.keys() - found.keys()),
         "unexpected": sorted(
-            name for name in found.keys() - expected.keys() if not _harmless(name, spec)
+            name
+            for name in found.keys() - expected.keys()
+            if not _harmless(name, checkpoint[name], spec)
         ),
         "of another shape": [
             f"{name} {found[name]} ≠ {shape}"
@@ -128,13 +133,31 @@ def _check(checkpoint: Mapping[str, Any], spec: ModelSpec) -> None:
         raise ConfigError(f"weights do not fit {spec.architecture}; tensors " + "; ".join(listed))
 
 
-def _harmless(name: str, spec: ModelSpec) -> bool:
+def _harmless(name: str, part: Any, spec: ModelSpec) -> bool:
     """Tensors some checkpoints carry and no decoder needs."""
     tied_head = spec.tie_word_embeddings and name == "lm_head.weight"
-    return tied_head or name.endswith("rotary_emb.inv_freq")
+    return tied_head or name.endswith("rotary_emb.inv_freq") or _gptq_extra(name, part, spec)
+
+
+def _gptq_extra(name: str, part: Any, spec: ModelSpec) -> bool:
+    """AutoGPTQ writes group indices also where they say nothing, and biases of zero."""
+    if spec.quantization is None or spec.quantization.method != "gptq":
+        return False
+    if name.endswith(".g_idx"):
+        return not spec.quantization.desc_act
+    return name.endswith(".bias") and not part[:].any()
 
 
 # ---- dummy ----
+
+
+def _check_dummy(spec: ModelSpec) -> None:
+    kind = spec.quantization
+    if kind is not None and kind.method != "int8":
+        raise ConfigError(
+            f"--load-format dummy makes no {kind.method} weights: take quantization_config out of "
+            "config.json, and pass --quantization int8 for quantized ones"
+        )
 
 
 def _dummy_parts(shards: list[Shard], seed: int) -> Iterator[tuple[Shard, Tensor]]:

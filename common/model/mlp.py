@@ -8,13 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.core.model_spec import ModelSpec
-from common.model.layers import (
-    MergedColumnParallelLinear,
-    Placement,
-    RowParallelLinear,
-    Shard,
-    shards_of,
-)
+from common.model.layers import MergedColumnParallelLinear, RowParallelLinear
+from common.model.placement import Placement, Shard, shards_of
 
 
 class MLP:

@@ -17,8 +17,8 @@ from common.core.model_spec import ModelSpec
 from common.core.moe_spec import MoESpec
 from common.distributed.all2all import RoutedTokens
 from common.model.experts import FusedExperts
-from common.model.layers import Placement, Shard, shards_of
 from common.model.mlp import MLP
+from common.model.placement import Placement, Shard, shards_of
 
 
 class Router:

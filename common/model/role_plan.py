@@ -11,12 +11,8 @@ from typing import Any
 from common.config.schema import EngineConfig
 from common.core.errors import ConfigError
 from common.core.model_spec import ModelSpec
-from common.model.footprint import (
-    QUANTIZATIONS,
-    Footprint,
-    Quantization,
-    overhead,
-)
+from common.core.quantization import QUANTIZATIONS
+from common.model.footprint import Footprint, overhead
 from common.model.kv_budget import (
     blocks_per_sequence,
     format_bytes,
@@ -36,7 +32,6 @@ class NodeSetup:
     engine: EngineConfig
     max_model_len: int
     gpu_memory: int  # bytes of each GPU
-    quantization: str | None = None  # a key of QUANTIZATIONS
 
     @property
     def tp(self) -> int:
@@ -56,17 +51,13 @@ class NodeSetup:
         return self.spec.dtype if dtype == "auto" else dtype
 
     @property
-    def kind(self) -> Quantization | None:
-        return QUANTIZATIONS[self.quantization] if self.quantization else None
-
-    @property
     def footprint(self) -> Footprint:
-        return Footprint(self.spec, self.dtype, self.tp, self.kind, self.ep)
+        return Footprint(self.spec, self.dtype, self.tp, self.ep)
 
     @property
     def whole(self) -> Footprint:
         """Of the model on one rank."""
-        return Footprint(self.spec, self.dtype, 1, self.kind)
+        return Footprint(self.spec, self.dtype)
 
     def stages(self) -> tuple[Stage, ...]:
         partition = parse_partition(self.engine.parallel.pipeline_partition)
@@ -106,7 +97,7 @@ class RolePlan:
     expert_parallel_size: int
     pipeline_partition: tuple[int, ...]  # layers of each stage
     dtype: str
-    quantization: str | None
+    quantization: str | None  # "int8" or "int4", of linear layers
     parameters: int
     active_parameters: int  # that compute one token; fewer where there are experts
     parameter_bytes: int  # parameters × bits of a weight, as if all were quantised alike
@@ -135,9 +126,10 @@ def plan_role(role: str, setup: NodeSetup) -> RolePlan:
     # A decode step is a token of each sequence; a prefill step a chunk of prompts.
     prefill = role == "prefill"
     step_tokens = scheduler.max_num_batched_tokens if prefill else scheduler.max_num_seqs
-    numbers = Footprint(setup.spec, "float32")
+    numbers = Footprint(replace(setup.spec, quantization=None), "float32")
     parameters = numbers.weights(whole) // 4
-    bits = setup.kind.bits if setup.kind else 8 * footprint.item
+    kind = setup.spec.quantization
+    bits = kind.bits if kind else 8 * footprint.item
     sequences = rank.num_blocks // blocks_per_sequence(setup.engine, setup.max_model_len)
     return RolePlan(
         role=role,
@@ -145,7 +137,7 @@ def plan_role(role: str, setup: NodeSetup) -> RolePlan:
         expert_parallel_size=setup.ep,
         pipeline_partition=tuple(stage.num_layers for stage in setup.stages()),
         dtype=setup.dtype,
-        quantization=setup.quantization,
+        quantization=f"int{bits}" if kind else None,
         parameters=parameters,
         active_parameters=parameters - numbers.idle_weights() // 4,
         parameter_bytes=parameters * bits // 8,
@@ -228,9 +220,10 @@ def _mends(setup: NodeSetup, rank: RankBudget) -> Iterator[str]:
     """Single changes after which it fits: the least of each dimension, every quantization."""
     yield from _first(_more_tp(setup))
     yield from _first(_more_pp(setup))
-    if setup.quantization is None:
+    if setup.spec.quantization is None and setup.spec.moe is None:
         for name in QUANTIZATIONS:
-            yield from _first([(f"--quantization {name}", replace(setup, quantization=name))])
+            changed = replace(setup, spec=setup.spec.quantized(name))
+            yield from _first([(f"--quantization {name}", changed)])
     if setup.engine.cache.kv_cache_memory is not None:
         cache = replace(setup.engine.cache, kv_cache_memory=None)
         changed = replace(setup, engine=replace(setup.engine, cache=cache))

@@ -1,0 +1,243 @@
+"""How far quantized weights are from the float32 ones, and what they save and cost.
+
+Each model is computed in float32, with `--quantization int8`, and as an AWQ and a GPTQ checkpoint.
+The latter two are made here by rounding to the nearest, without calibration, so their errors are
+upper bounds: real AWQ and GPTQ checkpoints choose scales and roundings on sample text. Speeds are
+of one sequence on this CPU, in processor time of one thread, the two in turns.
+
+    python benchmarks/quantization_error.py [--models FOLDER,...] [--group-size 64] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from math import exp
+from pathlib import Path
+from statistics import fmean
+
+import torch
+import torch.nn.functional as F
+from quantized_folder import Scheme, quantize_folder
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from common.config.schema import ModelConfig
+from common.core.errors import ConfigError
+from common.core.model_spec import ModelSpec
+from common.distributed.group import GroupCoordinator
+from common.model.attention import AttentionBatch
+from common.model.embedded import ensure_embedded_model
+from common.model.loader import load_model
+from common.model.placement import Placement
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "models"))
+from story_grammar import make_corpus  # noqa: E402
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 16
+TEXT_TOKENS = 256  # of each story, all of which are as long
+PROMPT_TOKENS = 48  # of a continuation
+ROUNDS = 12  # of each timing; the best counts
+
+
+@dataclass(frozen=True)
+class Result:
+    """Errors are against the same model in float32."""
+
+    model: str
+    weights: str
+    weights_bytes: int
+    weight_error: float  # ‖W' - W‖ / ‖W‖ over all linear layers
+    max_logit_error: float
+    mean_logit_error: float
+    perplexity: float
+    equal_top_tokens: float  # share of positions with the same most likely token
+    equal_greedy_tokens: float  # share of a continuation before it first differs
+    prefill_speed: float
+    decode_speed: float
+
+
+class Subject:
+    """One model with one kind of weights."""
+
+    def __init__(self, folder: Path, quantization: str | None = None) -> None:
+        spec, config = (
+            ModelSpec.from_folder(folder),
+            ModelConfig(model=str(folder), quantization=quantization),
+        )
+        self.model = load_model(spec, config, Placement(GroupCoordinator(), CPU, torch.float32))
+        shape = self.model.attention.shape
+        sizes = (2, 128, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
+        self.cache = torch.zeros(spec.num_layers, *sizes)
+
+    def logits(self, tokens: Sequence[int], start: int = 0) -> Tensor:
+        """Of each token."""
+        blocks = list(range(-(-(start + len(tokens)) // BLOCK_SIZE)))
+        batch = AttentionBatch([len(tokens)], [start], [blocks], BLOCK_SIZE)
+        positions = torch.arange(start, start + len(tokens))
+        context = self.model.attention.prepare(batch)
+        hidden = self.model.forward(torch.tensor(tokens), positions, context, self.cache)
+        return self.model.compute_logits(hidden)
+
+    def continuation(self, prompt: Sequence[int], count: int) -> list[int]:
+        """Greedy."""
+        tokens = [int(self.logits(prompt)[-1].argmax())]
+        while len(tokens) < count:
+            position = len(prompt) + len(tokens) - 1
+            tokens.append(int(self.logits(tokens[-1:], position)[0].argmax()))
+        return tokens
+
+    def matrices(self) -> Iterator[Tensor]:
+        """What each linear layer multiplies with."""
+        for layer in self.model.layers:
+            attention, mlp = layer.attention, layer.mlp
+            for linear in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
+                yield linear.weight.dense()
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One text, read by both."""
+
+    max_error: float
+    mean_error: float
+    loss: float  # mean nats per token
+    equal_tops: float
+
+    @classmethod
+    def of(cls, exact: Subject, other: Subject, text: list[int]) -> Reading:
+        expected, found = exact.logits(text), other.logits(text)
+        errors = (expected - found).abs()
+        return cls(
+            max_error=float(errors.max()),
+            mean_error=float(errors.mean()),
+            loss=float(F.cross_entropy(found[:-1], torch.tensor(text[1:]))),
+            equal_tops=float((expected.argmax(-1) == found.argmax(-1)).float().mean()),
+        )
+
+
+def measure(
+    name: str, kind: str, exact: Subject, other: Subject, texts: list[list[int]], count: int
+) -> Result:
+    readings = [Reading.of(exact, other, text) for text in texts]
+    prompts = [text[:PROMPT_TOKENS] for text in texts]
+    return Result(
+        model=name,
+        weights=kind,
+        weights_bytes=other.model.weights_bytes,
+        weight_error=weight_error(exact, other),
+        max_logit_error=max(each.max_error for each in readings),
+        mean_logit_error=fmean(each.mean_error for each in readings),
+        perplexity=exp(fmean(each.loss for each in readings)),
+        equal_top_tokens=fmean(each.equal_tops for each in readings),
+        equal_greedy_tokens=fmean(
+            agreement(exact.continuation(each, count), other.continuation(each, count))
+            for each in prompts
+        ),
+        prefill_speed=speed(lambda each: each.logits(texts[0]), exact, other),
+        decode_speed=speed(
+            lambda each: each.logits(texts[0][-1:], len(texts[0]) - 1), exact, other
+        ),
+    )
+
+
+def weight_error(exact: Subject, other: Subject) -> float:
+    difference = total = 0.0
+    for ours, theirs in zip(exact.matrices(), other.matrices(), strict=True):
+        difference += float((ours - theirs).square().sum())
+        total += float(ours.square().sum())
+    return float((difference / total) ** 0.5)
+
+
+def agreement(one: Sequence[int], other: Sequence[int]) -> float:
+    equal = [a == b for a, b in zip(one, other, strict=True)]
+    return equal.index(False) / len(equal) if False in equal else 1.0
+
+
+def speed(work: Callable[[Subject], object], exact: Subject, other: Subject) -> float:
+    """Of `other` relative to `exact`, in turns."""
+    best = {exact: float("inf"), other: float("inf")}
+    for _ in range(ROUNDS):
+        for subject in (exact, other):
+            started = time.thread_time()
+            work(subject)
+            best[subject] = min(best[subject], time.thread_time() - started)
+    return best[exact] / best[other]
+
+
+def results_of(folder: Path, group_size: int, num_texts: int, count: int) -> Iterator[Result]:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    stories = make_corpus(seed=11, count=4 * num_texts, chat_share=0.0)
+    texts = [tokenizer.encode(story, verbose=False)[:TEXT_TOKENS] for story in stories]
+    texts = [text for text in texts if len(text) == TEXT_TOKENS][:num_texts]
+    exact = Subject(folder)
+    schemes = {"awq int4": Scheme("awq", group_size=group_size)}
+    schemes["gptq int4"] = Scheme("gptq", group_size=group_size, sym=True)
+    with ExitStack() as stack:
+        yield measure(folder.name, "float32", exact, Subject(folder), texts, count)
+        yield measure(folder.name, "int8", exact, Subject(folder, "int8"), texts, count)
+        for kind, scheme in schemes.items():
+            place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            other = Subject(quantize_folder(folder, place / folder.name, scheme))
+            yield measure(folder.name, kind, exact, other, texts, count)
+
+
+def default_models() -> list[Path]:
+    """The tiny checkpoints, and the embedded model where it is installed."""
+    folders = [ROOT / "tests" / "models" / name for name in ("llama-gqa", "mistral", "qwen2")]
+    folders.append(ROOT / "tests" / "models" / "qwen3")
+    try:
+        folders.append(ensure_embedded_model())
+    except ConfigError as error:
+        print(f"without the embedded model: {error}")
+    return folders
+
+
+def show(results: Sequence[Result]) -> None:
+    table = Table("model", "weights", "MB", "‖ΔW‖/‖W‖", "max Δlogit", "mean Δlogit")
+    for column in ("perplexity", "same top", "same greedy", "prefill ×", "decode ×"):
+        table.add_column(column)
+    for each in results:
+        table.add_row(
+            *(each.model, each.weights, f"{each.weights_bytes / 1e6:.2f}"),
+            *(f"{each.weight_error:.2%}", f"{each.max_logit_error:.3f}"),
+            *(f"{each.mean_logit_error:.4f}", f"{each.perplexity:.4f}"),
+            *(f"{each.equal_top_tokens:.1%}", f"{each.equal_greedy_tokens:.1%}"),
+            *(f"{each.prefill_speed:.2f}", f"{each.decode_speed:.2f}"),
+        )
+    Console(width=140).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--models", help="checkpoint folders, separated by commas")
+    parser.add_argument("--group-size", type=int, default=64, help="inputs that share a scale")
+    parser.add_argument("--texts", type=int, default=4, help="stories that are read")
+    parser.add_argument("--tokens", type=int, default=32, help="of each greedy continuation")
+    parser.add_argument("--json", metavar="FILE", help="write the figures there")
+    args = parser.parse_args()
+    folders = [Path(name) for name in args.models.split(",")] if args.models else default_models()
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        results = [
+            result
+            for folder in folders
+            for result in results_of(folder, args.group_size, args.texts, args.tokens)
+        ]
+    show(results)
+    if args.json:
+        Path(args.json).write_text(json.dumps([asdict(each) for each in results], indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""How the weights of linear layers are stored, as plain data. Standard library only.
+
+A checkpoint says so under `quantization_config` in its `config.json`, in the form of Hugging Face
+transformers: AWQ (arXiv:2306.00978) as AutoAWQ writes it, GPTQ (arXiv:2210.17323) as AutoGPTQ and
+GPTQModel do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from common.core.errors import ConfigError
+
+SUPPORTED = (
+    "AWQ checkpoints (version gemm, 4 bits, zero_point), GPTQ checkpoints (4 or 8 bits, "
+    "checkpoint_format gptq or gptq_v2), or --quantization int8 with an unquantized one"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """Linear layers in `bits` per weight. Embedding, head, norms and biases keep the dtype.
+
+    `int8` is made from unquantized weights while they are loaded: a scale for each output
+    channel, no zero points. Of `awq` and `gptq` weights, every `group_size` inputs of an output
+    channel share a scale and a zero point.
+    """
+
+    method: str  # "int8", "awq" or "gptq"
+    bits: int
+    group_size: int | None = None  # None: all inputs
+    desc_act: bool = False  # inputs are in groups as a tensor `g_idx` says, not in their order
+    zero_offset: int = 0  # what a stored zero point lacks
+    excluded: tuple[str, ...] = ()  # modules that keep the dtype, or parts of their paths
+    included: tuple[str, ...] = ()  # the same, of those that do not; empty: all others
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Quantization:
+        """Of a checkpoint's `quantization_config`.
+
+        Raises:
+            ConfigError: it is of a kind not supported.
+        """
+        method = config.get("quant_method")
+        reader = {"awq": _awq, "gptq": _gptq}.get(str(method))
+        if reader is None:
+            raise _unsupported("quant_method", method)
+        return reader(config)
+
+    def covers(self, module: str) -> bool:
+        """Whether the linear layer of that name, such as `model.layers.0.mlp.up_proj`, is
+        quantized."""
+        if self.included and not _names(self.included, module):
+            return False
+        return not _names(self.excluded, module)
+
+    def groups(self, start: int, end: int, total: int) -> tuple[int, int]:
+        """Groups `first … last-1` that inputs `start … end-1` of `total` may belong to."""
+        size = self.group_size or total
+        if self.desc_act:
+            start, end = 0, total
+        return start // size, -(-end // size)
+
+
+QUANTIZATIONS = {
+    "int8": Quantization("int8", 8),
+    "int4": Quantization("awq", 4, group_size=128),  # what such checkpoints usually are
+}
+
+
+def _awq(config: Mapping[str, Any]) -> Quantization:
+    _check(config, "bits", 4)
+    _check(config, "zero_point", True)
+    version = str(config.get("version", "gemm")).lower()
+    if version != "gemm":
+        raise _unsupported("awq version", version)
+    return Quantization(
+        method="awq",
+        bits=4,
+        group_size=_group_size(config),
+        excluded=tuple(config.get("modules_to_not_convert") or ()),
+    )
+
+
+def _gptq(config: Mapping[str, Any]) -> Quantization:
+    _check(config, "bits", 4, 8)
+    _check(config, "checkpoint_format", "gptq", "gptq_v2", None)
+    _check(config, "pack_dtype", "int32", None)
+    _check(config, "lm_head", False, None)
+    if config.get("dynamic"):
+        raise _unsupported("gptq dynamic", config["dynamic"])
+    blocks = config.get("modules_in_block_to_quantize") or ()
+    return Quantization(
+        method="gptq",
+        bits=config["bits"],
+        group_size=_group_size(config),
+        desc_act=bool(config.get("desc_act", False)),
+        # The first format stores zero points less one.
+        zero_offset=0 if config.get("checkpoint_format") == "gptq_v2" else 1,
+        excluded=tuple(config.get("modules_to_not_convert") or ()),
+        included=tuple(name for names in blocks for name in names),
+    )
+
+
+def _group_size(config: Mapping[str, Any]) -> int | None:
+    size = config.get("group_size")
+    if isinstance(size, int) and (size == -1 or size > 0):
+        return None if size == -1 else size
+    raise _unsupported("group_size", size)
+
+
+def _check(config: Mapping[str, Any], key: str, *values: Any) -> None:
+    if config.get(key) not in values:
+        raise _unsupported(f"{config['quant_method']} {key}", config.get(key))
+
+
+def _unsupported(what: str, value: Any) -> ConfigError:
+    return ConfigError(f"quantization_config: {what} {value!r} is not supported; use {SUPPORTED}")
+
+
+def _names(paths: Iterable[str], module: str) -> bool:
+    """Whether one of the paths is a run of whole components of the module's."""
+    return any(f".{path}." in f".{module}." for path in paths)

@@ -1,0 +1,72 @@
+"""Quantized weights through real servers: the tokens are those of the same weights in this
+process, and nodes with other weights of the same model are not paired."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from benchmarks.quantized_folder import Scheme, quantize_folder
+from cluster import MODELS
+from common.config.schema import ModelConfig
+from common.core.model_spec import ModelSpec
+from common.distributed.group import GroupCoordinator
+from common.model.decoder import CausalLM
+from common.model.kv_budget import format_bytes
+from common.model.loader import load_model
+from common.model.placement import Placement
+from tiny_engine import CPU, greedy, single_threaded_inference
+from warm import WarmCluster, shared
+
+LLAMA = MODELS / "llama-gqa"
+PROMPTS = [tuple(range(5, 75)), (7, 300, 41), tuple(range(3, 500, 3))]
+NUM_TOKENS = 24
+
+
+def load(folder: Path, quantization: str | None = None) -> CausalLM:
+    config = ModelConfig(model=str(folder), quantization=quantization)
+    placement = Placement(GroupCoordinator(), CPU, torch.float32)
+    return load_model(ModelSpec.from_folder(folder), config, placement)
+
+
+def expected(model: CausalLM, folder: Path) -> list[str]:
+    """What this process says, without servers."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    with single_threaded_inference():
+        tokens = [greedy(model, list(each), NUM_TOKENS, list(range(16))) for each in PROMPTS]
+    return [tokenizer.decode(each, skip_special_tokens=True) for each in tokens]
+
+
+def answers(cluster: WarmCluster) -> list[str]:
+    asked = [
+        cluster.complete(list(each), max_tokens=NUM_TOKENS, ignore_eos=True) for each in PROMPTS
+    ]
+    return [each["choices"][0]["text"] for each in asked]
+
+
+def test_a_quantized_checkpoint(tmp_path: Path) -> None:
+    folder = quantize_folder(LLAMA, tmp_path / "quantized", Scheme("gptq", desc_act=True))
+    with WarmCluster(folder, 0, 0, warm=shared()) as cluster:
+        cluster.start_node("prefill", tensor_parallel_size=2)
+        cluster.start_node("decode")
+        cluster.wait_nodes()
+        assert answers(cluster) == expected(load(folder), folder)
+        cluster.wait_idle()
+
+
+def test_int8_nodes_work_with_each_other_only() -> None:
+    with WarmCluster(LLAMA, 0, 0, warm=shared()) as cluster:
+        prefill = cluster.start_node("prefill", quantization="int8")
+        decode = cluster.start_node("decode", quantization="int8", tensor_parallel_size=2)
+        cluster.start_node("prefill")
+        cluster.wait_nodes()
+        state = cluster.state()
+        names = {node["node_id"]: node["name"] for node in state["nodes"]}
+        pairs = [(names[each["prefill"]], names[each["decode"]]) for each in state["pairings"]]
+        assert pairs == [(prefill, decode)]
+        model = load(LLAMA, "int8")
+        assert answers(cluster) == expected(model, LLAMA)
+        assert f"loading weights: 100 % of {format_bytes(model.weights_bytes)}" in cluster.log()
+        cluster.wait_idle()
