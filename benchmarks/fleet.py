@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -153,9 +154,12 @@ class Fleet:
 def _held(address: str) -> int:
     with urlopen(f"http://{address}/metrics", timeout=10) as answer:
         lines = [line.rpartition(" ") for line in answer.read().decode().splitlines()]
-    values = {name.removeprefix("pdserve:"): value for name, _, value in lines if name[:1] != "#"}
-    blocks = float(values["kv_blocks_total"]) - float(values["kv_blocks_free"])
-    return int(blocks or sum(float(values[name]) for name in BUSY))
+    values: defaultdict[str, float] = defaultdict(float)
+    for name, _, value in lines:
+        if "{engine=" in name:
+            values[name.partition("{")[0].removeprefix("pdserve:")] += float(value)
+    blocks = values["kv_blocks_total"] - values["kv_blocks_free"]
+    return int(blocks or sum(values[name] for name in BUSY))
 
 
 def free_port() -> int:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 from common.core.errors import Blame
 from common.core.request import GenerateJob
+from common.engine.messages import RankReady
 from common.engine.node import EngineNode
+from common.engine.replica import Call
 from common.engine.worker import ExtensionConfig
 from common.rpc.pb import cluster_pb2 as pb
 from common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from decode_node.service import DecodeService, KVTransferService
 from decode_node.session import DecodeSession
+from decode_node.sinks import Sinks
 from kv_transfer.layout import Rect, fingerprint
 from kv_transfer.rank import FACTORY, rank_config
 from kv_transfer.selection import Connectors, choose_connectors
@@ -19,10 +23,9 @@ from kv_transfer.sink import KVSink
 from kv_transfer.ticket import RankEndpoint
 
 
-class DecodeNode(EngineNode[DecodeSession]):
+class DecodeNode(EngineNode[DecodeSession, KVSink]):
     role = pb.ROLE_DECODE
     blame = Blame.DECODE
-    sink: KVSink
 
     def fingerprint(self) -> str:
         return fingerprint(self.kv_identity())
@@ -36,16 +39,16 @@ class DecodeNode(EngineNode[DecodeSession]):
         config = rank_config(self.connectors, host, self.fingerprint(), tls, source=False)
         return ExtensionConfig(FACTORY, config)
 
-    def add_services(self) -> None:
-        executor = self.ranks.executor
-        self.sink = KVSink(
+    def make_transfers(self, ranks: Sequence[RankReady], call: Call) -> KVSink:
+        """A ticket names the ranks of its replica alone."""
+        return KVSink(
             [
                 RankEndpoint(
                     ready.rank,
                     Rect(c.layer_start, c.layer_end, c.head_start, c.head_end),
                     ready.extension_info,
                 )
-                for ready in self.ranks.ready
+                for ready in ranks
                 for c in (ready.cache,)
             ],
             fingerprint=self.fingerprint(),
@@ -53,20 +56,18 @@ class DecodeNode(EngineNode[DecodeSession]):
             address=self.address,
             lease_s=self.config.transfer.kv_lease,
             digests=self.config.transfer.enable_kv_digests,
-            call=self.engine.call,
+            call=call,
         )
-        executor.on_event(self.sink.on_event)
-        self.metrics.transfer_events.follow(lambda: self.sink.counts)
+
+    def add_services(self) -> None:
+        sinks = Sinks([replica.transfers for replica in self.replicas])
         self.server.add("Decode", pb_grpc.add_DecodeServicer_to_server, DecodeService(self))
         self.server.add(
             "KVTransfer",
             pb_grpc.add_KVTransferServicer_to_server,
-            KVTransferService(self.sink, self.facts.spec.vocab_size),
+            KVTransferService(sinks, self.facts.spec.vocab_size),
         )
-
-    async def close_transfers(self) -> None:
-        await self.sink.close()
 
     def open(self, job: GenerateJob) -> DecodeSession:
         """A session for a router's job; the caller closes it with `close`."""
-        return self.admit(job, lambda: DecodeSession(self, job))
+        return self.admit(job, lambda replica: DecodeSession(replica, self.metrics, job))

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from typing import Protocol
 
 import grpc
 
 from common.core.errors import InvalidRequest
+from common.core.request import GenerateJob
 from common.core.sampling import MAX_LOGPROBS
 from common.rpc import convert
 from common.rpc.pb import cluster_pb2 as pb
 from common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from common.rpc.status import serving
-from decode_node.session import SessionHost
+from decode_node.session import DecodeSession
+from decode_node.sinks import Sinks
 from kv_transfer.digest import RunDigest
-from kv_transfer.sink import KVSink
+
+
+class SessionHost(Protocol):
+    """The node, as its service sees it."""
+
+    def open(self, job: GenerateJob) -> DecodeSession:
+        """A session for a router's job; raises Unavailable, NodeError, InvalidRequest."""
+
+    def close(self, session: DecodeSession) -> None:
+        """Ends a session in the background."""
 
 
 class DecodeService(pb_grpc.DecodeServicer):
@@ -36,8 +48,8 @@ class DecodeService(pb_grpc.DecodeServicer):
 
 
 class KVTransferService(pb_grpc.KVTransferServicer):
-    def __init__(self, sink: KVSink, vocab_size: int) -> None:
-        self._sink = sink
+    def __init__(self, sinks: Sinks, vocab_size: int) -> None:
+        self._sinks = sinks
         self._vocab_size = vocab_size
 
     async def Commit(
@@ -46,7 +58,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         async with serving(context):
             self._check_first_token(request.first_token)
             digests = [RunDigest.from_proto(each) for each in request.digests]
-            nbytes = await self._sink.commit(
+            nbytes = await self._sinks.of(request.transfer_id).commit(
                 request.transfer_id, request.epoch, request.first_token, digests
             )
             return pb.CommitResponse(bytes=nbytes)
@@ -68,20 +80,22 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         self, request: pb.RenewRequest, context: grpc.aio.ServicerContext
     ) -> pb.RenewResponse:
         async with serving(context):
-            self._sink.renew(request.transfer_id, request.epoch)
+            self._sinks.of(request.transfer_id).renew(request.transfer_id, request.epoch)
         return pb.RenewResponse()
 
     async def Abort(
         self, request: pb.AbortRequest, context: grpc.aio.ServicerContext
     ) -> pb.AbortResponse:
         async with serving(context):
-            self._sink.abort(request.transfer_id, request.epoch, request.reason)
+            sink = self._sinks.of(request.transfer_id)
+            sink.abort(request.transfer_id, request.epoch, request.reason)
         return pb.AbortResponse()
 
     async def Retarget(
         self, request: pb.RetargetRequest, context: grpc.aio.ServicerContext
     ) -> pb.RetargetResponse:
         async with serving(context):
-            ticket = await self._sink.retarget(request.transfer_id, request.epoch)
+            sink = self._sinks.of(request.transfer_id)
+            ticket = await sink.retarget(request.transfer_id, request.epoch)
             return pb.RetargetResponse(ticket=ticket.to_proto())
         raise AssertionError("unreachable: serving() aborts the call")

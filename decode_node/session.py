@@ -12,12 +12,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable
 from time import monotonic
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from common.core.errors import PdserveError
 from common.core.request import Choice, GenerateJob, TokenEvent
 from common.core.sampling import SampledToken
-from common.engine.core import EngineCore
+from common.engine.replica import Replica
 from common.engine.sequence import Finish, Sequence, Status
 from common.obs.metrics import NodeMetrics
 from common.rpc import convert
@@ -27,28 +27,16 @@ from kv_transfer.sink import KVSink
 T = TypeVar("T")
 
 
-class SessionHost(Protocol):
-    """The node, as its services and sessions see it."""
-
-    engine: EngineCore
-    sink: KVSink
-    metrics: NodeMetrics
-
-    def open(self, job: GenerateJob) -> DecodeSession:
-        """A session for a router's job; raises Unavailable, InvalidRequest."""
-
-    def close(self, session: DecodeSession) -> None:
-        """Ends a session in the background."""
-
-    def adopt(self, sequence: Sequence, session: DecodeSession) -> None:
-        """From now on the engine's events about the sequence go to the session."""
-
-
 class DecodeSession:
     """Whoever makes a session must `close` it, whatever happened: that frees everything."""
 
-    def __init__(self, host: SessionHost, job: GenerateJob) -> None:
-        self._host = host
+    def __init__(
+        self, replica: Replica[DecodeSession, KVSink], metrics: NodeMetrics, job: GenerateJob
+    ) -> None:
+        self._replica = replica
+        self._engine = replica.engine
+        self._sink = replica.transfers
+        self._metrics = metrics
         self._job = job
         self._sequences: list[Sequence] = []
         self._unfinished = len(job.choices)
@@ -81,13 +69,13 @@ class DecodeSession:
     async def close(self) -> None:
         """Ends whatever is still going on and gives all blocks back."""
         if self._transfer_id is not None:
-            await self._host.sink.cancel(self._transfer_id)
+            await self._sink.cancel(self._transfer_id)
         elif self._freed is not None:
             await self._freed.wait()
         for sequence in self._sequences:
             if sequence.status is not Status.DONE:
-                await self._host.engine.stop(sequence)
-                self._host.engine.release(sequence)
+                await self._engine.stop(sequence)
+                self._engine.release(sequence)
 
     # ---- what the engine says ---------------------------------------------------------------
 
@@ -108,7 +96,7 @@ class DecodeSession:
             )
         )
         if finish:
-            self._host.engine.release(sequence)
+            self._engine.release(sequence)
 
     def fail(self, error: PdserveError) -> None:
         """The node cannot go on."""
@@ -132,16 +120,16 @@ class DecodeSession:
             task.cancel()
 
     def _add(self, choice: Choice, remote: bool) -> Sequence:
-        sequence = self._host.engine.new_sequence(self._job, choice, remote=remote)
+        sequence = self._engine.new_sequence(self._job, choice, remote=remote)
         self._sequences.append(sequence)
-        self._host.adopt(sequence, self)
-        self._host.engine.add(sequence)
+        self._replica.adopt(sequence, self)
+        self._engine.add(sequence)
         return sequence
 
     async def _reserve(self, sequence: Sequence) -> pb.Ticket:
-        first_block = sequence.num_computed // self._host.engine.scheduler.pool.block_size
+        first_block = sequence.num_computed // self._engine.scheduler.pool.block_size
         self._freed = asyncio.Event()
-        ticket = await self._host.sink.reserve(
+        ticket = await self._sink.reserve(
             num_tokens=sequence.num_tokens,
             first_block=first_block,
             block_ids=tuple(sequence.block_table[first_block:]),
@@ -152,23 +140,23 @@ class DecodeSession:
 
     def _release(self, sequence: Sequence) -> None:
         assert self._freed is not None
-        self._host.engine.release(sequence)
+        self._engine.release(sequence)
         self._freed.set()
 
     async def _land(self, sequence: Sequence) -> pb.Landed:
         assert self._transfer_id is not None
         waiting_since = monotonic()
-        with self._host.metrics.transfer_errors():
-            arrival = await self._host.sink.wait(self._transfer_id)
+        with self._metrics.transfer_errors():
+            arrival = await self._sink.wait(self._transfer_id)
         self._transfer_id = self._freed = None
-        self._host.metrics.observe_transfer(
+        self._metrics.observe_transfer(
             num_bytes=arrival.nbytes, seconds=monotonic() - waiting_since
         )
         event = convert.event_from_pb(arrival.first_token)
         cached = sequence.num_cached or 0
-        if self._host.engine.activate(sequence, event.tokens[0]):
+        if self._engine.activate(sequence, event.tokens[0]):
             # The first token ended the choice; its client has it from the prefill node.
-            self._host.engine.release(sequence)
+            self._engine.release(sequence)
             self._unfinished -= 1
         return pb.Landed(
             bytes=arrival.nbytes, cached_tokens=cached, first_token=arrival.first_token

@@ -118,7 +118,7 @@ def router_metrics() -> Iterator[str]:
 def node_metrics() -> Iterator[str]:
     registry = NodeMetrics().registry
     pool = BlockPool(num_blocks=1, block_size=1)
-    registry.register(SchedulerCollector(Scheduler(pool, SchedulerConfig(), ())))
+    registry.register(SchedulerCollector([Scheduler(pool, SchedulerConfig(), ())]))
     return _metric_table(registry)
 
 

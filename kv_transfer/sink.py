@@ -206,6 +206,10 @@ class KVSink:
         ticket: Ticket = await asyncio.shield(mine)
         return ticket
 
+    def knows(self, transfer_id: bytes) -> bool:
+        """Whether it has issued a ticket of this transfer, and remembers it."""
+        return transfer_id in self._live or transfer_id in self._finished
+
     # ---- what ranks report ------------------------------------------------------------------
 
     def on_event(self, rank: int, message: bytes) -> None:

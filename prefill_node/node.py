@@ -8,9 +8,12 @@ from typing import Any
 
 import grpc
 
+from common.config.schema import WorkerNodeConfig
 from common.core.errors import Blame
 from common.core.request import GenerateJob, TokenEvent
+from common.engine.messages import RankReady
 from common.engine.node import EngineNode
+from common.engine.replica import Call
 from common.engine.worker import ExtensionConfig
 from common.rpc.pb import cluster_pb2 as pb
 from common.rpc.pb import cluster_pb2_grpc as pb_grpc
@@ -26,11 +29,13 @@ from prefill_node.service import PrefillService
 from prefill_node.session import PrefillSession
 
 
-class PrefillNode(EngineNode[PrefillSession]):
+class PrefillNode(EngineNode[PrefillSession, KVSource]):
     role = pb.ROLE_PREFILL
     blame = Blame.PREFILL
-    source: KVSource
-    peers: DecodePeers
+
+    def __init__(self, config: WorkerNodeConfig) -> None:
+        super().__init__(config)
+        self.peers = DecodePeers()
 
     def fingerprint(self) -> str:
         return fingerprint(self.kv_identity())
@@ -47,30 +52,28 @@ class PrefillNode(EngineNode[PrefillSession]):
     def ailment(self) -> str:
         return super().ailment() or self.peers.ailment()
 
-    def add_services(self) -> None:
-        self.peers, channel = DecodePeers(), self.server.channels.get
-        self.spawn(self.peers.watch(why_unreachable))
-        executor, caches = self.ranks.executor, [rank.cache for rank in self.ranks.ready]
-        self.source = KVSource(
+    def make_transfers(self, ranks: Sequence[RankReady], call: Call) -> KVSource:
+        caches = [rank.cache for rank in ranks]
+        return KVSource(
             [Rect(c.layer_start, c.layer_end, c.head_start, c.head_end) for c in caches],
             fingerprint=self.fingerprint(),
             block_size=self.config.engine.cache.block_size,
             lease_s=self.config.transfer.kv_lease,
-            call=self.engine.call,
-            sink=DecodePeer(channel, self.peers),
+            call=call,
+            sink=DecodePeer(self.server.channels.get, self.peers),
         )
-        self.metrics.transfer_events.follow(lambda: self.source.counts)
-        executor.on_event(self.source.on_event)
-        self.server.add("Prefill", pb_grpc.add_PrefillServicer_to_server, PrefillService(self))
 
-    async def close_transfers(self) -> None:
-        await self.source.close()
+    def add_services(self) -> None:
+        self.spawn(self.peers.watch(why_unreachable))
+        self.server.add("Prefill", pb_grpc.add_PrefillServicer_to_server, PrefillService(self))
 
     def open(
         self, job: GenerateJob, ticket: Ticket, known_token: TokenEvent | None
     ) -> PrefillSession:
         """A session for a router's job; the caller closes it with `close`."""
-        return self.admit(job, lambda: PrefillSession(self, job, ticket, known_token))
+        return self.admit(
+            job, lambda replica: PrefillSession(replica, self.metrics, job, ticket, known_token)
+        )
 
 
 class DecodePeer:

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from typing import Protocol
 
 import grpc
 
+from common.core.request import GenerateJob, TokenEvent
 from common.rpc import convert
 from common.rpc.pb import cluster_pb2 as pb
 from common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from common.rpc.status import serving
 from kv_transfer.ticket import Ticket
-from prefill_node.session import SessionHost
+from prefill_node.session import PrefillSession
+
+
+class SessionHost(Protocol):
+    """The node, as its service sees it."""
+
+    def open(
+        self, job: GenerateJob, ticket: Ticket, known_token: TokenEvent | None
+    ) -> PrefillSession:
+        """A session for a router's job; raises Unavailable, NodeError, InvalidRequest."""
+
+    def close(self, session: PrefillSession) -> None:
+        """Ends a session in the background."""
 
 
 class PrefillService(pb_grpc.PrefillServicer):

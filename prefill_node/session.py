@@ -14,12 +14,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from time import monotonic
-from typing import Protocol
 
 from common.core.errors import PdserveError
 from common.core.request import GenerateJob, TokenEvent
 from common.core.sampling import SampledToken
-from common.engine.core import EngineCore
+from common.engine.replica import Replica
 from common.engine.sequence import Finish, Sequence
 from common.obs.metrics import NodeMetrics
 from common.rpc import convert
@@ -27,25 +26,6 @@ from common.rpc.pb import cluster_pb2 as pb
 from kv_transfer.connector import BlockRun
 from kv_transfer.source import Handoff, KVSource
 from kv_transfer.ticket import Ticket
-
-
-class SessionHost(Protocol):
-    """The node, as its services and sessions see it."""
-
-    engine: EngineCore
-    source: KVSource
-    metrics: NodeMetrics
-
-    def open(
-        self, job: GenerateJob, ticket: Ticket, known_token: TokenEvent | None
-    ) -> PrefillSession:
-        """A session for a router's job; raises Unavailable, InvalidRequest."""
-
-    def close(self, session: PrefillSession) -> None:
-        """Ends a session in the background."""
-
-    def adopt(self, sequence: Sequence, session: PrefillSession) -> None:
-        """From now on the engine's events about the sequence go to the session."""
 
 
 class PrefillSession:
@@ -56,15 +36,19 @@ class PrefillSession:
 
     def __init__(
         self,
-        host: SessionHost,
+        replica: Replica[PrefillSession, KVSource],
+        metrics: NodeMetrics,
         job: GenerateJob,
         ticket: Ticket,
         known_token: TokenEvent | None = None,
     ) -> None:
-        self._host = host
+        self._replica = replica
+        self._engine = replica.engine
+        self._source = replica.transfers
+        self._metrics = metrics
         self._job = job
         self._ticket = ticket
-        self._sequence = host.engine.new_sequence(job, job.choices[0])
+        self._sequence = self._engine.new_sequence(job, job.choices[0])
         self._num_tokens = self._sequence.num_tokens  # whose KV is handed over
         self._known_token = known_token
         self._first_token: asyncio.Future[TokenEvent] = asyncio.get_running_loop().create_future()
@@ -77,26 +61,26 @@ class PrefillSession:
 
     async def events(self) -> AsyncGenerator[pb.PrefillEvent, None]:
         """FirstToken, then HandedOff (unless that token ended the job)."""
-        with self._host.metrics.transfer_errors():
-            self._handoff = self._host.source.begin(self._ticket)
-            self._host.adopt(self._sequence, self)
-            self._host.engine.add(self._sequence)
+        with self._metrics.transfer_errors():
+            self._handoff = self._source.begin(self._ticket)
+            self._replica.adopt(self._sequence, self)
+            self._engine.add(self._sequence)
             event = await self._handoff.watch(self._first_token)
             yield pb.PrefillEvent(first_token=self._describe(event))
             if event.finish_reason is not None and len(self._job.choices) == 1:
                 return  # nobody will decode: `close` ends the hand-off
             result = await self._handoff.commit(convert.event_to_pb(event))
-        self._host.metrics.observe_transfer(num_bytes=result.nbytes, seconds=result.seconds)
+        self._metrics.observe_transfer(num_bytes=result.nbytes, seconds=result.seconds)
         yield pb.PrefillEvent(
             handed_off=pb.HandedOff(bytes=result.nbytes, transfer_s=result.seconds)
         )
 
     async def close(self) -> None:
         """Ends whatever is still going on and gives all blocks back."""
-        await self._host.engine.stop(self._sequence)
+        await self._engine.stop(self._sequence)
         if self._handoff is not None:
             await self._handoff.abort("the prefill ended early")
-        self._host.engine.release(self._sequence)
+        self._engine.release(self._sequence)
 
     # ---- what the engine says ---------------------------------------------------------------
 
@@ -109,7 +93,7 @@ class PrefillSession:
 
     def sampled(self, sequence: Sequence, token: SampledToken, finish: Finish | None) -> None:
         if not finish:
-            self._host.engine.scheduler.hold(sequence)
+            self._engine.scheduler.hold(sequence)
         if not self._first_token.done():
             event = TokenEvent(
                 choice=sequence.choice,
@@ -130,7 +114,7 @@ class PrefillSession:
         """Hands every block that is final to the connector: while the prompt is computed the
         full ones, at its end all."""
         assert self._handoff is not None
-        sequence, pool = self._sequence, self._host.engine.scheduler.pool
+        sequence, pool = self._sequence, self._engine.scheduler.pool
         last = sequence.num_computed >= self._num_tokens
         end = (
             pool.blocks_for(self._num_tokens) if last else sequence.num_computed // pool.block_size

@@ -31,14 +31,14 @@ class RoundRobin:
 
 
 def least_load(nodes: Sequence[Node]) -> Node:
-    """The node with the fewest requests of this router; among equals the one that reports
-    the fewest waiting tokens, then the most free blocks."""
+    """The node with the fewest requests of this router for each of its replicas; among equals
+    the one that reports the fewest waiting tokens for each, then the most free blocks on one."""
     return min(
         nodes,
         key=lambda node: (
-            node.in_flight,
-            node.load.waiting_tokens,
-            -node.load.free_blocks,
+            node.in_flight / node.replicas,
+            node.load.waiting_tokens / node.replicas,
+            -node.load.most_free_blocks,
             node.info.node_id,
         ),
     )

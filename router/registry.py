@@ -42,6 +42,11 @@ class Node:
     def role(self) -> str:
         return ROLE_NAMES[self.info.role]
 
+    @property
+    def replicas(self) -> int:
+        """Those that share its load; a node of an older version does not say and has one."""
+        return max(1, self.info.data_parallel_size)
+
 
 class Registry:
     """Nodes by id. A node whose heartbeats stop is not used, and forgotten after ten
@@ -64,8 +69,10 @@ class Registry:
         else:
             self._nodes[info.node_id] = Node(info, load, self._now(), breaker)
             logger.info(
-                "%s registered: %s, %d KV blocks, tp %d, connectors %s, fingerprint %s",
+                "%s registered: %s, %d KV blocks, tp %d, pp %d, ep %d, dp %d, connectors %s, "
+                "fingerprint %s",
                 info.node_id, info.address, info.num_blocks, info.tensor_parallel_size,
+                info.pipeline_parallel_size, info.expert_parallel_size, info.data_parallel_size,
                 ", ".join(info.kv_connectors), info.fingerprint,
             )  # fmt: skip
         self._notify()
@@ -201,6 +208,7 @@ class Registry:
             "running": load.running,
             "waiting": load.waiting,
             "free_blocks": load.free_blocks,
+            "most_free_blocks": load.most_free_blocks,
             "total_blocks": load.total_blocks,
             "kv_cache_usage": 1 - load.free_blocks / max(1, load.total_blocks),
             "seconds_since_heartbeat": round(self._now() - node.last_seen, 3),

@@ -75,10 +75,13 @@ def test_commands_and_variables_are_options_and_fit_together(gpu: bool) -> None:
 
 
 def test_knobs_reach_the_roles() -> None:
-    services = cluster(PDSERVE_MAX_NUM_SEQS="7", DECODE_TP="2", PDSERVE_MODEL="/m")["services"]
+    knobs = {"PDSERVE_MAX_NUM_SEQS": "7", "DECODE_TP": "2", "PREFILL_DP": "3"}
+    services = cluster(**knobs, PDSERVE_MODEL="/m")["services"]
     assert config_of("prefill", services["prefill"]).engine.scheduler.max_num_seqs == 7
     assert config_of("prefill", services["prefill"]).engine.parallel.tensor_parallel_size == 1
+    assert config_of("prefill", services["prefill"]).engine.parallel.data_parallel_size == 3
     assert config_of("decode", services["decode"]).engine.parallel.tensor_parallel_size == 2
+    assert config_of("decode", services["decode"]).engine.parallel.data_parallel_size == 1
     assert config_of("router", services["router"]).model.model == "/m"
 
 

@@ -31,11 +31,13 @@ def registry(clock):
     return Registry(RoutingConfig(heartbeat_timeout=5, breaker_failures=2), clock)
 
 
-def add(registry, node_id, role=pb.ROLE_DECODE, fingerprint="f", connector="tcp", **load):
+def add(
+    registry, node_id, role=pb.ROLE_DECODE, fingerprint="f", connector="tcp", replicas=1, **load
+):
     load = {"free_blocks": 10, "total_blocks": 10, "healthy": True, **load}
     info = pb.NodeInfo(
         node_id=node_id, role=role, address=f"{node_id}:1", fingerprint=fingerprint,
-        kv_connectors=connector.split(","),
+        kv_connectors=connector.split(","), data_parallel_size=replicas,
     )  # fmt: skip
     registry.register(info, pb.NodeLoad(**load))
 
@@ -125,6 +127,19 @@ async def test_round_robin_takes_turns_and_least_load_the_least_loaded(registry)
     assert [turn(nodes).info.node_id for _ in range(4)] == ["d0", "d1", "d2", "d0"]
     assert least_load(nodes).info.node_id == "d1"
     nodes[1].in_flight = 1
+    assert least_load(nodes).info.node_id == "d0"
+
+
+async def test_least_load_is_that_of_a_replica(registry):
+    add(registry, "d0", waiting_tokens=6, free_blocks=20, most_free_blocks=11, replicas=2)
+    add(registry, "d1", waiting_tokens=3, free_blocks=12, most_free_blocks=12)
+    nodes = registry.usable(pb.ROLE_DECODE)
+    assert least_load(nodes).info.node_id == "d1", "a job finds 12 blocks there, and here 11"
+    nodes[0].load.waiting_tokens = 5
+    assert least_load(nodes).info.node_id == "d0"
+    nodes[0].in_flight, nodes[1].in_flight = 3, 1
+    assert least_load(nodes).info.node_id == "d1"
+    nodes[1].in_flight = 2
     assert least_load(nodes).info.node_id == "d0"
 
 

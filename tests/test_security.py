@@ -831,7 +831,7 @@ def test_a_node_does_not_trust_a_job(changes: dict[str, Any], says: str) -> None
     ],
 )
 def test_a_decode_node_does_not_trust_a_commit(token: dict[str, Any], says: str) -> None:
-    service = KVTransferService(sink=None, vocab_size=50)  # type: ignore[arg-type]
+    service = KVTransferService(sinks=None, vocab_size=50)  # type: ignore[arg-type]
     event = cluster_pb2.TokenEvent(tokens=[inference_pb2.Token(**token)])
     with pytest.raises(InvalidRequest, match=says):
         service._check_first_token(event)

@@ -20,8 +20,14 @@ from rich.console import Console
 from common.cli import cluster as cluster_module
 from common.cli.cluster import Cluster, connect_host
 from common.cli.placement import Placement, place
-from common.cli.up import log_writer
-from common.config.schema import CacheConfig, ClusterConfig, EngineConfig, ServerConfig
+from common.cli.up import log_writer, placements
+from common.config.schema import (
+    CacheConfig,
+    ClusterConfig,
+    EngineConfig,
+    ParallelConfig,
+    ServerConfig,
+)
 from common.core.errors import ConfigError, NodeError
 
 FAKE_ROLE = str(Path(__file__).with_name("fake_role.py"))
@@ -304,15 +310,34 @@ def test_json_lines_stay_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["role"] == "[bold]"
 
 
+def nodes(*sizes: int) -> list[ParallelConfig]:
+    return [ParallelConfig(tensor_parallel_size=size) for size in sizes]
+
+
 def test_place_deals_gpus_in_order() -> None:
-    placed = place(EngineConfig(), [2, 1], gpus=["0", "1", "2"], cores=8)
+    placed = place(EngineConfig(), nodes(2, 1), gpus=["0", "1", "2"], cores=8)
     assert [item.environment["CUDA_VISIBLE_DEVICES"] for item in placed] == ["0,1", "2"]
     assert [item.engine.parallel.tensor_parallel_size for item in placed] == [2, 1]
     assert placed[0].engine.cache.gpu_memory_utilization == 0.9
 
 
+def test_every_rank_of_every_replica_has_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(12))))
+    parallel = ParallelConfig(data_parallel_size=2, tensor_parallel_size=2)
+    engine = EngineConfig(parallel=parallel)
+    prefill, decode = placements(ClusterConfig(engine=engine, prefill_tp=1, decode_pp=2))
+    assert prefill.environment["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert decode.environment["CUDA_VISIBLE_DEVICES"] == "2,3,4,5,6,7,8,9"
+    assert replace(prefill.engine.parallel, cpu_threads=0) == replace(
+        parallel, tensor_parallel_size=1
+    )
+    assert replace(decode.engine.parallel, cpu_threads=0) == replace(
+        parallel, pipeline_parallel_size=2
+    )
+
+
 def test_place_shares_one_gpu() -> None:
-    placed = place(EngineConfig(), [1, 1], gpus=["7"], cores=8)
+    placed = place(EngineConfig(), nodes(1, 1), gpus=["7"], cores=8)
     assert [item.environment["CUDA_VISIBLE_DEVICES"] for item in placed] == ["7", "7"]
     assert placed[0].engine.cache.gpu_memory_utilization == pytest.approx(0.45)
 
@@ -321,7 +346,7 @@ def test_place_shares_one_gpu() -> None:
     ("cores", "ranks", "threads"), [(8, [2, 1], 2), (2, [1, 1], 1), (1, [4], 1)]
 )
 def test_place_shares_cores(cores: int, ranks: list[int], threads: int) -> None:
-    placed = place(EngineConfig(), ranks, gpus=[], cores=cores)
+    placed = place(EngineConfig(), nodes(*ranks), gpus=[], cores=cores)
     assert {item.engine.parallel.cpu_threads for item in placed} == {threads}
     assert all(item.environment == {} for item in placed)
 

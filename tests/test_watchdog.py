@@ -4,47 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
-import signal
 import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import grpc
 import pytest
-import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.config.schema import (
-    CacheConfig,
-    EngineConfig,
-    ModelConfig,
-    NodeConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    WorkerNodeConfig,
-)
 from common.core.errors import Blame, NodeError, TransferError
-from common.core.request import GenerateJob
-from common.core.sampling import SamplingParams
-from common.distributed.executor import Executor
 from common.engine.watchdog import Watchdog, Work
-from common.rpc.convert import job_to_pb
 from common.rpc.pb import cluster_pb2 as pb
 from common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from common.rpc.server import Channels, GrpcServer
-from common.rpc.status import from_rpc_error, serving
+from common.rpc.status import serving
 from decode_node.node import DecodeNode
 from decode_node.session import DecodeSession
+from live_node import decode_node, eventually, generate
 from prefill_node.node import DecodePeer
 from prefill_node.peers import FORGET_AFTER, DecodePeers, why_unreachable
-
-MODEL = Path(__file__).parent / "models" / "mistral"
 
 IDLE = Work(
     step=0,
@@ -252,66 +232,6 @@ async def test_calls_to_a_decode_node_tell_whether_it_is_there() -> None:
 # ---- a node ---------------------------------------------------------------------------------
 
 
-async def eventually(condition: Callable[[], Any], seconds: float = 10.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
-@asynccontextmanager
-async def decode_node() -> AsyncIterator[tuple[DecodeNode, asyncio.Task[int], Gate]]:
-    """A real node with a tiny model. Nobody is at its router's address."""
-    torch_threads = torch.get_num_threads()
-    node = DecodeNode(
-        WorkerNodeConfig(
-            node=NodeConfig(router="127.0.0.1:9"),
-            engine=EngineConfig(
-                model=ModelConfig(model=str(MODEL), dtype="float32"),
-                parallel=ParallelConfig(device="cpu", cpu_threads=1),
-                cache=CacheConfig(num_gpu_blocks_override=256),
-                scheduler=SchedulerConfig(engine_stall_timeout=0.8),
-            ),
-        )
-    )
-    serving = asyncio.create_task(node.serve())
-    await eventually(lambda: node.server._metrics or serving.done(), 30)
-    gate = Gate(node.ranks.executor)
-    try:
-        yield node, serving, gate
-    finally:
-        gate.open.set()
-        if not serving.done():
-            os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(serving, 20)
-        torch.set_num_threads(torch_threads)
-
-
-class Gate:
-    """Steps do not return while it is shut."""
-
-    def __init__(self, executor: Executor) -> None:
-        self.open = asyncio.Event()
-        self.open.set()
-        self._step = executor.step
-        executor.step = self.step  # type: ignore[method-assign]
-
-    async def step(self, message: bytes) -> bytes:
-        answer = await self._step(message)
-        await self.open.wait()
-        return answer
-
-
-async def generate(channel: grpc.aio.Channel) -> int:
-    """The number of tokens a prompt is continued with. Raises the node's typed error."""
-    job = GenerateJob("r", tuple(range(3, 40)), SamplingParams(max_tokens=4, ignore_eos=True))
-    request = pb.DecodeRequest(job=job_to_pb(job), local_prefill=True)
-    try:
-        events = [event async for event in pb_grpc.DecodeStub(channel).Run(request)]
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error, Blame.DECODE) from None
-    return sum(len(event.tokens.tokens) for event in events)
-
-
 async def health(node: DecodeNode, channel: grpc.aio.Channel) -> tuple[bool, int, str, float]:
     """What the node says of itself, everywhere: gRPC health, /ready, heartbeat, metric."""
     check = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
@@ -328,8 +248,11 @@ async def test_a_node_whose_step_stalls_says_so_and_recovers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
-    async with decode_node() as (node, _, gate), grpc.aio.insecure_channel(node.address) as channel:
-        pool = node.ranks.scheduler.pool
+    async with (
+        decode_node() as (node, _, [gate]),
+        grpc.aio.insecure_channel(node.address) as channel,
+    ):
+        pool = node.replicas[0].scheduler.pool
         assert await generate(channel) == 4
         assert await health(node, channel) == (True, 200, "ok", 1.0)
         gate.open.clear()
@@ -352,13 +275,13 @@ async def test_a_node_whose_step_stalls_says_so_and_recovers(
 
 async def test_a_node_without_memory_says_so_and_recovers() -> None:
     async with decode_node() as (node, _, _), grpc.aio.insecure_channel(node.address) as channel:
-        pool = node.ranks.scheduler.pool
+        pool = node.replicas[0].scheduler.pool
         taken = pool.allocate(pool.num_blocks)
         waiting = asyncio.create_task(generate(channel))
         await eventually(lambda: not node.ready()[0])
         assert "first of 1 waiting sequences needs 3 blocks, 0 of 256 are free" in node.ready()[1]
         pool.free(taken)
-        node.engine._work.set()  # as whoever frees blocks does
+        node.replicas[0].engine._work.set()  # as whoever frees blocks does
         assert await waiting == 4
         await eventually(lambda: node.ready()[0])
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import pynvml
 
-from common.config.schema import EngineConfig
+from common.config.schema import EngineConfig, ParallelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,27 +20,27 @@ class Placement:
 
 
 def place(
-    engine: EngineConfig, ranks: Sequence[int], *, gpus: Sequence[str], cores: int
+    engine: EngineConfig, nodes: Sequence[ParallelConfig], *, gpus: Sequence[str], cores: int
 ) -> list[Placement]:
-    """One placement for each node; node i has `ranks[i]` ranks.
+    """One placement for each node, which has the ranks of all its replicas.
 
     GPUs are dealt in order. When ranks outnumber them they are dealt again and each node takes
     only its part of a GPU's memory. CPU threads are the cores divided by all ranks.
     """
-    total = sum(ranks)
+    total = sum(node.world_size_across_dp for node in nodes)
     sharers = -(-total // len(gpus)) if gpus else 1
     threads = engine.parallel.cpu_threads or max(1, cores // total)
     cache = replace(
         engine.cache, gpu_memory_utilization=engine.cache.gpu_memory_utilization / sharers
     )
     placements, dealt = [], 0
-    for size in ranks:
-        parallel = replace(engine.parallel, tensor_parallel_size=size, cpu_threads=threads)
+    for node in nodes:
+        size = node.world_size_across_dp
         hand = [gpus[(dealt + rank) % len(gpus)] for rank in range(size)] if gpus else []
         dealt += size
         placements.append(
             Placement(
-                replace(engine, parallel=parallel, cache=cache),
+                replace(engine, parallel=replace(node, cpu_threads=threads), cache=cache),
                 {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(hand))} if hand else {},
             )
         )

@@ -15,7 +15,7 @@ from rich.text import Text
 from common.cli.child import Write
 from common.cli.cluster import Cluster
 from common.cli.placement import Placement, place, visible_gpus
-from common.config.schema import ClusterConfig
+from common.config.schema import ClusterConfig, ParallelConfig
 from common.config.sources import parse
 from common.core.errors import ConfigError, PdserveError
 from common.obs.stacks import dump_stacks_on_signal
@@ -61,11 +61,20 @@ def catch_signals(cluster: Cluster) -> None:
 
 def placements(config: ClusterConfig) -> list[Placement]:
     """Each node's share of this host, prefill nodes first."""
-    default = config.engine.parallel.tensor_parallel_size
-    ranks = [config.prefill_tp or default] * config.prefill
-    ranks += [config.decode_tp or default] * config.decode
-    gpus = visible_gpus(config.engine.parallel.device)
-    return place(config.engine, ranks, gpus=gpus, cores=len(os.sched_getaffinity(0)))
+    parallel = config.engine.parallel
+    nodes = [_parallel(parallel, config.prefill_tp, config.prefill_pp)] * config.prefill
+    nodes += [_parallel(parallel, config.decode_tp, config.decode_pp)] * config.decode
+    gpus = visible_gpus(parallel.device)
+    return place(config.engine, nodes, gpus=gpus, cores=len(os.sched_getaffinity(0)))
+
+
+def _parallel(common: ParallelConfig, tp: int | None, pp: int | None) -> ParallelConfig:
+    """What a role says, or else what both do."""
+    return replace(
+        common,
+        tensor_parallel_size=tp or common.tensor_parallel_size,
+        pipeline_parallel_size=pp or common.pipeline_parallel_size,
+    )
 
 
 def with_model(config: ClusterConfig, console: Console) -> ClusterConfig:

@@ -86,6 +86,12 @@ class ParallelConfig:
         "have every token already: nothing moves), allgather_reducescatter, alltoallv, an entry "
         "point or module:Class",
     )
+    data_parallel_size: int = option(
+        1,
+        "replicas of the model in a node, each with ranks, a scheduler and KV blocks of its own",
+        short="-dp",
+        minimum=1,
+    )
     cpu_threads: int = option(
         0, "torch threads per rank on a CPU (0: share the cores evenly)", minimum=0
     )
@@ -98,6 +104,16 @@ class ParallelConfig:
         "what carries tensors between the ranks of a node: shm, gloo, nccl, symm_mem, an entry "
         "point or module:Class; auto: nccl for CUDA, shm for CPU ranks of one host, else gloo",
     )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of one replica."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def world_size_across_dp(self) -> int:
+        """Ranks of all replicas of a node."""
+        return self.world_size * self.data_parallel_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,10 +356,16 @@ class ClusterConfig:
     prefill: int = option(1, "prefill nodes", minimum=1)
     decode: int = option(1, "decode nodes", minimum=1)
     prefill_tp: int | None = option(
-        None, "ranks of each prefill node (default: --tensor-parallel-size)", minimum=1
+        None, "ranks of a stage of each prefill node (default: --tensor-parallel-size)", minimum=1
     )
     decode_tp: int | None = option(
-        None, "ranks of each decode node (default: --tensor-parallel-size)", minimum=1
+        None, "ranks of a stage of each decode node (default: --tensor-parallel-size)", minimum=1
+    )
+    prefill_pp: int | None = option(
+        None, "stages of each prefill node (default: --pipeline-parallel-size)", minimum=1
+    )
+    decode_pp: int | None = option(
+        None, "stages of each decode node (default: --pipeline-parallel-size)", minimum=1
     )
     restart: str = option(
         "no",

@@ -59,7 +59,8 @@ class WorkerSpec:
     init_method: str  # where ranks find each other; "": the executor provides a place
     config: Any  # plain data the factory decodes (the engine config as builtins)
     answer_rank: int = 0  # whose answers to steps are used
-    local_rank: int = 0  # its place among the ranks of its host: the GPU it computes on
+    local_rank: int = 0  # its place among the node's ranks of its host: the GPU it computes on
+    local_world_size: int = 1  # those ranks, of all replicas: they share the host's cores and RAM
     role: str = "node"  # whose rank this is, for the log
     log: LogConfig = field(default_factory=LogConfig)  # of a rank with a process of its own
 

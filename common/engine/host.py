@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -26,6 +29,8 @@ from common.engine.worker import (
 )
 from common.model.dtype import choose_dtype, dtype_name
 from common.model.revision import weights_revision
+
+RANKS_STOP = 5.0  # seconds ranks get to end by themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +89,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """A node's ranks, running."""
+    """A replica's ranks, running."""
 
     executor: Executor
     ready: tuple[RankReady, ...]
@@ -98,9 +103,10 @@ class Ranks:
         facts: ModelFacts,
         extension: ExtensionConfig,
         log: LogConfig,
+        replica: int = 0,
     ) -> Ranks:
         """Raises ConfigError or NodeError when a rank cannot start; nothing is left then."""
-        specs = worker_specs(WorkerConfig(engine, extension), role, log)
+        specs = worker_specs(WorkerConfig(engine, extension), role, log, replica)
         executor = make_executor(specs)
         answers = await executor.start()
         ready = tuple(msgspec.msgpack.decode(answer, type=RankReady) for answer in answers)
@@ -115,3 +121,30 @@ class Ranks:
             micro_batches=engine.parallel.pipeline_parallel_size,
         )
         return cls(executor, ready, scheduler)
+
+
+async def start_replicas(
+    start: Callable[[int], Coroutine[Any, Any, Ranks]], count: int
+) -> list[Ranks]:
+    """Starts replicas `0 … count-1` at once; `start` starts one.
+
+    Raises:
+        ConfigError, NodeError: as `Ranks.start`, of the first that failed; nothing is left of any.
+    """
+    starting = [asyncio.create_task(start(replica)) for replica in range(count)]
+    try:
+        return await asyncio.gather(*starting)
+    except BaseException:
+        for each in starting:
+            each.cancel()
+        ended = await asyncio.gather(*starting, return_exceptions=True)
+        await stop_ranks([each for each in ended if isinstance(each, Ranks)])
+        raise
+
+
+async def stop_ranks(ranks: Iterable[Ranks]) -> None:
+    """Stops the ranks of several replicas at once, all of them whatever happens to one."""
+    stopping = [each.executor.shutdown(RANKS_STOP) for each in ranks]
+    errors = await asyncio.gather(*stopping, return_exceptions=True)
+    for error in filter(None, errors):
+        raise error

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_node(
-    node: type[EngineNode[Any]], description: str, argv: Sequence[str] | None = None
+    node: type[EngineNode[Any, Any]], description: str, argv: Sequence[str] | None = None
 ) -> int:
     """Runs a node until a signal; returns the exit code: 0 drained, 1 failed, 2 it cannot start
     as configured."""
@@ -31,5 +31,5 @@ def run_node(
         return 2 if isinstance(error, ConfigError) else 1
 
 
-async def _serve(node: type[EngineNode[Any]], config: WorkerNodeConfig) -> int:
+async def _serve(node: type[EngineNode[Any, Any]], config: WorkerNodeConfig) -> int:
     return await node(config).serve()

@@ -13,7 +13,9 @@ from common.engine.runner import ModelRunner, made_up_blocks
 from common.model.decoder import CausalLM
 from common.model.kv_budget import gpu_cache_bytes
 
-CPU_MEMORY_SHARE = 0.1  # of the available RAM, per rank, unless --kv-cache-memory says more
+# Of the available RAM, unless --kv-cache-memory says more: a rank's share, and what the ranks of
+# a node take together at most.
+CPU_MEMORY_SHARE, CPU_MEMORY_SHARES = 0.1, 0.5
 CPU_MEMORY_LIMIT = 4 * 2**30
 
 
@@ -27,7 +29,8 @@ def available_bytes(
     """On a CPU a share of the available RAM; on a GPU what --gpu-memory-utilization leaves
     beside other processes, the weights and the largest step's activations."""
     if device.type == "cpu":
-        return int(min(psutil.virtual_memory().available * CPU_MEMORY_SHARE, CPU_MEMORY_LIMIT))
+        share = min(CPU_MEMORY_SHARE, CPU_MEMORY_SHARES / config.parallel.world_size_across_dp)
+        return int(min(psutil.virtual_memory().available * share, CPU_MEMORY_LIMIT))
     peak = _peak_of_largest_step(config, model, shape, device, neighbours)
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)

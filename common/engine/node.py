@@ -1,7 +1,7 @@
-"""A node: an engine behind a gRPC server. What the roles have in common, start to stop.
+"""A node: replicas of a model behind a gRPC server. What the roles have in common, start to stop.
 
-A role adds its services and its sessions; a session is one job, hears the engine's events
-about its sequences, and must be closed whatever happened.
+A role adds its services and its sessions; a session is one job on one replica, hears the engine's
+events about its sequences, and must be closed whatever happened.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from functools import partial
+from typing import Any, ClassVar, Generic
 
 from common.config.schema import WorkerNodeConfig
 from common.core.errors import Blame, NodeError, PdserveError, Unavailable
+from common.core.hashing import hash_blocks
 from common.core.ids import new_node_id
 from common.core.request import GenerateJob
-from common.core.sampling import SampledToken
-from common.engine.collector import SchedulerCollector
-from common.engine.core import EngineCore
-from common.engine.host import ModelFacts, Ranks
-from common.engine.messages import ExpertLoad
-from common.engine.sequence import Finish, Sequence
-from common.engine.watchdog import Watchdog
+from common.engine import totals
+from common.engine.balance import choose
+from common.engine.host import ModelFacts, Ranks, start_replicas, stop_ranks
+from common.engine.messages import ExpertLoad, RankReady
+from common.engine.replica import Call, Replica, S, T
 from common.engine.worker import ExtensionConfig
 from common.model.default_model import resolve_model
 from common.obs.metrics import NodeMetrics
@@ -35,24 +35,10 @@ from common.rpc.tls import TLS
 logger = logging.getLogger(__name__)
 
 _TRANSFERS_STOP = 5.0  # seconds hand-offs get to be quiesced
-_RANKS_STOP = 5.0  # seconds ranks get to end by themselves
 _LOOKS = 4  # of the watchdog within its time-out
 
 
-class Session(Protocol):
-    """One job on a node."""
-
-    def admitted(self, sequence: Sequence) -> None: ...
-    def computed(self, sequence: Sequence) -> None: ...
-    def sampled(self, sequence: Sequence, token: SampledToken, finish: Finish | None) -> None: ...
-    def fail(self, error: PdserveError) -> None: ...
-    async def close(self) -> None: ...
-
-
-S = TypeVar("S", bound=Session)
-
-
-class EngineNode(ABC, Generic[S]):
+class EngineNode(ABC, Generic[S, T]):
     """`serve` runs the node from start to stop and returns the process's exit code."""
 
     role: ClassVar[pb.Role]
@@ -65,14 +51,11 @@ class EngineNode(ABC, Generic[S]):
         self.node_id = new_node_id(self.blame)
         self.metrics = NodeMetrics()
         self.server = NodeServer(config.node, TLS.load(config.tls))
-        self.watchdog = Watchdog(config.engine.scheduler.engine_stall_timeout)
         self.address = ""
         self.draining = False
-        self.ranks: Ranks  # from `serve` on
-        self.engine: EngineCore
+        self.replicas: list[Replica[S, T]] = []  # from `serve` on at least one
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._sessions: dict[int, S] = {}  # by sequence
-        self._open: set[S] = set()
+        self._open: dict[S, Replica[S, T]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     # ---- what a role defines ----------------------------------------------------------------
@@ -91,35 +74,58 @@ class EngineNode(ABC, Generic[S]):
         """What lives beside each rank."""
 
     @abstractmethod
-    def add_services(self) -> None:
-        """Makes the role's half of the hand-off and adds its gRPC services."""
+    def make_transfers(self, ranks: Sequence[RankReady], call: Call) -> T:
+        """The role's half of the hand-off, for the ranks of one replica; `call` reaches them."""
 
     @abstractmethod
-    async def close_transfers(self) -> None:
-        """Ends the role's half of the hand-off."""
+    def add_services(self) -> None:
+        """Adds the role's gRPC services."""
 
     # ---- start → serve → drain → stop -------------------------------------------------------
 
     async def serve(self) -> int:
         self.address = self.server.bind()
-        self.ranks = await Ranks.start(
-            self.blame, self.config.engine, self.facts, self.extension(), self.config.log
-        )
+        count = self.config.engine.parallel.data_parallel_size
+        ranks = await start_replicas(self._start_ranks, count)
         try:
+            return await self._serve(ranks)
+        finally:
+            await stop_ranks(ranks)
+
+    async def _start_ranks(self, replica: int) -> Ranks:
+        engine, log = self.config.engine, self.config.log
+        ranks = await Ranks.start(self.blame, engine, self.facts, self.extension(), log, replica)
+        # At once: one may die while other replicas still start.
+        ranks.executor.on_death(partial(self._rank_died, replica))
+        return ranks
+
+    async def _serve(self, ranks: Sequence[Ranks]) -> int:
+        try:
+            self.replicas = [self._replica(index, each) for index, each in enumerate(ranks)]
             await self._start()
             timeout = self.config.node.drain_timeout
             return await serve_until_stopped(self._failed, self._drain, timeout)
         finally:
             await self._stop()
 
+    def _replica(self, index: int, ranks: Ranks) -> Replica[S, T]:
+        config, limit = self.config.engine.scheduler, self.facts.max_model_len
+        name, make = self._name(index), self.make_transfers
+        return Replica(index, name, ranks, config, limit, make, self._routed)
+
+    def _routed(self, load: ExpertLoad) -> None:
+        self.metrics.observe_experts(load.assignments, load.balancedness)
+
+    def _name(self, replica: int) -> str:
+        """For messages about it; empty: there is no other."""
+        return f"replica {replica}: " if self.config.engine.parallel.data_parallel_size > 1 else ""
+
     async def _start(self) -> None:
-        scheduler = self.ranks.scheduler
-        self.engine = EngineCore(self.ranks.executor, scheduler, self, self.facts.max_model_len)
-        self.ranks.executor.on_death(self._rank_died)
-        self.metrics.registry.register(SchedulerCollector(scheduler))
+        totals.expose(self.replicas, self.metrics)
         self.metrics.healthy.set_function(lambda: float(self.ready()[0]))
         self.add_services()
-        self.spawn(self.engine.run())
+        for replica in self.replicas:
+            self.spawn(replica.engine.run())
         self.spawn(self._watch())
         await self.server.start(
             self._info(), self.load, self.metrics.registry, self.ready, self.spawn
@@ -137,31 +143,34 @@ class EngineNode(ABC, Generic[S]):
             Unavailable(f"{self.node_id} is stopping", code="NODE_STOPPING", blame=self.blame)
         )
         await self.server.stop()
+        closing = asyncio.gather(*(each.transfers.close() for each in self.replicas))
         try:
-            await asyncio.wait_for(self.close_transfers(), _TRANSFERS_STOP)
+            await asyncio.wait_for(closing, _TRANSFERS_STOP)
         except TimeoutError:
             logger.warning("hand-offs did not end within %.0f s", _TRANSFERS_STOP)
         for task in self._tasks:
             task.cancel()
-        await self.ranks.executor.shutdown(_RANKS_STOP)
 
     async def _watch(self) -> None:
-        """Once a rank stands still, the sessions fail, so that routers move them elsewhere. Their
-        blocks stay held until it goes on: `EngineCore.stop` and the KV transfer wait for it."""
+        """Once a rank stands still, the sessions of its replica fail, so that routers move them
+        elsewhere. Their blocks stay held until it goes on: `EngineCore.stop` and the KV transfer
+        wait for it."""
         period = min(0.5, self.config.engine.scheduler.engine_stall_timeout / _LOOKS)
         while True:
-            stalled = self.watchdog.stalled
-            self.watchdog.look(self.engine.work())
-            if self.watchdog.stalled and not stalled:
-                self._fail_sessions(self._stalled())
+            for replica in self.replicas:
+                if replica.look():
+                    error = self._stalled(replica.complaint)
+                    logger.warning("%s; requests that fail: %d", error, len(replica.sessions))
+                    replica.fail_sessions(error)
             await asyncio.sleep(period)
 
-    def _stalled(self) -> NodeError:
-        message = f"{self.node_id}: {self.watchdog.reason}"
+    def _stalled(self, reason: str) -> NodeError:
+        message = f"{self.node_id}: {reason}"
         return NodeError(message, code="ENGINE_STALLED", blame=self.blame)
 
-    def _rank_died(self, rank: int, reason: str) -> None:
-        self._fail(NodeError(reason, code="RANK_DIED", blame=self.blame))
+    def _rank_died(self, replica: int, rank: int, reason: str) -> None:
+        message = self._name(replica) + reason
+        self._fail(NodeError(message, code="RANK_DIED", blame=self.blame))
 
     def _fail(self, error: BaseException) -> None:
         """The first cause wins; the process ends with it."""
@@ -173,30 +182,36 @@ class EngineNode(ABC, Generic[S]):
         self._fail_sessions(error if isinstance(error, PdserveError) else cause)
 
     def _fail_sessions(self, error: PdserveError) -> None:
-        for session in self._open:
-            session.fail(error)
+        for replica in self.replicas:
+            replica.fail_sessions(error)
 
     # ---- sessions ---------------------------------------------------------------------------
 
-    def admit(self, job: GenerateJob, make: Callable[[], S]) -> S:
-        """Opens a session.
+    def admit(self, job: GenerateJob, make: Callable[[Replica[S, T]], S]) -> S:
+        """Opens a session on the replica that shall take the job.
 
         Raises:
-            Unavailable: this node drains. NodeError: its engine is stalled.
+            Unavailable: this node drains. NodeError: all its engines are stalled.
             InvalidRequest: it cannot do the job.
         """
         if self.draining:
             raise Unavailable(f"{self.node_id} is draining", code="DRAINING", blame=self.blame)
-        if self.watchdog.stalled:
-            raise self._stalled()
+        able = [each for each in self.replicas if not each.watchdog.stalled]
+        if not able:
+            raise self._stalled(totals.complaints(self.replicas))
         self.facts.check(job)
-        session = make()
-        self._open.add(session)
+        replica = self._choose(able, job)
+        session = make(replica)
+        replica.sessions.add(session)
+        self._open[session] = replica
         return session
 
-    def adopt(self, sequence: Sequence, session: S) -> None:
-        """From now on the engine's events about the sequence go to the session."""
-        self._sessions[sequence.seq_id] = session
+    def _choose(self, able: Sequence[Replica[S, T]], job: GenerateJob) -> Replica[S, T]:
+        if len(able) == 1:
+            return able[0]  # without hashing the prompt
+        tokens, cache = job.token_ids, self.config.engine.cache
+        hashes = hash_blocks(tokens, cache.block_size) if cache.enable_prefix_caching else []
+        return self.replicas[choose(each.offer(len(tokens), hashes) for each in able)]
 
     def close(self, session: S) -> None:
         """Ends a session in the background; until it is closed the node is not idle."""
@@ -213,8 +228,7 @@ class EngineNode(ABC, Generic[S]):
                 blame=self.blame,
             ) from error
         finally:
-            self._open.discard(session)
-            self._sessions = {i: s for i, s in self._sessions.items() if s is not session}
+            self._open.pop(session).forget(session)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs `work` in the background, until the node stops at the latest. An exception that
@@ -229,50 +243,29 @@ class EngineNode(ABC, Generic[S]):
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
 
-    # ---- the engine's listener --------------------------------------------------------------
-
-    def admitted(self, sequence: Sequence) -> None:
-        self._sessions[sequence.seq_id].admitted(sequence)
-
-    def computed(self, sequence: Sequence) -> None:
-        self._sessions[sequence.seq_id].computed(sequence)
-
-    def sampled(self, sequence: Sequence, token: SampledToken, finish: Finish | None) -> None:
-        self._sessions[sequence.seq_id].sampled(sequence, token, finish)
-
-    def routed(self, load: ExpertLoad) -> None:
-        self.metrics.observe_experts(load.assignments, load.balancedness)
-
     # ---- what others may know ---------------------------------------------------------------
 
     def ready(self) -> tuple[bool, str]:
-        """Whether this node could produce tokens now, and why not."""
+        """Whether this node could produce tokens for a new job, and what is wrong. It could while
+        one replica can."""
         reason = "draining" if self.draining else self.ailment()
-        return not reason, reason or "ok"
+        return not reason, reason or totals.complaints(self.replicas) or "ok"
 
     def ailment(self) -> str:
         """What keeps a node that lives from producing tokens; empty: nothing. It may pass by
         itself."""
-        return self.watchdog.reason
+        all_ail = all(each.complaint for each in self.replicas)
+        return totals.complaints(self.replicas) if all_ail else ""
 
     def kv_identity(self) -> dict[str, str]:
         """What goes into the fingerprint."""
         return self.facts.kv_identity(self.config.engine.cache.block_size)
 
     def load(self) -> pb.NodeLoad:
-        scheduler = self.ranks.scheduler
-        healthy, reason = self.ready()
-        return pb.NodeLoad(
-            running=len(scheduler.running) + len(scheduler.remote),
-            waiting=len(scheduler.waiting),
-            free_blocks=scheduler.pool.num_free,
-            total_blocks=scheduler.pool.num_blocks,
-            waiting_tokens=sum(each.num_pending for each in scheduler.waiting),
-            healthy=healthy,
-            reason=reason,
-        )
+        return totals.load(self.replicas, *self.ready())
 
     def _info(self) -> pb.NodeInfo:
+        parallel = self.config.engine.parallel
         return pb.NodeInfo(
             node_id=self.node_id,
             role=self.role,
@@ -281,8 +274,11 @@ class EngineNode(ABC, Generic[S]):
             fingerprint=self.fingerprint(),
             fingerprint_parts=self.kv_identity(),
             kv_connectors=self.connectors,
-            tensor_parallel_size=len(self.ranks.ready),
+            tensor_parallel_size=parallel.tensor_parallel_size,
+            pipeline_parallel_size=parallel.pipeline_parallel_size,
+            expert_parallel_size=parallel.expert_parallel_size,
+            data_parallel_size=parallel.data_parallel_size,
             max_model_len=self.facts.max_model_len,
             block_size=self.config.engine.cache.block_size,
-            num_blocks=self.ranks.scheduler.pool.num_blocks,
+            num_blocks=totals.num_blocks(self.replicas),
         )

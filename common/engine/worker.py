@@ -66,22 +66,23 @@ class WorkerConfig:
 
 
 def worker_specs(
-    config: WorkerConfig, role: str = "node", log: LogConfig | None = None
+    config: WorkerConfig, role: str = "node", log: LogConfig | None = None, replica: int = 0
 ) -> list[WorkerSpec]:
-    """One spec per rank of the stages, for `make_executor`. The first rank of the last stage
-    draws the tokens."""
+    """One spec per rank of the replica's stages, for `make_executor`. The first rank of the last
+    stage draws the tokens."""
     parallel = config.engine.parallel
-    size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    size = parallel.world_size
     return [
         WorkerSpec(
             factory="common.engine.worker:build_worker",
             rank=rank,
             world_size=size,
             answer_rank=size - parallel.tensor_parallel_size,
-            local_rank=rank,
+            local_rank=replica * size + rank,
+            local_world_size=parallel.world_size_across_dp,
             init_method="",
             config=msgspec.to_builtins(config, builtin_types=(bytes,)),
-            role=role,
+            role=role if parallel.data_parallel_size == 1 else f"{role}.{replica}",
             log=log or LogConfig(),
         )
         for rank in range(size)
@@ -99,7 +100,7 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     config = msgspec.convert(spec.config, WorkerConfig)
     engine = config.engine
     device = choose_device(engine.parallel.device, spec.local_rank)
-    _set_threads(engine.parallel.cpu_threads, spec.world_size)
+    _set_threads(engine.parallel.cpu_threads, spec.local_world_size)
     model_spec, max_model_len = _read_model(engine)
     state = _meet(spec, engine, device)
     dtype = choose_dtype(engine.model.dtype, model_spec.dtype, device)
@@ -165,7 +166,8 @@ class ModelWorker:
 
 
 def choose_device(requested: str, rank: int) -> torch.device:
-    """--device resolved: rank r computes on GPU r, or on the CPU.
+    """--device resolved: rank r of the node computes on GPU r, or on the CPU. Replica i of w ranks
+    has the node's ranks i·w … (i + 1)·w - 1.
 
     Raises:
         ConfigError: there is no such GPU.
@@ -175,17 +177,18 @@ def choose_device(requested: str, rank: int) -> torch.device:
         return torch.device("cpu")
     if rank >= count:
         raise ConfigError(
-            f"rank {rank} has no GPU of its own (found {count}): lower "
-            "--tensor-parallel-size or --pipeline-parallel-size, or pass --device cpu"
+            f"rank {rank} of the node has no GPU of its own (found {count}): lower "
+            "--tensor-parallel-size, --pipeline-parallel-size or --data-parallel-size, or pass "
+            "--device cpu"
         )
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     return device
 
 
-def _set_threads(requested: int, world_size: int) -> None:
+def _set_threads(requested: int, local_world_size: int) -> None:
     cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(requested or max(1, cores // world_size))
+    torch.set_num_threads(requested or max(1, cores // local_world_size))
 
 
 def _meet(spec: WorkerSpec, engine: EngineConfig, device: torch.device) -> ParallelState:

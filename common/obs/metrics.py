@@ -137,6 +137,10 @@ class NodeMetrics(_Metrics):
         self.healthy = Gauge(
             "pdserve:healthy", "1 while this node can produce tokens", registry=self.registry
         )
+        self.engine_healthy = Gauge(
+            "pdserve:engine_healthy", "1 while this replica of the node can produce tokens",
+            ("engine",), registry=self.registry,
+        )  # fmt: skip
 
     def observe_transfer(self, *, num_bytes: int, seconds: float) -> None:
         """A KV hand-off that landed."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -32,6 +34,7 @@ DEFAULTS = {
     "drain_timeout": 10,
 }
 UP_DEFAULTS = {"queue_timeout": 20}
+METRIC = re.compile(r'([^#{ ]+)(?:\{(?:engine="(\d+)",?)?(.*)\})? (\S+)')
 
 
 class Home:
@@ -270,11 +273,17 @@ def text_of(stream: Iterator[dict[str, Any]]) -> str:
     return "".join(each["choices"][0]["text"] for each in stream if each["choices"])
 
 
-def node_metrics(node: dict[str, Any]) -> dict[str, float]:
-    """A node's metrics by name, labels included."""
+def node_metrics(node: dict[str, Any], engine: int | None = None) -> dict[str, float]:
+    """A node's metrics by name, labels included but for `engine`: those of one replica, or summed
+    over all."""
     text = requests.get(f"http://{node['metrics_address']}/metrics", timeout=10).text
-    lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
-    return {name: float(value) for name, _, value in lines}
+    values: defaultdict[str, float] = defaultdict(float)
+    for line in text.splitlines():
+        if found := METRIC.fullmatch(line):
+            name, of_engine, rest, value = found.groups()
+            if engine is None or of_engine in (None, str(engine)):
+                values[f"{name}{{{rest}}}" if rest else name] += float(value)
+    return dict(values)
 
 
 def is_idle(node: dict[str, Any]) -> bool:

@@ -1,0 +1,119 @@
+"""A replica: one copy of the model in a node, with ranks, KV blocks, queue and loop of its own.
+
+Replicas of a node share its endpoint and nothing else. A job is given to one of them when it is
+opened, and stays there: a sequence's KV is in the blocks of one replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from common.config.schema import SchedulerConfig
+from common.core.errors import PdserveError
+from common.core.hashing import BlockHash
+from common.core.sampling import SampledToken
+from common.engine.balance import Offer, offer_of
+from common.engine.core import EngineCore
+from common.engine.host import Ranks
+from common.engine.messages import ExpertLoad, RankReady
+from common.engine.sequence import Finish
+from common.engine.sequence import Sequence as EngineSequence
+from common.engine.watchdog import Watchdog
+
+
+class Session(Protocol):
+    """One job on a replica."""
+
+    def admitted(self, sequence: EngineSequence) -> None: ...
+    def computed(self, sequence: EngineSequence) -> None: ...
+    def sampled(
+        self, sequence: EngineSequence, token: SampledToken, finish: Finish | None
+    ) -> None: ...
+    def fail(self, error: PdserveError) -> None: ...
+    async def close(self) -> None: ...
+
+
+class Transfers(Protocol):
+    """The role's half of the KV hand-off, for the ranks of one replica."""
+
+    @property
+    def counts(self) -> Mapping[str, int]: ...
+    def on_event(self, rank: int, message: bytes) -> None: ...
+    async def close(self) -> None: ...
+
+
+S = TypeVar("S", bound=Session)
+T = TypeVar("T", bound=Transfers)
+Call = Callable[[int, bytes], Awaitable[bytes]]
+
+
+class Replica(Generic[S, T]):
+    """Owns its ranks, and knows the sessions that it was given."""
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        ranks: Ranks,
+        config: SchedulerConfig,
+        max_model_len: int,
+        make_transfers: Callable[[Sequence[RankReady], Call], T],
+        routed: Callable[[ExpertLoad], None],
+    ) -> None:
+        """`name` begins messages about it; empty: the node has no other replica."""
+        self.index = index
+        self.name = name
+        self.ranks = ranks
+        self.routed = routed
+        self.scheduler = ranks.scheduler
+        self.engine = EngineCore(ranks.executor, ranks.scheduler, self, max_model_len)
+        self.transfers = make_transfers(ranks.ready, self.engine.call)
+        self.watchdog = Watchdog(config.engine_stall_timeout)
+        self.sessions: set[S] = set()
+        self._by_sequence: dict[int, S] = {}
+        ranks.executor.on_event(self.transfers.on_event)
+
+    def offer(self, num_tokens: int, hashes: Sequence[BlockHash]) -> Offer:
+        """What a job would find here."""
+        return offer_of(self.index, self.scheduler, num_tokens, hashes)
+
+    @property
+    def complaint(self) -> str:
+        """Why it could not produce a token; empty: it could."""
+        return self.name + self.watchdog.reason if self.watchdog.reason else ""
+
+    def is_healthy(self) -> bool:
+        return not self.watchdog.reason
+
+    def look(self) -> bool:
+        """Has the watchdog judge; whether the replica has come to a standstill since."""
+        stalled = self.watchdog.stalled
+        self.watchdog.look(self.engine.work())
+        return self.watchdog.stalled and not stalled
+
+    # ---- sessions ---------------------------------------------------------------------------
+
+    def adopt(self, sequence: EngineSequence, session: S) -> None:
+        """From now on the engine's events about the sequence go to the session."""
+        self._by_sequence[sequence.seq_id] = session
+
+    def forget(self, session: S) -> None:
+        """The session is closed."""
+        self.sessions.discard(session)
+        self._by_sequence = {i: s for i, s in self._by_sequence.items() if s is not session}
+
+    def fail_sessions(self, error: PdserveError) -> None:
+        for session in self.sessions:
+            session.fail(error)
+
+    # ---- the engine's listener --------------------------------------------------------------
+
+    def admitted(self, sequence: EngineSequence) -> None:
+        self._by_sequence[sequence.seq_id].admitted(sequence)
+
+    def computed(self, sequence: EngineSequence) -> None:
+        self._by_sequence[sequence.seq_id].computed(sequence)
+
+    def sampled(self, sequence: EngineSequence, token: SampledToken, finish: Finish | None) -> None:
+        self._by_sequence[sequence.seq_id].sampled(sequence, token, finish)
