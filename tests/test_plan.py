@@ -425,6 +425,26 @@ def peak_of_step(
 # ---- against nodes ----
 
 
+async def test_blocks_are_those_of_a_pipeline() -> None:
+    """The stage with the most layers decides."""
+    config = PlanConfig(
+        model=str(MODELS / "mistral"),
+        gpu_memory="4GiB",
+        pipeline_parallel_size=2,
+        pipeline_partition="1,3",
+        max_model_len=256,
+        kv_cache_memory="3000KiB",
+        dtype="float32",
+    )
+    decode = plan(config)[1]
+    ranks = await start_node(
+        setup(config, ModelSpec.from_folder(MODELS / "mistral"), "decode").engine
+    )
+    assert [rank.cache.num_blocks for rank in ranks] == [decode.rank.num_blocks] * 2
+    assert [rank.cache.layer_end - rank.cache.layer_start for rank in ranks] == [1, 3]
+    assert decode.rank.stage == 1 and decode.rank.weights == ranks[1].weights_bytes
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("name", [*NAMES, "qwen2-moe"])
 async def test_blocks_are_those_of_a_node(

@@ -1,0 +1,110 @@
+"""Pipelines through real processes: unequal cuts, clients that leave while chunks are in flight,
+blocks that run out, a stage that dies, and options that cannot be."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+import reference
+from cluster import MODELS, node_metrics
+from warm import WarmCluster, shared
+
+NUM_TOKENS = 24
+
+
+def prompt(number: int, length: int) -> tuple[int, ...]:
+    """Those of different numbers share no block."""
+    return (5 + number, *(5 + (number + 7 * i) % 500 for i in range(1, length)))
+
+
+def check(cluster: WarmCluster, case: tuple[int, ...], num_tokens: int = NUM_TOKENS) -> None:
+    answer = cluster.complete(list(case), max_tokens=num_tokens, ignore_eos=True)
+    expected = reference.greedy(cluster.model, case, num_tokens)
+    assert answer["choices"][0]["text"] == reference.decode(cluster.model, expected)
+
+
+def check_at_once(cluster: WarmCluster, cases: list[tuple[int, ...]], num_tokens: int) -> None:
+    for case in cases:
+        reference.greedy(cluster.model, case, num_tokens)  # not while the nodes compute
+    with ThreadPoolExecutor(len(cases)) as pool:
+        list(pool.map(lambda case: check(cluster, case, num_tokens), cases))
+    cluster.wait_idle(60)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[WarmCluster]:
+    """Layers 2 + 1 + 1 → 1 + 3, and few blocks to decode in."""
+    with WarmCluster("qwen2", 0, 0, warm=shared(), max_model_len=384) as made:
+        made.start_node("prefill", pipeline_parallel_size=3, pipeline_partition="2,1,1")
+        few = {"num_gpu_blocks_override": 26}
+        made.start_node("decode", pipeline_parallel_size=2, pipeline_partition="1,3", **few)
+        made.wait_nodes()
+        yield made
+
+
+def test_layers_are_cut_unevenly(cluster: WarmCluster) -> None:
+    assert [node["pipeline_parallel_size"] for node in cluster.nodes("prefill")] == [3]
+    for number, length in enumerate((1, 16, 100, 300)):
+        check(cluster, prompt(number, length))
+    cluster.wait_idle()
+
+
+def test_blocks_run_out_while_steps_are_in_flight(cluster: WarmCluster) -> None:
+    (node,) = cluster.nodes("decode")
+    check_at_once(cluster, [prompt(10 + number, 20) for number in range(8)], num_tokens=60)
+    assert node_metrics(node)["pdserve:num_preemptions_total"] > 0
+
+
+def test_clients_leave_while_chunks_are_in_flight(cluster: WarmCluster) -> None:
+    def leave(number: int) -> None:
+        stream = cluster.stream(list(prompt(30 + number, 300)), max_tokens=60, ignore_eos=True)
+        for _ in range(number):
+            next(stream)
+        stream.close()
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(leave, range(6)))
+    cluster.wait_idle(60)
+    check(cluster, prompt(40, 200))
+    cluster.wait_idle()
+
+
+def test_a_stage_dies_and_its_node_with_it(cluster: WarmCluster) -> None:
+    """Last, for it leaves another node."""
+    (name,) = cluster.names("decode")
+    pid = cluster.pids[name]
+    case, num_tokens = prompt(50, 40), 120
+    expected = reference.greedy(cluster.model, case, num_tokens)
+    stream = cluster.stream(list(case), max_tokens=num_tokens, ignore_eos=True)
+    text = "".join(next(stream)["choices"][0]["text"] for _ in range(5))
+    cluster.start_node("decode", tensor_parallel_size=2)
+    cluster.wait_nodes()
+    first, last = psutil.Process(pid).children()
+    last.send_signal(signal.SIGKILL)
+    del cluster.pids[name]
+    text += "".join(event["choices"][0]["text"] for event in stream if event["choices"])
+    assert text == reference.decode(cluster.model, expected)
+    cluster.wait_for(lambda: cluster.exit_code(pid) == 1)
+    assert not first.is_running()
+    assert f"rank 1 (pid {last.pid}) was killed by SIGKILL" in cluster.log()
+    cluster.wait_idle(60)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["-pp", "2", "--pipeline-partition", "1,2"], "--pipeline-partition 1,2 does not cut 4"),
+        (["-tp", "2", "-ep", "2"], "--expert-parallel-size 2"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused(flags: list[str], message: str) -> None:
+    command = [sys.executable, "-m", "decode_node", "--model", str(MODELS / "qwen2"), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and message in done.stderr, done.stderr
