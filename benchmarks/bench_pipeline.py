@@ -235,11 +235,12 @@ def draw(spans: Sequence[Span], stages: int, path: Path) -> None:
 
     figure = Figure(figsize=(10, 1 + 0.5 * stages))
     axes = figure.subplots()
-    origin = min(span.start for span in spans)
+    origin, first = min(span.start for span in spans), min(span.step for span in spans)
     for span in spans:
+        number = span.step - first + 1
         left, width = (span.start - origin) * 1e3, (span.end - span.start) * 1e3
-        axes.barh(span.rank, width, left=left, color=f"C{span.step % 10}", edgecolor="white")
-        axes.text(left + width / 2, span.rank, str(span.step), ha="center", va="center", size=8)
+        axes.barh(span.rank, width, left=left, color=f"C{number % 10}", edgecolor="white")
+        axes.text(left + width / 2, span.rank, str(number), ha="center", va="center", size=8)
     axes.set(xlabel="ms", yticks=range(stages), yticklabels=[f"stage {i}" for i in range(stages)])
     axes.invert_yaxis()
     figure.tight_layout()
