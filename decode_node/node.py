@@ -32,9 +32,9 @@ class DecodeNode(EngineNode[DecodeSession]):
         return choose_connectors(self.config.transfer, self.facts.device)
 
     def extension(self) -> ExtensionConfig:
-        host, tls = self.config.transfer.kv_host, self.config.tls
-        config = rank_config(self.connectors, host, self.fingerprint(), tls, source=False)
-        return ExtensionConfig(FACTORY, config)
+        tls = self.config.tls
+        config = rank_config(self.connectors, self.fingerprint(), tls, source=False)
+        return ExtensionConfig(FACTORY, config, self.config.transfer.kv_host)
 
     def add_services(self) -> None:
         executor = self.ranks.executor
