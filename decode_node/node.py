@@ -35,9 +35,9 @@ class DecodeNode(EngineNode[DecodeSession, KVSink]):
         return choose_connectors(self.config.transfer, self.facts.device)
 
     def extension(self) -> ExtensionConfig:
-        host, tls = self.config.transfer.kv_host, self.config.tls
-        config = rank_config(self.connectors, host, self.fingerprint(), tls, source=False)
-        return ExtensionConfig(FACTORY, config)
+        tls = self.config.tls
+        config = rank_config(self.connectors, self.fingerprint(), tls, source=False)
+        return ExtensionConfig(FACTORY, config, self.config.transfer.kv_host)
 
     def make_transfers(self, ranks: Sequence[RankReady], call: Call) -> KVSink:
         """A ticket names the ranks of its replica alone."""

@@ -55,7 +55,6 @@ class RankConfig:
 
     connectors: Connectors
     fingerprint: str
-    bind_host: str = "127.0.0.1"
     source: bool = False  # a source announces no endpoint
 
 
@@ -63,7 +62,7 @@ FACTORY = "kv_transfer.rank:build_rank"  # what a worker imports
 
 
 def rank_config(
-    connectors: Connectors, bind_host: str, fingerprint: str, tls: TLSConfig, *, source: bool
+    connectors: Connectors, fingerprint: str, tls: TLSConfig, *, source: bool
 ) -> bytes:
     """The bytes `build_rank` wants, for a node's options.
 
@@ -71,7 +70,7 @@ def rank_config(
         ConfigError: a connector shall use TLS and the node has no certificate.
     """
     spelt_out = {name: connector_options(options, tls) for name, options in connectors.items()}
-    return msgspec.msgpack.encode(RankConfig(spelt_out, fingerprint, bind_host, source))
+    return msgspec.msgpack.encode(RankConfig(spelt_out, fingerprint, source))
 
 
 def connector_options(options: Mapping[str, Any], tls: TLSConfig) -> dict[str, Any]:
@@ -169,11 +168,13 @@ def build_rank(
     shape: CacheShape,
     shared_fd: int | None,
     rank: int,
+    host: str,
     config: bytes,
     emit: Callable[[bytes], None],
 ) -> TransferRank:
     """The factory a worker calls once its cache is allocated. `config` is a msgpack
-    `RankConfig`; `shared_fd` is the memory file whose first byte is the cache's.
+    `RankConfig`; `host` is what connectors bind to; `shared_fd` is the memory file whose first byte
+    is the cache's.
 
     Raises:
         ConfigError: no such connector, an unknown option, another API version, or the cache is
@@ -183,7 +184,7 @@ def build_rank(
     rect = Rect(shape.layer_start, shape.layer_end, shape.head_start, shape.head_end)
     context = RankContext(
         view=CacheView(cache, rect, shared_fd),
-        bind_host=settings.bind_host,
+        bind_host=host,
         fingerprint=settings.fingerprint,
         emit=lambda event: emit(encode_event(event)),
     )

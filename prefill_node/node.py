@@ -45,9 +45,9 @@ class PrefillNode(EngineNode[PrefillSession, KVSource]):
         return choose_connectors(self.config.transfer, self.facts.device)
 
     def extension(self) -> ExtensionConfig:
-        host, tls = self.config.transfer.kv_host, self.config.tls
-        config = rank_config(self.connectors, host, self.fingerprint(), tls, source=True)
-        return ExtensionConfig(FACTORY, config)
+        tls = self.config.tls
+        config = rank_config(self.connectors, self.fingerprint(), tls, source=True)
+        return ExtensionConfig(FACTORY, config, self.config.transfer.kv_host)
 
     def ailment(self) -> str:
         return super().ailment() or self.peers.ailment()

@@ -119,7 +119,7 @@ class FakeNode:
 
         connectors = {name: dict(self._options.get(name, {})) for name in names.split(",")}
         config = msgspec.msgpack.encode(RankConfig(connectors, fingerprint, source=source))
-        built = build_rank(cache, shape, fd, rank, config, emit)
+        built = build_rank(cache, shape, fd, rank, "127.0.0.1", config, emit)
         self.ranks.append(built)
         fakes = [each for each in self.children(rank).values() if isinstance(each, FakeConnector)]
         if network is not None and fakes:

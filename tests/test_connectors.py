@@ -549,7 +549,8 @@ def test_misconfiguration_is_told_at_start() -> None:
     shape = GEOMETRY.cache_shape(RECT)
 
     def build(config: RankConfig, where: torch.Tensor = cache) -> None:
-        build_rank(where, shape, None, 0, msgspec.msgpack.encode(config), lambda message: None)
+        encoded = msgspec.msgpack.encode(config)
+        build_rank(where, shape, None, 0, "127.0.0.1", encoded, lambda message: None)
 
     with pytest.raises(ConfigError, match="unknown field `lanes`"):
         build(RankConfig({"tcp": {"lanes": 4}}, "f"))

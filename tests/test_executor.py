@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from common.core.errors import Blame, ConfigError, NodeError, TransferError
-from common.distributed import multiprocess
+from common.distributed import fanout
 from common.distributed.executor import Emit, Executor, WorkerSpec
 from common.distributed.inprocess import InProcessExecutor
 from common.distributed.launch import make_executor
@@ -341,7 +341,7 @@ async def test_a_rank_may_answer_before_the_next_one_is_started(
 async def test_a_start_that_takes_long_says_what_it_waits_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(multiprocess, "_PATIENCE", 0.1)
+    monkeypatch.setattr(fanout, "_PATIENCE", 0.1)
     caplog.set_level("INFO")
     executor = MultiprocessExecutor(specs(2, slow_rank=1))
     async with running(executor) as answers:

@@ -37,6 +37,7 @@ class EchoExtension:
         cache_shape: CacheShape,
         shared_fd: int | None,
         rank: int,
+        host: str,
         config: bytes,
         emit: Emit,
     ) -> None:

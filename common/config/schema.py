@@ -92,6 +92,18 @@ class ParallelConfig:
         short="-dp",
         minimum=1,
     )
+    distributed_executor_backend: str = option(
+        "auto",
+        "how ranks run: mp: processes on this host; ray: actors of a Ray cluster, a stage on one "
+        "host, stages on several; auto: one rank in the node's process, several as mp where this "
+        "host has devices for them, else ray if a cluster answers",
+        choices=("auto", "mp", "ray"),
+    )
+    ray_address: str | None = option(
+        None,
+        "head of the Ray cluster (default: RAY_ADDRESS, or the one this host is part of)",
+        metavar="HOST:PORT",
+    )
     cpu_threads: int = option(
         0, "torch threads per rank on a CPU (0: share the cores evenly)", minimum=0
     )
@@ -160,7 +172,11 @@ class TransferConfig:
     kv_connector_config: dict[str, Any] = option(
         {}, 'the connector\'s own options, as JSON; for several or auto {"NAME": {...}}'
     )
-    kv_host: str = option("127.0.0.1", "address the KV data plane binds to and announces")
+    kv_host: str = option(
+        "127.0.0.1",
+        "address the KV data plane binds to and announces; auto: of each rank's own host, as other "
+        "hosts reach it",
+    )
     kv_lease: float = option(
         10.0,
         "seconds without progress after which KV blocks are freed",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,6 +25,10 @@ from common.distributed.communicator import (
 )
 from common.distributed.group import CPU, GroupCoordinator
 
+LOOPBACK = "127.0.0.1"
+_FIRST_CHANCE = timedelta(seconds=1)
+_ELSEWHERE = "udp://192.0.2.1"  # an address that is nobody's (RFC 5737)
+
 
 @dataclass(slots=True)
 class DistributedEnvironment:
@@ -35,8 +42,19 @@ class DistributedEnvironment:
     communicator: str
     store: Any = None  # torch's Store; None in a world of one
     hosts: tuple[str, ...] = ("",)
-    address: str = "127.0.0.1"
+    address: str = LOOPBACK
     _made: dict[tuple[int, ...], dict[str, DeviceCommunicator]] = field(default_factory=dict)
+
+    @property
+    def num_neighbours(self) -> int:
+        """Ranks on this host, this one included."""
+        return self.hosts.count(self.hosts[self.rank])
+
+    @property
+    def address_for_others(self) -> str:
+        """This host's address for processes that are none of the ranks: that towards the meeting
+        point, or if that is on this host only, that of the default route."""
+        return address_towards(_ELSEWHERE) if is_loopback(self.address) else self.address
 
     def group(self, name: str, ranks: Sequence[int]) -> GroupCoordinator:
         """The group of `ranks`, which holds this one; all of them must call.
@@ -86,25 +104,73 @@ def init_distributed_environment(
     timeout: float = 30.0,
     communicator: str = "auto",
 ) -> DistributedEnvironment:
-    """Blocks until all ranks have met at `init_method` ("file:///new/path", or "tcp://host:port"
-    of rank 0's host); a world of one needs none. `timeout` is in seconds and holds for every
-    later collective too. `communicator` is --device-communicator.
+    """Blocks until all ranks have met at `init_method` ("file:///new/path", "tcp://host:port" of
+    rank 0's host, or a `MeetingPoint`'s); a world of one needs none. `timeout` is in seconds and
+    holds for every later collective too. `communicator` is --device-communicator.
 
     Raises:
         NodeError: RANK_LOST, not all of them came in time.
     """
     environment = DistributedEnvironment(rank, world_size, device, timeout, communicator)
+    environment.address = address_towards(init_method)
     if world_size == 1:
         return environment
     with _meeting():
         waits = timedelta(seconds=timeout)
-        store, _, _ = next(dist.rendezvous(init_method, rank, world_size, timeout=waits))
+        store = _join(init_method, rank, world_size, waits)
         store.set_timeout(waits)  # a file's does not take it from the rendezvous
         store.set(f"host {rank}", host_identity())
         hosts = [store.get(f"host {peer}").decode() for peer in range(world_size)]
         environment.store, environment.hosts = store, tuple(hosts)
-        environment.address = _address_towards(init_method)
     return environment
+
+
+class MeetingPoint:
+    """A place on this host where ranks meet, at a port that is free; it lasts as long as this
+    object. Not authenticated, like all that torch's ranks say to each other.
+
+    Raises:
+        OSError: `address` is not this host's.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._store = _patiently(partial(_serve_store, address), timedelta(seconds=30))
+        self.init_method = f"store://{address}:{self._store.port}"
+
+
+def _serve_store(address: str, timeout: timedelta) -> dist.TCPStore:
+    listener = socket.create_server((address, 0))
+    return dist.TCPStore(
+        address,
+        listener.getsockname()[1],
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),  # the store's from now on
+    )
+
+
+def _join(init_method: str, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    place = urlsplit(init_method)
+    if place.scheme != "store":
+        return next(dist.rendezvous(init_method, rank, world_size, timeout=timeout))[0]
+    host, port = place.hostname or "", place.port or 0
+    client = partial(dist.TCPStore, host, port, wait_for_workers=False)
+    return _patiently(lambda attempt: client(timeout=attempt), timeout)
+
+
+def _patiently(connect: Callable[[timedelta], dist.TCPStore], timeout: timedelta) -> dist.TCPStore:
+    """Connections to torch's store hang now and then (torch 2.13: one in fifty, on loopback): they
+    get several chances, the first of them short."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    chance = _FIRST_CHANCE
+    while True:
+        try:
+            return connect(min(chance, timeout))
+        except dist.DistNetworkError:
+            if time.monotonic() > deadline:
+                raise
+            chance *= 2
 
 
 def host_identity() -> str:
@@ -116,18 +182,29 @@ def host_identity() -> str:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"
 
 
-def _address_towards(init_method: str) -> str:
-    """This host's address on the way to the meeting point. (Connecting a datagram socket sends
-    nothing; it asks the routing table.)"""
-    place = urlsplit(init_method)
-    if place.scheme != "tcp" or place.hostname is None:
-        return "127.0.0.1"
+def address_towards(url: str) -> str:
+    """This host's address on the way to that of `url`; loopback if it names none or there is no
+    way. (Connecting a datagram socket sends nothing; it asks the routing table.)"""
+    place = urlsplit(url)
+    if place.hostname is None:
+        return LOOPBACK
     family, kind, _, _, address = socket.getaddrinfo(
         place.hostname, place.port or 1, type=socket.SOCK_DGRAM
     )[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(address)
+        try:
+            probe.connect(address)
+        except OSError:
+            return LOOPBACK
         return str(probe.getsockname()[0])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is an address, or the usual name, that never leaves this host."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 @contextmanager

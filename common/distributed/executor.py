@@ -1,8 +1,9 @@
 """How a node's ranks run: in this process, or one process each. The caller cannot tell.
 
     InProcessExecutor      one rank, on a thread of its own
-    MultiprocessExecutor   one process per rank; ZeroMQ fan-out; liveness
-    make_executor          the one that fits --tensor-parallel-size (`launch.py`)
+    MultiprocessExecutor   one process per rank, on this host     ⎫ the same ZeroMQ fan-out
+    RayExecutor            one Ray actor per rank, on any host    ⎭ (`fanout.py`)
+    make_executor          the one that fits (`launch.py`)
 
 A rank hosts a worker (an object built from an import string) and, beside it, the worker's
 extension, which has a channel and a thread of its own, so that it is served while a step

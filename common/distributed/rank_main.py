@@ -1,4 +1,4 @@
-"""A rank's process: `python -m common.distributed.rank_main DIRECTORY RANK`.
+"""A rank's process: `python -m common.distributed.rank_main DIRECTORY RANK`, or a Ray actor.
 
 It builds its worker, answers steps on the main thread and calls to the extension on another,
 and ends when it is told to or when its node is gone. Terminal and supervisor signals are the
@@ -8,23 +8,26 @@ node's business: a rank ignores them, so that a node can drain.
 from __future__ import annotations
 
 import ctypes
+import io
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import msgspec
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from common.core.errors import NodeError
 from common.core.plugins import import_string
 from common.distributed import wire
 from common.distributed.executor import Worker, WorkerSpec
 from common.distributed.failure import encode_failure
-from common.distributed.wire import Kind, Link
+from common.distributed.wire import Kind, Link, NodeAddress
 from common.obs.logging import setup_logging
 
 logger = logging.getLogger(__name__)
@@ -52,14 +55,32 @@ class Outbox:
         self.send(kind, number, encode_failure(error, self._rank))
 
 
+class NodesLog(io.TextIOBase):
+    """Standard error of a rank on another host: its node writes it among its own lines."""
+
+    def __init__(self, out: Outbox) -> None:
+        self._out = out
+
+    def write(self, text: str) -> int:
+        self._out.send(Kind.LOG, 0, text.encode())
+        return len(text)
+
+
 def main(directory: Path, rank: int) -> int:
     die_with_node()
     spec = msgspec.msgpack.decode(wire.spec_path(directory, rank).read_bytes(), type=WorkerSpec)
-    setup_logging(spec.role, spec.log, rank=rank)
+    return run_rank(spec, wire.local_address(directory))
+
+
+def run_rank(spec: WorkerSpec, node: NodeAddress) -> int:
+    """Is the rank until the node says that it may end; returns its exit status."""
     context = zmq.Context()
-    steps, calls, out = (_connect(context, directory, rank, link) for link in Link)
+    steps, calls, outward = (_connect(context, node, spec.rank, link) for link in Link)
+    out = Outbox(outward, spec.rank)
+    setup_logging(spec.role, spec.log, spec.rank, stream=NodesLog(out) if node.key else None)
     try:
-        return _run(spec, steps, calls, Outbox(out, rank))
+        with _dying_with_connection(steps) if node.key else nullcontext():
+            return _run(spec, steps, calls, out)
     finally:
         context.destroy(linger=FLUSH_MS)
 
@@ -80,15 +101,39 @@ def _exit_at_eof() -> None:
     os._exit(1)  # the node is gone: there is nobody left to answer or to report to
 
 
-def _connect(context: zmq.Context, directory: Path, rank: int, link: Link) -> zmq.Socket:
+def _connect(context: zmq.Context, node: NodeAddress, rank: int, link: Link) -> zmq.Socket:
     socket = context.socket(zmq.DEALER)
     wire.unbounded(socket)
     socket.setsockopt(zmq.ROUTING_ID, wire.routing_id(rank, link))
-    socket.connect(wire.node_address(directory))
+    if node.key:
+        socket.curve_serverkey = node.key.encode()
+        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+    socket.connect(node.url)
     if link is not Link.OUT:
         number = wire.start_number(rank, link)
         socket.send_multipart([wire.HEADER.pack(rank, Kind.RESULT, number), b""])
     return socket
+
+
+@contextmanager
+def _dying_with_connection(socket: zmq.Socket) -> Iterator[None]:
+    """What `die_with_node` does on one host: a node that is gone breaks its connections."""
+    monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED)
+    watch = threading.Thread(
+        target=_exit_at_disconnect, args=(monitor,), name="node-watch", daemon=True
+    )
+    watch.start()
+    try:
+        yield
+    finally:
+        socket.disable_monitor()
+        watch.join()
+
+
+def _exit_at_disconnect(monitor: zmq.Socket) -> None:
+    with monitor:
+        if recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED:
+            os._exit(1)
 
 
 def _run(spec: WorkerSpec, steps: zmq.Socket, calls: zmq.Socket, out: Outbox) -> int:

@@ -1,6 +1,6 @@
 """The frames between a node and its ranks' processes.
 
-    node   ROUTER ipc://<directory>/node
+    node   ROUTER ipc://<directory>/node, or over a network tcp://<address>:<port> with CURVE
     rank r DEALER "r.steps"  takes steps, on the main thread
            DEALER "r.calls"  takes calls to the extension, on a thread of its own
            DEALER "r.out"    sends every answer and event, in one order
@@ -10,12 +10,15 @@
 
 A ROUTER drops what is meant for a dead rank instead of blocking; the rank's exit fails the
 futures that wait for it. The directory is private to the user and holds, until all ranks have
-connected, the socket, each rank's spec and the ranks' rendezvous file.
+connected, the socket, each rank's spec and the ranks' rendezvous file. Over a network every frame
+is encrypted, and nobody is heard who was not told the node's key (CurveZMQ, RFC 26: it never
+shows on the wire).
 """
 
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
@@ -34,6 +37,7 @@ class Kind(IntEnum):
     FAILURE = 1
     BROKEN = 2  # a step failed, so the ranks no longer agree; nothing can be asked any more
     EVENT = 3
+    LOG = 4  # what a rank on another host would write to standard error
 
 
 class Link(IntEnum):
@@ -42,6 +46,14 @@ class Link(IntEnum):
     STEPS = 0
     CALLS = 1
     OUT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class NodeAddress:
+    """Where a rank reaches its node."""
+
+    url: str
+    key: str = ""  # over a network: the node's public key (Z85), which only its ranks are told
 
 
 def start_number(rank: int, link: Link) -> int:
@@ -54,8 +66,8 @@ def routing_id(rank: int, link: Link) -> bytes:
     return f"{rank}.{link.name.lower()}".encode()
 
 
-def node_address(directory: Path) -> str:
-    return f"ipc://{directory}/node"
+def local_address(directory: Path) -> NodeAddress:
+    return NodeAddress(f"ipc://{directory}/node")
 
 
 def spec_path(directory: Path, rank: int) -> Path:

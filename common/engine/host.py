@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from common.config.schema import EngineConfig, LogConfig
 from common.core.errors import ConfigError
@@ -23,7 +24,7 @@ from common.engine.scheduler import Scheduler
 from common.engine.worker import (
     ExtensionConfig,
     WorkerConfig,
-    choose_device,
+    device_type,
     stages_of,
     worker_specs,
 )
@@ -58,8 +59,8 @@ class ModelFacts:
         spec.validate_tensor_parallel(parallel.tensor_parallel_size)
         spec.validate_expert_parallel(parallel.tensor_parallel_size, parallel.expert_parallel_size)
         stages_of(spec, engine.parallel)
-        device = choose_device(engine.parallel.device, 0)
-        dtype = choose_dtype(config.dtype, spec.dtype, device)
+        device = device_type(engine.parallel.device)
+        dtype = choose_dtype(config.dtype, spec.dtype, torch.device(device))
         return cls(
             name=config.served_model_name or folder.resolve().name,
             folder=folder,
@@ -67,7 +68,7 @@ class ModelFacts:
             max_model_len=max_model_len,
             revision=weights_revision(folder, config.load_format, config.seed),
             dtype=dtype_name(dtype),
-            device=device.type,
+            device=device,
         )
 
     def kv_identity(self, block_size: int) -> dict[str, str]:
@@ -106,8 +107,10 @@ class Ranks:
         replica: int = 0,
     ) -> Ranks:
         """Raises ConfigError or NodeError when a rank cannot start; nothing is left then."""
+        parallel = replace(engine.parallel, device=facts.device)  # of all hosts
+        engine = replace(engine, parallel=parallel)
         specs = worker_specs(WorkerConfig(engine, extension), role, log, replica)
-        executor = make_executor(specs)
+        executor = make_executor(specs, parallel, facts.device)
         answers = await executor.start()
         ready = tuple(msgspec.msgpack.decode(answer, type=RankReady) for answer in answers)
         cache = ready[0].cache

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass, field
+import socket
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import msgspec
@@ -18,7 +19,11 @@ from common.core.errors import ConfigError
 from common.core.model_spec import ModelSpec
 from common.core.plugins import import_string
 from common.distributed.all2all import make_all2all
-from common.distributed.environment import init_distributed_environment
+from common.distributed.environment import (
+    DistributedEnvironment,
+    init_distributed_environment,
+    is_loopback,
+)
 from common.distributed.executor import Emit, Extension, WorkerSpec
 from common.distributed.group import GroupCoordinator
 from common.distributed.parallel_state import (
@@ -42,8 +47,8 @@ logger = logging.getLogger(__name__)
 
 class CacheExtension(Extension, Protocol):
     """An extension that works on the rank's KV cache. Its factory is called as
-    `factory(cache_tensor, cache_shape, shared_fd, rank, config, emit)`; the cache and the
-    descriptor stay the rank's and outlive the extension."""
+    `factory(cache_tensor, cache_shape, shared_fd, rank, host, config, emit)`; the cache and the
+    descriptor stay the rank's and outlive the extension; `host` is an address of the rank's."""
 
     def info(self) -> bytes:
         """What the rank announces for it in `RankReady.extension_info`."""
@@ -51,10 +56,12 @@ class CacheExtension(Extension, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ExtensionConfig:
-    """Which extension a rank hosts: an import string, and bytes only its factory reads."""
+    """Which extension a rank hosts: an import string, bytes only its factory reads, and --kv-host:
+    the address it binds to."""
 
     factory: str
     config: bytes = b""
+    host: str = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +107,11 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     config = msgspec.convert(spec.config, WorkerConfig)
     engine = config.engine
     device = choose_device(engine.parallel.device, spec.local_rank)
-    _set_threads(engine.parallel.cpu_threads, spec.local_world_size)
     model_spec, max_model_len = _read_model(engine)
-    state = _meet(spec, engine, device)
+    environment, state = _meet(spec, engine, device)
+    replicas = engine.parallel.data_parallel_size
+    _set_threads(engine.parallel.cpu_threads, replicas * environment.num_neighbours)
+    extension_config = config.extension and at_home(config.extension, environment)
     dtype = choose_dtype(engine.model.dtype, model_spec.dtype, device)
     # Each host chooses by what its CPU can do, and reads its own copy of the folder.
     state.world.agree([dtype_name(dtype), max_model_len], "dtype and context window")
@@ -117,7 +126,7 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     samples = spec.rank == spec.answer_rank
     runner = ModelRunner(model, cache.tensor, device, samples, neighbours)
     _warm_up(runner, engine)
-    extension = _build_extension(config.extension, cache, spec.rank, emit)
+    extension = _build_extension(extension_config, cache, spec.rank, emit)
     return ModelWorker(spec.rank, state, runner, cache, extension)
 
 
@@ -165,33 +174,59 @@ class ModelWorker:
 # ---- the stages of build_worker ----
 
 
+def device_type(requested: str) -> str:
+    """--device resolved, "cpu" or "cuda": auto is what this host has."""
+    if requested == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return requested
+
+
 def choose_device(requested: str, rank: int) -> torch.device:
-    """--device resolved: rank r of the node computes on GPU r, or on the CPU. Replica i of w ranks
+    """--device resolved: rank r of a host computes on GPU r, or on the CPU. Replica i of w ranks
     has the node's ranks i·w … (i + 1)·w - 1.
 
     Raises:
         ConfigError: there is no such GPU.
     """
-    count = torch.cuda.device_count()
-    if requested == "cpu" or (requested == "auto" and count == 0):
+    if device_type(requested) == "cpu":
         return torch.device("cpu")
+    count = torch.cuda.device_count()
     if rank >= count:
         raise ConfigError(
             f"rank {rank} of the node has no GPU of its own (found {count}): lower "
-            "--tensor-parallel-size, --pipeline-parallel-size or --data-parallel-size, or pass "
-            "--device cpu"
+            "--tensor-parallel-size, --pipeline-parallel-size or --data-parallel-size, join hosts "
+            "to a Ray cluster (--distributed-executor-backend), or pass --device cpu"
         )
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     return device
 
 
-def _set_threads(requested: int, local_world_size: int) -> None:
+def _set_threads(requested: int, num_neighbours: int) -> None:
+    """`num_neighbours` ranks share the cores of this host."""
     cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(requested or max(1, cores // local_world_size))
+    torch.set_num_threads(requested or max(1, cores // num_neighbours))
 
 
-def _meet(spec: WorkerSpec, engine: EngineConfig, device: torch.device) -> ParallelState:
+def at_home(config: ExtensionConfig, environment: DistributedEnvironment) -> ExtensionConfig:
+    """`config` with this rank's address for the host "auto".
+
+    Raises:
+        ConfigError: only this host could reach the extension, and the ranks are on several.
+    """
+    if config.host == "auto":
+        return replace(config, host=environment.address_for_others)
+    if len(set(environment.hosts)) > 1 and is_loopback(config.host):
+        raise ConfigError(
+            f"--kv-host {config.host} is reached from its own host only, and this node's ranks are "
+            "on several: pass --kv-host auto"
+        )
+    return config
+
+
+def _meet(
+    spec: WorkerSpec, engine: EngineConfig, device: torch.device
+) -> tuple[DistributedEnvironment, ParallelState]:
     parallel = engine.parallel
     environment = init_distributed_environment(
         spec.rank,
@@ -201,7 +236,7 @@ def _meet(spec: WorkerSpec, engine: EngineConfig, device: torch.device) -> Paral
         parallel.distributed_timeout,
         parallel.device_communicator,
     )
-    return initialize_model_parallel(
+    return environment, initialize_model_parallel(
         environment,
         parallel.tensor_parallel_size,
         parallel.pipeline_parallel_size,
@@ -219,6 +254,11 @@ def _read_model(engine: EngineConfig) -> tuple[ModelSpec, int]:
     """The model's spec and the context window to serve."""
     if engine.model.model is None:
         raise ConfigError("--model must name a checkpoint folder")
+    if not os.path.isdir(engine.model.model):
+        raise ConfigError(
+            f"host {socket.gethostname()} has no folder {engine.model.model}: the model must be "
+            "at the same place on every host of a node"
+        )
     spec = ModelSpec.from_folder(engine.model.model)
     max_model_len = engine.model.max_model_len or spec.max_position_embeddings
     spec.check_max_model_len(max_model_len)
@@ -291,6 +331,6 @@ def _build_extension(
     if config is None:
         return None
     extension: CacheExtension = import_string(config.factory)(
-        cache.tensor, cache.shape, cache.fd, rank, config.config, emit
+        cache.tensor, cache.shape, cache.fd, rank, config.host, config.config, emit
     )
     return extension

@@ -7,6 +7,7 @@ import logging
 import sys
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from io import TextIOBase
 from typing import Any, ClassVar
 
 from common.config.schema import LogConfig
@@ -16,16 +17,18 @@ request_id_var: ContextVar[str | None] = ContextVar("request_id", default=None)
 """The request the current task works for; every log line of that task carries it."""
 
 
-def setup_logging(role: str, config: LogConfig, rank: int | None = None) -> None:
-    """Sends this process's log records to stderr, in place of any earlier handlers, and on
-    SIGUSR1 its stacks."""
+def setup_logging(
+    role: str, config: LogConfig, rank: int | None = None, stream: TextIOBase | None = None
+) -> None:
+    """Sends this process's log records to `stream` (default: stderr), in place of any earlier
+    handlers, and on SIGUSR1 its stacks to stderr."""
     dump_stacks_on_signal()
     name = role if rank is None else f"{role}/{rank}"
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(stream or sys.stderr)
     if config.log_format == "json":
         handler.setFormatter(JSONFormatter(name))
     else:
-        handler.setFormatter(TextFormatter(name, colour=sys.stderr.isatty()))
+        handler.setFormatter(TextFormatter(name, colour=handler.stream.isatty()))
     root = logging.getLogger()
     for old in root.handlers[:]:
         root.removeHandler(old)

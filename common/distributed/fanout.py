@@ -1,0 +1,263 @@
+"""The ZeroMQ fan-out: steps, calls and events between a node and ranks in processes of their
+own, wherever those run. See `wire.py` for the frames.
+
+start ─ launch all ─ each rank connects and builds ─▶ serving ─ shutdown ─▶ stopped
+             │                                          │
+             └── a rank fails or dies: kill all, raise ─┴─▶ fail what waits, kill all, on_death
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable, Container, Coroutine, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from common.core.errors import NodeError, PdserveError
+from common.distributed import wire
+from common.distributed.executor import Executor, WorkerSpec
+from common.distributed.failure import decode_failure
+from common.distributed.wire import Kind, Link
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE = 15.0  # seconds between two lines about ranks that are still starting
+
+
+class Launcher(Protocol):
+    """How ranks come to life, and how it is known that they are dead."""
+
+    death_is_seen: float  # seconds after which `wait` has told of a dead rank
+
+    async def open(self, socket: zmq.asyncio.Socket) -> None:
+        """Finds a place for every rank and binds the node's socket where they will look for it.
+
+        Raises:
+            ConfigError: there is no place for them.
+        """
+
+    async def launch(self, spec: WorkerSpec) -> None:
+        """Starts a rank; an `init_method` it lacks is provided."""
+
+    async def wait(self, rank: int) -> str:
+        """Returns when a rank that was launched has ended, and says how."""
+
+    def where(self, rank: int) -> str:
+        """Where a rank that was launched runs."""
+
+    def kill(self) -> None:
+        """Ends all ranks by force."""
+
+    def started(self) -> None:
+        """All ranks have connected, or none will any more."""
+
+    async def close(self) -> None:
+        """Gives back what `open` took. No rank is left."""
+
+
+class FanOutExecutor(Executor):
+    """Runs `specs[r]` in the process of rank r, which `launcher` starts."""
+
+    def __init__(self, specs: Sequence[WorkerSpec], launcher: Launcher) -> None:
+        self._specs = specs
+        self._launcher = launcher
+        self._context: zmq.asyncio.Context | None = None  # from start to shutdown
+        self._socket: zmq.asyncio.Socket
+        self._reader: asyncio.Task[None] | None = None
+        self._watchers: list[asyncio.Task[None]] = []  # one per rank
+        self._waiting: dict[int, asyncio.Future[bytes]] = {}
+        self._sending = asyncio.Lock()  # every rank gets all steps in one order
+        self._next_number = wire.start_number(len(specs), Link.STEPS)
+        self._ended: PdserveError | None = None  # why nothing can be asked any more
+        self._serving = False
+        self._hear: Callable[[int, bytes], None] | None = None
+        self._mourn: Callable[[int, str], None] | None = None
+
+    # ---- start ----
+
+    async def start(self) -> Sequence[bytes]:
+        starting = self._starting()  # before the first rank is there: it answers when it likes
+        try:
+            await self._open()
+            for spec in self._specs:
+                await self._launcher.launch(spec)
+                self._watchers.append(self._background(self._watch(spec.rank)))
+            answers = await self._started(starting)
+        except BaseException:
+            starting.cancel()
+            await self.shutdown(deadline=0.0)
+            raise
+        finally:
+            self._launcher.started()
+        self._serving = True
+        return answers
+
+    async def _open(self) -> None:
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        wire.unbounded(self._socket)
+        await self._launcher.open(self._socket)
+        self._reader = self._background(self._read())
+
+    def _starting(self) -> asyncio.Future[list[bytes]]:
+        """Of every rank: its sockets are connected, its worker is built."""
+        ranks = range(len(self._specs))
+        connected = (self._expect(wire.start_number(r, link)) for r in ranks for link in Link)
+        return asyncio.gather(*connected)
+
+    async def _started(self, starting: asyncio.Future[list[bytes]]) -> list[bytes]:
+        seconds = 0.0
+        while not (await asyncio.wait([starting], timeout=_PATIENCE))[0]:
+            seconds += _PATIENCE
+            logger.info("waiting for %s to start, %.0f s so far", self._missing(), seconds)
+        return starting.result()[Link.OUT :: len(Link)]
+
+    def _missing(self) -> str:
+        """The ranks that are not built yet, each with what it is at."""
+        return ", ".join(
+            f"rank {spec.rank} ({self._launcher.where(spec.rank)}; "
+            f"{_stage(spec.rank, self._waiting)})"
+            for spec in self._specs
+            if wire.start_number(spec.rank, Link.OUT) in self._waiting
+        )
+
+    # ---- serve ----
+
+    async def step(self, message: bytes) -> bytes:
+        return await self._ask([(spec.rank, Link.STEPS) for spec in self._specs], message)
+
+    async def call(self, rank: int, message: bytes) -> bytes:
+        if not 0 <= rank < len(self._specs):
+            raise NodeError(f"there is no rank {rank}")
+        return await self._ask([(rank, Link.CALLS)], message)
+
+    async def _ask(self, links: Sequence[tuple[int, Link]], message: bytes) -> bytes:
+        number = self._next_number
+        self._next_number += 1
+        answer = self._expect(number)
+        try:
+            if not answer.done():
+                async with self._sending:
+                    for rank, link in links:
+                        await self._send(rank, link, number, message)
+            return await answer
+        finally:
+            self._waiting.pop(number, None)
+
+    def _expect(self, number: int) -> asyncio.Future[bytes]:
+        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        if self._ended is None:
+            self._waiting[number] = future
+        else:
+            future.set_exception(self._ended)
+        return future
+
+    async def _send(self, rank: int, link: Link, number: int, body: bytes) -> None:
+        frames = [wire.routing_id(rank, link), wire.NUMBER.pack(number), body]
+        await self._socket.send_multipart(frames)
+
+    async def _read(self) -> None:
+        while True:
+            _, header, body = await self._socket.recv_multipart()
+            rank, kind, number = wire.HEADER.unpack(header)
+            if kind == Kind.BROKEN:
+                self._broken(decode_failure(body))
+            elif kind == Kind.LOG:
+                sys.stderr.write(body.decode(errors="replace"))
+            elif kind != Kind.EVENT:
+                self._settle(kind, number, body)
+            elif self._hear is not None:
+                self._hear(rank, body)
+
+    def _broken(self, error: PdserveError) -> None:
+        """A step failed on a rank. One that lost a peer may say so before the peer's death is
+        seen, which would tell more: it has a moment to be seen first."""
+        lost = isinstance(error, NodeError) and error.code == "RANK_LOST"
+        grace = self._launcher.death_is_seen if lost else 0.0
+        asyncio.get_running_loop().call_later(grace, self._end, error)
+
+    def _settle(self, kind: int, number: int, body: bytes) -> None:
+        future = self._waiting.pop(number, None)
+        if future is None or future.done():
+            return  # its caller was cancelled
+        if kind == Kind.FAILURE:
+            future.set_exception(decode_failure(body))
+        else:
+            future.set_result(body)
+
+    def on_event(self, callback: Callable[[int, bytes], None]) -> None:
+        self._hear = callback
+
+    # ---- death ----
+
+    def on_death(self, callback: Callable[[int, str], None]) -> None:
+        self._mourn = callback
+
+    async def _watch(self, rank: int) -> None:
+        how = await self._launcher.wait(rank)
+        if self._ended is not None:
+            return  # it was told to stop, or followed another
+        self._lose(rank, f"rank {rank} ({self._launcher.where(rank)}) {how}")
+
+    def _lose(self, rank: int, reason: str) -> None:
+        """The ranks are of no use without this one."""
+        self._end(NodeError(reason, code="RANK_DIED"))
+        self._launcher.kill()
+        if self._serving:
+            logger.error("%s; the node's other ranks are ended", reason)
+            if self._mourn is not None:
+                self._mourn(rank, reason)
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._background_ended)
+        return task
+
+    def _background_ended(self, task: asyncio.Task[None]) -> None:
+        """A reader that dies unnoticed would let everybody wait for ever."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a defect", exc_info=error)
+            self._lose(0, f"the ranks are not heard any more: {error!r}")
+
+    def _end(self, error: PdserveError) -> None:
+        """From now on `error` answers everything. The first cause wins."""
+        self._ended = self._ended or error
+        waiting, self._waiting = self._waiting, {}
+        for future in waiting.values():
+            if not future.done():
+                future.set_exception(error)
+
+    # ---- stop ----
+
+    async def shutdown(self, deadline: float) -> None:
+        self._end(NodeError("the node's ranks are stopped", code="STOPPED"))
+        if self._context is None:
+            return
+        context, self._context = self._context, None
+        if self._serving:
+            await self._tell_stop(deadline)
+            await asyncio.wait(self._watchers, timeout=deadline)
+        self._launcher.kill()
+        await asyncio.gather(*self._watchers)
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.wait([self._reader])
+        context.destroy(linger=0)
+        await self._launcher.close()
+
+    async def _tell_stop(self, deadline: float) -> None:
+        body = msgspec.msgpack.encode(float(deadline))
+        for spec in self._specs:
+            for link in (Link.STEPS, Link.CALLS):
+                await self._send(spec.rank, link, wire.STOP, body)
+
+
+def _stage(rank: int, waiting: Container[int]) -> str:
+    """What a rank that starts is at."""
+    silent = [link for link in Link if wire.start_number(rank, link) in waiting]
+    return "builds its worker" if silent == [Link.OUT] else "connects"

@@ -1,0 +1,71 @@
+"""Nodes whose ranks are actors of a Ray cluster with two raylets, a pipeline stage on each."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+
+import reference
+from raylets import Raylets
+from test_exact import prompts
+from warm import WarmCluster, shared
+
+NUM_TOKENS = 12
+MODEL = "llama-gqa"
+
+
+@pytest.fixture(scope="module")
+def raylets() -> Iterator[Raylets]:
+    with Raylets() as cluster:
+        yield cluster
+
+
+def on_ray(raylets: Raylets, **options: Any) -> dict[str, Any]:
+    backend = {"distributed_executor_backend": "ray", "ray_address": raylets.address}
+    return {**backend, "pipeline_parallel_size": 2, **options}
+
+
+def check(cluster: WarmCluster) -> None:
+    for case in prompts(cluster.model)[::2]:
+        answer = cluster.complete(list(case), max_tokens=NUM_TOKENS, ignore_eos=True)
+        expected = reference.greedy(cluster.model, case, NUM_TOKENS)
+        assert answer["choices"][0]["text"] == reference.decode(cluster.model, expected)
+
+
+def test_prefill_on_two_hosts(raylets: Raylets) -> None:
+    with WarmCluster(MODEL, 0, 0, warm=shared()) as cluster:
+        prefill = cluster.start_node("prefill", **on_ray(raylets, tensor_parallel_size=2))
+        cluster.start_node("decode", tensor_parallel_size=2)
+        cluster.wait_nodes()
+        check(cluster)
+        cluster.wait_idle()
+        pid = cluster.drain(prefill)
+        cluster.wait_for(lambda: cluster.exit_code(pid) == 0)
+        lines = re.findall("^.* INFO    prefill/0 - loading weights: 100 %", cluster.log(), re.M)
+        assert len(lines) == 1
+
+
+def test_decode_on_two_hosts_until_one_of_them_dies(raylets: Raylets) -> None:
+    with WarmCluster(MODEL, 0, 0, router={"queue_timeout": 2}, warm=shared()) as cluster:
+        cluster.start_node("prefill")
+        decode = cluster.start_node("decode", **on_ray(raylets, kv_host="auto"))
+        cluster.wait_nodes()
+        check(cluster)
+        cluster.wait_idle()
+        stream = cluster.stream([1, 2, 3], max_tokens=900, ignore_eos=True)
+        assert next(stream)["choices"]
+        pid = cluster.pids.pop(decode)
+        started = time.monotonic()
+        raylets.kill(1)
+        cluster.wait_for(lambda: cluster.exit_code(pid) is not None)
+        assert time.monotonic() - started < 10
+        assert cluster.exit_code(pid) == 1
+        assert re.search(r"rank \d \(host .*\) was lost: its host, or the raylet", cluster.log())
+        assert "error" in list(stream)[-1]
+        assert "decode" in cluster.get("/ready").text
