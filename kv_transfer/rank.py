@@ -61,9 +61,7 @@ class RankConfig:
 FACTORY = "kv_transfer.rank:build_rank"  # what a worker imports
 
 
-def rank_config(
-    connectors: Connectors, fingerprint: str, tls: TLSConfig, *, source: bool
-) -> bytes:
+def rank_config(connectors: Connectors, fingerprint: str, tls: TLSConfig, *, source: bool) -> bytes:
     """The bytes `build_rank` wants, for a node's options.
 
     Raises:

@@ -292,13 +292,14 @@ async def test_a_dead_raylet_and_a_dead_head(raylets: Raylets) -> None:
         await check_death(node, lambda: raylets.kill(1), "was lost: its host, or the raylet")
     with Node(raylets) as node:
         ray.shutdown()  # or this process would end with the head
-        await check_death(node, lambda: raylets.kill(0, "gcs_server"), "lost Ray's head")
+        # `ray start --block` ends the head's raylet, too: either may be seen first.
+        await check_death(node, lambda: raylets.kill(0, "gcs_server"), "lost")
 
 
 async def check_death(node: Node, strike: Callable[[], None], reason: str) -> None:
     started = time.monotonic()
     strike()
     assert reason in node.says()
-    assert time.monotonic() - started < 8
-    await eventually(node.ended)
-    assert node.process.wait(10) == 0
+    assert time.monotonic() - started < 10
+    await eventually(node.ended, 15.0)
+    assert node.process.wait(30) == 0  # without a head Ray takes some seconds to leave

@@ -113,20 +113,31 @@ def hosts_of(group: PlacementGroup) -> list[str]:
     return [addresses[nodes[stage]] for stage in sorted(nodes)]
 
 
+async def give_back(group: PlacementGroup) -> None:
+    """Ends what was reserved, and what runs there. A cluster without a head is not asked, which
+    would take a minute; it forgets a driver that is gone."""
+    if await _head_answers():
+        remove_placement_group(group)
+
+
 async def head_lost() -> str:
     """Returns once the cluster's head does not answer any more: it can end nothing then, and
     after a minute Ray ends everything that knew it."""
-    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
     misses = 0
     while misses < _MISSES:
         await asyncio.sleep(_BEAT)
-        misses = 0 if await _answers(host, int(port)) else misses + 1
-    return f"lost Ray's head at {host}:{port}"
+        misses = 0 if await _head_answers() else misses + 1
+    return f"lost Ray's head at {_head()}"
 
 
-async def _answers(host: str, port: int) -> bool:
+def _head() -> str:
+    return str(ray.get_runtime_context().gcs_address)
+
+
+async def _head_answers() -> bool:
+    host, _, port = _head().rpartition(":")
     try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), _PROBE)
+        _, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), _PROBE)
     except OSError:  # TimeoutError is one
         return False
     writer.close()

@@ -18,7 +18,7 @@ import ray
 import zmq
 import zmq.asyncio
 from ray.exceptions import ActorUnavailableError
-from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from common.distributed import ray_cluster
@@ -107,9 +107,8 @@ class RayActors(Launcher):
             ray.kill(actor)
 
     async def close(self) -> None:
-        lost = self._head is not None and self._head.done()
-        if self._group is not None and not lost:  # else nobody would answer
-            remove_placement_group(self._group)
+        if self._group is not None:
+            await ray_cluster.give_back(self._group)
         if self._head is not None:
             self._head.cancel()
             await asyncio.wait([self._head])
