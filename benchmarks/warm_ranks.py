@@ -10,6 +10,7 @@ import asyncio
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,8 @@ def _become(stdin: int, directory: Path, rank: int) -> Any:
         os.dup2(2, 1)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         code = rank_main.main(directory, rank)
+    except Exception:
+        traceback.print_exc()
     finally:
         sys.stderr.flush()
         os._exit(code)

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -134,6 +135,8 @@ def _become(role: str, flags: list[str], log: str, before: list[str]) -> Any:
         if before:
             import_string(before[0])(*before[1:])
         code = int(import_module(f"{role}.__main__").main(flags))
+    except Exception:
+        traceback.print_exc()
     finally:
         sys.stderr.flush()
         os._exit(code)

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 CLONE_NEWNET = 0x40000000  # linux/sched.h
 ROUTER = "10.77.0.1"
@@ -99,15 +98,15 @@ def enter(pid: str) -> None:
 
 
 def _slow_down(seconds: float) -> None:
-    from common.engine.core import EngineCore
+    from common.distributed.inprocess import InProcessExecutor
 
-    step = EngineCore._step
+    step = InProcessExecutor.step
 
-    async def slow(self: EngineCore, batch: Any) -> Any:
+    async def slow(self: InProcessExecutor, message: bytes) -> bytes:
         await asyncio.sleep(seconds)
-        return await step(self, batch)
+        return await step(self, message)
 
-    EngineCore._step = slow  # type: ignore[method-assign]
+    InProcessExecutor.step = slow  # type: ignore[method-assign]
 
 
 def _run(command: str) -> None:
