@@ -26,6 +26,8 @@ from common.core.plugins import import_string
 ROLES = ("router", "prefill_node", "decode_node")
 MORE = ("common.engine.worker", "kv_transfer.connectors.shm", "kv_transfer.connectors.tcp")
 FORKED_RANKS = "benchmarks.warm_ranks:use"
+# A node forks its ranks while it uses gRPC, which would try to go on in them.
+NO_FORK_HANDLERS = {"GRPC_ENABLE_FORK_SUPPORT": "0"}
 
 
 class WarmStart:
@@ -37,7 +39,7 @@ class WarmStart:
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, **(environment or {})},
+            env={**os.environ, **NO_FORK_HANDLERS, **(environment or {})},
             start_new_session=True,
         )
 
