@@ -1,35 +1,63 @@
-"""Rank processes that start in a moment: forked from their node, which has imported everything.
+"""Rank processes that start in a moment: forked from a process that has imported everything.
 
-Only for nodes that `warm_start.py` forked themselves. A node has threads by then (gRPC's), which
-its child lacks and has no use for: a rank does nothing with what it inherits but Python's modules.
+    node ── zygote ── (a moment) ── rank        forks
+    node ── rank                                what is left: the node is the rank's parent
+
+Only for nodes that `warm_start.py` forked themselves. The zygote is forked while the node has one
+thread and nothing open, so that ranks inherit neither gRPC's threads nor its descriptors.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
+import socket
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
 
 from common.distributed import multiprocess, rank_main
+from common.distributed.rank_main import PR_SET_PDEATHSIG
+
+NAME = "zygote"
+PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
+_libc = ctypes.CDLL(None)
 
 
-def use() -> None:
-    """From now on this process's executors fork their ranks."""
-    multiprocess.spawn = forked  # type: ignore[assignment]
+def use() -> Zygote:
+    """From now on this process's executors fork their ranks. It must have one thread."""
+    zygote = Zygote()
+    multiprocess.spawn = zygote.spawn  # type: ignore[assignment]
+    return zygote
 
 
-async def forked(directory: Path, rank: int) -> ForkedRank:
-    """In the place of `common.distributed.multiprocess.spawn`."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        _become(read, directory, rank)
-    os.close(read)
-    return ForkedRank(pid, write)
+class Zygote:
+    """`close` it before the process ends."""
+
+    def __init__(self) -> None:
+        _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans below become this process's children
+        node = os.getpid()
+        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._orders.close()
+            _serve(theirs, node)
+        theirs.close()
+
+    async def spawn(self, directory: Path, rank: int) -> ForkedRank:
+        """In the place of `common.distributed.multiprocess.spawn`."""
+        read, write = os.pipe()
+        socket.send_fds(self._orders, [f"{rank} {directory}".encode()], [read])
+        os.close(read)
+        return ForkedRank(int(self._orders.recv(64)), write)
+
+    def close(self) -> None:
+        self._orders.close()
+        os.waitpid(self._pid, 0)
 
 
 class ForkedRank:
@@ -58,11 +86,35 @@ class ForkedRank:
         self._status.set_result(os.waitstatus_to_exitcode(status))
 
 
-def _become(stdin: int, directory: Path, rank: int) -> Any:
-    """Goes on as the rank; never returns, so that nothing of the node's is cleaned up here."""
+# ---- in the zygote ----
+
+
+def _serve(orders: socket.socket, node: int) -> Any:
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _libc.prctl(PR_SET_NAME, NAME.encode())
+    while True:
+        order, descriptors, _, _ = socket.recv_fds(orders, 4096, 1)
+        if not order:
+            os._exit(0)
+        rank, _, directory = order.decode().partition(" ")
+        (stdin,) = descriptors
+        between = os.fork()
+        if between == 0:
+            if (pid := os.fork()) == 0:
+                _become(stdin, Path(directory), int(rank), node)
+            orders.send(str(pid).encode())
+            os._exit(0)
+        os.waitpid(between, 0)
+        os.close(stdin)
+
+
+def _become(stdin: int, directory: Path, rank: int, node: int) -> Any:
+    """Goes on as the rank, once it is the node's child; never returns."""
     code = 1
     try:
-        signal.set_wakeup_fd(-1)
+        while os.getppid() != node:
+            time.sleep(0.001)
+        _libc.prctl(PR_SET_NAME, b"python3")
         os.setsid()
         os.dup2(stdin, 0)
         os.dup2(2, 1)

@@ -26,8 +26,6 @@ from common.core.plugins import import_string
 ROLES = ("router", "prefill_node", "decode_node")
 MORE = ("common.engine.worker", "kv_transfer.connectors.shm", "kv_transfer.connectors.tcp")
 FORKED_RANKS = "benchmarks.warm_ranks:use"
-# A node forks its ranks while it uses gRPC, which would try to go on in them.
-NO_FORK_HANDLERS = {"GRPC_ENABLE_FORK_SUPPORT": "0"}
 
 
 class WarmStart:
@@ -39,7 +37,7 @@ class WarmStart:
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, **NO_FORK_HANDLERS, **(environment or {})},
+            env={**os.environ, **(environment or {})},
             start_new_session=True,
         )
 
@@ -133,10 +131,11 @@ def _become(role: str, flags: list[str], log: str, before: list[str]) -> Any:
         for stream, target in ((os.open(os.devnull, os.O_RDONLY), 0), (out, 1), (out, 2)):
             os.dup2(stream, target)
         sys.stdin, sys.argv = open(0), [role, *flags]  # noqa: SIM115
-        import_string(FORKED_RANKS)()
         if before:
             import_string(before[0])(*before[1:])
+        zygote = import_string(FORKED_RANKS)()
         code = int(import_module(f"{role}.__main__").main(flags))
+        zygote.close()
     except Exception:
         traceback.print_exc()
     finally:

@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import psutil
 import pytest
 
 import reference
 from cluster import node_metrics
-from warm import WarmCluster, shared
+from warm import WarmCluster, ranks_of, shared
 
 NUM_TOKENS = 24
 BLOCKS = 192  # of each replica
@@ -125,7 +124,7 @@ def test_a_rank_dies_and_its_node_with_it(cluster: WarmCluster) -> None:
     with ThreadPoolExecutor(len(cases)) as pool:
         answers = [pool.submit(check, cluster, case, num_tokens) for case in cases]
         cluster.wait_for(both_at_work, 60)
-        ranks = psutil.Process(pid).children()
+        ranks = ranks_of(pid)
         ranks[1].send_signal(signal.SIGKILL)
         del cluster.pids[name]
         for answer in answers:

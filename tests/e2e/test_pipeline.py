@@ -9,12 +9,11 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import psutil
 import pytest
 
 import reference
 from cluster import MODELS, node_metrics
-from warm import WarmCluster, shared
+from warm import WarmCluster, ranks_of, shared
 
 NUM_TOKENS = 24
 
@@ -86,7 +85,7 @@ def test_a_stage_dies_and_its_node_with_it(cluster: WarmCluster) -> None:
     text = "".join(next(stream)["choices"][0]["text"] for _ in range(5))
     cluster.start_node("decode", tensor_parallel_size=2)
     cluster.wait_nodes()
-    first, last = psutil.Process(pid).children()
+    first, last = ranks_of(pid)
     last.send_signal(signal.SIGKILL)
     del cluster.pids[name]
     text += "".join(event["choices"][0]["text"] for event in stream if event["choices"])

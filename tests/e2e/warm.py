@@ -7,6 +7,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from benchmarks import warm_ranks
 from benchmarks.fleet import Fleet
 from benchmarks.warm_start import WarmStart
 from cluster import DEFAULTS, START_TIMEOUT, Service
@@ -18,6 +21,12 @@ def shared() -> WarmStart:
     warm = WarmStart()
     atexit.register(warm.close)
     return warm
+
+
+def ranks_of(pid: int) -> list[psutil.Process]:
+    """The rank processes of a warm node, in order."""
+    children = psutil.Process(pid).children()
+    return [child for child in children if child.name() != warm_ranks.NAME]
 
 
 class WarmCluster(Fleet, Service):
