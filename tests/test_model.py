@@ -35,6 +35,7 @@ from tiny_engine import (
 
 MODELS = Path(__file__).parent / "models"
 TRAINED = ["llama-gqa", "mistral", "qwen2", "qwen3"]
+SPARSE = ["mixtral", "qwen2-moe", "qwen3-moe"]
 PROMPT = "Once upon a time there was"
 
 
@@ -47,7 +48,7 @@ def inference() -> Iterator[None]:
 # ---- against transformers ----
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", [*TRAINED, *SPARSE])
 def test_greedy_tokens_equal_those_of_transformers(name: str) -> None:
     reference = AutoModelForCausalLM.from_pretrained(MODELS / name, dtype=torch.float32)
     prompt = AutoTokenizer.from_pretrained(MODELS / name).encode(PROMPT)
