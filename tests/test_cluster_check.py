@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-import hosts
+from benchmarks import hosts
 from common.cli.cluster_check import main
 from common.core.errors import ConfigError
 from common.distributed.communicator import CommunicatorContext, make_communicator

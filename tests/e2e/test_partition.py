@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import requests
 
-import hosts
 import reference
+from benchmarks import hosts
 from router.http.generation_body import TIMELINE_HEADER
 from warm import WarmCluster
 
@@ -32,7 +32,7 @@ class Site:
         cluster.wait_nodes()
 
     def start(self, role: str, **options: Any) -> str:
-        host, before = self.network.add()
+        host, before = self.network.add("benchmarks.hosts:slow_steps", "0.03")
         router = f"{hosts.ROUTER}:{self.cluster.ports['grpc']}"
         options |= {"host": host, "kv_host": host, "kv_connector": "tcp", "router": router}
         name = self.cluster.start_node(role, before, **options)

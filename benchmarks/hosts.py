@@ -10,8 +10,11 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from common.core.plugins import import_string
+
 CLONE_NEWNET = 0x40000000  # linux/sched.h
 ROUTER = "10.77.0.1"
+NOBODY = "02:00:00:00:00:00"  # a hardware address that no host here has
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -29,17 +32,19 @@ def unavailable() -> str:
 
 
 class Network:
-    """This thread's namespace is the router's host; `add` makes others, at one switch."""
+    """This thread's namespace is the router's host; `add` makes others, at one switch. Every
+    host has a second address, `front(address)`, for what stands before its servers."""
 
     def __init__(self) -> None:
         self._hosts: list[subprocess.Popen[bytes]] = []
         _run("ip link set lo up")
         _run("ip link add br0 type bridge")
-        _run(f"ip addr add {ROUTER}/24 dev br0")
+        _run(f"ip addr add {ROUTER}/16 dev br0")
         _run("ip link set br0 up")
 
-    def add(self) -> tuple[str, tuple[str, ...]]:
-        """A host's address, and what a process calls first to be on it (`WarmStart.start`)."""
+    def add(self, *then: str) -> tuple[str, tuple[str, ...]]:
+        """A host's address, and what a process calls first to be on it (`WarmStart.start`);
+        `then` is a function it calls there, as `module:name`, and its arguments."""
         number = len(self._hosts) + 2
         host = subprocess.Popen(["unshare", "-n", "sleep", "infinity"])
         self._hosts.append(host)
@@ -48,29 +53,60 @@ class Network:
         _run(f"ip link add v{number} type veth peer name eth0 netns {host.pid}")
         _run(f"ip link set v{number} master br0 up")
         address = f"10.77.0.{number}"
-        for command in (f"addr add {address}/24 dev eth0", "link set eth0 up", "link set lo up"):
-            _run(f"nsenter -t {host.pid} -n ip {command}")
-        return address, ("hosts:enter", str(host.pid))
+        for part in (
+            f"addr add {address}/16 dev eth0",
+            f"addr add {front(address)}/16 dev eth0",
+            "link set eth0 up",
+            "link set lo up",
+        ):
+            _run(f"nsenter -t {host.pid} -n ip {part}")
+        return address, ("benchmarks.hosts:enter", str(host.pid), *then)
 
     def cut(self, *addresses: str) -> None:
         """Nobody reaches these hosts any more, without a word to anybody."""
         for address in addresses:
-            _run(f"ip link set v{address.rpartition('.')[2]} down")
+            _run(f"ip link set v{_number(address)} down")
 
     def heal(self, *addresses: str) -> None:
         for address in addresses:
-            _run(f"ip link set v{address.rpartition('.')[2]} up")
+            _run(f"ip link set v{_number(address)} up")
 
     def isolate(self, *addresses: str, isolated: bool = True) -> None:
         """These hosts do not reach each other, but the router and the router them."""
         for address in addresses:
             state = "on" if isolated else "off"
-            _run(f"bridge link set dev v{address.rpartition('.')[2]} isolated {state}")
+            _run(f"bridge link set dev v{_number(address)} isolated {state}")
+
+    def drop(self, source: str, target: str, dropped: bool = True) -> None:
+        """What one host sends to another is lost on the way, or no longer. The other way is open:
+        this is half of a cut."""
+        device = "br0" if source == ROUTER else "eth0"
+        for address in (target, front(target)):
+            what = f"{address} dev {device}"
+            change = f"replace {what} lladdr {NOBODY} nud permanent" if dropped else f"del {what}"
+            _run(f"{self._on(source)}ip neigh {change}")
+
+    def _on(self, address: str) -> str:
+        """What comes before a command that is to run on a host."""
+        return "" if address == ROUTER else f"nsenter -t {self.pid(address)} -n "
+
+    def pid(self, address: str) -> int:
+        """Of a process on this host, which lives as long as the network."""
+        return self._hosts[_number(address) - 2].pid
 
     def close(self) -> None:
         for host in self._hosts:
             host.kill()
             host.wait()
+
+
+def front(address: str) -> str:
+    """A host's second address; the router's host has none."""
+    return address.replace("10.77.0.", "10.77.1.")
+
+
+def _number(address: str) -> int:
+    return int(address.rpartition(".")[2])
 
 
 @contextmanager
@@ -85,25 +121,32 @@ def network() -> Iterator[Network]:
         finally:
             made.close()
     finally:
-        _check(_libc.setns(home, CLONE_NEWNET))
+        go(home)
         os.close(home)
 
 
-def enter(pid: str) -> None:
-    """This process goes to the host of `pid`; its steps take 30 ms, so that a test can keep up."""
+def go(namespace: int) -> None:
+    """This thread is on the host of this descriptor from now on."""
+    _check(_libc.setns(namespace, CLONE_NEWNET))
+
+
+def enter(pid: str, *then: str) -> None:
+    """This process goes to the host of `pid`; see `Network.add`."""
     host = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
-    _check(_libc.setns(host, CLONE_NEWNET))
+    go(host)
     os.close(host)
-    _slow_down(0.03)
+    if then:
+        import_string(then[0])(*then[1:])
 
 
-def _slow_down(seconds: float) -> None:
+def slow_steps(seconds: str) -> None:
+    """A step of this process's engine takes this much longer, so that a test can keep up."""
     from common.distributed.inprocess import InProcessExecutor
 
     step = InProcessExecutor.step
 
     async def slow(self: InProcessExecutor, message: bytes) -> bytes:
-        await asyncio.sleep(seconds)
+        await asyncio.sleep(float(seconds))
         return await step(self, message)
 
     InProcessExecutor.step = slow  # type: ignore[method-assign]
