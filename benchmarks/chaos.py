@@ -92,7 +92,7 @@ async def still_held(fleet: Fleet) -> dict[str, int]:
 def started(model: Path, prefill: int, decode: int, requests: int) -> Iterator[Fleet]:
     """A fleet of this size, ready, in a folder that vanishes with it."""
     with tempfile.TemporaryDirectory(prefix="pdserve-chaos-") as folder:
-        places = {"max_concurrent_requests": requests + 1}
+        places = {"max_concurrent_requests": requests + 1, "max_client_share": 1}
         log, environment = Path(folder) / "log", {"TMPDIR": folder}
         fleet = Fleet(model, log, environment, places, **NODE_OPTIONS)
         try:

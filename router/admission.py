@@ -1,48 +1,119 @@
-"""How many requests are served at once, how many may wait, and for how long."""
+"""How many requests are served at once, how many may wait, for how long, and whose turn it is."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 
 from common.core.errors import Overloaded, Unavailable
+from router.fair_share import FairShare
+
+MAX_WAITING_TOKENS = 2**22  # prompt tokens in the queue; each takes four bytes
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """The prompts of one body. They are admitted together, and each takes a place of its own."""
+
+    client: str = ""  # whose they are: an API key's name, or an address
+    num_tokens: int = 0  # of all prompts
+    admitted: bool = False
+    running: int = 0  # prompts that have a place
 
 
 class Admission:
-    """A bounded queue in front of a bounded number of places, first come first served."""
+    """A bounded queue in front of a bounded number of places, fair between clients: one of them
+    holds at most its share of either, and the next free place is for the client with fewest."""
 
-    def __init__(self, max_running: int, max_waiting: int, timeout: float) -> None:
-        self._places = asyncio.Semaphore(max_running)
+    def __init__(
+        self,
+        max_running: int,
+        max_waiting: int,
+        timeout: float,
+        max_client_share: float = 1.0,
+    ) -> None:
+        self._places = FairShare(max_running, max_client_share)
         self._max_waiting = max_waiting
+        self._max_client_share = max_client_share
         self._timeout = timeout
-        self.running = 0
-        self.waiting = 0
+        self._waiting: Counter[str] = Counter()  # prompts
+        self._waiting_tokens: Counter[str] = Counter()
+
+    @property
+    def running(self) -> int:
+        return self._places.held
+
+    @property
+    def waiting(self) -> int:
+        return self._waiting.total()
 
     @asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
-        """Holds a place.
+    async def place(self, batch: Batch | None = None, num_tokens: int = 0) -> AsyncIterator[None]:
+        """Holds a place for one prompt, of `num_tokens`, of a batch.
 
         Raises:
-            Overloaded: the queue is full.
-            Unavailable: no place came free in time.
+            Overloaded: the queue is full, or the client's share of it; only a batch's first
+                prompt meets this: a body is admitted as a whole.
+            Unavailable: no prompt of the batch got or had a place in time.
         """
-        if self._places.locked() and self.waiting >= self._max_waiting:
-            raise Overloaded(f"{self.waiting} requests are waiting already", retry_after=1.0)
-        self.waiting += 1
-        try:
-            await asyncio.wait_for(self._places.acquire(), self._timeout)
-        except TimeoutError:
-            raise Unavailable(
-                f"no place came free within {self._timeout:g} s",
-                code="QUEUE_TIMEOUT",
-                retry_after=2.0,
-            ) from None
-        finally:
-            self.waiting -= 1
-        self.running += 1
+        batch = Batch(num_tokens=num_tokens) if batch is None else batch
+        if not batch.admitted:
+            self._check_room(batch)
+            batch.admitted = True
+        with self._queued(batch.client, num_tokens):
+            await self._take(batch)
+        batch.running += 1
         try:
             yield
         finally:
-            self.running -= 1
-            self._places.release()
+            batch.running -= 1
+            self._places.give_back(batch.client)
+
+    def _check_room(self, batch: Batch) -> None:
+        client = batch.client
+        if self._places.has_room(client):
+            return
+        for waiting, limit, what in (
+            (self._waiting, self._max_waiting, "requests"),
+            (self._waiting_tokens, MAX_WAITING_TOKENS, "prompt tokens"),
+        ):
+            client_limit = math.ceil(limit * self._max_client_share)
+            new = batch.num_tokens if waiting is self._waiting_tokens else 1
+            # A body may be larger than the client's share; of others it takes no more than that.
+            total = sum(min(count, client_limit) for count in waiting.values())
+            own = waiting[client]
+            if own and own + new > client_limit:
+                raise Overloaded(
+                    f"{own} {what} of this client are waiting already", retry_after=1.0
+                )
+            if total + new > limit and (total or not limit):
+                raise Overloaded(f"{total} {what} are waiting already", retry_after=1.0)
+
+    @contextmanager
+    def _queued(self, client: str, num_tokens: int) -> Iterator[None]:
+        for waiting, count in ((self._waiting, 1), (self._waiting_tokens, num_tokens)):
+            waiting[client] += count
+        try:
+            yield
+        finally:
+            for waiting, count in ((self._waiting, 1), (self._waiting_tokens, num_tokens)):
+                waiting[client] -= count
+                if not waiting[client]:
+                    del waiting[client]
+
+    async def _take(self, batch: Batch) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(self._timeout):
+                    return await self._places.take(batch.client)
+            except TimeoutError:
+                if not batch.running:  # else the body proceeds, prompt by prompt
+                    raise Unavailable(
+                        f"no place came free within {self._timeout:g} s",
+                        code="QUEUE_TIMEOUT",
+                        retry_after=2.0,
+                    ) from None

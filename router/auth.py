@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 from hashlib import sha256
 
 from common.core.errors import ConfigError, Unauthenticated
@@ -41,6 +42,19 @@ class APIKeys:
                 if authorization
                 else "No API key: send one as `Authorization: Bearer KEY`"
             )
+
+    def client(self, authorization: str | None, address: str | None) -> str:
+        """Who asks, for shares of this server: the key it has shown, or without keys the host
+        (of IPv6, whose hosts have addresses without number, the network)."""
+        if self._digests:
+            return "key " + _digest((authorization or "").partition(" ")[2].strip()).hex()[:16]
+        try:
+            host = ipaddress.ip_address((address or "").partition("%")[0])
+        except ValueError:  # a Unix socket, or a connection that is gone
+            return address or ""
+        if isinstance(host, ipaddress.IPv6Address) and host.ipv4_mapped is None:
+            return str(ipaddress.ip_network((host, 64), strict=False))
+        return str(host)
 
 
 def _digest(key: str) -> bytes:

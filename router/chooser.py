@@ -108,7 +108,8 @@ class Chooser:
                 reason = "no usable node is of the version that began this" if ready else reason
                 raise Unavailable(reason, code="NO_NODE", retry_after=2.0)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._registry.wait_for_change(), patience)
+                async with asyncio.timeout(patience):
+                    await self._registry.wait_for_change()
         return found
 
 

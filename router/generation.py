@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from common.core.request import FinishReason, Timeline
 from common.core.sampling import SampledToken, SamplingParams
+from router.admission import Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    batch: Batch = field(default_factory=Batch, compare=False)  # the body it is part of
 
 
 @dataclass(frozen=True, slots=True)

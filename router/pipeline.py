@@ -53,7 +53,10 @@ class Pipeline:
         self._metrics = metrics
         self._chooser = Chooser(config, registry)
         self.admission = Admission(
-            config.max_concurrent_requests, config.max_queued_requests, config.queue_timeout
+            config.max_concurrent_requests,
+            config.max_queued_requests,
+            config.queue_timeout,
+            config.max_client_share,
         )
 
     async def generate(
@@ -62,7 +65,7 @@ class Pipeline:
         """As `router.generation.Generator.generate`."""
         run = Run(request, self._tokenizer, Recovery(self._config.migration_limit))
         try:
-            async with self.admission.place():
+            async with self.admission.place(request.batch, len(request.prompt_token_ids)):
                 while not run.finished:
                     async with aclosing(self._attempt(run)) as deltas:
                         async for delta in deltas:

@@ -141,7 +141,8 @@ async def _keep_house(
         await server.set_healthy(pipeline.ready()[0])
         registry.sweep()
         with suppress(TimeoutError):
-            await asyncio.wait_for(registry.wait_for_change(), period)
+            async with asyncio.timeout(period):
+                await registry.wait_for_change()
 
 
 class PipelineCollector(Collector):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 
@@ -15,6 +16,7 @@ from common.rpc import convert
 from common.rpc.pb import inference_pb2 as pb
 from common.rpc.pb import inference_pb2_grpc
 from common.rpc.status import serving
+from router.admission import Batch
 from router.auth import HEADER as AUTHORIZATION
 from router.auth import APIKeys
 from router.generation import GenerationRequest, GenerationStats, Generator, TextDelta
@@ -47,7 +49,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Streams deltas; the last response carries usage and timeline only."""
         async with serving(context):
             self._authenticate(context)
-            generation = await self._make_request(request)
+            generation = await self._make_request(request, self._client(context))
             public_id = request.request_id or generation.request_id
             request_id_var.set(public_id)
             async with aclosing(self._generator.generate(generation)) as updates:
@@ -66,10 +68,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         )
 
     def _authenticate(self, context: Context) -> None:
-        value = dict(context.invocation_metadata() or ()).get(AUTHORIZATION)
-        self._keys.check(value if isinstance(value, str) else None)
+        self._keys.check(_authorization(context))
 
-    async def _make_request(self, request: pb.GenerateRequest) -> GenerationRequest:
+    def _client(self, context: Context) -> str:
+        # "ipv4:127.0.0.1:5000", "ipv6:%5B::1%5D:5000", "unix:…"
+        address = unquote(context.peer()).partition(":")[2].rpartition(":")[0].strip("[]")
+        return self._keys.client(_authorization(context), address)
+
+    async def _make_request(
+        self, request: pb.GenerateRequest, client: str = ""
+    ) -> GenerationRequest:
         if request.request_id and not is_plain(request.request_id):
             raise InvalidRequest("request_id must be a word of ASCII", param="request_id")
         self._model.check_name(request.model or None)
@@ -93,6 +101,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             ),
             n=make_choices(given.n if given.HasField("n") else None),
             stop=make_stop(given.stop),
+            batch=Batch(client, len(token_ids)),
         )
 
     async def _prompt(self, request: pb.GenerateRequest) -> tuple[int, ...]:
@@ -103,6 +112,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 return self._model.check_ids(request.token_ids.ids, "token_ids")
             case _:
                 raise InvalidRequest("give text or token_ids", param="prompt")
+
+
+def _authorization(context: Context) -> str | None:
+    value = dict(context.invocation_metadata() or ()).get(AUTHORIZATION)
+    return value if isinstance(value, str) else None
 
 
 def _response(request_id: str, update: TextDelta | GenerationStats) -> pb.GenerateResponse:

@@ -7,7 +7,7 @@ import pytest
 from common.config.schema import RoutingConfig
 from common.core.errors import Blame, NodeError, Overloaded, Unavailable
 from common.rpc.pb import cluster_pb2 as pb
-from router.admission import Admission
+from router.admission import MAX_WAITING_TOKENS, Admission, Batch
 from router.breaker import BreakerState, CircuitBreaker
 from router.placement import RoundRobin, least_load, place, why_not
 from router.registry import Registry
@@ -178,3 +178,106 @@ async def test_admission_bounds_both_the_running_and_the_waiting():
     async with admission.place():
         assert admission.running == 1
     assert admission.running == admission.waiting == 0
+
+
+async def hold(admission, batch, num_tokens=0):
+    """Takes a place in the background; returns the event that gives it back, and the task."""
+    release = asyncio.Event()
+
+    async def holder():
+        async with admission.place(batch, num_tokens):
+            await release.wait()
+
+    task = asyncio.create_task(holder())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    return release, task
+
+
+async def end(*holders):
+    for release, _ in holders:
+        release.set()
+    await asyncio.gather(*(task for _, task in holders))
+
+
+async def test_a_body_of_many_prompts_is_admitted_as_a_whole():
+    admission = Admission(max_running=2, max_waiting=3, timeout=5)
+    body = Batch("a")
+    prompts = [await hold(admission, body) for _ in range(20)]  # far more than may wait
+    assert (admission.running, admission.waiting) == (2, 18)
+    with pytest.raises(Overloaded):  # another one is not
+        await admission.place(Batch("a")).__aenter__()
+    await end(*prompts)
+    assert admission.running == admission.waiting == 0
+
+
+async def test_a_body_that_proceeds_does_not_time_out():
+    admission = Admission(max_running=1, max_waiting=3, timeout=0.02)
+    body = Batch("a")
+    first, second = await hold(admission, body), await hold(admission, body)
+    alien = await hold(admission, Batch("b"))
+    with pytest.raises(Unavailable):
+        await alien[1]
+    await asyncio.sleep(0.05)
+    assert not second[1].done()
+    await end(first, second)
+
+
+async def test_one_client_leaves_places_and_room_in_the_queue_to_others():
+    admission = Admission(max_running=4, max_waiting=4, timeout=5, max_client_share=0.75)
+    greedy = Batch("greedy")
+    prompts = [await hold(admission, greedy) for _ in range(100)]
+    assert (admission.running, admission.waiting) == (3, 97)
+    other = await hold(admission, Batch("other"))
+    assert admission.running == 4  # at once: its place was kept free
+    waiting = await hold(admission, Batch("other"))  # and so was a place in the queue
+    assert admission.waiting == 98
+    with pytest.raises(Overloaded, match="this client"):
+        await admission.place(Batch("greedy")).__aenter__()
+    prompts[0][0].set()
+    await asyncio.gather(prompts[0][1])
+    await asyncio.sleep(0)
+    assert admission.waiting == 97  # whoever holds fewest has the next free place
+    assert admission.running == 4
+    await end(other, waiting, *prompts)
+    assert admission.running == admission.waiting == 0
+
+
+async def test_clients_take_turns_at_free_places():
+    admission = Admission(max_running=1, max_waiting=100, timeout=5)
+    order = []
+
+    async def ask(name):
+        async with admission.place(Batch(name)):
+            order.append(name)
+
+    first = await hold(admission, Batch("a"))
+    tasks = [asyncio.create_task(ask(name)) for name in "aaaabbcd"]
+    await asyncio.sleep(0)
+    await end(first)
+    await asyncio.gather(*tasks)
+    assert sorted(order[:4]) == ["a", "b", "c", "d"]
+    assert order[4:] in (["a", "b", "a", "a"], ["b", "a", "a", "a"])
+
+
+async def test_the_tokens_that_wait_are_bounded():
+    admission = Admission(max_running=1, max_waiting=100, timeout=5)
+    running = await hold(admission, Batch("a"))
+    large = await hold(admission, Batch("a", MAX_WAITING_TOKENS), MAX_WAITING_TOKENS)
+    with pytest.raises(Overloaded, match="prompt tokens"):
+        await admission.place(Batch("b", 1), 1).__aenter__()
+    await end(running, large)
+
+
+async def test_a_place_granted_to_a_request_that_leaves_is_given_back():
+    admission = Admission(max_running=1, max_waiting=100, timeout=5)
+    first = await hold(admission, Batch("a"))
+    leaving, staying = await hold(admission, Batch("a")), await hold(admission, Batch("a"))
+    first[0].set()
+    await first[1]  # `leaving` has the place and has not run since
+    leaving[1].cancel()
+    await asyncio.gather(leaving[1], return_exceptions=True)
+    await asyncio.sleep(0)
+    assert (admission.running, admission.waiting) == (1, 0)
+    await end(staying)
+    assert admission.running == 0

@@ -278,6 +278,13 @@ class RoutingConfig:
     )
     max_concurrent_requests: int = option(256, "requests in flight", minimum=1)
     max_queued_requests: int = option(256, "requests waiting for a place; more get 429", minimum=0)
+    max_client_share: float = option(
+        0.75,
+        "share of the places, of the queue and of the memory for bodies that one client (an API "
+        "key, or without keys an address) may hold; 1 where all clients come through one proxy",
+        minimum=0.01,
+        maximum=1.0,
+    )
     queue_timeout: float = option(
         30.0, "seconds a request waits for a place or a node, then 503", minimum=0.0
     )

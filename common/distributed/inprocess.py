@@ -67,7 +67,8 @@ class InProcessExecutor(Executor):
         worker, self._worker = self._worker, None
         if worker is not None:
             try:
-                await asyncio.wait_for(self._close(worker, deadline), deadline)
+                async with asyncio.timeout(deadline):
+                    await self._close(worker, deadline)
             except TimeoutError:
                 logger.warning("rank 0 still computes after %.1f s", deadline)
         self._steps.shutdown(wait=False)

@@ -137,7 +137,8 @@ def _head() -> str:
 async def _head_answers() -> bool:
     host, _, port = _head().rpartition(":")
     try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), _PROBE)
+        async with asyncio.timeout(_PROBE):
+            _, writer = await asyncio.open_connection(host, int(port))
     except OSError:  # TimeoutError is one
         return False
     writer.close()

@@ -145,7 +145,8 @@ class EngineNode(ABC, Generic[S, T]):
         await self.server.stop()
         closing = asyncio.gather(*(each.transfers.close() for each in self.replicas))
         try:
-            await asyncio.wait_for(closing, _TRANSFERS_STOP)
+            async with asyncio.timeout(_TRANSFERS_STOP):
+                await closing
         except TimeoutError:
             logger.warning("hand-offs did not end within %.0f s", _TRANSFERS_STOP)
         for task in self._tasks:

@@ -10,6 +10,7 @@ from aiohttp import web
 from common.core.errors import InvalidRequest
 from common.core.ids import new_request_id
 from common.text.tokenizer import Tokenizer
+from router.admission import Batch
 from router.generation import TextDelta
 from router.http.front import FRONT, Front, read_body
 from router.http.generation_body import check_response_format, make_request, reply_options
@@ -33,6 +34,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         prompt_token_ids=token_ids,
         max_tokens=front.model.fit_max_tokens(len(token_ids), limit, None, "messages"),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        batch=Batch(front.client(request), len(token_ids)),
     )
     reply = Reply(
         id=generation.request_id,

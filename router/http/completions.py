@@ -10,6 +10,7 @@ from aiohttp import web
 from common.core.errors import InvalidRequest
 from common.core.ids import new_request_id
 from common.text.tokenizer import Tokenizer
+from router.admission import Batch
 from router.generation import GenerationRequest, TextDelta
 from router.http.front import FRONT, read_body
 from router.http.generation_body import check_response_format, make_request, reply_options
@@ -29,7 +30,8 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     _check_supported(body)
     reply_id = new_request_id("cmpl")
     prompts = await encode_prompts(body.prompt, front.model)
-    requests = _requests(body, front.model, reply_id, prompts)
+    batch = Batch(front.client(request), sum(map(len, prompts)))
+    requests = _requests(body, front.model, reply_id, prompts, batch)
     reply = Reply(
         id=reply_id,
         model=front.model.name,
@@ -63,6 +65,7 @@ def _requests(
     model: ServedModel,
     reply_id: str,
     prompts: Sequence[tuple[int, ...]],
+    batch: Batch,
 ) -> list[GenerationRequest]:
     return [
         make_request(
@@ -74,6 +77,7 @@ def _requests(
                 len(token_ids), body.max_tokens, DEFAULT_MAX_TOKENS, "prompt"
             ),
             logprobs=body.logprobs,
+            batch=batch,
         )
         for i, token_ids in enumerate(prompts)
     ]

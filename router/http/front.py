@@ -9,6 +9,7 @@ from typing import TypeVar
 from aiohttp import web
 from pydantic import ValidationError
 
+from router.auth import HEADER as AUTHORIZATION
 from router.auth import APIKeys
 from router.generation import Generator
 from router.http.errors import from_validation
@@ -44,6 +45,10 @@ class Front:
     keys: APIKeys = field(default_factory=APIKeys)
     trust_request_chat_template: bool = False
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
+
+    def client(self, request: web.Request) -> str:
+        """Who sent it, for its share of this server."""
+        return self.keys.client(request.headers.get(AUTHORIZATION), request.remote)
 
 
 FRONT = web.AppKey("front", Front)

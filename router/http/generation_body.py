@@ -7,6 +7,7 @@ from typing import Any
 from aiohttp import web
 
 from common.core.errors import InvalidRequest
+from router.admission import Batch
 from router.generation import GenerationRequest
 from router.http.reply import TIMELINE_HEADER
 from router.http.schema import GenerationBody
@@ -22,6 +23,7 @@ def make_request(
     prompt_token_ids: tuple[int, ...],
     max_tokens: int,
     logprobs: int | None,
+    batch: Batch,
 ) -> GenerationRequest:
     """Raises InvalidRequest when a value is out of range."""
     return GenerationRequest(
@@ -48,6 +50,7 @@ def make_request(
         stop=make_stop(body.stop),
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
+        batch=batch,
     )
 
 

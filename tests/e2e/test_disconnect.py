@@ -31,7 +31,8 @@ def slow(**config: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    options = {"num_gpu_blocks_override": 512, "max_concurrent_requests": PLACES}
+    routing = {"max_concurrent_requests": PLACES, "max_client_share": 1}  # one client asks it all
+    options = {"num_gpu_blocks_override": 512, **routing}
     with Cluster(MODEL, **options, **slow(delay=DELAY)) as cluster:
         yield cluster
 

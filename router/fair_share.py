@@ -1,0 +1,101 @@
+"""A capacity that clients share: nobody holds all of it, and nobody waits behind one client's
+queue."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter, deque
+
+Waiter = tuple[int, "asyncio.Future[None]"]  # (how much it wants, resolved when it has it)
+
+
+class FairShare:
+    """Max-min fair: what comes free goes to the waiting client that holds least, of equals to
+    the one that was served longest ago. Within a client, first come first served.
+
+    The queues are bounded by whoever calls `take`.
+    """
+
+    def __init__(self, capacity: int, max_client_share: float = 1.0) -> None:
+        self.capacity = capacity
+        self.client_limit = max(1, math.ceil(capacity * max_client_share))
+        self.held = 0
+        self._held_by: Counter[str] = Counter()
+        self._queues: dict[str, deque[Waiter]] = {}  # the client served last is the last one
+
+    def has_room(self, client: str, amount: int = 1) -> bool:
+        """Whether `take` would return at once."""
+        return not self._queues.get(client) and self._fits(client, amount)
+
+    async def take(self, client: str, amount: int = 1) -> None:
+        """Waits for `amount` of the capacity, which `give_back` returns. Cancelled, it holds
+        nothing."""
+        future = asyncio.get_running_loop().create_future()
+        self._queues.setdefault(client, deque()).append((amount, future))
+        self._grant()
+        try:
+            await future
+        except BaseException:
+            if future.done() and not future.cancelled():
+                self.give_back(client, amount)  # granted in the moment it was cancelled
+            else:
+                self._leave(client, future)
+            raise
+
+    def give_back(self, client: str, amount: int = 1) -> None:
+        self.held -= amount
+        self._held_by[client] -= amount
+        if not self._held_by[client]:
+            del self._held_by[client]
+        self._grant()
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _fits(self, client: str, amount: int) -> bool:
+        """A client that holds nothing may exceed its limit with one single piece."""
+        own = self._held_by[client]
+        room = own == 0 or own + amount <= self.client_limit
+        return room and self.held + min(amount, self.capacity) <= self.capacity
+
+    def _grant(self) -> None:
+        while (client := self._next()) is not None:
+            amount, future = self._queues[client].popleft()
+            self._queues[client] = self._queues.pop(client)  # behind the others
+            self._drop_if_empty(client)
+            self.held += amount
+            self._held_by[client] += amount
+            future.set_result(None)
+
+    def _next(self) -> str | None:
+        """The client whose turn it is. A large piece waits until it fits: smaller ones of other
+        clients do not overtake it for ever."""
+        for name in list(self._queues):
+            self._forget_cancelled(name)
+        turns = [
+            client
+            for client, queue in self._queues.items()
+            if self._held_by[client] == 0
+            or self._held_by[client] + queue[0][0] <= self.client_limit
+        ]
+        if not turns:
+            return None
+        client = min(turns, key=lambda name: self._held_by[name])
+        return client if self._fits(client, self._queues[client][0][0]) else None
+
+    def _leave(self, client: str, future: asyncio.Future[None]) -> None:
+        if client in self._queues:
+            queue = self._queues[client]
+            self._queues[client] = deque(waiter for waiter in queue if waiter[1] is not future)
+        self._drop_if_empty(client)
+        self._grant()  # it may have stood before others
+
+    def _forget_cancelled(self, client: str) -> None:
+        queue = self._queues[client]
+        while queue and queue[0][1].done():  # its task has not run since
+            queue.popleft()
+        self._drop_if_empty(client)
+
+    def _drop_if_empty(self, client: str) -> None:
+        if not self._queues.get(client, True):
+            del self._queues[client]
