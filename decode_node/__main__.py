@@ -6,13 +6,12 @@ import sys
 from collections.abc import Sequence
 
 from common.engine.main import run_node
-from decode_node.node import DecodeNode
 
 DESCRIPTION = "A decode node: takes KV from prefill nodes and generates tokens."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_node(DecodeNode, DESCRIPTION, argv)
+    return run_node("decode", "decode_node.node:DecodeNode", DESCRIPTION, argv)
 
 
 if __name__ == "__main__":

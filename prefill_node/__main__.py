@@ -6,13 +6,12 @@ import sys
 from collections.abc import Sequence
 
 from common.engine.main import run_node
-from prefill_node.node import PrefillNode
 
 DESCRIPTION = "A prefill node: computes prompts and hands their KV to decode nodes."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_node(PrefillNode, DESCRIPTION, argv)
+    return run_node("prefill", "prefill_node.node:PrefillNode", DESCRIPTION, argv)
 
 
 if __name__ == "__main__":

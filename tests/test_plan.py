@@ -498,7 +498,7 @@ def test_a_gpu_gives_nodes_what_the_plan_says(qwen: Path, monkeypatch: pytest.Mo
     peak = found.rank.weights + found.rank.activations
     monkeypatch.setattr(memory, "_peak_of_largest_step", lambda *args: peak)
     unused: Any = None
-    room = memory.available_bytes(engine, unused, unused, torch.device("cuda", 0), unused)
+    room = memory.available_bytes(engine, unused, unused, 16384, torch.device("cuda", 0), unused)
     assert room == found.rank.left_for_kv
 
 

@@ -29,6 +29,7 @@ from common.engine import host, memory, worker
 from common.engine.balance import Offer, choose, offer_of
 from common.engine.block_pool import BlockPool
 from common.engine.collector import SchedulerCollector
+from common.engine.messages import CacheShape
 from common.engine.scheduler import Scheduler
 from common.engine.sequence import Sequence as EngineSequence
 from common.engine.worker import WorkerConfig, worker_specs
@@ -219,7 +220,7 @@ def test_replicas_have_processes_of_their_own() -> None:
 
 def test_cores_are_shared_by_the_ranks_of_all_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[int] = []
-    monkeypatch.setattr(worker.os, "sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.setattr(worker, "usable_cores", lambda: 16)
     monkeypatch.setattr(worker.torch, "set_num_threads", threads.append)
     worker._set_threads(0, num_neighbours=4)
     worker._set_threads(3, num_neighbours=4)
@@ -233,11 +234,38 @@ def test_ranks_of_a_cpu_node_leave_memory(
     parallel = ParallelConfig(data_parallel_size=replicas, tensor_parallel_size=2)
     free = memory.psutil.virtual_memory()._replace(available=10**9)
     monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr(memory, "memory_left", lambda: None)
+    assert room_on_cpu(parallel) == int(10**9 * share)
+
+
+def room_on_cpu(parallel: ParallelConfig, max_model_len: int = 16) -> int:
+    """Of a rank whose blocks of 16 tokens have 1 KiB."""
     unused: Any = None
-    room = memory.available_bytes(
-        EngineConfig(parallel=parallel), unused, unused, worker.torch.device("cpu"), unused
-    )
-    assert room == int(10**9 * share)
+    engine, shape = EngineConfig(parallel=parallel), CacheShape(0, 1, 0, 1, 1, 16, 8, "float32")
+    cpu = worker.torch.device("cpu")
+    return memory.available_bytes(engine, unused, shape, max_model_len, cpu, unused)
+
+
+def test_a_container_s_cache_is_sized_from_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "memory_left", lambda: 500 * 10**6)
+    assert room_on_cpu(ParallelConfig()) == 50 * 10**6
+
+
+def test_in_little_memory_one_sequence_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 MiB are left: a tenth holds 10,240 blocks, half of them 51,200."""
+    monkeypatch.setattr(memory, "memory_left", lambda: 100 * 2**20)
+    assert room_on_cpu(ParallelConfig(), 16 * 40_000) == 40_000 * 2**10
+    assert room_on_cpu(ParallelConfig(), 16 * 60_000) == 50 * 2**20
+    pair = ParallelConfig(tensor_parallel_size=2)
+    assert room_on_cpu(pair, 16 * 40_000) == 25 * 2**20
+
+
+def test_a_cache_that_memory_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pages are taken when first written: the kernel would kill the node under load."""
+    monkeypatch.setattr(memory, "memory_left", lambda: 2**20)
+    memory.check_ram(2**20)
+    with pytest.raises(ConfigError, match=r"of 2\.0 MiB .* 1\.0 MiB .*--kv-cache-memory"):
+        memory.check_ram(2**21)
 
 
 def test_a_replica_without_a_gpu_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:

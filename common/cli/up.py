@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from common.cli.cluster import Cluster
 from common.cli.placement import Placement, place, visible_gpus
 from common.config.schema import ClusterConfig, ParallelConfig
 from common.config.sources import parse
+from common.core.cgroup import usable_cores
 from common.core.errors import ConfigError, PdserveError
 from common.obs.stacks import dump_stacks_on_signal
 
@@ -65,7 +65,7 @@ def placements(config: ClusterConfig) -> list[Placement]:
     nodes = [_parallel(parallel, config.prefill_tp, config.prefill_pp)] * config.prefill
     nodes += [_parallel(parallel, config.decode_tp, config.decode_pp)] * config.decode
     gpus = visible_gpus(parallel.device)
-    return place(config.engine, nodes, gpus=gpus, cores=len(os.sched_getaffinity(0)))
+    return place(config.engine, nodes, gpus=gpus, cores=usable_cores())
 
 
 def _parallel(common: ParallelConfig, tp: int | None, pp: int | None) -> ParallelConfig:

@@ -105,7 +105,10 @@ class ParallelConfig:
         metavar="HOST:PORT",
     )
     cpu_threads: int = option(
-        0, "torch threads per rank on a CPU (0: share the cores evenly)", minimum=0
+        0,
+        "torch threads per rank on a CPU (0: the cores that affinity and cgroup quotas leave this "
+        "node, divided by its ranks)",
+        minimum=0,
     )
     device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
     distributed_timeout: float = option(

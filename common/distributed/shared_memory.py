@@ -28,6 +28,7 @@ import time
 import torch
 from torch import Tensor
 
+from common.core.cgroup import usable_cores
 from common.distributed.communicator import rank_lost
 from common.distributed.descriptors import Descriptors
 
@@ -67,7 +68,7 @@ class SharedMemory:
         self._round = 0
         self._fence = threading.Lock()
         # Where ranks outnumber the cores, looking would only take them from those who compute.
-        self._spin = _SPIN if size <= len(os.sched_getaffinity(0)) else 0.0
+        self._spin = _SPIN if size <= usable_cores() else 0.0
         slots = torch.frombuffer(memory, dtype=torch.uint8, offset=_words_bytes(size))
         self._slots = slots.view(2, size, SLOT_BYTES)
         self._views: dict[torch.dtype, list[list[Tensor]]] = {}

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from common.core.cgroup import usable_cores
+
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
 NAMES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 INFINIBAND = Path("/sys/class/infiniband")
@@ -40,7 +42,7 @@ def look_around(rank: int, identity: str, address: str, device: torch.device) ->
         host_identity=identity,
         address=address,
         device=f"{device}{kind}",
-        cores=len(os.sched_getaffinity(0)),
+        cores=usable_cores(),
         name_addresses=_resolve(name),
         interfaces=[interface for _, interface in socket.if_nameindex()],
         infiniband=adapters,

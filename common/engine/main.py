@@ -4,32 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Sequence
 from typing import Any
 
 from common.config.schema import WorkerNodeConfig
 from common.config.sources import parse
 from common.core.errors import ConfigError, PdserveError
-from common.engine.node import EngineNode
+from common.core.plugins import import_string
 from common.obs.logging import setup_logging
 
 logger = logging.getLogger(__name__)
 
 
-def run_node(
-    node: type[EngineNode[Any, Any]], description: str, argv: Sequence[str] | None = None
-) -> int:
+def run_node(role: str, node: str, description: str, argv: Sequence[str] | None = None) -> int:
     """Runs a node until a signal; returns the exit code: 0 drained, 1 failed, 2 it cannot start
-    as configured."""
-    role = str(node.blame)
+    as configured. `node` is the import string of an `EngineNode`."""
     config = parse(WorkerNodeConfig, prog=f"pdserve {role}", description=description, argv=argv)
     setup_logging(role, config.log)
+    _wait_passively()
     try:
-        return asyncio.run(_serve(node, config))
+        return asyncio.run(_serve(import_string(node), config))
     except PdserveError as error:
         logger.error("%s", error)
         return 2 if isinstance(error, ConfigError) else 1
 
 
-async def _serve(node: type[EngineNode[Any, Any]], config: WorkerNodeConfig) -> int:
-    return await node(config).serve()
+def _wait_passively() -> None:
+    """torch's threads sleep while they wait for each other. By default they look for it, for
+    milliseconds, at the expense of the other nodes of this host. OpenMP reads this when torch is
+    loaded, so the node's class is named and not imported until here."""
+    if "GOMP_SPINCOUNT" not in os.environ:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+async def _serve(node: Any, config: WorkerNodeConfig) -> int:
+    code: int = await node(config).serve()
+    return code

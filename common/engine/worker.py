@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from common.config.schema import EngineConfig, LogConfig, ParallelConfig
+from common.core.cgroup import usable_cores
 from common.core.errors import ConfigError
 from common.core.model_spec import ModelSpec
 from common.core.plugins import import_string
@@ -31,7 +32,7 @@ from common.distributed.parallel_state import (
     initialize_model_parallel,
 )
 from common.engine.kv_cache import KVCache, cache_bytes, resized
-from common.engine.memory import available_bytes
+from common.engine.memory import available_bytes, check_ram
 from common.engine.messages import CacheShape, RankReady, StepBatch
 from common.engine.neighbours import Neighbours
 from common.engine.runner import ModelRunner
@@ -121,7 +122,7 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     model = load_model(model_spec, engine.model, placement, stage, _Progress(spec.rank))
     neighbours = Neighbours(state, model_spec.hidden_size, dtype)
     shape = _cache_shape(model, engine, state.tp)
-    room = available_bytes(engine, model, shape, device, neighbours)
+    room = available_bytes(engine, model, shape, max_model_len, device, neighbours)
     cache = _allocate(engine, shape, max_model_len, room, state.world, device)
     samples = spec.rank == spec.answer_rank
     runner = ModelRunner(model, cache.tensor, device, samples, neighbours)
@@ -203,9 +204,8 @@ def choose_device(requested: str, rank: int) -> torch.device:
 
 
 def _set_threads(requested: int, num_neighbours: int) -> None:
-    """`num_neighbours` ranks share the cores of this host."""
-    cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(requested or max(1, cores // num_neighbours))
+    """`num_neighbours` ranks share the cores that this process may use."""
+    torch.set_num_threads(requested or max(1, usable_cores() // num_neighbours))
 
 
 def at_home(config: ExtensionConfig, environment: DistributedEnvironment) -> ExtensionConfig:
@@ -309,6 +309,8 @@ def _allocate(
     num_blocks = int(everywhere.min())
     check_num_blocks(engine, num_blocks, max_model_len)
     shape = resized(shape, num_blocks)
+    if device.type == "cpu":
+        check_ram(cache_bytes(shape))
     if group.rank == 0:
         tokens, size = num_blocks * shape.block_size, format_bytes(cache_bytes(shape))
         logger.info("# KV blocks: %d (= %d tokens, %s per rank)", num_blocks, tokens, size)
