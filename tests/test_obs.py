@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import aiohttp
@@ -20,6 +22,7 @@ from common.config.schema import LogConfig
 from common.core.errors import TransferError
 from common.core.request import FinishReason, Timeline
 from common.obs.http import start_metrics_server
+from common.obs.log_writer import MAX_CHARS, MAX_LINES, LogWriter
 from common.obs.logging import JSONFormatter, TextFormatter, request_id_var, setup_logging
 from common.obs.metrics import NodeMetrics, RouterMetrics, time_per_output_token
 from common.obs.ports import read_ports, write_ports
@@ -34,6 +37,8 @@ def root_logger() -> Iterator[logging.Logger]:
     handlers, level = root.handlers[:], root.level
     root.handlers = []
     yield root
+    for handler in root.handlers:
+        handler.close()
     root.handlers, root.level = handlers, level
 
 
@@ -46,7 +51,7 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None
 
 
 def test_a_text_line_has_time_level_role_rank_and_request(
-    root_logger: logging.Logger, capsys: pytest.CaptureFixture[str]
+    root_logger: logging.Logger, capfd: pytest.CaptureFixture[str]
 ) -> None:
     setup_logging("prefill", LogConfig(), rank=1)
     token = request_id_var.set("cmpl-7")
@@ -54,16 +59,81 @@ def test_a_text_line_has_time_level_role_rank_and_request(
     request_id_var.reset(token)
     logging.getLogger("x").debug("not shown at info")
     line = r"\d\d:\d\d:\d\d\.\d{3} INFO    prefill/1 cmpl-7 took 5 ms\n"
-    assert re.fullmatch(line, capsys.readouterr().err)
+    root_logger.handlers[0].flush()
+    assert re.fullmatch(line, capfd.readouterr().err)
 
 
 def test_setup_replaces_earlier_handlers(
-    root_logger: logging.Logger, capsys: pytest.CaptureFixture[str]
+    root_logger: logging.Logger, capfd: pytest.CaptureFixture[str]
 ) -> None:
     setup_logging("router", LogConfig())
     setup_logging("router", LogConfig(log_level="warning", log_format="json"))
     logging.getLogger("x").warning("once")
-    assert json.loads(capsys.readouterr().err)["message"] == "once"
+    root_logger.handlers[0].flush()
+    assert json.loads(capfd.readouterr().err)["message"] == "once"
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    reader, writer = os.pipe()
+    yield reader, writer
+    for fd in (reader, writer):
+        with suppress(OSError):
+            os.close(fd)
+
+
+def test_a_reader_that_stops_stops_nobody_and_learns_what_was_dropped(
+    pipe: tuple[int, int],
+) -> None:
+    reader, fd = pipe
+    writer = LogWriter(fd)
+    for _ in range(5):  # the pipe and the queue are full long before the end
+        for number in range(MAX_LINES):
+            writer.handle(record(f"line {number} " + "x" * 100))
+    text, dropped = "", None
+    while dropped is None:  # it reads again
+        text += os.read(reader, 2**16).decode()
+        dropped = re.search(r"^(\d+) log lines were dropped here", text, re.MULTILINE)
+    assert text.count("line ") + int(dropped[1]) == 5 * MAX_LINES
+    writer.handle(record("in order again"))
+    writer.flush()
+    assert os.read(reader, 2**16).decode() == "in order again\n"
+    writer.close()
+
+
+def test_a_line_is_bounded_and_a_closed_pipe_is_no_failure(pipe: tuple[int, int]) -> None:
+    reader, fd = pipe
+    writer = LogWriter(fd)
+    writer.handle(record("y" * 10**6))
+    writer.flush()
+    assert len(os.read(reader, 2**20)) < 2 * MAX_CHARS
+    os.close(reader)
+    writer.handle(record("to nobody"))
+    writer.flush()
+    writer.close()
+
+
+ENDING = """
+import logging
+from common.config.schema import LogConfig
+from common.obs.logging import setup_logging
+
+setup_logging("router", LogConfig())
+for number in range(%d):
+    logging.getLogger("x").info("line %%d " + "x" * 100, number)
+"""
+
+
+def test_the_last_lines_are_written_before_a_process_ends() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDING % 1000], stderr=subprocess.PIPE, timeout=30)
+    lines = done.stderr.decode().splitlines()
+    assert done.returncode == 0
+    assert len(lines) == 1000 and "line 999 " in lines[-1]
+
+
+def test_a_process_whose_log_nobody_reads_ends_nevertheless(pipe: tuple[int, int]) -> None:
+    code = ENDING % (3 * MAX_LINES)
+    assert subprocess.run([sys.executable, "-c", code], stderr=pipe[1], timeout=30).returncode == 0
 
 
 async def test_each_task_logs_its_own_request() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 from collections.abc import Callable, Container, Coroutine, Sequence
 from typing import Any, Protocol
 
@@ -23,6 +22,7 @@ from common.distributed import wire
 from common.distributed.executor import Executor, WorkerSpec
 from common.distributed.failure import decode_failure
 from common.distributed.wire import Kind, Link
+from common.obs.logging import write_log
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ class FanOutExecutor(Executor):
             if kind == Kind.BROKEN:
                 self._broken(decode_failure(body))
             elif kind == Kind.LOG:
-                sys.stderr.write(body.decode(errors="replace"))
+                write_log(body.decode(errors="replace"))
             elif kind != Kind.EVENT:
                 self._settle(kind, number, body)
             elif self._hear is not None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
+import os
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from io import TextIOBase
 from typing import Any, ClassVar
 
 from common.config.schema import LogConfig
+from common.obs.log_writer import LogWriter
 from common.obs.stacks import dump_stacks_on_signal
+
+_STDERR = 2
 
 request_id_var: ContextVar[str | None] = ContextVar("request_id", default=None)
 """The request the current task works for; every log line of that task carries it."""
@@ -20,23 +23,32 @@ request_id_var: ContextVar[str | None] = ContextVar("request_id", default=None)
 def setup_logging(
     role: str, config: LogConfig, rank: int | None = None, stream: TextIOBase | None = None
 ) -> None:
-    """Sends this process's log records to `stream` (default: stderr), in place of any earlier
-    handlers, and on SIGUSR1 its stacks to stderr."""
+    """Sends this process's log records to `stream` (default: stderr, by a thread of its own), in
+    place of any earlier handlers, and on SIGUSR1 its stacks to stderr."""
     dump_stacks_on_signal()
     name = role if rank is None else f"{role}/{rank}"
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = LogWriter(_STDERR) if stream is None else logging.StreamHandler(stream)
     if config.log_format == "json":
         handler.setFormatter(JSONFormatter(name))
     else:
-        handler.setFormatter(TextFormatter(name, colour=handler.stream.isatty()))
+        colour = os.isatty(_STDERR) if stream is None else stream.isatty()
+        handler.setFormatter(TextFormatter(name, colour=colour))
     root = logging.getLogger()
     for old in root.handlers[:]:
         root.removeHandler(old)
+        old.flush()
         old.close()
     root.addHandler(handler)
     root.setLevel(config.log_level.upper())
     # Requests are logged once, by the role, with their id and their outcome.
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+
+
+def write_log(text: str) -> None:
+    """Puts lines that another process has formatted among this one's own."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, LogWriter):
+            handler.put(text)
 
 
 class TextFormatter(logging.Formatter):
