@@ -56,6 +56,7 @@ class Registry:
         self._config = config
         self._now = now
         self._nodes: dict[str, Node] = {}
+        self._leaving: list[Node] = []  # deregistered; what they have goes on
         self._changed = asyncio.Event()
 
     def register(self, info: pb.NodeInfo, load: pb.NodeLoad) -> None:
@@ -90,7 +91,8 @@ class Registry:
 
     def deregister(self, node_id: str) -> None:
         """The node drains: what it has goes on, nothing new is placed on it."""
-        if self._nodes.pop(node_id, None) is not None:
+        if (node := self._nodes.pop(node_id, None)) is not None:
+            self._leaving.append(node)
             logger.info("%s deregistered", node_id)
 
     @contextmanager
@@ -160,6 +162,11 @@ class Registry:
         )
         for tell in list(node.on_lost):
             tell(error)
+
+    def addresses(self) -> set[str]:
+        """Of the nodes that are registered or still have requests of this router."""
+        self._leaving = [node for node in self._leaving if node.in_flight]
+        return {node.info.address for node in (*self._nodes.values(), *self._leaving)}
 
     def describe(self) -> list[dict[str, Any]]:
         """All nodes, for `/v1/cluster`."""

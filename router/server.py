@@ -74,7 +74,9 @@ async def serve(config: RouterConfig) -> int:
     )  # fmt: skip
     failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     period = min(_HOUSEKEEPING, config.routing.heartbeat_timeout / 4)
-    housekeeping = asyncio.create_task(_keep_house(grpc_server, pipeline, registry, period))
+    housekeeping = asyncio.create_task(
+        _keep_house(grpc_server, pipeline, registry, channels, period)
+    )
     pass_on(housekeeping, failed)
     timeout = config.server.drain_timeout
     try:
@@ -133,13 +135,14 @@ def _add_services(
 
 
 async def _keep_house(
-    server: GrpcServer, pipeline: Pipeline, registry: Registry, period: float
+    server: GrpcServer, pipeline: Pipeline, registry: Registry, channels: Channels, period: float
 ) -> None:
     """gRPC health follows /ready; requests on silent nodes move, nodes silent for long are
-    forgotten."""
+    forgotten, and so are the connections to nodes that left."""
     while True:
         await server.set_healthy(pipeline.ready()[0])
         registry.sweep()
+        await channels.keep(registry.addresses())
         with suppress(TimeoutError):
             async with asyncio.timeout(period):
                 await registry.wait_for_change()

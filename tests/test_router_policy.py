@@ -7,6 +7,7 @@ import pytest
 from common.config.schema import RoutingConfig
 from common.core.errors import Blame, NodeError, Overloaded, Unavailable
 from common.rpc.pb import cluster_pb2 as pb
+from common.rpc.server import Channels
 from router.admission import MAX_WAITING_TOKENS, Admission, Batch
 from router.breaker import BreakerState, CircuitBreaker
 from router.placement import RoundRobin, least_load, place, why_not
@@ -281,3 +282,26 @@ async def test_a_place_granted_to_a_request_that_leaves_is_given_back():
     assert (admission.running, admission.waiting) == (1, 0)
     await end(staying)
     assert admission.running == 0
+
+
+async def test_channels_to_nodes_that_left_are_dropped_once_they_have_no_request(registry, clock):
+    channels = Channels()
+    for round in range(20):  # nodes come and go; one of them still answers a request
+        names = [f"{round}-{i}" for i in range(5)]
+        for name in names:
+            add(registry, name)
+            channels.get(f"{name}:1")
+        if round == 0:
+            using = registry.using(registry.usable(pb.ROLE_DECODE)[0])
+            using.__enter__()
+        for name in names[:4]:
+            registry.deregister(name)
+        await channels.keep(registry.addresses())
+        assert len(channels) == round + 2  # those that stay, and the one at work
+    using.__exit__(None, None, None)
+    await channels.keep(registry.addresses())
+    assert len(channels) == 20
+    clock.time += 10**6  # silent for long: forgotten
+    registry.sweep()
+    await channels.keep(registry.addresses())
+    assert len(channels) == 0

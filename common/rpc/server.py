@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import grpc
@@ -102,6 +102,14 @@ class Channels:
             channel = self._channels.pop(address, None)
             if channel is not None:
                 await channel.close(None)
+
+    async def keep(self, addresses: Collection[str]) -> None:
+        """Drops the channels to all others: each costs a connection, and trying for ever to
+        reach what is gone."""
+        await self.drop([address for address in self._channels if address not in addresses])
+
+    def __len__(self) -> int:
+        return len(self._channels)
 
     async def close(self) -> None:
         await self.drop(list(self._channels))
