@@ -16,7 +16,7 @@ from common.core.sampling import SampledToken, SamplingParams
 from common.distributed.executor import Executor
 from common.engine.block_pool import BlockPool
 from common.engine.core import EngineCore
-from common.engine.messages import ExpertLoad, StepBatch, StepOutput
+from common.engine.messages import ExpertLoad, StepDelta, StepOutput
 from common.engine.scheduler import Scheduler
 from common.engine.sequence import Finish, Status
 from common.engine.sequence import Sequence as Seq
@@ -28,21 +28,21 @@ class SlowExecutor(Executor):
     """Draws token 7 for everybody, once `release` is called for the step."""
 
     def __init__(self) -> None:
-        self.batches: list[StepBatch] = []
+        self.batches: list[StepDelta] = []
         self._order = asyncio.Lock()  # steps end in the order in which they began
         self.started = asyncio.Event()
         self.experts: ExpertLoad | None = None
         self._go: asyncio.Queue[Exception | None] = asyncio.Queue()
 
     async def step(self, message: bytes) -> bytes:
-        batch = msgspec.msgpack.decode(message, type=StepBatch)
+        batch = msgspec.msgpack.decode(message, type=StepDelta)
         self.batches.append(batch)
         self.started.set()
         async with self._order:
             error = await self._go.get()
         if error is not None:
             raise error
-        tokens = tuple((e.seq_id, SampledToken(7)) for e in batch.sequences if e.sampling)
+        tokens = tuple((e.seq_id, SampledToken(7)) for e in batch.sequences if e.samples)
         return msgspec.msgpack.encode(StepOutput(batch.step, tokens, self.experts))
 
     async def finish_step(self, error: Exception | None = None) -> None:

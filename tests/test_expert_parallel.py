@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -25,12 +24,12 @@ from common.distributed.all2all import (
 from common.distributed.group import GroupCoordinator
 from common.distributed.launch import make_executor
 from common.distributed.parallel_state import ParallelState
-from common.engine.messages import StepBatch, StepOutput, StepSequence
 from common.engine.worker import WorkerConfig, worker_specs
 from common.model.layers import Placement
 from common.model.loader import load_model
 from ranks import Ranks
 from tiny_engine import CPU, greedy, load, single_threaded_inference
+from whole_steps import Steps, whole
 
 MODELS = Path(__file__).parent / "models"
 TRAINED = ["mixtral", "qwen2-moe", "qwen3-moe"]
@@ -104,11 +103,10 @@ async def test_the_engine_s_ranks_do_the_same() -> None:
     executor = make_executor(worker_specs(WorkerConfig(engine)))
     try:
         await executor.start()
-        prompt = StepSequence(0, tuple(PROMPT), 0, (5, 2), SamplingParams(temperature=0.0))
-        answer = await executor.step(msgspec.msgpack.encode(StepBatch(1, (prompt,))))
+        prompt = whole(0, PROMPT, 0, (5, 2), SamplingParams(temperature=0.0))
+        output = await Steps(executor).run(prompt)
     finally:
         await executor.shutdown(5.0)
-    output = msgspec.msgpack.decode(answer, type=StepOutput)
     assert [token.token_id for _, token in output.tokens] == alone("mixtral")[0][:1]
     assert output.experts is not None and len(output.experts.assignments) == 2
     assert sum(output.experts.assignments) == len(PROMPT) * 2 * 4  # of 8 experts, layers

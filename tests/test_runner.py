@@ -15,11 +15,13 @@ import torch
 from common.config.schema import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from common.core.errors import ConfigError, NodeError
 from common.core.sampling import SamplingParams
-from common.distributed.executor import Emit, Executor
+from common.distributed.executor import Emit
 from common.distributed.launch import make_executor
-from common.engine.messages import CacheShape, RankReady, StepBatch, StepOutput, StepSequence
+from common.engine.batch import StepSequence
+from common.engine.messages import CacheShape, RankReady, SequenceDelta
 from common.engine.runner import flatten, made_up_batch
 from common.engine.worker import ExtensionConfig, WorkerConfig, worker_specs
+from whole_steps import Steps, whole
 
 MODEL = Path(__file__).parent / "models" / "llama-gqa"
 BLOCK_SIZE = 4
@@ -69,25 +71,23 @@ def config(tensor_parallel_size: int = 1, **cache: Any) -> WorkerConfig:
     return WorkerConfig(engine, ExtensionConfig(f"{__name__}:EchoExtension", b"\x00\xff"))
 
 
-async def step(executor: Executor, *sequences: StepSequence) -> dict[int, int]:
-    message = msgspec.msgpack.encode(StepBatch(1, sequences))
-    output = msgspec.msgpack.decode(await executor.step(message), type=StepOutput)
-    return {seq_id: token.token_id for seq_id, token in output.tokens}
+async def step(steps: Steps, *sequences: SequenceDelta) -> dict[int, int]:
+    drawn = await steps.drawn(*sequences)
+    return {seq_id: token.token_id for seq_id, token in drawn.items()}
 
 
-async def generate(executor: Executor, chunks: Sequence[tuple[int, ...]]) -> list[int]:
+async def generate(steps: Steps, chunks: Sequence[tuple[int, ...]]) -> list[int]:
     """Greedy tokens after the chunks' tokens, in scattered blocks."""
     table = (9, 2, 14, 5, 7)
     start, tokens = 0, []
     for i, chunk in enumerate(chunks):
         last = i == len(chunks) - 1
-        sequence = StepSequence(1, chunk, start, table, GREEDY if last else None)
-        drawn = await step(executor, sequence)
+        drawn = await step(steps, whole(1, chunk, start, table, GREEDY if last else None))
         assert (1 in drawn) == last
         start += len(chunk)
     tokens.append(drawn[1])
     while len(tokens) < NUM_TOKENS:
-        drawn = await step(executor, StepSequence(1, (tokens[-1],), start, table, GREEDY))
+        drawn = await step(steps, whole(1, (tokens[-1],), start, table, GREEDY))
         tokens.append(drawn[1])
         start += 1
     return tokens
@@ -120,8 +120,9 @@ async def test_greedy_equals_transformers(size: int, expected: list[int]) -> Non
             [(0, 2)] if size == 1 else [(0, 1), (1, 2)]
         )
         assert [r.extension_info for r in ready] == [b"%d \x00\xff" % r for r in range(size)]
-        assert await generate(executor, [PROMPT]) == expected
-        assert await generate(executor, [PROMPT[:3], PROMPT[3:4], PROMPT[4:]]) == expected
+        steps = Steps(executor)
+        assert await generate(steps, [PROMPT]) == expected
+        assert await generate(steps, [PROMPT[:3], PROMPT[3:4], PROMPT[4:]]) == expected
         assert await executor.call(size - 1, b"14") == b"used"
         assert await executor.call(size - 1, b"11") == b"unused"
     finally:
@@ -133,12 +134,13 @@ async def test_sequences_of_one_step_do_not_mix(expected: list[int]) -> None:
     executor = make_executor(worker_specs(config()))
     try:
         await executor.start()
-        first = (await step(executor, StepSequence(1, PROMPT, 0, (0, 1), GREEDY)))[1]
+        steps = Steps(executor)
+        first = (await step(steps, whole(1, PROMPT, 0, (0, 1), GREEDY)))[1]
         drawn = await step(
-            executor,
-            StepSequence(2, (8, 8, 8), 0, (5,), None),
-            StepSequence(1, (first,), len(PROMPT), (0, 1), GREEDY),
-            StepSequence(3, PROMPT, 0, (7, 6), GREEDY),
+            steps,
+            whole(2, (8, 8, 8), 0, (5,), None),
+            whole(1, (first,), len(PROMPT), (0, 1), GREEDY),
+            whole(3, PROMPT, 0, (7, 6), GREEDY),
         )
         assert drawn == {1: expected[1], 3: expected[0]}
         assert first == expected[0]

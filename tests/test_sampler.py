@@ -3,6 +3,7 @@ well distributed, and independent of the rest of the batch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from common.core.errors import NodeError
 from common.core.sampling import SamplingParams
-from common.engine.messages import StepSequence
+from common.engine.batch import StepSequence, TokenCounts
 from common.engine.philox import philox4x32, uniform
 from common.engine.sampler import adjust, filtered_probs, sample
 
@@ -18,10 +19,18 @@ VOCAB = 32
 
 
 def row(
-    sampling: SamplingParams | None = None, *, position: int = 8, seed: int = 0, **fields: Any
+    sampling: SamplingParams | None = None,
+    *,
+    position: int = 8,
+    seed: int = 0,
+    prompt: Sequence[int] = (),
+    output: Sequence[int] = (),
+    vocab: int = VOCAB,
+    **fields: Any,
 ) -> StepSequence:
     params = sampling or SamplingParams()
-    return StepSequence(1, (5,), position - 1, (0,), params, seed=seed, **fields)
+    counts = TokenCounts.of(prompt, output, vocab) if params.penalised else None
+    return StepSequence(1, (5,), position - 1, (0,), params, counts, seed=seed, **fields)
 
 
 def random_logits(rows: int, vocab: int = VOCAB, seed: int = 0) -> torch.Tensor:
@@ -109,7 +118,7 @@ def test_rows_do_not_depend_on_batch_mates() -> None:
         row(SamplingParams(top_k=3), seed=1),
         row(SamplingParams(top_p=0.5), seed=2),
         row(SamplingParams(min_p=0.2, temperature=1.7), seed=3),
-        row(SamplingParams(repetition_penalty=1.5), seed=4, history=(1, 2, 3), num_prompt_tokens=2),
+        row(SamplingParams(repetition_penalty=1.5), seed=4, prompt=(1, 2), output=(3,)),
         row(SamplingParams(logit_bias={4: 5.0}, logprobs=2), seed=5, banned_token_ids=(9,)),
     ]
     logits = random_logits(len(sequences))
@@ -215,7 +224,7 @@ def test_a_tiny_temperature_is_greedy() -> None:
 def penalised(**params: Any) -> list[float]:
     """Prompt (0, 1), output (1, 2, 2), logits 2, 2, -2, 2."""
     sampling = SamplingParams(**params)
-    sequence = row(sampling, history=(0, 1, 1, 2, 2), num_prompt_tokens=2)
+    sequence = row(sampling, prompt=(0, 1), output=(1, 2, 2), vocab=4)
     return adjust(torch.tensor([[2.0, 2.0, -2.0, 2.0]]), [sequence], [sampling])[0].tolist()
 
 

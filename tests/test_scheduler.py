@@ -10,7 +10,7 @@ import pytest
 from common.config.schema import SchedulerConfig
 from common.core.sampling import SampledToken, SamplingParams
 from common.engine.block_pool import BlockPool
-from common.engine.messages import StepBatch
+from common.engine.messages import StepDelta
 from common.engine.scheduler import Scheduler
 from common.engine.sequence import Sequence, Status
 
@@ -35,12 +35,12 @@ def run_step(scheduler: Scheduler) -> dict[int, int]:
     return {entry.seq_id: len(entry.token_ids) for entry in batch.sequences}
 
 
-def land(scheduler: Scheduler, batch: StepBatch) -> None:
+def land(scheduler: Scheduler, batch: StepDelta) -> None:
     """The ranks have computed a step."""
     by_id = {s.seq_id: s for s in scheduler.running}
     for entry in batch.sequences:
         scheduler.computed(by_id[entry.seq_id], len(entry.token_ids))
-        if entry.sampling is not None:
+        if entry.samples:
             by_id[entry.seq_id].append(SampledToken(7))
 
 
@@ -126,15 +126,13 @@ def test_a_remote_sequence_is_not_computed_until_it_is_activated():
     assert batch.sequences[0].start == 6
 
 
-def test_min_tokens_bans_whatever_could_end_the_sequence():
+@pytest.mark.parametrize(("min_tokens", "bans"), [(0, ()), (1, (0, 5))])
+def test_min_tokens_bans_whatever_could_end_the_sequence(min_tokens: int, bans: tuple[int, ...]):
     scheduler = make()
-    scheduler.add(sequence(0, 3, sampling={"min_tokens": 1, "stop_token_ids": (5,)}))
+    scheduler.add(sequence(0, 3, sampling={"min_tokens": min_tokens, "stop_token_ids": (5,)}))
     scheduler.admit()
     first = scheduler.schedule()
-    assert first is not None and first.sequences[0].banned_token_ids == (0, 5)
-    land(scheduler, first)
-    second = scheduler.schedule()
-    assert second is not None and second.sequences[0].banned_token_ids == ()
+    assert first is not None and first.sequences[0].new.min_tokens_bans == bans
 
 
 def test_releasing_in_any_state_returns_all_blocks():
@@ -167,7 +165,7 @@ def test_what_another_node_has_begun_comes_before_what_waits_for_its_first_token
 # ---- several steps in flight: the stages of a pipeline ----
 
 
-def shares(batch: StepBatch | None) -> dict[int, tuple[int, int]]:
+def shares(batch: StepDelta | None) -> dict[int, tuple[int, int]]:
     """Each sequence's tokens in a step: (start, count)."""
     entries = batch.sequences if batch else ()
     return {entry.seq_id: (entry.start, len(entry.token_ids)) for entry in entries}
@@ -179,7 +177,7 @@ def test_a_prompt_is_cut_so_that_every_stage_has_a_chunk():
     scheduler.admit()
     first, second = scheduler.schedule(), scheduler.schedule()
     assert (shares(first), shares(second)) == ({0: (0, 100)}, {0: (100, 100)})
-    assert first.sequences[0].sampling is None and second.sequences[0].sampling is not None
+    assert not first.sequences[0].samples and second.sequences[0].samples
     assert scheduler.schedule() is None  # its next token is not known yet
     land(scheduler, first)
     assert scheduler.schedule() is None
@@ -245,7 +243,7 @@ def test_steps_in_flight_never_share_a_block_they_write(stages: int, seed: int):
     scheduler = make(num_blocks=12, seqs=6, tokens=8, stages=stages)
     waiting = [sequence(i, rng.randrange(1, 20)) for i in range(24)]
     ends = {each.seq_id: each.num_tokens + rng.randrange(1, 12) for each in waiting}
-    flights: deque[StepBatch] = deque()
+    flights: deque[StepDelta] = deque()
     while waiting or scheduler.waiting or scheduler.running:
         if waiting and rng.random() < 0.3:
             scheduler.add(waiting.pop())
@@ -263,13 +261,14 @@ def test_steps_in_flight_never_share_a_block_they_write(stages: int, seed: int):
     assert scheduler.pool.num_free == 12 and not flights
 
 
-def writers_hold_their_blocks(scheduler: Scheduler, flights: deque[StepBatch]) -> None:
+def writers_hold_their_blocks(scheduler: Scheduler, flights: deque[StepDelta]) -> None:
     by_id = {each.seq_id: each for each in scheduler.running}
     written: dict[int, int] = {}
     for batch in flights:
         for entry in batch.sequences:
             table = by_id[entry.seq_id].block_table
-            assert table[: len(entry.block_table)] == list(entry.block_table)
+            known, new = entry.num_blocks, entry.new_block_ids
+            assert table[known : known + len(new)] == list(new)
             for position in range(entry.start, entry.start + len(entry.token_ids)):
                 block = table[position // scheduler.pool.block_size]
                 assert written.setdefault(block, entry.seq_id) == entry.seq_id

@@ -44,7 +44,7 @@ class Worker(Protocol):
         """What the rank reports once (a msgpack `RankReady`)."""
 
     def step(self, message: bytes) -> bytes:
-        """Runs one step: msgpack `StepBatch` in, msgpack `StepOutput` out (that of the
+        """Runs one step: msgpack `StepDelta` in, msgpack `StepOutput` out (that of the
         `answer_rank` is used)."""
 
     def close(self) -> None: ...

@@ -19,7 +19,7 @@ import msgspec
 from common.core.request import Choice, GenerateJob
 from common.core.sampling import SampledToken
 from common.distributed.executor import Executor
-from common.engine.messages import ExpertLoad, StepBatch, StepOutput
+from common.engine.messages import ExpertLoad, StepDelta, StepOutput
 from common.engine.scheduler import Scheduler
 from common.engine.sequence import Finish, Sequence, Status, check_finish
 from common.engine.watchdog import Work
@@ -47,7 +47,7 @@ class EngineListener(Protocol):
 class _Flight:
     """A step that the ranks work on."""
 
-    batch: StepBatch
+    batch: StepDelta
     sequences: dict[int, Sequence]  # by id
     answer: asyncio.Future[bytes]
 
@@ -169,7 +169,7 @@ class EngineCore:
     def _touched(self, sequence: Sequence) -> bool:
         return any(sequence.seq_id in flight.sequences for flight in self._flights)
 
-    def _begin(self, batch: StepBatch) -> None:
+    def _begin(self, batch: StepDelta) -> None:
         ids = {entry.seq_id for entry in batch.sequences}
         sequences = {s.seq_id: s for s in self.scheduler.running if s.seq_id in ids}
         step = self._executor.step(msgspec.msgpack.encode(batch))
@@ -197,7 +197,7 @@ class EngineCore:
         landed.set()
         self._apply(flight.batch, flight.sequences, output)
 
-    def _apply(self, batch: StepBatch, sequences: dict[int, Sequence], output: StepOutput) -> None:
+    def _apply(self, batch: StepDelta, sequences: dict[int, Sequence], output: StepOutput) -> None:
         if output.experts is not None:
             self._listener.routed(output.experts)
         tokens = dict(output.tokens)
@@ -207,7 +207,7 @@ class EngineCore:
                 continue
             self.scheduler.computed(sequence, len(entry.token_ids))
             self._listener.computed(sequence)
-            if entry.sampling is not None:
+            if entry.samples:
                 token = tokens[entry.seq_id]
                 sequence.append(token)
                 self._listener.sampled(sequence, token, self._check(sequence))

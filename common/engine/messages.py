@@ -1,7 +1,7 @@
 """What the scheduler tells the ranks each step, and what they answer.
 
-Ranks keep no per-sequence state: every step names everything it needs. That costs a few
-microseconds and means that a rank can never disagree with the scheduler.
+A step names what is new and nothing else: ranks remember the rest (`known_sequences.py`). Steps
+are numbered and every rank gets all of them in one order, so a rank that missed one knows it.
 """
 
 from __future__ import annotations
@@ -12,27 +12,38 @@ from common.core.sampling import SampledToken, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class StepSequence:
+class NewSequence:
+    """What stays the same of a sequence, told with the first step that takes it after each
+    admission."""
+
+    sampling: SamplingParams
+    num_prompt_tokens: int
+    seed: int  # sampling.seed + choice
+    min_tokens_bans: tuple[int, ...] = ()  # what sampling.min_tokens forbids: EOS, stop ids
+    history: tuple[int, ...] = ()  # prompt + output so far, only if sampling.penalised
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceDelta:
     """One sequence's share of a step: compute `token_ids` at positions
-    `start … start+len(token_ids)-1`, writing their KV into `block_table`."""
+    `start … start+len(token_ids)-1`, writing their KV into its blocks."""
 
     seq_id: int
     token_ids: tuple[int, ...]
     start: int
-    block_table: tuple[int, ...]
-    sampling: SamplingParams | None = None  # None: a chunk that is not the last; no token drawn
-    num_prompt_tokens: int = 0
-    history: tuple[int, ...] = ()  # prompt + output so far, only if sampling.penalised
-    banned_token_ids: tuple[int, ...] = ()  # tokens min_tokens forbids now (EOS, stop ids)
-    seed: int = 0  # sampling.seed + choice
+    num_blocks: int = 0  # it had before
+    new_block_ids: tuple[int, ...] = ()  # appended to them
+    samples: bool = False  # false: a chunk that is not the last; no token is drawn
+    new: NewSequence | None = None  # None: the ranks know it
 
 
 @dataclass(frozen=True, slots=True)
-class StepBatch:
-    """One forward pass."""
+class StepDelta:
+    """One forward pass. `step` is one more than that of the last."""
 
     step: int
-    sequences: tuple[StepSequence, ...]
+    sequences: tuple[SequenceDelta, ...]
+    ended: tuple[int, ...] = ()  # seq_ids to forget first; those come again as new ones, if ever
 
 
 @dataclass(frozen=True, slots=True)

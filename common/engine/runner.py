@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from common.core.sampling import SamplingParams
+from common.engine.batch import StepBatch, StepSequence
 from common.engine.expert_load import fold
-from common.engine.messages import ExpertLoad, StepBatch, StepOutput, StepSequence
+from common.engine.messages import ExpertLoad, StepOutput
 from common.engine.neighbours import Neighbours
 from common.engine.sampler import sample
 from common.model.attention import AttentionBatch

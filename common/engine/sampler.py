@@ -15,7 +15,7 @@ import torch
 
 from common.core.errors import NodeError
 from common.core.sampling import SampledToken, SamplingParams, TokenLogprobs
-from common.engine.messages import StepSequence
+from common.engine.batch import StepSequence, TokenCounts
 from common.engine.philox import uniform
 
 _TOP_P_WIDTH = 256  # nuclei are nearly always this small: look here before sorting more
@@ -90,10 +90,9 @@ def _penalise(
     """Repetition penalty over prompt and output (Keskar et al., "CTRL", 2019: scores move
     towards minus infinity by a factor); frequency and presence penalties over the output
     alone, as OpenAI defines them."""
-    prompts = [sequence.history[: sequence.num_prompt_tokens] for sequence in sequences]
-    outputs = [sequence.history[sequence.num_prompt_tokens :] for sequence in sequences]
-    counts = _count(outputs, logits)
-    seen = (counts > 0) | (_count(prompts, logits) > 0)
+    known = [counts_of(sequence) for sequence in sequences]
+    counts = torch.stack([each.output for each in known])
+    seen = (counts > 0) | torch.stack([each.prompt for each in known])
     repetition = _column([p.repetition_penalty for p in params], logits)
     logits = torch.where(
         seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits
@@ -103,13 +102,10 @@ def _penalise(
     return logits
 
 
-def _count(token_lists: Sequence[tuple[int, ...]], like: torch.Tensor) -> torch.Tensor:
-    """How often each token occurs in each list: float32 `[len(token_lists), vocab]`."""
-    counts = torch.zeros_like(like)
-    for row, tokens in enumerate(token_lists):
-        ids = torch.tensor(tokens, dtype=torch.int64, device=like.device)
-        counts[row].scatter_add_(0, ids, torch.ones_like(ids, dtype=counts.dtype))
-    return counts
+def counts_of(sequence: StepSequence) -> TokenCounts:
+    if sequence.counts is None:
+        raise ValueError(f"sequence {sequence.seq_id} has penalties and no counts")
+    return sequence.counts
 
 
 # ---- drawing ----

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from common.config.schema import SchedulerConfig
 from common.core.sampling import SampledToken
 from common.engine.block_pool import BlockPool
-from common.engine.messages import StepBatch, StepSequence
+from common.engine.messages import NewSequence, SequenceDelta, StepDelta
 from common.engine.sequence import Sequence, Status
 
 LEAST_CHUNK = 64
@@ -60,6 +60,8 @@ class Scheduler:
         self.cache_queries = 0  # prompt tokens looked up in the prefix cache
         self.cache_hits = 0  # prompt tokens found there
         self._step = 0
+        self._told: dict[int, int] = {}  # blocks that the ranks know, by seq_id; all are running
+        self._ended: list[int] = []  # seq_ids that they know in vain
 
     # ---- entering and leaving -------------------------------------------------------------
 
@@ -92,7 +94,7 @@ class Scheduler:
         if sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
         elif sequence.status is Status.RUNNING:
-            self.running.remove(sequence)
+            self._stop_running(sequence)
         self.remote.discard(sequence)
         if sequence.status is not Status.DONE:
             sequence.status = Status.HELD
@@ -110,7 +112,7 @@ class Scheduler:
 
     # ---- one step -------------------------------------------------------------------------
 
-    def schedule(self) -> StepBatch | None:
+    def schedule(self) -> StepDelta | None:
         """The next step, or None when there is nothing to compute that is not in flight."""
         entries = [self._entry(sequence, 1) for sequence in self._decodes()]
         decodes = len(entries)
@@ -125,10 +127,11 @@ class Scheduler:
         if not entries:
             return None
         self._step += 1
-        sampled = sum(entry.sampling is not None for entry in entries)
+        sampled = sum(entry.samples for entry in entries)
         self.generation_tokens += sampled
         self.prompt_tokens += sum(len(entry.token_ids) for entry in entries) - decodes
-        return StepBatch(self._step, tuple(entries))
+        ended, self._ended = tuple(self._ended), []
+        return StepDelta(self._step, tuple(entries), ended)
 
     def computed(self, sequence: Sequence, num_tokens: int) -> None:
         """A step has written the KV of the sequence's next `num_tokens` tokens."""
@@ -209,7 +212,7 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
+        self._stop_running(sequence)
         self.pool.free(sequence.block_table)
         sequence.block_table = []
         sequence.num_computed = sequence.num_scheduled = 0
@@ -218,24 +221,35 @@ class Scheduler:
         self.waiting.appendleft(sequence)
         self.num_preemptions += 1
 
-    def _entry(self, sequence: Sequence, count: int) -> StepSequence:
+    def _entry(self, sequence: Sequence, count: int) -> SequenceDelta:
         start = sequence.num_scheduled
         sequence.num_scheduled += count
-        last = sequence.num_scheduled == sequence.num_tokens
-        params = sequence.sampling
-        return StepSequence(
+        known = self._told.get(sequence.seq_id)
+        self._told[sequence.seq_id] = len(sequence.block_table)
+        return SequenceDelta(
             seq_id=sequence.seq_id,
             token_ids=tuple(sequence.token_ids[start : start + count]),
             start=start,
-            block_table=tuple(sequence.block_table),
-            sampling=params if last else None,
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            history=tuple(sequence.token_ids) if last and params.penalised else (),
-            banned_token_ids=self._banned(sequence) if last else (),
-            seed=params.seed + sequence.choice,
+            num_blocks=known or 0,
+            new_block_ids=tuple(sequence.block_table[known or 0 :]),
+            samples=sequence.num_scheduled == sequence.num_tokens,
+            new=self._new(sequence) if known is None else None,
         )
 
-    def _banned(self, sequence: Sequence) -> tuple[int, ...]:
-        if sequence.num_output_tokens >= sequence.sampling.min_tokens:
-            return ()
-        return (*self.eos_token_ids, *sequence.sampling.stop_token_ids)
+    def _new(self, sequence: Sequence) -> NewSequence:
+        params = sequence.sampling
+        return NewSequence(
+            sampling=params,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            seed=params.seed + sequence.choice,
+            min_tokens_bans=(*self.eos_token_ids, *params.stop_token_ids)
+            if params.min_tokens
+            else (),
+            history=tuple(sequence.token_ids) if params.penalised else (),
+        )
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        """No later step takes it, unless it is admitted again."""
+        self.running.remove(sequence)
+        if self._told.pop(sequence.seq_id, None) is not None:
+            self._ended.append(sequence.seq_id)

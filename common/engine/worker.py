@@ -31,9 +31,10 @@ from common.distributed.parallel_state import (
     ParallelState,
     initialize_model_parallel,
 )
+from common.engine.known_sequences import KnownSequences
 from common.engine.kv_cache import KVCache, cache_bytes, resized
 from common.engine.memory import available_bytes, check_ram
-from common.engine.messages import CacheShape, RankReady, StepBatch
+from common.engine.messages import CacheShape, RankReady, StepDelta
 from common.engine.neighbours import Neighbours
 from common.engine.runner import ModelRunner
 from common.model.decoder import CausalLM
@@ -147,7 +148,10 @@ class ModelWorker:
         self.runner = runner
         self._cache = cache
         self._extension = extension
-        self._decoder = msgspec.msgpack.Decoder(StepBatch)
+        self._known = KnownSequences(
+            cache.shape.block_size, runner.model.spec.vocab_size, runner.device, runner.samples
+        )
+        self._decoder = msgspec.msgpack.Decoder(StepDelta)
         self._encoder = msgspec.msgpack.Encoder()
 
     @property
@@ -165,7 +169,8 @@ class ModelWorker:
         return self._encoder.encode(ready)
 
     def step(self, message: bytes) -> bytes:
-        return self._encoder.encode(self.runner.run(self._decoder.decode(message)))
+        batch = self._known.apply(self._decoder.decode(message))
+        return self._encoder.encode(self.runner.run(batch))
 
     def close(self) -> None:
         self._state.close()

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -34,6 +36,9 @@ class AttentionShape:
         return self.head_dim**-0.5
 
 
+BlockIds = NDArray[np.int64]
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """The sequences of a step, in the order of their tokens. Sequence i computes
@@ -42,7 +47,7 @@ class AttentionBatch:
 
     query_lens: Sequence[int]
     starts: Sequence[int]
-    block_tables: Sequence[Sequence[int]]
+    block_tables: Sequence[Sequence[int] | BlockIds]
     block_size: int
 
     @property
@@ -55,11 +60,11 @@ class AttentionBatch:
         """Where each sequence's tokens begin in the step, and where the last ones end."""
         return list(accumulate(self.query_lens, initial=0))
 
-    def used_tables(self) -> list[Sequence[int]]:
+    def used_tables(self) -> list[BlockIds]:
         """The blocks each sequence reads, without those reserved for later tokens."""
         size = self.block_size
         return [
-            table[: -(-length // size)]
+            np.asarray(table)[: -(-length // size)]
             for table, length in zip(self.block_tables, self.context_lens, strict=True)
         ]
 
@@ -86,11 +91,14 @@ class SlotMapping:
         layer_cache[1][self.blocks, :, self.slots] = v
 
 
-def pad_tables(tables: Sequence[Sequence[int]]) -> Tensor:
+def pad_tables(tables: Sequence[BlockIds]) -> Tensor:
     """Block tables as one tensor. Short ones are filled up with their own first block, so that
     what a mask hides is never another sequence's."""
-    width = max(map(len, tables))
-    return torch.tensor([[*table, *[table[0]] * (width - len(table))] for table in tables])
+    padded = np.empty((len(tables), max(map(len, tables))), np.int64)
+    for row, table in zip(padded, tables, strict=True):
+        row[: len(table)] = table
+        row[len(table) :] = table[0]
+    return torch.from_numpy(padded)
 
 
 AttentionContext = Any  # what a backend's `prepare` returns; nobody else looks inside

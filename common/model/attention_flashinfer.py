@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 import flashinfer
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -95,7 +96,7 @@ class FlashInferAttention(AttentionBackend):
         filled = [(length - 1) % batch.block_size + 1 for length in batch.context_lens]
         return (
             _int32(list(accumulate(map(len, tables), initial=0))),
-            _int32([block for table in tables for block in table]).to(self.device),
+            torch.from_numpy(np.concatenate(tables).astype(np.int32)).to(self.device),
             _int32(filled),
         )
 

@@ -8,14 +8,19 @@ call each. Both pass KV heads without repeating them for the query heads that sh
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.model.attention import AttentionBackend, AttentionBatch, SlotMapping, pad_tables
+from common.model.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    BlockIds,
+    SlotMapping,
+    pad_tables,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +86,7 @@ class TorchAttention(AttentionBackend):
 
     # ---- once per step ----
 
-    def _decodes(
-        self, rows: list[int], tables: list[Sequence[int]], lengths: list[int]
-    ) -> _Decodes:
+    def _decodes(self, rows: list[int], tables: list[BlockIds], lengths: list[int]) -> _Decodes:
         longest = max(lengths)
         mask = None
         if min(lengths) < longest:
@@ -91,7 +94,7 @@ class TorchAttention(AttentionBackend):
             mask = self._additive(beyond)[:, None, None]
         return _Decodes(torch.tensor(rows).to(self.device), self._gather(tables), longest, mask)
 
-    def _chunk(self, offset: int, queries: int, table: Sequence[int], length: int) -> _Chunk:
+    def _chunk(self, offset: int, queries: int, table: BlockIds, length: int) -> _Chunk:
         if queries == length:
             return _Chunk(offset, offset + queries, None, length, None)
         positions = torch.arange(length - queries, length)
@@ -103,7 +106,7 @@ class TorchAttention(AttentionBackend):
         mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, float("-inf"))
         return mask.to(self.device)
 
-    def _gather(self, tables: list[Sequence[int]]) -> Tensor:
+    def _gather(self, tables: list[BlockIds]) -> Tensor:
         """The cache rows of each (sequence, head, block)."""
         heads = self.shape.num_kv_heads
         rows = pad_tables(tables)[:, None] * heads + torch.arange(heads)[:, None]
