@@ -39,10 +39,11 @@ class Fleet:
         """`warm` is another one's to close; without it the fleet has its own."""
         self.model = model
         self.log_path = log
-        self.ports = {"http": free_port(), "grpc": free_port()}
+        self.ports = {name: free_port() for name in ("http", "grpc", "registry")}
         self.pids: dict[str, int] = {}  # of those that should run
         self.drained: list[int] = []  # pids of those that were told to end
         self._router = {"port": self.ports["http"], "grpc_port": self.ports["grpc"], **FAST}
+        self._router["registry_port"] = self.ports["registry"]
         self._router |= router or {}
         self._options = {"kv_lease": 3, **options}
         self._numbers = itertools.count(1)
@@ -60,7 +61,7 @@ class Fleet:
     def start_node(self, role: str, before: Sequence[str] = (), **options: Any) -> str:
         """Returns its name; `before` as in `WarmStart.start`."""
         name, port = f"{role}-{next(self._numbers)}", free_port()
-        router = f"127.0.0.1:{self.ports['grpc']}"
+        router = f"127.0.0.1:{self.ports['registry']}"
         options = {"model": self.model, "router": router, **self._options, **options}
         options["grpc_port"] = port
         self.pids[name] = self._start(f"{role}_node", flags(options), before)

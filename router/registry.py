@@ -13,7 +13,7 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 
 from common.config.schema import RoutingConfig
-from common.core.errors import Blame, NodeError, PdserveError
+from common.core.errors import Blame, NodeError, Overloaded, PdserveError, Unavailable
 from common.rpc.pb import cluster_pb2 as pb
 from router.breaker import BreakerState, CircuitBreaker
 
@@ -21,6 +21,10 @@ logger = logging.getLogger(__name__)
 
 # A node that says so, or that did not answer, gets nothing until it is heard from again.
 LOST_CODES = frozenset({"PEER_LOST", "DRAINING", "NODE_STOPPING", "RANK_DIED", "ENGINE_STALLED"})
+# Registered at a time, lost ones included until they are forgotten; and new ones, which is enough
+# for a big cluster that comes back at once and stops a node that dies and returns for ever.
+MAX_NODES = 1024
+NEW_NODES_BURST, NEW_NODES_PER_S = 256, 32.0
 ROLE_NAMES: dict[int, str] = {pb.ROLE_PREFILL: "prefill", pb.ROLE_DECODE: "decode"}
 
 
@@ -58,16 +62,27 @@ class Registry:
         self._nodes: dict[str, Node] = {}
         self._leaving: list[Node] = []  # deregistered; what they have goes on
         self._changed = asyncio.Event()
+        self._room_for_new = float(NEW_NODES_BURST)  # a token bucket, as of `_filled_at`
+        self._filled_at = now()
 
     def register(self, info: pb.NodeInfo, load: pb.NodeLoad) -> None:
-        breaker = CircuitBreaker(
-            self._config.breaker_failures, self._config.breaker_cooldown, self._now
-        )
+        """
+        Raises:
+            Unavailable: NODE_ID_TAKEN, another process has this id, and lives elsewhere.
+            Overloaded: too many nodes, or too many new ones at once.
+        """
         known = self._nodes.get(info.node_id)
-        if known is not None:
+        if known is not None and known.info.instance == info.instance:
             known.info, known.load = info, load
             known.last_seen, known.lost, known.silent = self._now(), False, False
         else:
+            if known is None:
+                self._check_room()
+            else:
+                self._make_way(known, info)
+            breaker = CircuitBreaker(
+                self._config.breaker_failures, self._config.breaker_cooldown, self._now
+            )
             self._nodes[info.node_id] = Node(info, load, self._now(), breaker)
             logger.info(
                 "%s registered: %s, %d KV blocks, tp %d, pp %d, ep %d, dp %d, connectors %s, "
@@ -78,10 +93,41 @@ class Registry:
             )  # fmt: skip
         self._notify()
 
-    def heartbeat(self, node_id: str, load: pb.NodeLoad) -> bool:
+    def _check_room(self) -> None:
+        now = self._now()
+        refilled = self._room_for_new + (now - self._filled_at) * NEW_NODES_PER_S
+        self._room_for_new, self._filled_at = min(refilled, NEW_NODES_BURST), now
+        if len(self._nodes) >= MAX_NODES:
+            raise Overloaded(f"{MAX_NODES} nodes are registered", retry_after=10)
+        if self._room_for_new < 1:
+            raise Overloaded(
+                f"more than {NEW_NODES_PER_S:.0f} new nodes a second register", retry_after=1
+            )
+        self._room_for_new -= 1
+
+    def _make_way(self, known: Node, info: pb.NodeInfo) -> None:
+        """For another process with the id of a node: at the same address the older one cannot be
+        there any more; elsewhere it must have fallen silent."""
+        if self._alive(known) and known.info.address != info.address:
+            logger.warning(
+                "refused to register %s at %s: that node lives, at %s",
+                info.node_id, info.address, known.info.address,
+            )  # fmt: skip
+            raise Unavailable(
+                f"{info.node_id} is a node that lives elsewhere: end it, or wait until it is lost",
+                code="NODE_ID_TAKEN",
+            )
+        logger.warning(
+            "%s at %s is replaced by a new process at %s",
+            info.node_id, known.info.address, info.address,
+        )  # fmt: skip
+        self._leaving.append(known)
+        self._end_requests(known, "was replaced by a new process")
+
+    def heartbeat(self, node_id: str, load: pb.NodeLoad, instance: str = "") -> bool:
         """False: the node is unknown and must register."""
         node = self._nodes.get(node_id)
-        if node is None:
+        if node is None or node.info.instance != instance:
             return False
         revived = not self._alive(node) or (load.healthy and not node.load.healthy)
         node.load, node.last_seen, node.lost, node.silent = load, self._now(), False, False
@@ -89,9 +135,11 @@ class Registry:
             self._notify()
         return True
 
-    def deregister(self, node_id: str) -> None:
+    def deregister(self, node_id: str, instance: str = "") -> None:
         """The node drains: what it has goes on, nothing new is placed on it."""
-        if (node := self._nodes.pop(node_id, None)) is not None:
+        node = self._nodes.get(node_id)
+        if node is not None and node.info.instance == instance:
+            del self._nodes[node_id]
             self._leaving.append(node)
             logger.info("%s deregistered", node_id)
 
@@ -157,9 +205,11 @@ class Registry:
     def _fell_silent(self, node: Node) -> None:
         node.silent = True
         logger.warning("%s is silent; its requests go elsewhere", node.info.node_id)
-        error = NodeError(
-            f"{node.info.node_id} is silent", code="PEER_LOST", blame=Blame(node.role)
-        )
+        self._end_requests(node, "is silent")
+
+    def _end_requests(self, node: Node, why: str) -> None:
+        message = f"{node.info.node_id} {why}"
+        error = NodeError(message, code="PEER_LOST", blame=Blame(node.role))
         for tell in list(node.on_lost):
             tell(error)
 
@@ -206,6 +256,7 @@ class Registry:
         load = node.load
         info = MessageToDict(node.info, preserving_proto_field_name=True)
         info["role"] = node.role
+        info.pop("instance", None)  # a secret between the node and this router
         return {
             **info,
             "state": self._state(node),

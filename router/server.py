@@ -14,13 +14,15 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from common.config.schema import ModelConfig, RouterConfig
+from common.core.ids import new_node_id
 from common.core.model_spec import ModelSpec
 from common.obs.metrics import RouterMetrics
 from common.obs.ports import write_ports
+from common.rpc.auth import ROUTER
+from common.rpc.credentials import Credentials
 from common.rpc.lifecycle import pass_on, serve_until_stopped
 from common.rpc.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from common.rpc.server import Channels, GrpcServer
-from common.rpc.tls import TLS
 from common.text.tokenizer import Tokenizer
 from router.auth import APIKeys
 from router.http.app import make_app
@@ -28,7 +30,7 @@ from router.http.front import Front
 from router.http.server import HTTPServer, https_context
 from router.pipeline import Pipeline
 from router.registry import Registry
-from router.registry_service import RegistryService
+from router.registry_service import MAX_MESSAGE_NBYTES, ElsewhereRegistry, RegistryService
 from router.served_model import ServedModel
 from router.service import InferenceServicer
 
@@ -44,18 +46,19 @@ async def serve(config: RouterConfig) -> int:
     Raises:
         ConfigError: the model or a certificate cannot be read, or an address cannot be bound.
     """
-    tls, https, keys = _secrets(config)
+    credentials, https, keys = _secrets(config)
     model = load_served_model(config.model)
-    registry, channels, metrics = Registry(config.routing), Channels(tls), RouterMetrics()
+    registry, metrics = Registry(config.routing), RouterMetrics()
+    channels = credentials.channels()
     pipeline = Pipeline(config.routing, registry, model.tokenizer, channels, metrics)
     metrics.registry.register(PipelineCollector(pipeline, registry))
-    grpc_server = GrpcServer()
-    _add_services(
-        grpc_server,
-        InferenceServicer(pipeline, model, keys),
-        RegistryService(registry, model.name, config.routing.heartbeat_interval),
+    grpc_server = _inference_server(InferenceServicer(pipeline, model, keys))
+    grpc_port = grpc_server.bind(config.server.host, config.server.grpc_port, credentials.tls)
+    registration = RegistryService(registry, model.name, config.routing.heartbeat_interval)
+    registry_server = _registry_server(registration, credentials)
+    registry_port = registry_server.bind(
+        config.server.host, config.server.registry_port, credentials.tls
     )
-    grpc_port = grpc_server.bind(config.server.host, config.server.grpc_port, tls)
     front = Front(
         generator=pipeline,
         model=model,
@@ -65,12 +68,16 @@ async def serve(config: RouterConfig) -> int:
     app = make_app(front, metrics.registry, config.server.max_body_size)
     http = await HTTPServer.start(app, config.server.host, config.server.port, https)
     await grpc_server.start()
+    await registry_server.start()
+    await registry_server.set_healthy(True)
     if config.server.ports_file is not None:
-        write_ports(config.server.ports_file, {"http": http.port, "grpc": grpc_port})
+        ports = {"http": http.port, "grpc": grpc_port, "registry": registry_port}
+        write_ports(config.server.ports_file, ports)
     logger.info(
-        "serving %s: %s on %s:%d, gRPC%s on port %d",
+        "serving %s: %s on %s:%d, gRPC%s on port %d; nodes register on port %d%s",
         model.name, "HTTPS" if https else "HTTP", config.server.host, http.port,
-        " over mutual TLS" if tls else "", grpc_port,
+        " over mutual TLS" if credentials.tls else "", grpc_port, registry_port,
+        " with the cluster key" if credentials.key else "",
     )  # fmt: skip
     failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     period = min(_HOUSEKEEPING, config.routing.heartbeat_timeout / 4)
@@ -84,13 +91,15 @@ async def serve(config: RouterConfig) -> int:
     finally:
         housekeeping.cancel()
         await http.stop(0)
-        await grpc_server.stop(_GRPC_GRACE)
+        await asyncio.gather(grpc_server.stop(_GRPC_GRACE), registry_server.stop(_GRPC_GRACE))
         await channels.close()
 
 
-def _secrets(config: RouterConfig) -> tuple[TLS | None, ssl.SSLContext | None, APIKeys]:
+def _secrets(config: RouterConfig) -> tuple[Credentials, ssl.SSLContext | None, APIKeys]:
     """What protects gRPC between roles, the HTTP port, and the use of both."""
-    return TLS.load(config.tls), https_context(config.server), APIKeys(config.server.api_key)
+    hosts = (config.server.host,)
+    own = Credentials.load(ROUTER, new_node_id(ROUTER), config.tls, config.auth, hosts)
+    return own, https_context(config.server), APIKeys(config.server.api_key)
 
 
 def load_served_model(config: ModelConfig) -> ServedModel:
@@ -119,19 +128,25 @@ def _load_tokenizer(config: ModelConfig, folder: Path, spec: ModelSpec) -> Token
     return Tokenizer.from_folder(config.tokenizer or folder)
 
 
-def _add_services(
-    server: GrpcServer, inference: InferenceServicer, registry: RegistryService
-) -> None:
+def _inference_server(inference: InferenceServicer) -> GrpcServer:
+    server = GrpcServer()
     server.add(
         inference_pb2.DESCRIPTOR.services_by_name["Inference"],
         inference_pb2_grpc.add_InferenceServicer_to_server,
         inference,
     )
+    server.server.add_generic_rpc_handlers((ElsewhereRegistry(),))
+    return server
+
+
+def _registry_server(registry: RegistryService, credentials: Credentials) -> GrpcServer:
+    server = GrpcServer(credentials.guard(), MAX_MESSAGE_NBYTES)
     server.add(
         cluster_pb2.DESCRIPTOR.services_by_name["Registry"],
         cluster_pb2_grpc.add_RegistryServicer_to_server,
         registry,
     )
+    return server
 
 
 async def _keep_house(

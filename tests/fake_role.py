@@ -78,12 +78,13 @@ def misbehave() -> None:
 
 
 def serve_router() -> None:
-    registry = socket.create_server(("127.0.0.1", int(FLAGS.get("grpc-port", 8001))))
+    registry = socket.create_server(("127.0.0.1", int(FLAGS.get("registry-port", 8002))))
     http = ThreadingHTTPServer(("127.0.0.1", int(FLAGS.get("port", 8000))), Handler)
     threading.Thread(target=http.serve_forever, daemon=True).start()
     if "ports-file" in FLAGS:
         draft = Path(FLAGS["ports-file"] + ".draft")
-        draft.write_text(json.dumps({"http": http.server_port, "grpc": registry.getsockname()[1]}))
+        ports = {"http": http.server_port, "grpc": 8001, "registry": registry.getsockname()[1]}
+        draft.write_text(json.dumps(ports))
         draft.rename(FLAGS["ports-file"])
     while True:
         nodes.append(registry.accept()[0])

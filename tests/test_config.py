@@ -114,8 +114,9 @@ def test_yaml_words_stay_words(tmp_path: Path) -> None:
 
 def test_an_owner_s_default_beats_the_part_s() -> None:
     """`up` takes a free gRPC port where a router alone takes 8001."""
-    assert load(ClusterConfig).server.grpc_port == 0
+    assert load(ClusterConfig).server.grpc_port == load(ClusterConfig).server.registry_port == 0
     assert load(RouterConfig).server.grpc_port == 8001
+    assert load(RouterConfig).server.registry_port == 8002
     assert load(ClusterConfig, "--port=9").server.grpc_port == 0
 
 

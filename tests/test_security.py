@@ -396,7 +396,7 @@ def test_the_key_goes_by_the_environment() -> None:
 async def test_up_gives_the_key_to_the_router_alone_and_not_as_a_flag(certs: Path) -> None:
     lines: list[tuple[str, str]] = []
     fakes = {role: (sys.executable, FAKE_ROLE, role) for role in cluster_module.PROGRAMS}
-    server = ServerConfig(port=0, grpc_port=0, drain_timeout=5.0, api_key="secret")
+    server = ServerConfig(port=0, grpc_port=0, registry_port=0, drain_timeout=5.0, api_key="secret")
     config = ClusterConfig(server=server, tls=TLSConfig(**files(certs / "ours")))
     cluster = Cluster(
         config,
@@ -840,5 +840,5 @@ def test_a_decode_node_does_not_trust_a_commit(token: dict[str, Any], says: str)
 
 def test_secrets_are_never_shown_in_help() -> None:
     secret = [each for each in options(RouterConfig()) if each.metadata.get("secret")]
-    assert [each.flag for each in secret] == ["--api-key"]
+    assert [each.flag for each in secret] == ["--api-key", "--cluster-key"]
     assert all(each.default is None for each in secret)

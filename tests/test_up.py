@@ -65,7 +65,7 @@ class Lines:
 
 
 def make(lines: Lines, **options: object) -> Cluster:
-    server = ServerConfig(port=0, grpc_port=0, drain_timeout=5.0)
+    server = ServerConfig(port=0, grpc_port=0, registry_port=0, drain_timeout=5.0)
     config = ClusterConfig(**{"server": server, **options})  # type: ignore[arg-type]
     count = config.prefill + config.decode
     return Cluster(config, [Placement(config.engine)] * count, lines, FAKES)
@@ -124,7 +124,8 @@ async def test_children_take_options_from_flags_alone(monkeypatch: pytest.Monkey
     finally:
         await cluster.stop()
     for name in ("router", "prefill-0", "decode-0"):
-        assert lines.of(name)[1].endswith("options ['PDSERVE_CACHE']")
+        # Secrets are the exception: everybody on the host can read a command line.
+        assert lines.of(name)[1].endswith("options ['PDSERVE_CACHE', 'PDSERVE_CLUSTER_KEY']")
     assert lines.flags("prefill-0")["block-size"] == "32"
     assert "block-size" not in lines.flags("router")
 
@@ -181,7 +182,7 @@ async def test_a_router_started_again_takes_its_old_ports(monkeypatch: pytest.Mo
         await cluster.stop()
     flags = json.loads(starts[1].partition(" flags ")[2])
     assert cluster.url.endswith(f":{flags['port']}")
-    assert lines.flags("decode-0")["router"].endswith(f":{flags['grpc-port']}")
+    assert lines.flags("decode-0")["router"].endswith(f":{flags['registry-port']}")
 
 
 async def test_wrong_options_are_never_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +215,8 @@ async def test_a_child_that_ignores_sigterm_is_killed(monkeypatch: pytest.Monkey
     monkeypatch.setattr(cluster_module, "KILL_GRACE", 0.2)
     monkeypatch.setenv("FAKE_DECODE", "deaf")
     lines = Lines()
-    cluster = make(lines, server=ServerConfig(port=0, grpc_port=0, drain_timeout=0.0))
+    server = ServerConfig(port=0, grpc_port=0, registry_port=0, drain_timeout=0.0)
+    cluster = make(lines, server=server)
     try:
         assert await cluster.start()
     finally:

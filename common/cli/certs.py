@@ -1,4 +1,5 @@
-"""`pdserve certs`: a trial CA and one certificate that all roles of a cluster may use."""
+"""`pdserve certs`: a trial CA and one certificate that all roles of a cluster may use. It names
+them; that of a client (`--client`) names none."""
 
 from __future__ import annotations
 
@@ -19,6 +20,10 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from common.core.errors import ConfigError
 
+PrivateKey = ec.EllipticCurvePrivateKey
+
+ROLE_URI = "pdserve://role/"  # common/rpc/tls.py reads it
+ROLES = ("router", "prefill", "decode")
 HOSTS = ("localhost", "127.0.0.1", "::1")
 VALID = timedelta(days=365)
 SKEW = timedelta(minutes=5)  # by which the clocks of the roles may differ
@@ -39,28 +44,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="name or address under which roles are dialled, beside those of this host "
         f"({', '.join(HOSTS)}); may be given several times",
     )
+    parser.add_argument(
+        "--client",
+        action="store_true",
+        help="also make client-cert.pem and client-key.pem, for clients of the gRPC API, who may "
+        "not act as a role",
+    )
     options = parser.parse_args(argv)
-    print(" ".join(write(options.folder, (*HOSTS, *options.host))))
+    hosts = (*HOSTS, *options.host)
+    print(" ".join(write(options.folder, hosts, client=options.client)))
     return 0
 
 
-def write(folder: Path, hosts: Iterable[str]) -> list[str]:
-    """Makes `ca.pem`, `cert.pem` and `key.pem` (mode 0600), valid for a year; returns the flags
-    that name them.
+def write(folder: Path, hosts: Iterable[str], *, client: bool = False) -> list[str]:
+    """Makes `ca.pem`, `cert.pem` and `key.pem` (mode 0600), valid for a year, and a client's pair
+    if told to; returns the flags that name those of the roles.
 
     Raises:
         ConfigError: a host is neither a name nor an address, or the files cannot be written; one
             that exists is left alone.
     """
-    ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+    ca_key = ec.generate_private_key(ec.SECP256R1())
     ca = _ca(ca_key)
-    cert = _certificate(key, hosts, ca, ca_key)
-    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    files = {
-        "cert": (cert.public_bytes(Encoding.PEM), 0o644),
-        "key": (private, 0o600),
-        "ca": (ca.public_bytes(Encoding.PEM), 0o644),
-    }
+    roles = [x509.UniformResourceIdentifier(ROLE_URI + role) for role in ROLES]
+    files = _pair("", [*map(_name, dict.fromkeys(hosts)), *roles], ca, ca_key)
+    files["ca"] = (ca.public_bytes(Encoding.PEM), 0o644)
+    if client:
+        files |= _pair("client-", [x509.DNSName("client")], ca, ca_key)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, (data, mode) in files.items():
@@ -69,7 +79,20 @@ def write(folder: Path, hosts: Iterable[str]) -> list[str]:
                 file.write(data)
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}; name another folder") from error
-    return [f"--tls-{name}={folder / f'{name}.pem'}" for name in files]
+    return [f"--tls-{name}={folder / f'{name}.pem'}" for name in ("cert", "key", "ca")]
+
+
+def _pair(
+    prefix: str, names: Sequence[x509.GeneralName], ca: x509.Certificate, ca_key: PrivateKey
+) -> dict[str, tuple[bytes, int]]:
+    """A certificate with these names, and its key: contents and modes by file name."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    cert = _certificate(key, names, ca, ca_key)
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return {
+        f"{prefix}cert": (cert.public_bytes(Encoding.PEM), 0o644),
+        f"{prefix}key": (private, 0o600),
+    }
 
 
 def _ca(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
@@ -83,14 +106,14 @@ def _ca(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
 
 
 def _certificate(
-    key: ec.EllipticCurvePrivateKey,
-    hosts: Iterable[str],
+    key: PrivateKey,
+    alternatives: Sequence[x509.GeneralName],
     ca: x509.Certificate,
-    ca_key: ec.EllipticCurvePrivateKey,
+    ca_key: PrivateKey,
 ) -> x509.Certificate:
     purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
-    names = x509.SubjectAlternativeName([_name(host) for host in dict.fromkeys(hosts)])
+    names = x509.SubjectAlternativeName(alternatives)
     return (
         _builder(key, "pdserve", "pdserve trial CA")
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)

@@ -11,6 +11,7 @@ Rule for a process that dies while the cluster serves:
 from __future__ import annotations
 
 import asyncio
+import secrets
 import sys
 import tempfile
 from collections.abc import Coroutine, Mapping, Sequence
@@ -24,6 +25,7 @@ import aiohttp
 from common.cli.child import Child, ChildSpec, Write
 from common.cli.placement import Placement
 from common.config.schema import (
+    AuthConfig,
     ClusterConfig,
     NodeConfig,
     RouterConfig,
@@ -59,6 +61,7 @@ class Cluster:
         self.placements = placements
         self.write = write
         self.programs = programs
+        self._auth = _with_key(config.auth)
         self.url = ""
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._folder = tempfile.TemporaryDirectory(prefix="pdserve-")
@@ -125,10 +128,11 @@ class Cluster:
         host = connect_host(self.config.server.host)
         scheme = "https" if self.config.server.ssl_certfile else "http"
         self.url = f"{scheme}://{host}:{ports['http']}"
-        for name, node in self._node_configs(f"{host}:{ports['grpc']}").items():
+        for name, node in self._node_configs(f"{host}:{ports['registry']}").items():
             placement = self.placements[len(self._nodes)]
             command = [*self.programs[name.partition("-")[0]], *to_flags(node)]
-            self._nodes.append(Child(ChildSpec(name, command, placement.environment), self.write))
+            environment = {**placement.environment, **to_environment(node)}
+            self._nodes.append(Child(ChildSpec(name, command, environment), self.write))
             await self._run(self._nodes[-1])
         await self._ready()
 
@@ -138,7 +142,9 @@ class Cluster:
         await self._run(self._router)
         while (ports := read_ports(self._ports_file)) is None:
             await asyncio.sleep(POLL_INTERVAL)
-        self._router.spec = self._router_spec(port=ports["http"], grpc_port=ports["grpc"])
+        self._router.spec = self._router_spec(
+            port=ports["http"], grpc_port=ports["grpc"], registry_port=ports["registry"]
+        )
         self._folder.cleanup()  # now, so that nothing is left even when this process is killed
         return ports
 
@@ -146,6 +152,7 @@ class Cluster:
         config = RouterConfig(
             server=replace(self.config.server, **changes),
             tls=self.config.tls,
+            auth=self._auth,
             model=self.config.engine.model,
             routing=self.config.routing,
             log=self.config.log,
@@ -161,6 +168,7 @@ class Cluster:
             name: WorkerNodeConfig(
                 node=node,
                 tls=self.config.tls,
+                auth=self._auth,
                 engine=placement.engine,
                 transfer=self.config.transfer,
                 log=self.config.log,
@@ -221,6 +229,11 @@ class Cluster:
 
     def _children(self) -> list[Child]:
         return [*([self._router] if self._router else []), *self._nodes]
+
+
+def _with_key(auth: AuthConfig) -> AuthConfig:
+    """Each cluster has a key of its own, which its processes get in their environment."""
+    return replace(auth, cluster_key=auth.cluster_key or secrets.token_hex(32))
 
 
 def client_session(server: ServerConfig) -> aiohttp.ClientSession:

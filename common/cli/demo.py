@@ -34,7 +34,8 @@ class DemoConfig:
     max_tokens: int = option(96, "tokens of the answer at most", minimum=1)
     cluster: ClusterConfig = field(
         default_factory=lambda: ClusterConfig(
-            server=ServerConfig(port=0, grpc_port=0), log=LogConfig(log_level="warning")
+            server=ServerConfig(port=0, grpc_port=0, registry_port=0),
+            log=LogConfig(log_level="warning"),
         )
     )
 

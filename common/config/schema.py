@@ -215,11 +215,30 @@ class TLSConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AuthConfig:
+    """Trust between roles"""
+
+    cluster_key: str | None = option(
+        None,
+        "secret that all roles of a cluster share and prove to know in every call (several with "
+        "commas between: all are taken, the first is used); prefer the variable: other users of "
+        "the host can see flags",
+        metavar="KEY",
+        secret=True,
+    )
+    insecure: bool = option(
+        False,
+        "let a role that other hosts reach start with neither --cluster-key nor --tls-*: whoever "
+        "reaches it may read prompts and use the model",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeConfig:
     """Node"""
 
     router: str = option(
-        "127.0.0.1:8001", "router's gRPC address to register with", metavar="HOST:PORT"
+        "127.0.0.1:8002", "router's address to register at (--registry-port)", metavar="HOST:PORT"
     )
     host: str = option("127.0.0.1", "address to bind to")
     advertise_host: str | None = option(None, "address announced to the router (default: --host)")
@@ -234,8 +253,9 @@ class ServerConfig:
 
     host: str = option("127.0.0.1", "address to bind to")
     port: int = option(8000, "HTTP port (0: a free one)", **PORT)
-    grpc_port: int = option(
-        8001, "gRPC port: clients and node registration (0: a free one)", **PORT
+    grpc_port: int = option(8001, "gRPC port, for clients (0: a free one)", **PORT)
+    registry_port: int = option(
+        8002, "gRPC port at which nodes register; not for clients (0: a free one)", **PORT
     )
     trust_request_chat_template: bool = option(
         False, "accept `chat_template` in requests (Jinja can use much CPU)"
@@ -356,6 +376,7 @@ class WorkerNodeConfig:
 
     node: NodeConfig = field(default_factory=NodeConfig)
     tls: TLSConfig = field(default_factory=TLSConfig)
+    auth: AuthConfig = field(default_factory=AuthConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -367,6 +388,7 @@ class RouterConfig:
 
     server: ServerConfig = field(default_factory=ServerConfig)
     tls: TLSConfig = field(default_factory=TLSConfig)
+    auth: AuthConfig = field(default_factory=AuthConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -399,9 +421,10 @@ class ClusterConfig:
         "again (a node that drained, or wrong options, never)",
         choices=("no", "on-failure"),
     )
-    # Nodes learn the gRPC port from `up`, so that two clusters need not agree on ports.
-    server: ServerConfig = field(default_factory=lambda: ServerConfig(grpc_port=0))
+    # Nodes learn the port from `up`, so that two clusters need not agree on ports.
+    server: ServerConfig = field(default_factory=lambda: ServerConfig(grpc_port=0, registry_port=0))
     tls: TLSConfig = field(default_factory=TLSConfig)
+    auth: AuthConfig = field(default_factory=AuthConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)

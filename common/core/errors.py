@@ -12,6 +12,7 @@
     ├── DeadlineExceeded     504
     ├── Cancelled            499  the client left
     └── NodeError            500  a node failed while it served the request
+        ├── ClusterAuthError 500  a role did not prove to another who it is
         └── TransferError    500  a KV hand-off failed
 
 The circuit breaker, the HTTP status, the gRPC status and the log line all read the same
@@ -124,6 +125,12 @@ class NodeError(PdserveError):
     default_code = "NODE_FAILED"
     default_blame = Blame.DECODE
     default_retryable = True
+
+
+class ClusterAuthError(NodeError):
+    """Between roles only: a client whose API key is wrong gets Unauthenticated."""
+
+    default_code = "CLUSTER_AUTH_FAILED"
 
 
 class TransferError(NodeError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
@@ -27,10 +28,10 @@ from common.engine.replica import Call, Replica, S, T
 from common.engine.worker import ExtensionConfig
 from common.model.default_model import resolve_model
 from common.obs.metrics import NodeMetrics
+from common.rpc.credentials import Credentials
 from common.rpc.lifecycle import serve_until_stopped
 from common.rpc.node import NodeServer
 from common.rpc.pb import cluster_pb2 as pb
-from common.rpc.tls import TLS
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,11 @@ class EngineNode(ABC, Generic[S, T]):
         self.facts = ModelFacts.read(engine)
         self.node_id = new_node_id(self.blame)
         self.metrics = NodeMetrics()
-        self.server = NodeServer(config.node, TLS.load(config.tls))
+        hosts = (config.node.host, config.transfer.kv_host)
+        self.server = NodeServer(
+            config.node,
+            Credentials.load(self.blame, self.node_id, config.tls, config.auth, hosts),
+        )
         self.address = ""
         self.draining = False
         self.replicas: list[Replica[S, T]] = []  # from `serve` on at least one
@@ -282,4 +287,5 @@ class EngineNode(ABC, Generic[S, T]):
             max_model_len=self.facts.max_model_len,
             block_size=self.config.engine.cache.block_size,
             num_blocks=totals.num_blocks(self.replicas),
+            instance=secrets.token_hex(16),
         )

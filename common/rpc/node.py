@@ -12,10 +12,10 @@ from prometheus_client import CollectorRegistry
 
 from common.config.schema import NodeConfig
 from common.obs.http import MetricsServer, Readiness, start_metrics_server
+from common.rpc.credentials import Credentials
 from common.rpc.pb import cluster_pb2 as pb
 from common.rpc.registration import Registration
-from common.rpc.server import Channels, GrpcServer
-from common.rpc.tls import TLS
+from common.rpc.server import GrpcServer
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +29,12 @@ Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 class NodeServer:
     """Start order: `bind` (the address is known), `start`; later `drain`, `stop`."""
 
-    def __init__(self, config: NodeConfig, tls: TLS | None = None) -> None:
+    def __init__(self, config: NodeConfig, credentials: Credentials) -> None:
         self.config = config
-        self.grpc = GrpcServer()
-        self.channels = Channels(tls)
-        self._tls = tls
+        self._guard = credentials.guard()
+        self.grpc = GrpcServer(self._guard)
+        self.channels = credentials.channels()
+        self._tls = credentials.tls
         self._registration: Registration | None = None
         self._metrics: MetricsServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -41,7 +42,8 @@ class NodeServer:
     def bind(self) -> str:
         """Takes the gRPC port; returns the address to announce."""
         port = self.grpc.bind(self.config.host, self.config.grpc_port, self._tls)
-        return f"{self.config.advertise_host or self.config.host}:{port}"
+        self._guard.address = f"{self.config.advertise_host or self.config.host}:{port}"
+        return self._guard.address
 
     def add(self, service: str, add_to_server: Any, servicer: Any) -> None:
         """Adds one of cluster.proto's services."""
@@ -64,7 +66,9 @@ class NodeServer:
         )
         info.metrics_address = f"{host}:{self._metrics.port}"
         info.host = socket.gethostname()
-        self._registration = Registration(self.config.router, info, load, self.channels)
+        self._registration = Registration(
+            self.config.router, info, load, self.channels, over_tls=self._tls is not None
+        )
         self._tasks = [spawn(self._registration.run()), spawn(self._follow(ready))]
         logger.info("serving gRPC on %s, metrics on %s", info.address, info.metrics_address)
 

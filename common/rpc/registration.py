@@ -1,7 +1,8 @@
 """A node's life at the router: register, heartbeat with the load, deregister.
 
 The order of start does not matter, and neither does a router that restarts: whenever the
-router does not know the node, the node registers again.
+router does not know the node, the node registers again. A refusal is tried again as well: it may
+be about a node of the same id that has just died.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import grpc
 
 from common.rpc.pb import cluster_pb2 as pb
 from common.rpc.pb import cluster_pb2_grpc as pb_grpc
+from common.rpc.probe import tls_mismatch
 from common.rpc.server import Channels
 
 logger = logging.getLogger(__name__)
@@ -26,31 +28,45 @@ class Registration:
     """Keeps one node registered with one router until `deregister`."""
 
     def __init__(
-        self, router: str, info: pb.NodeInfo, load: Callable[[], pb.NodeLoad], channels: Channels
+        self,
+        router: str,
+        info: pb.NodeInfo,
+        load: Callable[[], pb.NodeLoad],
+        channels: Channels,
+        *,
+        over_tls: bool = False,
     ) -> None:
         self._router = router
         self._stub = pb_grpc.RegistryStub(channels.get(router))
         self._info = info
         self._load = load
+        self._over_tls = over_tls
         self._interval = 1.0
         self._known = False
 
     async def run(self) -> None:
         """Runs until cancelled; a router that is away is retried for ever, quietly."""
-        warned = False
+        said = ""
         while True:
             try:
                 await self._beat()
-                warned = False
+                said = ""
             except grpc.aio.AioRpcError as error:
-                if not warned:
-                    logger.warning("router %s: %s; trying again", self._router, error.details())
-                warned, self._known = True, False
+                self._known = False
+                what = error.details() or error.code().name
+                if error.code() is not grpc.StatusCode.UNAVAILABLE and what != said:
+                    logger.warning("router %s: %s; trying again", self._router, what)
+                    said = what
+                elif not said:
+                    reason = await tls_mismatch(self._router, self._over_tls) or what
+                    logger.warning("router %s: %s; trying again", self._router, reason)
+                    said = what
             await asyncio.sleep(self._interval if self._known else _RETRY_DELAY)
 
     async def _beat(self) -> None:
+        node_id, instance = self._info.node_id, self._info.instance
         if self._known:
-            beat = pb.HeartbeatRequest(node_id=self._info.node_id, load=self._load())
+            beat = pb.HeartbeatRequest(node_id=node_id, load=self._load(), instance=instance)
             self._known = (await self._stub.Heartbeat(beat, timeout=_RPC_TIMEOUT)).known
         if not self._known:
             request = pb.RegisterRequest(node=self._info, load=self._load())
@@ -62,7 +78,7 @@ class Registration:
         """Tells the router to send nothing more; a router that is away needs no telling."""
         self._known = False
         try:
-            request = pb.DeregisterRequest(node_id=self._info.node_id)
+            request = pb.DeregisterRequest(node_id=self._info.node_id, instance=self._info.instance)
             await self._stub.Deregister(request, timeout=_RPC_TIMEOUT)
         except grpc.aio.AioRpcError as error:
             logger.info("router %s is away: %s", self._router, error.details())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import grpc
@@ -11,6 +11,7 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from common.core.errors import ConfigError
+from common.rpc.guard import Guard, SignedChannel
 from common.rpc.tls import TLS
 
 # Either end of a link that is cut without a word knows it after 15 seconds: a client's call fails,
@@ -42,8 +43,11 @@ _CHANNEL_OPTIONS = [
 class GrpcServer:
     """A grpc.aio server with the standard health service and reflection."""
 
-    def __init__(self) -> None:
-        self.server = grpc.aio.server(options=_OPTIONS)
+    def __init__(self, guard: Guard | None = None, max_message: int | None = None) -> None:
+        """Without a guard everybody may call; `max_message` are bytes."""
+        limit = [] if max_message is None else [("grpc.max_receive_message_length", max_message)]
+        options = [*_OPTIONS, *limit]
+        self.server = grpc.aio.server(options=options, interceptors=(guard or Guard(),))
         self.health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
         self._services: list[str] = []
@@ -82,15 +86,24 @@ class GrpcServer:
 class Channels:
     """Channels by address, made on first use and kept; mutual TLS with `tls`."""
 
-    def __init__(self, tls: TLS | None = None) -> None:
+    def __init__(
+        self, tls: TLS | None = None, sign: Callable[[str, str], str] | None = None
+    ) -> None:
+        """`sign` makes the token of a call, given its method and the address."""
         self._credentials = None if tls is None else _channel_credentials(tls)
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._sign = sign
+        self._channels: dict[str, grpc.aio.Channel | SignedChannel] = {}
 
-    def get(self, address: str) -> grpc.aio.Channel:
+    def get(self, address: str) -> Any:
+        """A `grpc.aio.Channel`, or what stands for one with those who sign their calls."""
         channel = self._channels.get(address)
         if channel is None:
-            channel = self._channels[address] = self._open(address)
+            channel = self._channels[address] = self._signed(address)
         return channel
+
+    def _signed(self, address: str) -> grpc.aio.Channel | SignedChannel:
+        channel, sign = self._open(address), self._sign
+        return SignedChannel(channel, lambda method: sign(method, address)) if sign else channel
 
     def _open(self, address: str) -> grpc.aio.Channel:
         if self._credentials is None:

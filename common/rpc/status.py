@@ -32,8 +32,11 @@ _STATUS: dict[type[PdserveError], grpc.StatusCode] = {
     errors.Cancelled: grpc.StatusCode.CANCELLED,
     errors.TransferError: grpc.StatusCode.ABORTED,
     errors.NodeError: grpc.StatusCode.INTERNAL,
+    errors.ClusterAuthError: grpc.StatusCode.UNAUTHENTICATED,
 }
 _CLASS = {status: cls for cls, status in reversed(list(_STATUS.items()))}
+# Between roles it is never about the key of a client.
+_CLASS[grpc.StatusCode.UNAUTHENTICATED] = errors.ClusterAuthError
 
 
 @asynccontextmanager
@@ -44,15 +47,16 @@ async def serving(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[
     try:
         yield
     except PdserveError as error:
-        await _abort(context, error)
+        await abort(context, error)
     except (asyncio.CancelledError, GeneratorExit, grpc.aio.AbortError):
         raise
     except Exception as error:
         logger.exception("unexpected error in a gRPC handler")
-        await _abort(context, PdserveError(f"internal error: {error!r}"))
+        await abort(context, PdserveError(f"internal error: {error!r}"))
 
 
-async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: PdserveError) -> None:
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PdserveError) -> None:
+    """Ends the call with a typed error."""
     metadata = [
         (_CODE, error.code),
         (_BLAME, str(error.blame)),
@@ -81,7 +85,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: Blame) -> PdserveError:
     return cls(
         message,
         code=metadata[_CODE],
-        blame=Blame(metadata.get(_BLAME, peer)),
+        blame=peer if cls is errors.ClusterAuthError else Blame(metadata.get(_BLAME, peer)),
         retryable=metadata.get(_RETRYABLE) == "1",
         param=metadata.get(_PARAM),
         retry_after=float(retry_after) if retry_after else None,

@@ -1,14 +1,22 @@
-"""Mutual TLS between the roles: one certificate per role, one CA for all of them."""
+"""Mutual TLS between the roles: one certificate per role, one CA for all of them.
+
+A certificate names the roles that may show it as URIs among its alternative names:
+`pdserve://role/prefill`. One that names none is a client's.
+"""
 
 from __future__ import annotations
 
 import ssl
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from common.config.schema import TLSConfig
 from common.core.errors import ConfigError
+
+ROLE_URI = "pdserve://role/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +38,7 @@ class TLS:
         if not (config.tls_cert and config.tls_key and config.tls_ca):
             return None
         tls = cls(Path(config.tls_cert), Path(config.tls_key), Path(config.tls_ca))
-        tls._prove()
+        tls.roles()
         return tls
 
     def server_context(self) -> ssl.SSLContext:
@@ -55,8 +63,9 @@ class TLS:
             raise ConfigError(f"--tls-ca {self.ca}: {_reason(error)}") from error
         return context
 
-    def _prove(self) -> None:
-        """Shakes hands with itself, as two roles with these files will."""
+    def roles(self) -> frozenset[str]:
+        """Those that the certificate names. Shakes hands with itself, as two roles with these
+        files will; raises ConfigError as `load`."""
         up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
         dialling = self.client_context()
         dialling.check_hostname = False  # whom others dial is not known here
@@ -72,6 +81,18 @@ class TLS:
                 f"({_reason(error)}): use a valid certificate that this CA signed, for servers and "
                 "clients both, such as `pdserve certs` makes"
             ) from error
+        names: Any = (server.getpeercert() or {}).get("subjectAltName", ())
+        return _roles(name for kind, name in names if kind == "URI")
+
+
+def certified_roles(auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[str]:
+    """Those that the certificate of a gRPC call's other side names."""
+    names = auth_context.get("x509_subject_alternative_name", ())
+    return _roles(name.decode(errors="replace") for name in names)
+
+
+def _roles(names: Iterable[str]) -> frozenset[str]:
+    return frozenset(n.removeprefix(ROLE_URI) for n in names if n.startswith(ROLE_URI))
 
 
 def load_cert_chain(

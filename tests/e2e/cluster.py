@@ -117,6 +117,10 @@ class Service:
     def grpc(self) -> str:
         return f"127.0.0.1:{self.ports['grpc']}"
 
+    @property
+    def registry(self) -> str:
+        return f"127.0.0.1:{self.ports['registry']}"
+
     def get(self, path: str) -> requests.Response:
         return requests.get(self.url + path, headers=self.headers, timeout=10)
 
@@ -224,17 +228,21 @@ class Roles(Service):
 
     def __init__(self, model: str | Path) -> None:
         super().__init__(model)
-        self.ports = {"http": free_port(), "grpc": free_port()}
+        self.ports = {name: free_port() for name in ("http", "grpc", "registry")}
 
     def __enter__(self) -> Roles:
         return self
 
     def start_router(self, **options: Any) -> None:
-        ports = {"port": self.ports["http"], "grpc_port": self.ports["grpc"]}
+        ports = {
+            "port": self.ports["http"],
+            "grpc_port": self.ports["grpc"],
+            "registry_port": self.ports["registry"],
+        }
         self._start("router", "router", {"model": self.model, **ports, **options})
 
     def start_node(self, role: str, name: str, **options: Any) -> None:
-        defaults = {"model": self.model, "router": self.grpc, **DEFAULTS}
+        defaults = {"model": self.model, "router": self.registry, **DEFAULTS}
         self._start(name, f"{role}_node", {**defaults, **options})
 
     def end(self, name: str) -> subprocess.Popen[bytes]:

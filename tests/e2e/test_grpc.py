@@ -18,7 +18,8 @@ MODEL = "qwen2"
 PROMPT = "Once upon a time there was a naïve girl named Zoë. She lived in an old mill"
 SERVING = health_pb2.HealthCheckResponse.SERVING
 SERVICES = {
-    "router": {"pdserve.v1.Inference", "pdserve.v1.Registry"},
+    "router": {"pdserve.v1.Inference"},
+    "registry": {"pdserve.v1.Registry"},
     "prefill": {"pdserve.v1.Prefill"},
     "decode": {"pdserve.v1.Decode", "pdserve.v1.KVTransfer"},
 }
@@ -153,7 +154,8 @@ def test_the_model(cluster: Cluster, stub: pb_grpc.InferenceStub) -> None:
 
 
 def addresses(cluster: Cluster) -> dict[str, str]:
-    return {"router": cluster.grpc} | {node["role"]: node["address"] for node in cluster.nodes()}
+    router = {"router": cluster.grpc, "registry": cluster.registry}
+    return router | {node["role"]: node["address"] for node in cluster.nodes()}
 
 
 @pytest.mark.parametrize("role", SERVICES)

@@ -203,7 +203,7 @@ def wait_for_another(cluster: Cluster, role: str, pid: int) -> None:
 
 UP = (str(Path(sys.executable).with_name("pdserve")), "up", "--port=0")
 PREFILL = (sys.executable, "-m", "prefill_node")
-ROUTER = (sys.executable, "-m", "router", "--port=0", "--grpc-port=0")
+ROUTER = (sys.executable, "-m", "router", "--port=0", "--grpc-port=0", "--registry-port=0")
 WRONG = [
     ((*UP, "--model={model}", "--frobnicate"), 2, "--frobnicate"),
     ((*UP, "--model={model}", "--block-size=0"), 2, "--block-size"),
@@ -212,6 +212,9 @@ WRONG = [
     ((*PREFILL, "--model={model}", "--tensor-parallel-size=3"), 2, "3 does not divide"),
     ((*PREFILL, "--model={model}", "--num-gpu-blocks-override=3"), 2, "has 3 blocks"),
     ((*ROUTER, "--model=/no/such/model"), 2, "/no/such/model has no config.json"),
+    # Open to strangers beyond this host.
+    ((*ROUTER, "--model={model}", "--host=0.0.0.0"), 2, "give all roles the same --cluster-key"),
+    ((*PREFILL, "--model={model}", "--kv-host=0.0.0.0"), 2, "same --cluster-key"),
 ]
 
 

@@ -33,7 +33,7 @@ class Site:
 
     def start(self, role: str, **options: Any) -> str:
         host, before = self.network.add("benchmarks.hosts:slow_steps", "0.03")
-        router = f"{hosts.ROUTER}:{self.cluster.ports['grpc']}"
+        router = f"{hosts.ROUTER}:{self.cluster.ports['registry']}"
         options |= {"host": host, "kv_host": host, "kv_connector": "tcp", "router": router}
         name = self.cluster.start_node(role, before, **options)
         self.hosts[name] = host
@@ -75,11 +75,18 @@ class Site:
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
-    options = {"host": "0.0.0.0", "queue_timeout": 4}
+    key = "of-this-test-and-no-other"
+    options = {"host": "0.0.0.0", "queue_timeout": 4, "cluster_key": key}
     with (
         hosts.network() as network,
         WarmCluster(
-            "llama-gqa", 0, 0, router=options, kv_lease=2, no_enable_prefix_caching=""
+            "llama-gqa",
+            0,
+            0,
+            router=options,
+            kv_lease=2,
+            no_enable_prefix_caching="",
+            cluster_key=key,
         ) as cluster,
     ):
         yield Site(network, cluster)

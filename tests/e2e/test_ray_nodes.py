@@ -54,7 +54,7 @@ def test_prefill_on_two_hosts(raylets: Raylets) -> None:
 def test_decode_on_two_hosts_until_one_of_them_dies(raylets: Raylets) -> None:
     with WarmCluster(MODEL, 0, 0, router={"queue_timeout": 2}, warm=shared()) as cluster:
         cluster.start_node("prefill")
-        decode = cluster.start_node("decode", **on_ray(raylets, kv_host="auto"))
+        decode = cluster.start_node("decode", **on_ray(raylets, kv_host="auto", insecure=""))
         cluster.wait_nodes()
         check(cluster)
         cluster.wait_idle()

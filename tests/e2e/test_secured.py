@@ -115,7 +115,7 @@ def test_without_our_certificate_no_role_answers(
     cluster: Cluster, certs: Path, tmp_path: Path
 ) -> None:
     theirs = make_certs(tmp_path / "theirs")
-    addresses = [cluster.grpc, *(node["address"] for node in cluster.nodes())]
+    addresses = [cluster.grpc, cluster.registry, *(node["address"] for node in cluster.nodes())]
     refused = [
         credentials(None, certs),  # it shows none
         credentials(theirs, certs),  # another CA's
@@ -141,7 +141,7 @@ def test_a_stranger_cannot_register_a_node(cluster: Cluster) -> None:
     node = cluster_pb2.NodeInfo(
         node_id="evil", role=cluster_pb2.ROLE_DECODE, address="127.0.0.1:1", model="qwen2"
     )
-    with grpc.insecure_channel(cluster.grpc) as channel, pytest.raises(grpc.RpcError):
+    with grpc.insecure_channel(cluster.registry) as channel, pytest.raises(grpc.RpcError):
         registry = cluster_pb2_grpc.RegistryStub(channel)
         registry.Register(cluster_pb2.RegisterRequest(node=node), timeout=5)
     assert len(cluster.nodes()) == before

@@ -28,6 +28,7 @@ if _version_not_supported:
 class RegistryStub:
     """---------------------------------------------------------------- registration (on the router)
 
+    On a port of its own. Who may call which method of this file: common/rpc/auth.py.
     """
 
     def __init__(self, channel):
@@ -56,6 +57,7 @@ class RegistryStub:
 class RegistryServicer:
     """---------------------------------------------------------------- registration (on the router)
 
+    On a port of its own. Who may call which method of this file: common/rpc/auth.py.
     """
 
     def Register(self, request, context):
@@ -108,6 +110,7 @@ def add_RegistryServicer_to_server(servicer, server):
 class Registry:
     """---------------------------------------------------------------- registration (on the router)
 
+    On a port of its own. Who may call which method of this file: common/rpc/auth.py.
     """
 
     @staticmethod

@@ -1,0 +1,213 @@
+"""A cluster with a key, and strangers at its ports: they get no prompt, no token, no node's place.
+
+Without the key the same things work, which shows that the strangers here know how."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from common.core.request import GenerateJob
+from common.core.sampling import SamplingParams
+from common.rpc.auth import TOKEN_KEY, ClusterKey
+from common.rpc.convert import job_to_pb
+from common.rpc.pb import cluster_pb2 as pb
+from common.rpc.pb import cluster_pb2_grpc as pb_grpc
+from warm import WarmCluster, shared
+
+MODEL = "mistral"
+KEY = "known-to-this-cluster"
+PROMPT = tuple(range(5, 45))
+FAKES = 500
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[WarmCluster]:
+    router = {"cluster_key": KEY}
+    with WarmCluster(MODEL, router=router, cluster_key=KEY, warm=shared()) as cluster:
+        yield cluster
+        cluster.wait_idle()
+
+
+@pytest.fixture(scope="module")
+def unguarded() -> Iterator[WarmCluster]:
+    with WarmCluster(MODEL, 0, 0, router={"migration_limit": 0}, warm=shared()) as cluster:
+        cluster.wait_for(lambda: cluster.get("/health").ok)
+        yield cluster
+
+
+class FakeDecode(pb_grpc.DecodeServicer):
+    """A stranger's decode node: it keeps the prompts it is given."""
+
+    def __init__(self) -> None:
+        self.prompts: list[tuple[int, ...]] = []
+
+    async def Run(self, request: pb.DecodeRequest, context: Any) -> AsyncIterator[pb.DecodeEvent]:
+        self.prompts.append(tuple(request.job.prompt_token_ids))
+        await context.abort(grpc.StatusCode.INTERNAL, "gotcha")
+        yield pb.DecodeEvent()
+
+
+@contextmanager
+def fake_decode() -> Iterator[tuple[FakeDecode, str]]:
+    """Serves on a thread of its own."""
+    fake, ready = FakeDecode(), threading.Event()
+    loop = asyncio.new_event_loop()
+    ports: list[int] = []
+
+    async def serve() -> grpc.aio.Server:
+        server = grpc.aio.server()
+        pb_grpc.add_DecodeServicer_to_server(fake, server)
+        ports.append(server.add_insecure_port("127.0.0.1:0"))
+        await server.start()
+        return server
+
+    def run() -> None:
+        server = loop.run_until_complete(serve())
+        ready.set()
+        loop.run_forever()
+        loop.run_until_complete(server.stop(0))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert ready.wait(10)
+    try:
+        yield fake, f"127.0.0.1:{ports[0]}"
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+LOAD = pb.NodeLoad(healthy=True, free_blocks=100_000, total_blocks=100_000,
+                   most_free_blocks=100_000)  # fmt: skip
+
+
+def info(node_id: str, address: str, role: int = pb.ROLE_DECODE, **like: Any) -> pb.NodeInfo:
+    given = {"model": MODEL, "kv_connectors": ["shm", "tcp"], "fingerprint": "f", **like}
+    return pb.NodeInfo(node_id=node_id, role=role, address=address, **given)
+
+
+def register(cluster: WarmCluster, node: pb.NodeInfo, key: str | None = None) -> str:
+    """The name of the status of a registration by whoever has `key`."""
+    role = "decode" if node.role == pb.ROLE_DECODE else "prefill"
+    method, address = "/pdserve.v1.Registry/Register", cluster.registry
+    token = [(TOKEN_KEY, ClusterKey(key).sign(role, node.node_id, method, address))] if key else []
+    with grpc.insecure_channel(address) as channel:
+        try:
+            stub = pb_grpc.RegistryStub(channel)
+            request = pb.RegisterRequest(node=node, load=LOAD)
+            stub.Register(request, timeout=10, metadata=token)
+            return "OK"
+        except grpc.RpcError as error:
+            return str(error.code().name)
+
+
+def ask(cluster: WarmCluster) -> None:
+    answer = cluster.complete(list(PROMPT), max_tokens=4, ignore_eos=True)
+    assert answer["usage"]["completion_tokens"] == 4
+
+
+def job() -> pb.DecodeRequest:
+    sampling = SamplingParams(max_tokens=4, ignore_eos=True)
+    return pb.DecodeRequest(
+        job=job_to_pb(GenerateJob("theft", PROMPT, sampling)), local_prefill=True
+    )
+
+
+def decode_run(cluster: WarmCluster, metadata: Any = ()) -> str:
+    """The name of the status of a generation by whoever shows `metadata`."""
+    (node,) = cluster.nodes("decode")
+    with grpc.insecure_channel(node["address"]) as channel:
+        try:
+            list(pb_grpc.DecodeStub(channel).Run(job(), timeout=20, metadata=metadata))
+            return "OK"
+        except grpc.RpcError as error:
+            return str(error.code().name)
+
+
+def test_without_a_key_a_stranger_s_decode_node_gets_prompts(unguarded: WarmCluster) -> None:
+    with fake_decode() as (fake, address):
+        assert register(unguarded, info("fake-decode", address)) == "OK"
+        assert register(unguarded, info("fake-prefill", address, pb.ROLE_PREFILL)) == "OK"
+        unguarded.post("/v1/completions", prompt=list(PROMPT), max_tokens=1)
+        assert PROMPT in fake.prompts
+
+
+def test_a_stranger_s_decode_node_gets_no_prompt(guarded: WarmCluster) -> None:
+    (decode,) = guarded.nodes("decode")
+    like = {"fingerprint": decode["fingerprint"], "block_size": decode["block_size"]}
+    with fake_decode() as (fake, address):
+        for key in (None, "of-another-cluster"):
+            assert register(guarded, info("fake-decode", address, **like), key) == "UNAUTHENTICATED"
+        for _ in range(3):
+            ask(guarded)
+        assert not fake.prompts
+    assert len(guarded.nodes()) == 2
+
+
+def test_a_live_node_s_id_is_not_redirected_even_by_one_of_us(guarded: WarmCluster) -> None:
+    (decode,) = guarded.nodes("decode")
+    like = {"fingerprint": decode["fingerprint"], "block_size": decode["block_size"]}
+    with fake_decode() as (fake, address):
+        assert register(guarded, info(decode["node_id"], address, **like), KEY) == "UNAVAILABLE"
+        ask(guarded)
+        assert not fake.prompts
+    assert guarded.nodes("decode")[0]["address"] == decode["address"]
+    assert f"refused to register {decode['node_id']} at {address}" in guarded.log()
+
+
+def test_500_dead_fakes_do_not_get_in(guarded: WarmCluster) -> None:
+    with grpc.insecure_channel(guarded.registry) as channel:
+        stub = pb_grpc.RegistryStub(channel)
+        calls = [
+            stub.Register.future(
+                pb.RegisterRequest(node=info(f"dead-{index}", f"127.0.0.1:{index + 1}"), load=LOAD),
+                timeout=20,
+            )
+            for index in range(FAKES)
+        ]
+        assert {call.code() for call in calls} == {grpc.StatusCode.UNAUTHENTICATED}
+    assert len(guarded.nodes()) == 2
+    ask(guarded)
+
+
+def test_decode_run_generates_for_the_router_alone(guarded: WarmCluster) -> None:
+    (node,) = guarded.nodes("decode")
+    method = "/pdserve.v1.Decode/Run"
+
+    def token(role: str, method: str = method, key: str = KEY) -> tuple[tuple[str, str], ...]:
+        return ((TOKEN_KEY, ClusterKey(key).sign(role, "stranger", method, node["address"])),)
+
+    for metadata in (
+        (),
+        token("router", key="of-another-cluster"),
+        token("prefill"),
+        token("decode"),
+        token("router", "/pdserve.v1.KVTransfer/Retarget"),
+    ):
+        assert decode_run(guarded, metadata) == "UNAUTHENTICATED"
+    good = token("router")
+    assert decode_run(guarded, good) == "OK"
+    assert decode_run(guarded, good) == "UNAUTHENTICATED"  # it was used
+
+
+def test_the_clients_port_takes_no_registration(guarded: WarmCluster) -> None:
+    with grpc.insecure_channel(guarded.grpc) as channel, pytest.raises(grpc.RpcError) as caught:
+        request = pb.RegisterRequest(node=info("lost", "127.0.0.1:1"), load=LOAD)
+        pb_grpc.RegistryStub(channel).Register(request, timeout=10)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert "--registry-port" in caught.value.details()
+
+
+def test_a_node_with_another_key_says_so_and_stays_out(guarded: WarmCluster) -> None:
+    name = guarded.start_node("decode", cluster_key="of-another-cluster")
+    guarded.wait_for(lambda: "with another cluster key" in guarded.log())
+    assert len(guarded.nodes()) == 2
+    guarded.drain(name)
