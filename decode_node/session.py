@@ -99,7 +99,7 @@ class DecodeSession:
             self._engine.release(sequence)
 
     def fail(self, error: PdserveError) -> None:
-        """The node cannot go on."""
+        """The node, or its engine for a sequence of the job, cannot go on."""
         self._events.put_nowait(error)
         if not self._failed.done():
             self._failed.set_exception(error)

@@ -104,7 +104,7 @@ class PrefillSession:
             self._first_token.set_result(self._known_token or event)
 
     def fail(self, error: PdserveError) -> None:
-        """The node cannot go on."""
+        """The node, or its engine for a sequence of the job, cannot go on."""
         if not self._first_token.done():
             self._first_token.set_exception(error)
 

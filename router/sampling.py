@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from common.core.errors import InvalidRequest
-from common.core.sampling import MAX_CHOICES, MAX_LOGPROBS, SamplingParams
+from common.core.sampling import (
+    MAX_CHOICES,
+    SamplingParams,
+    check_count,
+    check_range,
+    check_sampling,
+)
 
-MAX_TOKENS_NAMED = 1024  # entries of logit_bias, and of stop_token_ids
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
-_SEEDS = 2**63
-
-# Inclusive; None = no bound.
-_RANGES: dict[str, tuple[float | None, float | None]] = {
-    "max_tokens": (1, None),
-    "min_tokens": (0, None),
-    "temperature": (0, None),
-    "top_p": (0, 1),
-    "top_k": (-1, 2**31 - 1),
-    "min_p": (0, 1),
-    "seed": (0, _SEEDS - 1),
-    "presence_penalty": (-2, 2),
-    "frequency_penalty": (-2, 2),
-    "repetition_penalty": (0, None),
-    "logprobs": (0, MAX_LOGPROBS),
-}
-_POSITIVE = frozenset({"top_p", "repetition_penalty"})  # 0 itself is out of range
 
 
 def make_sampling(
@@ -69,22 +57,15 @@ def make_sampling(
         "logprobs": logprobs,
     }
     values = {name: value for name, value in given.items() if value is not None}
-    for name, value in values.items():
-        check_range(name, value, *_RANGES[name])
-    if (min_tokens or 0) > max_tokens:
-        raise InvalidRequest(
-            f"min_tokens {min_tokens} exceeds max_tokens {max_tokens}", param="min_tokens"
-        )
-    if top_k == -1:
-        values["top_k"] = 0
-    _check_count("logit_bias", logit_bias or ())
-    _check_count("stop_token_ids", stop_token_ids or ())
-    return SamplingParams(
+    check_count("logit_bias", logit_bias or ())
+    params = SamplingParams(
         **values,
-        logit_bias=_logit_bias(logit_bias or {}, vocab_size),
-        stop_token_ids=check_token_ids(stop_token_ids or (), vocab_size, "stop_token_ids"),
+        logit_bias=_logit_bias(logit_bias or {}),
+        stop_token_ids=tuple(stop_token_ids or ()),
         ignore_eos=bool(ignore_eos),
     )
+    check_sampling(params, vocab_size)
+    return replace(params, top_k=0) if top_k == -1 else params
 
 
 def make_choices(n: int | None) -> int:
@@ -105,42 +86,8 @@ def make_stop(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     return stops
 
 
-def check_range(name: str, value: float, low: float | None, high: float | None) -> None:
-    """Raises InvalidRequest unless low ≤ value ≤ high and value is finite."""
-    below = low is not None and (value <= low if name in _POSITIVE else value < low)
-    finite = isinstance(value, int) or math.isfinite(value)
-    if finite and not below and (high is None or value <= high):
-        return
-    bounds = "a finite number"
-    if low is not None:
-        bounds = f"{'greater than' if name in _POSITIVE else 'at least'} {low}"
-    if high is not None:
-        bounds += f" and at most {high}"
-    raise InvalidRequest(f"{name} must be {bounds}, not {value}", param=name)
-
-
-def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> tuple[int, ...]:
-    """The ids, if all are in the vocabulary; raises InvalidRequest otherwise."""
-    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
-        wrong = next(i for i in token_ids if not 0 <= i < vocab_size)
-        raise InvalidRequest(
-            f"token id {wrong} in {param} is not in 0…{vocab_size - 1}", param=param
-        )
-    return tuple(token_ids)
-
-
-def _check_count(name: str, given: Collection[object]) -> None:
-    if len(given) > MAX_TOKENS_NAMED:
-        raise InvalidRequest(f"{name} takes at most {MAX_TOKENS_NAMED} tokens", param=name)
-
-
-def _logit_bias(
-    bias: Mapping[str, float] | Mapping[int, float], vocab_size: int
-) -> dict[int, float]:
+def _logit_bias(bias: Mapping[str, float] | Mapping[int, float]) -> dict[int, float]:
     try:
-        ids = [int(key) for key in bias]
+        return {int(key): value for key, value in bias.items()}
     except ValueError as error:
         raise InvalidRequest("logit_bias keys must be token ids", param="logit_bias") from error
-    for value in bias.values():
-        check_range("logit_bias", value, -100, 100)
-    return dict(zip(check_token_ids(ids, vocab_size, "logit_bias"), bias.values(), strict=True))

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from common.core.errors import InvalidRequest, ModelNotFound
+from common.core.sampling import MAX_TOKENS, check_token_ids
 from common.text.tokenizer import Tokenizer
-from router.sampling import check_token_ids
 
 T = TypeVar("T")
 
@@ -37,7 +37,8 @@ class ServedModel:
 
     def check_ids(self, token_ids: Sequence[int], param: str) -> tuple[int, ...]:
         """The ids, if all are in the vocabulary."""
-        return check_token_ids(token_ids, self.vocab_size, param)
+        check_token_ids(token_ids, self.vocab_size, param)
+        return tuple(token_ids)
 
     def fit_max_tokens(
         self, prompt_tokens: int, requested: int | None, default: int | None, param: str
@@ -51,6 +52,8 @@ class ServedModel:
         if prompt_tokens == 0:
             raise InvalidRequest(f"{param} has no tokens", param=param)
         room = self.max_model_len - prompt_tokens
+        if requested is not None:
+            requested = min(requested, MAX_TOKENS)  # the message must be able to write the sum
         if room < (requested or 1):
             raise InvalidRequest(
                 f"This model's maximum context length is {self.max_model_len} tokens. However, "

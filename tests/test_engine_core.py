@@ -32,6 +32,7 @@ class SlowExecutor(Executor):
         self._order = asyncio.Lock()  # steps end in the order in which they began
         self.started = asyncio.Event()
         self.experts: ExpertLoad | None = None
+        self.failed: dict[int, str] = {}  # sequences, and why they get no token
         self._go: asyncio.Queue[Exception | None] = asyncio.Queue()
 
     async def step(self, message: bytes) -> bytes:
@@ -42,8 +43,10 @@ class SlowExecutor(Executor):
             error = await self._go.get()
         if error is not None:
             raise error
-        tokens = tuple((e.seq_id, SampledToken(7)) for e in batch.sequences if e.samples)
-        return msgspec.msgpack.encode(StepOutput(batch.step, tokens, self.experts))
+        sampled = [e.seq_id for e in batch.sequences if e.samples]
+        tokens = tuple((i, SampledToken(7)) for i in sampled if i not in self.failed)
+        failed = tuple((i, self.failed[i]) for i in sampled if i in self.failed)
+        return msgspec.msgpack.encode(StepOutput(batch.step, tokens, self.experts, failed))
 
     async def finish_step(self, error: Exception | None = None) -> None:
         """Lets the step under way, or the next one, end."""
@@ -70,15 +73,26 @@ class Log:
 
     def __init__(self) -> None:
         self.lines: list[tuple[object, ...]] = []
+        self.trips_over: tuple[str, int] | None = None  # an event of a sequence it cannot stand
 
     def admitted(self, sequence: Seq) -> None:
+        self._trip("admitted", sequence)
         self.lines.append(("admitted", sequence.seq_id))
 
     def computed(self, sequence: Seq) -> None:
+        self._trip("computed", sequence)
         self.lines.append(("computed", sequence.seq_id, sequence.num_computed))
 
     def sampled(self, sequence: Seq, token: SampledToken, finish: Finish | None) -> None:
+        self._trip("sampled", sequence)
         self.lines.append(("sampled", sequence.seq_id, finish.reason if finish else None))
+
+    def failed(self, sequence: Seq, reason: str) -> None:
+        self.lines.append(("failed", sequence.seq_id, reason))
+
+    def _trip(self, event: str, sequence: Seq) -> None:
+        if self.trips_over == (event, sequence.seq_id):
+            raise KeyError("a defect")
 
     def routed(self, load: ExpertLoad) -> None:
         self.lines.append(("routed", load.assignments))
@@ -186,6 +200,57 @@ async def test_a_first_token_that_ends_the_sequence_computes_nothing() -> None:
         assert finish is not None and finish.reason is FinishReason.STOP
         await asyncio.sleep(0.01)
         assert sequence.status is Status.HELD and not executor.batches
+
+
+# ---- a sequence that fails ----
+
+
+async def test_a_failed_row_ends_its_sequence_and_no_other() -> None:
+    async with running() as (engine, executor, log, task):
+        good, bad = (engine.new_sequence(job(4, max_tokens=2), Choice()) for _ in range(2))
+        engine.add(bad)
+        engine.add(good)
+        executor.failed = {bad.seq_id: "NaN"}
+        for _ in range(2):
+            await executor.finish_step()
+        assert ("failed", bad.seq_id, "NaN") in log.lines
+        assert ("sampled", good.seq_id, FinishReason.LENGTH) in log.lines
+        assert bad.status is Status.HELD and engine.scheduler.num_failed == 1
+        await asyncio.wait_for(engine.stop(bad), 1)
+        for each in (bad, good):
+            engine.release(each)
+        assert engine.scheduler.pool.num_free == 16 and not task.done()
+
+
+async def test_nobody_finds_the_kv_of_a_failed_sequence() -> None:
+    """What made its logits NaN may be in its blocks, and would fail all that share its prefix."""
+    async with running() as (engine, executor, _, _):
+        first = engine.new_sequence(job(8, max_tokens=9), Choice())
+        engine.add(first)
+        await executor.finish_step()
+        executor.failed = {first.seq_id: "NaN"}
+        await executor.finish_step()
+        await engine.stop(first)
+        engine.release(first)
+        engine.add(again := engine.new_sequence(job(9), Choice()))
+        await executor.finish_step()
+        assert again.num_cached == 0
+
+
+@pytest.mark.parametrize("event", ["admitted", "computed", "sampled"])
+async def test_a_defect_in_one_sequences_work_ends_that_sequence(event: str) -> None:
+    async with running() as (engine, executor, log, task):
+        bad, good = (engine.new_sequence(job(4, max_tokens=1), Choice()) for _ in range(2))
+        log.trips_over = (event, bad.seq_id)
+        engine.add(bad)
+        engine.add(good)
+        await executor.finish_step()
+        assert ("failed", bad.seq_id, "its node met a KeyError") in log.lines
+        assert ("sampled", good.seq_id, FinishReason.LENGTH) in log.lines
+        await asyncio.wait_for(engine.stop(bad), 1)
+        engine.release(bad)
+        engine.release(good)
+        assert engine.scheduler.pool.num_free == 16 and not task.done()
 
 
 # ---- a pipeline of two stages ----

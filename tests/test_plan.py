@@ -370,16 +370,17 @@ class LiveBytes(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize(
-    ("tokens", "sequences", "inner"),
-    [(512, 4, 320), (512, 4, 64), (64, 64, 320)],
+    ("tokens", "sequences", "inner", "vocab"),
+    [(512, 4, 320, 512), (512, 4, 64, 512), (64, 64, 320, 1024)],
     ids=["mlp", "attention", "sampler"],
 )
 def test_activations_are_those_of_a_step(
-    name: str, dtype: str, tp: int, tokens: int, sequences: int, inner: int
+    name: str, dtype: str, tp: int, tokens: int, sequences: int, inner: int, vocab: int
 ) -> None:
     """Within 2 % of the tensors that are alive at the peak of the step a node warms up with,
     whichever part of it decides."""
-    spec = replace(ModelSpec.from_folder(MODELS / name), intermediate_size=inner)
+    spec = ModelSpec.from_folder(MODELS / name)
+    spec = replace(spec, intermediate_size=inner, vocab_size=vocab)
     with single_threaded_inference():
         peak = peak_of_step(spec, dtype, tp, tokens, sequences)
     found = Footprint(spec, dtype, tp).activations(Stage.whole(spec.num_layers), tokens, sequences)

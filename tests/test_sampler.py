@@ -1,19 +1,19 @@
 """The sampler: each filter, penalties, log-probabilities, and that draws are reproducible,
-well distributed, and independent of the rest of the batch."""
+well distributed, and independent of the rest of the batch; and that a row that fails is one."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from common.core.errors import NodeError
-from common.core.sampling import SamplingParams
+from common.core.sampling import SampledToken, SamplingParams, TokenLogprobs
 from common.engine.batch import StepSequence, TokenCounts
 from common.engine.philox import philox4x32, uniform
-from common.engine.sampler import adjust, filtered_probs, sample
+from common.engine.sampler import FailedRow, adjust, filtered_probs, sample
 
 VOCAB = 32
 
@@ -157,11 +157,86 @@ def test_ids_outside_the_vocabulary_have_no_effect() -> None:
     assert ids(logits, [row(params, banned_token_ids=(-3, 77))]) == [0]
 
 
+# ---- rows that fail ----
+
+NAN, INF = math.nan, math.inf
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def beside(logits: list[float], one: StepSequence) -> tuple[SampledToken | FailedRow, int]:
+    """What becomes of a row between two sound ones, and of the tokens of those."""
+    sound = [row(GREEDY), one, row(SamplingParams(seed=5))]
+    table = torch.tensor([[1.0, 3.0, 2.0], logits, [1.0, 3.0, -INF]])
+    first, found, last = sample(table, sound)
+    assert [first] == sample(table[:1], sound[:1]) and [last] == sample(table[2:], sound[2:])
+    assert isinstance(first, SampledToken) and isinstance(last, SampledToken)
+    return found, first.token_id
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_nan_is_an_error_not_a_token(temperature: float) -> None:
-    logits = torch.tensor([[1.0, float("nan"), 2.0]])
-    with pytest.raises(NodeError, match="NaN"):
-        sample(logits, [row(SamplingParams(temperature=temperature))])
+def test_nan_fails_its_row_not_the_batch(temperature: float) -> None:
+    """It failed the step, and with it the node: the others' tokens are right, and known."""
+    found, _ = beside([1.0, NAN, 2.0], row(SamplingParams(temperature=temperature, logprobs=2)))
+    assert found == FailedRow("the model computed NaN logits")
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(), SamplingParams(top_k=2, top_p=0.5)])
+def test_a_row_without_a_candidate_fails(params: SamplingParams) -> None:
+    nothing = FailedRow("there is no token that may be chosen")
+    assert beside([1.0, 2.0, 3.0], row(params, banned_token_ids=(0, 1, 2)))[0] == nothing
+    assert beside([-INF, -INF, -INF], row(params))[0] == nothing
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(logprobs=1), SamplingParams(top_p=0.9)])
+def test_infinite_logits_are_the_largest_and_the_least(params: SamplingParams) -> None:
+    found, _ = beside([1.0, INF, -INF], row(params))
+    assert isinstance(found, SampledToken) and found.token_id == 1
+    if found.logprobs:
+        assert found.logprobs == TokenLogprobs(0.0, ((1, 0.0),))
+    found, _ = beside([INF, INF, 5.0], row(SamplingParams(seed=9)))
+    assert isinstance(found, SampledToken) and found.token_id in (0, 1)
+
+
+@pytest.mark.parametrize("params", [{"logprobs": -1}, {"frequency_penalty": 1.0}], ids=str)
+def test_an_exception_fails_its_row_not_the_batch(params: dict[str, Any]) -> None:
+    """Of whatever kind: here a value that a node would not let through, and counts of another
+    vocabulary."""
+    bad = row(SamplingParams(**params), vocab=5)
+    for first, last in ((4, 0), (0, 4), (2, 3)):
+        rows = [row(GREEDY)] * first + [bad] + [row(GREEDY)] * last
+        found = sample(torch.tensor([[1.0, 3.0, 2.0]]).expand(len(rows), -1), rows)
+        failed = [i for i, each in enumerate(found) if isinstance(each, FailedRow)]
+        assert failed == [first]
+        assert all(each == SampledToken(1) for i, each in enumerate(found) if i != first)
+    assert sample(torch.zeros(1, 3), [StepSequence(1, (5,), 7, (0,))]) == [
+        FailedRow("its sampling failed with a ValueError")
+    ]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"repetition_penalty": 1e-39},
+        {"repetition_penalty": 1e-45},
+        {"repetition_penalty": 1e-45, "temperature": 0.0},
+        {"repetition_penalty": 1e-39, "logit_bias": {1: 100.0}},
+        {"repetition_penalty": 3e38},
+        {"min_p": 9.0},
+        {"temperature": 1e-45},
+        {"temperature": 3e38, "repetition_penalty": 1e-45},
+        {"top_p": 1e-45},
+        {"logit_bias": {0: 3e38, 1: -3e38}},
+        {"presence_penalty": -3e38, "frequency_penalty": 3e38},
+    ],
+    ids=str,
+)
+def test_no_parameter_makes_a_finite_row_overflow(odd: dict[str, Any]) -> None:
+    """float32's denormals made logits infinite, these NaN, and the drawn id the vocabulary's
+    size. Such values are refused; the sampler has an answer for them nevertheless."""
+    params = SamplingParams(**odd)
+    sequences = [row(params, seed=i, prompt=(0, 1), output=(2, 1)) for i in range(32)]
+    for logits in (random_logits(32), torch.full((32, VOCAB), 3e38), -random_logits(32) * 1e37):
+        assert all(0 <= token_id < VOCAB for token_id in ids(logits, sequences))
 
 
 # ---- filters ----

@@ -45,7 +45,7 @@ from common.config.sources import options, parse, to_environment, to_flags
 from common.core.errors import ConfigError, InvalidRequest, Unauthenticated
 from common.core.ids import new_transfer_id
 from common.core.request import Choice, GenerateJob
-from common.core.sampling import MAX_CHOICES, SamplingParams
+from common.core.sampling import MAX_CHOICES, MAX_TOKENS_NAMED, SamplingParams
 from common.engine.job_check import check_job
 from common.rpc.pb import cluster_pb2, inference_pb2, inference_pb2_grpc
 from common.rpc.server import Channels, GrpcServer
@@ -79,7 +79,6 @@ from router.http.app import make_app
 from router.http.completions import MAX_PROMPTS
 from router.http.front import Front
 from router.http.server import HTTPServer, https_context
-from router.sampling import MAX_TOKENS_NAMED
 from router.served_model import ServedModel
 from router.service import InferenceServicer
 
@@ -779,6 +778,14 @@ async def test_http_bounds(tokenizer: Tokenizer, body: dict[str, Any], param: st
         ({"logit_bias": dict.fromkeys(range(MAX_TOKENS_NAMED + 1), 0.0)}, "logit_bias"),
         ({"stop_token_ids": [1] * (MAX_TOKENS_NAMED + 1)}, "stop_token_ids"),
         ({"logprobs": 21}, "logprobs"),
+        ({"repetition_penalty": 1e-39}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-39, "logit_bias": {1: 5.0}}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-45, "temperature": 1}, "repetition_penalty"),
+        ({"min_p": 9}, "min_p"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"logit_bias": {1: float("nan")}}, "logit_bias"),
+        ({"seed": 2**64 - 1}, "seed"),
+        ({"top_k": -2}, "top_k"),
     ],
 )
 async def test_grpc_bounds(tokenizer: Tokenizer, request_: dict[str, Any], param: str) -> None:
@@ -809,6 +816,15 @@ async def test_a_request_id_may_not_forge_log_lines(tokenizer: Tokenizer, given:
         ({"sampling": SamplingParams(logprobs=21)}, "logprobs"),
         ({"sampling": SamplingParams(temperature=float("nan"))}, "temperature"),
         ({"sampling": SamplingParams(logit_bias={1: float("inf")})}, "logit_bias"),
+        ({"sampling": SamplingParams(repetition_penalty=1e-39)}, "repetition_penalty"),
+        ({"sampling": SamplingParams(repetition_penalty=1e-45)}, "repetition_penalty"),
+        ({"sampling": SamplingParams(min_p=9.0)}, "min_p"),
+        ({"sampling": SamplingParams(temperature=1e30)}, "temperature"),
+        ({"sampling": SamplingParams(seed=2**64 - 1)}, "seed"),
+        ({"sampling": SamplingParams(max_tokens=0)}, "max_tokens"),
+        ({"sampling": SamplingParams(min_tokens=17)}, "min_tokens 17 exceeds"),
+        ({"sampling": SamplingParams(min_tokens=1, stop_token_ids=tuple(range(50)))}, "every"),
+        ({"choices": (Choice(2**32 - 1),)}, "choice"),
     ],
 )
 def test_a_node_does_not_trust_a_job(changes: dict[str, Any], says: str) -> None:

@@ -77,6 +77,11 @@ class BlockPool:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
 
+    def forget(self, blocks: Iterable[int]) -> None:
+        """`match` finds these blocks no more: what they hold is in doubt."""
+        for block in blocks:
+            self._forget(block)
+
     def _lookup(self, hashes: Sequence[BlockHash]) -> list[int]:
         blocks: list[int] = []
         for block_hash in hashes:

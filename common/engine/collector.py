@@ -25,6 +25,7 @@ GAUGES: tuple[tuple[str, str, Read], ...] = (
 )
 COUNTERS: tuple[tuple[str, str, Read], ...] = (
     ("num_preemptions", "Sequences set back to waiting", lambda s: s.num_preemptions),
+    ("sequences_failed", "Sequences ended by a row that had no result", lambda s: s.num_failed),
     ("prompt_tokens", "Prompt tokens computed", lambda s: s.prompt_tokens),
     ("generation_tokens", "Tokens sampled", lambda s: s.generation_tokens),
     ("prefix_cache_queries", "Prompt tokens looked up", lambda s: s.cache_queries),

@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import logging
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,6 +39,10 @@ class EngineListener(Protocol):
 
     def sampled(self, sequence: Sequence, token: SampledToken, finish: Finish | None) -> None:
         """A token was appended to the sequence; on `finish` it is HELD and computed no more."""
+
+    def failed(self, sequence: Sequence, reason: str) -> None:
+        """The sequence had no result in a step whose others had one; it is HELD and computed no
+        more."""
 
     def routed(self, load: ExpertLoad) -> None:
         """A step kept a mixture of experts that busy."""
@@ -82,6 +87,7 @@ class EngineCore:
             token_ids=[*job.prompt_token_ids, *choice.output_token_ids],
             num_prompt_tokens=len(job.prompt_token_ids),
             choice=choice.index,
+            request_id=job.request_id,
             remote=remote,
         )
 
@@ -146,7 +152,7 @@ class EngineCore:
         try:
             while True:
                 for sequence in self.scheduler.admit():
-                    self._listener.admitted(sequence)
+                    self._tell(sequence, self._listener.admitted, sequence)
                 batch = self.scheduler.schedule() if self._has_room else None
                 if batch is not None:
                     self._begin(batch)
@@ -200,17 +206,34 @@ class EngineCore:
     def _apply(self, batch: StepDelta, sequences: dict[int, Sequence], output: StepOutput) -> None:
         if output.experts is not None:
             self._listener.routed(output.experts)
-        tokens = dict(output.tokens)
+        tokens, failed = dict(output.tokens), dict(output.failed)
         for entry in batch.sequences:
             sequence = sequences[entry.seq_id]
             if sequence.cancelled:
                 continue
+            if entry.seq_id in failed:
+                self._fail(sequence, failed[entry.seq_id])
+                continue
             self.scheduler.computed(sequence, len(entry.token_ids))
-            self._listener.computed(sequence)
-            if entry.samples:
+            self._tell(sequence, self._listener.computed, sequence)
+            if entry.samples and not sequence.cancelled:
                 token = tokens[entry.seq_id]
                 sequence.append(token)
-                self._listener.sampled(sequence, token, self._check(sequence))
+                finish = self._check(sequence)
+                self._tell(sequence, self._listener.sampled, sequence, token, finish)
+
+    def _tell(self, sequence: Sequence, hear: Callable[..., None], *news: object) -> None:
+        """A defect in what is made of the news is the end of the sequence, and of no other."""
+        try:
+            hear(*news)
+        except Exception as error:
+            logger.exception("a defect in the work of request %s", sequence.request_id)
+            self._fail(sequence, f"its node met a {type(error).__name__}")
+
+    def _fail(self, sequence: Sequence, reason: str) -> None:
+        sequence.cancelled = True
+        self.scheduler.fail(sequence)
+        self._listener.failed(sequence, reason)
 
     def _check(self, sequence: Sequence) -> Finish | None:
         finish = check_finish(sequence, self.scheduler.eos_token_ids, self._max_model_len)

@@ -56,11 +56,13 @@ class ExpertLoad:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The tokens drawn in one step: (seq_id, token) for every sequence that had sampling."""
+    """The tokens drawn in one step: (seq_id, token) for every sequence that had sampling, or
+    else (seq_id, why there is none)."""
 
     step: int
     tokens: tuple[tuple[int, SampledToken], ...]
     experts: ExpertLoad | None = None  # None: the answering rank has no layer with experts
+    failed: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,7 @@ class EngineNode(ABC, Generic[S, T]):
     def _replica(self, index: int, ranks: Ranks) -> Replica[S, T]:
         config, limit = self.config.engine.scheduler, self.facts.max_model_len
         name, make = self._name(index), self.make_transfers
-        return Replica(index, name, ranks, config, limit, make, self._routed)
+        return Replica(index, name, self.blame, ranks, config, limit, make, self._routed)
 
     def _routed(self, load: ExpertLoad) -> None:
         self.metrics.observe_experts(load.assignments, load.balancedness)

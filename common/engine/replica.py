@@ -6,11 +6,12 @@ opened, and stays there: a sequence's KV is in the blocks of one replica.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from common.config.schema import SchedulerConfig
-from common.core.errors import PdserveError
+from common.core.errors import Blame, NodeError, PdserveError
 from common.core.hashing import BlockHash
 from common.core.sampling import SampledToken
 from common.engine.balance import Offer, offer_of
@@ -21,6 +22,8 @@ from common.engine.sequence import Finish
 from common.engine.sequence import Sequence as EngineSequence
 from common.engine.watchdog import Watchdog
 
+logger = logging.getLogger(__name__)
+
 
 class Session(Protocol):
     """One job on a replica."""
@@ -30,7 +33,9 @@ class Session(Protocol):
     def sampled(
         self, sequence: EngineSequence, token: SampledToken, finish: Finish | None
     ) -> None: ...
-    def fail(self, error: PdserveError) -> None: ...
+    def fail(self, error: PdserveError) -> None:
+        """Its job ends with this error."""
+
     async def close(self) -> None: ...
 
 
@@ -55,15 +60,18 @@ class Replica(Generic[S, T]):
         self,
         index: int,
         name: str,
+        blame: Blame,
         ranks: Ranks,
         config: SchedulerConfig,
         max_model_len: int,
         make_transfers: Callable[[Sequence[RankReady], Call], T],
         routed: Callable[[ExpertLoad], None],
     ) -> None:
-        """`name` begins messages about it; empty: the node has no other replica."""
+        """`name` begins messages about it; empty: the node has no other replica. `blame` is the
+        node's."""
         self.index = index
         self.name = name
+        self.blame = blame
         self.ranks = ranks
         self.routed = routed
         self.scheduler = ranks.scheduler
@@ -117,3 +125,9 @@ class Replica(Generic[S, T]):
 
     def sampled(self, sequence: EngineSequence, token: SampledToken, finish: Finish | None) -> None:
         self._by_sequence[sequence.seq_id].sampled(sequence, token, finish)
+
+    def failed(self, sequence: EngineSequence, reason: str) -> None:
+        message = f"request {sequence.request_id}, choice {sequence.choice}: {reason}"
+        logger.warning("%s%s; it ends here, the others go on", self.name, message)
+        error = NodeError(message, code="SEQUENCE_FAILED", blame=self.blame)
+        self._by_sequence[sequence.seq_id].fail(error)

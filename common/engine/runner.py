@@ -11,7 +11,7 @@ from common.engine.batch import StepBatch, StepSequence
 from common.engine.expert_load import fold
 from common.engine.messages import ExpertLoad, StepOutput
 from common.engine.neighbours import Neighbours
-from common.engine.sampler import sample
+from common.engine.sampler import FailedRow, sample
 from common.model.attention import AttentionBatch
 from common.model.decoder import CausalLM
 
@@ -58,9 +58,14 @@ class ModelRunner:
         logits = self.model.compute_logits(hidden[inputs.last_rows])
         if not self.samples:
             return StepOutput(batch.step, ())
-        tokens = sample(logits, inputs.sampled)
-        pairs = zip((sequence.seq_id for sequence in inputs.sampled), tokens, strict=True)
-        return StepOutput(batch.step, tuple(pairs), self._expert_load())
+        ids = [sequence.seq_id for sequence in inputs.sampled]
+        rows = list(zip(ids, sample(logits, inputs.sampled), strict=True))
+        return StepOutput(
+            batch.step,
+            tuple((i, row) for i, row in rows if not isinstance(row, FailedRow)),
+            self._expert_load(),
+            tuple((i, row.reason) for i, row in rows if isinstance(row, FailedRow)),
+        )
 
     def _expert_load(self) -> ExpertLoad | None:
         """Of the step just computed; only the rank that answers tells."""

@@ -5,47 +5,84 @@
 
 A pure function of its inputs: the random number of a draw is keyed by (seed, position), so the
 same sequence draws the same tokens in any batch, on any rank and any node.
+
+It is total: whatever logits and parameters are, each row ends as a token of the vocabulary that
+may be chosen, or as a `FailedRow`. All after the model is float64, in which no parameter that fits
+into 32 bits makes a float32 logit overflow; what is NaN or infinite nevertheless stays in its row.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from common.core.errors import NodeError
 from common.core.sampling import SampledToken, SamplingParams, TokenLogprobs
 from common.engine.batch import StepSequence, TokenCounts
 from common.engine.philox import uniform
 
+logger = logging.getLogger(__name__)
+
 _TOP_P_WIDTH = 256  # nuclei are nearly always this small: look here before sorting more
 
 
-def sample(logits: torch.Tensor, sequences: Sequence[StepSequence]) -> list[SampledToken]:
-    """Draws one token per row.
+@dataclass(frozen=True, slots=True)
+class FailedRow:
+    """A row for which there is no token."""
+
+    reason: str
+
+
+def sample(
+    logits: torch.Tensor, sequences: Sequence[StepSequence]
+) -> list[SampledToken | FailedRow]:
+    """One token per row.
 
     Args:
         logits: `[B, vocab]` float32; not modified.
         sequences: row i's; all have `sampling`.
-
-    Raises:
-        NodeError: the model computed NaN.
     """
+    try:
+        return _sample(logits, sequences)
+    except Exception as error:  # which row it is of, a smaller batch will tell
+        if len(sequences) == 1:
+            logger.exception("sequence %d cannot be sampled", sequences[0].seq_id)
+            return [FailedRow(f"its sampling failed with a {type(error).__name__}")]
+    half = len(sequences) // 2
+    return sample(logits[:half], sequences[:half]) + sample(logits[half:], sequences[half:])
+
+
+def _sample(
+    logits: torch.Tensor, sequences: Sequence[StepSequence]
+) -> list[SampledToken | FailedRow]:
     params = [params_of(sequence) for sequence in sequences]
-    adjusted = adjust(logits, sequences, params)
-    best, tokens = adjusted.max(dim=-1)
-    drawn = [row for row, p in enumerate(params) if not p.greedy]
-    if drawn:
-        tokens[drawn] = draw(
-            adjusted[drawn], [params[row] for row in drawn], [sequences[row] for row in drawn]
+    best, tokens = logits.max(dim=-1)  # prefers NaN to any number
+    tops: list[float] = best.tolist()
+    if math.inf in tops:
+        logits = logits.clamp(max=torch.finfo(logits.dtype).max)
+    ids: list[int] = tokens.tolist()
+    rows = [row for row, p in enumerate(params) if not p.greedy or _adjusts(sequences[row], p)]
+    possible = [top > -math.inf for top in tops]  # false for NaN
+    if rows:
+        found = _choose(
+            logits[rows].double(), [sequences[row] for row in rows], [params[row] for row in rows]
         )
-    if bool(best.isnan().any()):  # max() prefers NaN to any number
-        raise NodeError("the model computed NaN logits", code="BAD_LOGITS")
-    ids = tokens.tolist()
+        for row, (token, chosen) in zip(rows, found, strict=True):
+            ids[row], possible[row] = int(token), possible[row] and bool(chosen)
+    logprobs = _logprobs(logits, ids, params)
     return [
-        SampledToken(token_id, logprobs)
-        for token_id, logprobs in zip(ids, _logprobs(logits, ids, params), strict=True)
+        SampledToken(ids[row], logprobs[row]) if possible[row] else FailedRow(_why(tops[row]))
+        for row in range(len(ids))
     ]
+
+
+def _why(top: float) -> str:
+    if math.isnan(top):
+        return "the model computed NaN logits"
+    return "there is no token that may be chosen"
 
 
 def params_of(sequence: StepSequence) -> SamplingParams:
@@ -54,19 +91,38 @@ def params_of(sequence: StepSequence) -> SamplingParams:
     return sequence.sampling
 
 
+def _choose(
+    scores: torch.Tensor, sequences: Sequence[StepSequence], params: Sequence[SamplingParams]
+) -> list[list[float]]:
+    """For each row of float64 `scores`, which are modified: the token, and 1 unless nothing
+    allows it."""
+    scores = adjust(scores, sequences, params)
+    best, tokens = scores.max(dim=-1)
+    chosen = best > -torch.inf
+    if drawn := [row for row, p in enumerate(params) if not p.greedy]:
+        tokens[drawn], chosen[drawn] = draw(
+            scores if len(drawn) == len(params) else scores[drawn],
+            [params[row] for row in drawn],
+            [sequences[row] for row in drawn],
+        )
+    pairs: list[list[float]] = torch.stack((tokens.double(), chosen.double()), dim=1).tolist()
+    return pairs
+
+
 # ---- adjusting logits ----
+
+
+def _adjusts(sequence: StepSequence, params: SamplingParams) -> bool:
+    return params.penalised or bool(params.logit_bias) or bool(sequence.banned_token_ids)
 
 
 def adjust(
     logits: torch.Tensor, sequences: Sequence[StepSequence], params: Sequence[SamplingParams]
 ) -> torch.Tensor:
-    """Logits after bias, penalties and bans: a copy, or `logits` itself if there are none."""
+    """Logits after bias, penalties and bans, in place."""
     penalised = [row for row, p in enumerate(params) if p.penalised]
     biases = [(row, t, bias) for row, p in enumerate(params) for t, bias in p.logit_bias.items()]
     banned = [(row, t) for row, sequence in enumerate(sequences) for t in sequence.banned_token_ids]
-    if not (penalised or biases or banned):
-        return logits
-    logits = logits.clone()
     vocab = logits.shape[1]
     # Ids come from clients; those that name no token have no effect.
     if biases := [entry for entry in biases if 0 <= entry[1] < vocab]:
@@ -113,14 +169,17 @@ def counts_of(sequence: StepSequence) -> TokenCounts:
 
 def draw(
     logits: torch.Tensor, params: Sequence[SamplingParams], sequences: Sequence[StepSequence]
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws by inverting the cumulative distribution, in float64 so that its tail counts:
-    the first token whose cumulative probability exceeds the row's random number."""
+    the first token whose cumulative probability exceeds the row's random number. Returns the
+    tokens and whether each may be drawn at all."""
     probs = filtered_probs(logits, params)
     cumulative = probs.cumsum(dim=-1)
     # Positions count from the sequence's start, so a resumed sequence goes on where it was.
     numbers = _column([uniform(s.seed, s.start + len(s.token_ids)) for s in sequences], cumulative)
-    return torch.searchsorted(cumulative, numbers * cumulative[:, -1:], right=True).squeeze(1)
+    tokens = torch.searchsorted(cumulative, numbers * cumulative[:, -1:], right=True)
+    tokens.clamp_(max=probs.shape[1] - 1)  # a row of NaN exceeds nothing
+    return tokens.squeeze(1), probs.gather(1, tokens).squeeze(1) > 0
 
 
 def filtered_probs(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
@@ -129,14 +188,20 @@ def filtered_probs(logits: torch.Tensor, params: Sequence[SamplingParams]) -> to
     top-k keeps the k most likely tokens, top-p (Holtzman et al., 2019) the fewest of these
     whose share is at least p, min-p those at least p times as likely as the most likely.
     Filters are thresholds: tokens exactly as likely as the last one kept stay too, so the
-    result depends on no sorting order.
+    result depends on no sorting order. Works in place where `logits` are float64: at their size
+    a copy is not nothing.
     """
-    logits = logits.double() / _column([p.temperature for p in params], logits.double())
-    logits = _filter_top_k(logits, params)
-    probs = _filter_top_p(logits.softmax(dim=-1), params)
+    logits = logits.double()
+    # The most likely at 0: nothing overflows, whatever the temperature.
+    logits.sub_(logits.amax(dim=-1, keepdim=True))
+    logits.div_(_column([p.temperature for p in params], logits))
+    probs = _filter_top_k(logits, params).exp_()
+    probs.div_(probs.sum(dim=-1, keepdim=True))
+    probs = _filter_top_p(probs, params)
     if any(p.min_p > 0 for p in params):
-        least = probs.amax(dim=-1, keepdim=True) * _column([p.min_p for p in params], probs)
-        probs = probs.masked_fill(probs < least, 0.0)
+        most = probs.amax(dim=-1, keepdim=True)
+        least = most * _column([min(p.min_p, 1.0) for p in params], probs)
+        probs.masked_fill_(probs < least, 0.0)
     return probs
 
 

@@ -55,6 +55,7 @@ class Scheduler:
         self.num_admitted = 0
         self.num_freed = 0  # blocks given back by sequences that are over
         self.num_preemptions = 0
+        self.num_failed = 0  # sequences whose share of a step could not be computed
         self.prompt_tokens = 0  # computed here, recomputation after a preemption included
         self.generation_tokens = 0  # sampled here
         self.cache_queries = 0  # prompt tokens looked up in the prefix cache
@@ -98,6 +99,13 @@ class Scheduler:
         self.remote.discard(sequence)
         if sequence.status is not Status.DONE:
             sequence.status = Status.HELD
+
+    def fail(self, sequence: Sequence) -> None:
+        """As `hold`, for a sequence whose step came to nothing: its KV may be the reason, so
+        nobody shall find it in the prefix cache."""
+        self.hold(sequence)
+        self.pool.forget(sequence.block_table)
+        self.num_failed += 1
 
     def release(self, sequence: Sequence) -> None:
         """The sequence is over: its blocks are free. Whoever calls makes sure that no step

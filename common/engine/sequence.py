@@ -30,6 +30,7 @@ class Sequence:
     token_ids: list[int]
     num_prompt_tokens: int
     choice: int = 0
+    request_id: str = ""
     remote: bool = False  # its KV comes from another node
     status: Status = Status.NEW
     num_computed: int = 0

@@ -5,8 +5,9 @@ tables into whatever the backend's kernels index with, once per step; `forward` 
 layer with the result.
 
 The cache is `[layers, 2, num_blocks, kv_heads, block_size, head_dim]` (2 = key, value),
-head-major inside a block, and must be allocated as zeros: slots never written are read and
-masked, and 0 × NaN would not vanish.
+head-major inside a block. Slots behind a sequence's last token are read and masked, and 0 × NaN
+would not vanish: so a block is zeroed when its first slot is written, or what its last owner could
+not stand would pass to the next one.
 """
 
 from __future__ import annotations
@@ -71,10 +72,12 @@ class AttentionBatch:
 
 @dataclass(frozen=True, slots=True)
 class SlotMapping:
-    """Where each token's key and value go: `blocks` and `slots`, both `[T]`."""
+    """Where each token's key and value go: `blocks` and `slots`, both `[T]`. `fresh` are the
+    blocks that the step begins to fill."""
 
     blocks: Tensor
     slots: Tensor
+    fresh: Tensor
 
     @classmethod
     def of(cls, batch: AttentionBatch, device: torch.device) -> SlotMapping:
@@ -83,10 +86,13 @@ class SlotMapping:
         shift = torch.tensor(batch.starts) - torch.tensor(batch.offsets[:-1])
         positions = torch.arange(len(sequence)) + shift[sequence]
         blocks = tables[sequence, positions // batch.block_size]
-        return cls(blocks.to(device), (positions % batch.block_size).to(device))
+        slots = positions % batch.block_size
+        return cls(blocks.to(device), slots.to(device), blocks[slots == 0].to(device))
 
     def write(self, layer_cache: Tensor, k: Tensor, v: Tensor) -> None:
         """Puts `k`, `v` [T, kv_heads, D] into one layer's cache [2, N, kv_heads, S, D]."""
+        if len(self.fresh):
+            layer_cache.index_fill_(1, self.fresh, 0)
         layer_cache[0][self.blocks, :, self.slots] = k
         layer_cache[1][self.blocks, :, self.slots] = v
 

@@ -24,7 +24,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CONTEXT_BYTES = 640 * 2**20  # CUDA context and kernels, cuBLAS' and FlashInfer's workspaces
 COMMUNICATOR_BYTES = 512 * 2**20  # NCCL's buffers, where there is more than one rank
 
-SAMPLER_BYTES = 24  # per logit: float32 twice, and its float64 distribution twice
+SAMPLER_BYTES = 20  # per logit: float32, and its float64 distribution twice
 
 
 GROUP_INDEX_BYTES = 4  # which group an input is of, where a checkpoint says so

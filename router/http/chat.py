@@ -9,6 +9,7 @@ from aiohttp import web
 
 from common.core.errors import InvalidRequest
 from common.core.ids import new_request_id
+from common.core.sampling import check_range
 from common.text.tokenizer import Tokenizer
 from router.admission import Batch
 from router.generation import TextDelta
@@ -17,7 +18,6 @@ from router.http.generation_body import check_response_format, make_request, rep
 from router.http.logprobs import chat_logprobs
 from router.http.reply import Reply
 from router.http.schema import ChatBody, ChatTemplateBody, Message
-from router.sampling import check_range
 from router.served_model import off_loop
 
 

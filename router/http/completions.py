@@ -9,6 +9,7 @@ from aiohttp import web
 
 from common.core.errors import InvalidRequest
 from common.core.ids import new_request_id
+from common.core.sampling import check_range
 from common.text.tokenizer import Tokenizer
 from router.admission import Batch
 from router.generation import GenerationRequest, TextDelta
@@ -17,7 +18,7 @@ from router.http.generation_body import check_response_format, make_request, rep
 from router.http.logprobs import CompletionLogprobs
 from router.http.reply import Reply
 from router.http.schema import CompletionBody
-from router.sampling import check_range, make_choices
+from router.sampling import make_choices
 from router.served_model import ServedModel
 
 DEFAULT_MAX_TOKENS = 16
