@@ -26,6 +26,7 @@ from common.rpc.server import Channels, GrpcServer
 from common.text.tokenizer import Tokenizer
 from router.auth import APIKeys
 from router.http.app import make_app
+from router.http.connection import Limits
 from router.http.front import Front
 from router.http.server import HTTPServer, https_context
 from router.pipeline import Pipeline
@@ -52,7 +53,8 @@ async def serve(config: RouterConfig) -> int:
     channels = credentials.channels()
     pipeline = Pipeline(config.routing, registry, model.tokenizer, channels, metrics)
     metrics.registry.register(PipelineCollector(pipeline, registry))
-    grpc_server = _inference_server(InferenceServicer(pipeline, model, keys))
+    inference = InferenceServicer(pipeline, model, keys, config.server.write_timeout)
+    grpc_server = _inference_server(inference)
     grpc_port = grpc_server.bind(config.server.host, config.server.grpc_port, credentials.tls)
     registration = RegistryService(registry, model.name, config.routing.heartbeat_interval)
     registry_server = _registry_server(registration, credentials)
@@ -66,7 +68,8 @@ async def serve(config: RouterConfig) -> int:
         trust_request_chat_template=config.server.trust_request_chat_template,
     )
     app = make_app(front, metrics.registry, config.server.max_body_size)
-    http = await HTTPServer.start(app, config.server.host, config.server.port, https)
+    limits = Limits(config.server.timeout_keep_alive, config.server.write_timeout)
+    http = await HTTPServer.start(app, config.server.host, config.server.port, https, limits)
     await grpc_server.start()
     await registry_server.start()
     await registry_server.set_healthy(True)

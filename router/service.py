@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import logging
 from contextlib import aclosing
 from typing import Any
 from urllib.parse import unquote
 
 import grpc
 
-from common.core.errors import InvalidRequest
+from common.core.errors import Cancelled, InvalidRequest
 from common.core.ids import new_request_id
 from common.obs.logging import request_id_var
 from common.rpc import convert
@@ -21,10 +22,13 @@ from router.auth import HEADER as AUTHORIZATION
 from router.auth import APIKeys
 from router.generation import GenerationRequest, GenerationStats, Generator, TextDelta
 from router.http.request_id import is_plain
+from router.merge import merge
 from router.sampling import make_choices, make_sampling, make_stop
 from router.served_model import ServedModel
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+logger = logging.getLogger(__name__)
 
 _DEFAULT_MAX_TOKENS = 16
 _OPTIONAL = (
@@ -37,24 +41,37 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """`pdserve.v1.Inference`. Calls show the API key as HTTP requests do, in their metadata."""
 
     def __init__(
-        self, generator: Generator, model: ServedModel, keys: APIKeys | None = None
+        self,
+        generator: Generator,
+        model: ServedModel,
+        keys: APIKeys | None = None,
+        write_timeout: float = 30.0,
     ) -> None:
         self._generator = generator
         self._model = model
         self._keys = keys or APIKeys()
+        self._write_timeout = write_timeout
 
-    async def Generate(
-        self, request: pb.GenerateRequest, context: Context
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Streams deltas; the last response carries usage and timeline only."""
         async with serving(context):
             self._authenticate(context)
             generation = await self._make_request(request, self._client(context))
             public_id = request.request_id or generation.request_id
             request_id_var.set(public_id)
-            async with aclosing(self._generator.generate(generation)) as updates:
-                async for update in updates:
-                    yield _response(public_id, update)
+            async with aclosing(merge([self._generator.generate(generation)])) as updates:
+                async for _, update in updates:
+                    await self._write(context, _response(public_id, update))
+
+    async def _write(self, context: Context, response: pb.GenerateResponse) -> None:
+        """Waits while the client is behind, but not for ever."""
+        try:
+            async with asyncio.timeout(self._write_timeout):
+                await context.write(response)
+        except TimeoutError:
+            logger.info("%s took nothing for %.0f s", context.peer(), self._write_timeout)
+            # It learns of this when it reads again; until then nothing but the call is kept.
+            raise Cancelled("the client did not read", code="CLIENT_TOO_SLOW") from None
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         async with serving(context):

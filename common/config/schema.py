@@ -263,6 +263,14 @@ class ServerConfig:
     ports_file: str | None = option(
         None, "file to write the ports to once they are open, as JSON", metavar="FILE"
     )
+    timeout_keep_alive: float = option(
+        5.0, "seconds an HTTP connection may be idle before it is closed", minimum=0.1
+    )
+    write_timeout: float = option(
+        30.0,
+        "seconds a client may take nothing of its answer before it is hung up on",
+        minimum=0.1,
+    )
     max_body_size: int = option(32 * 2**20, "bytes of one HTTP request", minimum=1)
     api_key: str | None = option(
         None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from aiohttp import hdrs, web
@@ -13,6 +14,7 @@ from common.core.errors import InvalidRequest
 from common.obs.logging import request_id_var
 from router.auth import HEADER as AUTHORIZATION
 from router.http import chat, completions, info, tokenize
+from router.http.connection import connection_of
 from router.http.errors import as_typed, error_response, http_error_response, stopping
 from router.http.front import FRONT, Front
 from router.http.info import REGISTRY
@@ -106,8 +108,10 @@ async def _track(request: web.Request, handler: Handler) -> web.StreamResponse:
     task = asyncio.current_task()
     assert task is not None
     traffic.tasks.add(task)
+    connection = connection_of(request)
     try:
-        return await handler(request)
+        with nullcontext() if connection is None else connection.answering():
+            return await handler(request)
     finally:
         traffic.tasks.discard(task)
 

@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from router.http.connection import connection_of
+
 _SSE_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -44,6 +46,8 @@ class EventStream:
 
     async def send(self, event: Any) -> None:
         """Raises ConnectionError when the client is gone."""
+        if (connection := connection_of(self._request)) is not None:
+            await connection.drain()
         await self._response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
 
     async def close(self) -> web.StreamResponse:

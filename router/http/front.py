@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -18,6 +19,8 @@ from router.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 
+BODY_GRACE = 10.0  # seconds a body may take
+BODY_RATE = 32 * 1024  # and a second more for so many bytes
 _MAX_NAMES = 1000  # clients choose the names: remember no more than these
 
 BodyType = TypeVar("BodyType", bound=Body)
@@ -64,7 +67,7 @@ async def read_body(request: web.Request, schema: type[BodyType]) -> BodyType:
     """
     if "Content-Type" in request.headers and not _is_json(request.content_type):
         raise web.HTTPUnsupportedMediaType(text="the Content-Type must be application/json")
-    raw = await request.read()
+    raw = await read_raw(request)
     try:
         body = schema.model_validate_json(raw)
     except ValidationError as error:
@@ -73,6 +76,30 @@ async def read_body(request: web.Request, schema: type[BodyType]) -> BodyType:
     front.unknown_fields.note(set(body.model_extra or ()))
     front.model.check_name(body.model)
     return body
+
+
+async def read_raw(request: web.Request) -> bytes:
+    """The body's bytes.
+
+    Raises:
+        web.HTTPRequestEntityTooLarge: it has more than --max-body-size.
+        web.HTTPRequestTimeout: it comes drop by drop.
+    """
+    limit = request.client_max_size
+    if (request.content_length or 0) > limit:
+        raise web.HTTPRequestEntityTooLarge(limit, request.content_length or 0)
+    start = asyncio.get_running_loop().time() + BODY_GRACE
+    raw = bytearray()
+    try:
+        async with asyncio.timeout_at(start) as timeout:
+            while chunk := await request.content.readany():
+                raw += chunk
+                if len(raw) > limit:
+                    raise web.HTTPRequestEntityTooLarge(limit, len(raw))
+                timeout.reschedule(start + len(raw) / BODY_RATE)
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(text="the body comes too slowly") from None
+    return bytes(raw)
 
 
 def _is_json(content_type: str) -> bool:

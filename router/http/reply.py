@@ -15,7 +15,7 @@ from common.core.errors import PdserveError
 from router.generation import GenerationRequest, GenerationStats, Generator, TextDelta
 from router.http.encoding import EventStream, json_response
 from router.http.errors import as_typed, error_body, stopping
-from router.http.merge import merge
+from router.merge import merge
 
 TIMELINE_HEADER = "X-Pdserve-Timeline"
 

@@ -15,9 +15,11 @@ from common.config.schema import ServerConfig
 from common.core.errors import ConfigError
 from common.rpc.tls import load_cert_chain
 from router.http.app import TRAFFIC
+from router.http.connection import HEADER_TIMEOUT, Connection, Limits, watch
 
 logger = logging.getLogger(__name__)
 
+_BACKLOG = 128  # connections the kernel has accepted and this process has not
 _LAST_WORDS = 2.0  # seconds in which requests cut off by a stop may still say so
 
 
@@ -27,12 +29,19 @@ class HTTPServer:
 
     app: web.Application
     runner: web.AppRunner
-    site: web.TCPSite
+    listener: asyncio.Server
+    connections: set[Connection]
+    watcher: asyncio.Task[None]
     port: int
 
     @classmethod
     async def start(
-        cls, app: web.Application, host: str, port: int, tls: ssl.SSLContext | None = None
+        cls,
+        app: web.Application,
+        host: str,
+        port: int,
+        tls: ssl.SSLContext | None = None,
+        limits: Limits | None = None,
     ) -> HTTPServer:
         """Listens; port 0 takes a free one. With `tls` this is HTTPS.
 
@@ -47,21 +56,34 @@ class HTTPServer:
             shutdown_timeout=0.5,
         )
         await runner.setup()
-        site = web.TCPSite(runner, host, port, ssl_context=tls)
+        http = runner.server
+        assert http is not None, "setup makes it"
+        limits = limits or Limits()
+        connections: set[Connection] = set()
+        loop = asyncio.get_running_loop()
         try:
-            await site.start()
+            listener = await loop.create_server(
+                lambda: Connection(http(), limits, loop.time, connections),
+                host,
+                port,
+                ssl=tls,
+                ssl_handshake_timeout=HEADER_TIMEOUT if tls else None,
+                backlog=_BACKLOG,
+            )
         except OSError as error:
             await runner.cleanup()
             raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-        return cls(app, runner, site, runner.addresses[0][1])
+        watcher = asyncio.create_task(watch(connections, limits))
+        return cls(
+            app, runner, listener, connections, watcher, listener.sockets[0].getsockname()[1]
+        )
 
     async def stop(self, drain_timeout: float) -> None:
         """Takes no new request, lets those in flight end for `drain_timeout` seconds, then
         cancels them: each client is told. A second stop does no harm."""
         traffic = self.app[TRAFFIC]
         traffic.draining = True
-        if self.site in self.runner.sites:
-            await self.site.stop()
+        self.listener.close()
         await _wait(traffic.tasks, drain_timeout)
         if late := set(traffic.tasks):
             logger.warning("cut off %d requests in flight", len(late))
@@ -69,6 +91,7 @@ class HTTPServer:
                 task.cancel()
             await _wait(late, _LAST_WORDS)
         await self.runner.cleanup()
+        self.watcher.cancel()
 
 
 def https_context(config: ServerConfig) -> ssl.SSLContext | None:

@@ -1,4 +1,5 @@
-"""Several generations as one stream."""
+"""Generations as one stream, made at their own pace: a client that reads slowly, or not at all,
+holds no place on the nodes."""
 
 from __future__ import annotations
 
@@ -7,20 +8,24 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
+from common.core.errors import Cancelled
+
 T = TypeVar("T")
+
+# Items a client may be behind with, each of a few hundred bytes; who is further behind is given up.
+MAX_BEHIND = 16 * 1024
 
 
 async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
     """Yields (source's index, item) as items come. The first error of any source ends all.
 
-    However it ends, all sources are closed when it has ended.
+    A source ends when it has given its last item, whether or not that has been read. However
+    this ends, all sources are closed when it has ended.
+
+    Raises:
+        Cancelled: more than MAX_BEHIND items were not read.
     """
-    if len(sources) == 1:
-        async with aclosing(sources[0]) as source:
-            async for item in source:
-                yield 0, item
-        return
-    queue: asyncio.Queue[tuple[int, T] | _Failure | None] = asyncio.Queue(maxsize=len(sources))
+    queue: asyncio.Queue[tuple[int, T] | _Failure | None] = asyncio.Queue()
     pumps = [asyncio.create_task(_pump(i, source, queue)) for i, source in enumerate(sources)]
     try:
         running = len(pumps)
@@ -52,7 +57,11 @@ async def _pump(
     try:
         async with aclosing(source):
             async for item in source:
-                await queue.put((index, item))
-        await queue.put(None)
+                if queue.qsize() >= MAX_BEHIND:
+                    raise Cancelled(
+                        f"the client is {MAX_BEHIND} events behind", code="CLIENT_TOO_SLOW"
+                    )
+                queue.put_nowait((index, item))
+        queue.put_nowait(None)
     except Exception as error:
-        await queue.put(_Failure(error))
+        queue.put_nowait(_Failure(error))
