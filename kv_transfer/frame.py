@@ -8,7 +8,11 @@ BEGIN  a piece of a transfer    ──▶     this connection answers for it (al
 DATA   payload: the KV bytes    ──▶     into the blocks                              (push)
 OFFER  payload: my block ids    ──▶     reads them from my memory                    (pull)
                                 ◀──     TAKEN
-CONFIRM  count 1: I still held them ──▶ the read counts; 0: it does not
+CONFIRM  count 1: I held them   ──▶     after either: it counts; 0: it does not
+
+A connection is shared by transfers and outlives them. One that is given up in the midst of a DATA
+frame ends inside it: the source fills it up with other bytes and confirms 0, the sink receives
+what is left of it beside the blocks.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from common.core.errors import Blame, ConfigError, TransferError
 if TYPE_CHECKING:
     import torch
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)

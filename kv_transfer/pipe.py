@@ -2,21 +2,27 @@
 `PipeTransport` has a connector: see `kv_transfer/connectors/pipe_connector.py`.
 
 A pipe belongs to one thread at each end. Errors are OSError (the peer is gone) or
-TransferError (typed).
+TransferError (typed). All transfers between two ranks share one (or `streams`): none is
+interrupted because one transfer was given up.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kv_transfer.blocks import ByteRuns
+from kv_transfer.gate import Gate
 
 
 class KVPipe(ABC):
     """An ordered, reliable, two-way pipe. Every send is met by a receive of equal size."""
+
+    on_moved: Callable[[], None] | None = None  # call it now and then while a tensor moves
 
     @abstractmethod
     def send_tensor(self, tensor: torch.Tensor) -> None:
@@ -38,19 +44,41 @@ class KVPipe(ABC):
         """Whether an idle pipe is known to be broken; a cheap look, no round trip."""
         return True
 
-    def send_runs(self, memory: memoryview, runs: ByteRuns) -> None:
-        """Sends scattered bytes as one tensor. Override to spare the copy."""
-        staged = np.frombuffer(bytearray().join(runs.slices(memory)), dtype=np.uint8)
+    def send_blocks(self, memory: memoryview, runs: ByteRuns, gate: Gate) -> bool:
+        """Sends scattered bytes as one tensor. Whether all were read within the gate: when it
+        shuts, others take their place. Override to spare the copy; not for longer than a moment
+        may a thread inside the gate wait for the peer."""
+        staged = np.zeros(int(runs.lengths.sum()), dtype=np.uint8)
+        with gate.passage() as admitted:
+            if admitted:
+                _gather(memory, runs, staged)
         self.send_tensor(torch.from_numpy(staged))
+        return admitted
 
-    def recv_runs(self, memory: memoryview, runs: ByteRuns) -> None:
-        """Receives one tensor into scattered bytes. Override to spare the copy."""
+    def recv_blocks(self, memory: memoryview, runs: ByteRuns, gate: Gate) -> bool:
+        """Receives one tensor into scattered bytes. Whether all were written within the gate:
+        when it shuts, the rest is received all the same, and dropped. Override as
+        `send_blocks`."""
         staged = torch.empty(int(runs.lengths.sum()), dtype=torch.uint8)
         self.recv_tensor(staged)
-        data, position = memory_of_bytes(staged), 0
-        for part in runs.slices(memory):
-            part[:] = data[position : position + len(part)]
-            position += len(part)
+        with gate.passage() as admitted:
+            if admitted:
+                _scatter(memory, runs, memory_of_bytes(staged))
+        return admitted
+
+
+def _gather(memory: memoryview, runs: ByteRuns, staged: NDArray[np.uint8]) -> None:
+    position = 0
+    for part in runs.slices(memory):
+        staged[position : position + len(part)] = part
+        position += len(part)
+
+
+def _scatter(memory: memoryview, runs: ByteRuns, data: memoryview) -> None:
+    position = 0
+    for part in runs.slices(memory):
+        part[:] = data[position : position + len(part)]
+        position += len(part)
 
 
 def memory_of_bytes(tensor: torch.Tensor) -> memoryview:

@@ -277,6 +277,34 @@ class WaitsForTheEndInQuiesce(Broken):
         super().quiesce(transfer_id)
 
 
+class EndsTheConnectionOfTheSource(Broken):
+    """With the transfer that is given up: the others on it fail."""
+
+    caught_by = (
+        "test_peers.py::"
+        "test_cancelling_one_of_two_transfers_leaves_the_other_unharmed_at_the_source"
+    )
+
+    def quiesce(self, transfer_id: bytes) -> None:
+        if transfer_id in self._links._outgoing:
+            for link in list(self._links._links.values()):
+                if link._channel is not None:
+                    link._channel.interrupt()
+        super().quiesce(transfer_id)
+
+
+class EndsTheConnectionOfTheSink(Broken):
+    caught_by = (
+        "test_peers.py::test_cancelling_one_of_two_transfers_leaves_the_other_unharmed_at_the_sink"
+    )
+
+    def quiesce(self, transfer_id: bytes) -> None:
+        if transfer_id in self.intake._incoming and self._server is not None:
+            for pipe in list(self._server._pipes):
+                pipe.interrupt()
+        super().quiesce(transfer_id)
+
+
 # ---- peers ----
 
 

@@ -33,6 +33,7 @@ from kv_transfer.connector import (
     SinkTransfer,
     SourceTransfer,
 )
+from kv_transfer.connectors import sockets
 from kv_transfer.connectors.pipe_connector import PipeConnector, recv_frame, send_frame
 from kv_transfer.connectors.shm import Greeting, ShmConnector
 from kv_transfer.connectors.sockets import SocketPipe
@@ -47,6 +48,7 @@ GEOMETRY = Geometry()
 RECT = Rect(0, GEOMETRY.layers, 0, GEOMETRY.heads)
 ID = b"transfer-id-0001"
 SINK_IDS = (4, 9, 2, 7)
+CONFIRM = Frame(Kind.CONFIRM, count=1).encode()  # follows the payload of DATA
 
 
 class Rank:
@@ -98,7 +100,7 @@ def submit(source: Rank, sink: Rank, transfer_id: bytes = ID, epoch: int = 1) ->
 def data_frame(first: int, count: int, **changes: Any) -> tuple[Frame, bytes]:
     nbytes = piece_nbytes(torch.empty(GEOMETRY.shape(RECT)), RECT, count)
     frame = Frame(Kind.DATA, ID, 1, RECT, first, count, nbytes)
-    return replace(frame, **changes), b"\x3f" * nbytes
+    return replace(frame, **changes), b"\x3f" * nbytes + CONFIRM
 
 
 def say(pipe: SocketPipe, frame: Frame, payload: bytes = b"") -> None:
@@ -230,9 +232,12 @@ def test_what_contradicts_the_agreement_fails_the_transfer(
 # ---- who may touch the blocks ----
 
 
-def test_quiesce_interrupts_a_stalled_writer(rank: Callable[..., Rank]) -> None:
+def test_quiesce_does_not_wait_for_a_stalled_writer(rank: Callable[..., Rank]) -> None:
+    """What it sends later goes beside the blocks, and its connection serves others."""
     sink = rank(TCPConnector)
-    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
+    other, ids = ID[::-1], (0, 1, 3, 5)
+    for transfer_id, blocks in ((ID, SINK_IDS), (other, ids)):
+        sink.connector.accept(SinkTransfer(transfer_id, 1, 0, blocks))
     with greeted(sink) as pipe:
         frame, payload = data_frame(0, 4)
         say(pipe, frame, payload[:100])
@@ -241,10 +246,44 @@ def test_quiesce_interrupts_a_stalled_writer(rank: Callable[..., Rank]) -> None:
         sink.connector.quiesce(ID)
         assert time.monotonic() - started < 2.0
         after = sink.cache.clone()
-        with contextlib.suppress(OSError):
-            pipe.sock.sendall(payload[100:])
+        pipe.sock.sendall(payload[100:])
+        say(pipe, *data_frame(0, 4, transfer_id=other))
+        assert sink.expect(Landed).transfer_id == other
+        assert torch.equal(sink.cache[:, :, list(SINK_IDS)], after[:, :, list(SINK_IDS)])
+        assert (sink.cache[:, :, list(ids)] != 0).all()
+
+
+def test_a_peer_that_stalls_for_good_is_lost(
+    rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the midst of a frame, so that nothing else can come; and it is the one to blame."""
+    monkeypatch.setattr(sockets, "STALL_S", 0.2)
+    sink = rank(TCPConnector)
+    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
+    sink.connector.accept(SinkTransfer(ID[::-1], 1, 0, (0, 1)))
+    with greeted(sink) as pipe:
+        say(pipe, Frame(Kind.BEGIN, ID[::-1], 1, RECT))
+        frame, payload = data_frame(0, 4)
+        say(pipe, frame, payload[:100])
+        wait_for(lambda: bool(sink.cache.any()))
+        sink.connector.quiesce(ID)
+        failed = sink.expect(Failed)
+        assert (failed.transfer_id, failed.code) == (ID[::-1], "PEER_LOST")
+        assert (failed.blame, failed.retryable) == ("prefill", True)
         assert closed(pipe)
-        assert torch.equal(sink.cache, after)
+
+
+def test_a_frame_that_the_source_did_not_hold_to_its_end_does_not_count(
+    rank: Callable[..., Rank],
+) -> None:
+    sink = rank(TCPConnector)
+    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
+    with greeted(sink) as pipe:
+        frame, payload = data_frame(0, 4)
+        say(pipe, frame, payload.removesuffix(CONFIRM))
+        say(pipe, replace(frame, kind=Kind.CONFIRM, count=0, nbytes=0))
+        failed = sink.expect(Failed)
+        assert (failed.code, failed.blame, failed.retryable) == ("EXPIRED", "prefill", True)
 
 
 def test_quiesce_stops_a_source_whose_sink_has_stalled(rank: Callable[..., Rank]) -> None:
@@ -529,9 +568,10 @@ def test_scatter_gather_over_more_buffers_than_one_call_takes() -> None:
     target = torch.zeros_like(cache)
     rect = Rect(0, 2, 0, 2)
     runs = byte_runs(CacheView(cache, rect), rect, tuple(range(0, 800, 2)))
-    sender = threading.Thread(target=ends[0].send_runs, args=(memory_of(cache), runs))
+    gates = Gate(), Gate()
+    sender = threading.Thread(target=ends[0].send_blocks, args=(memory_of(cache), runs, gates[0]))
     sender.start()
-    ends[1].recv_runs(memory_of(target), runs)
+    assert ends[1].recv_blocks(memory_of(target), runs, gates[1])
     sender.join()
     assert len(runs.lengths) > 1024
     assert torch.equal(target[:, :, ::2], cache[:, :, ::2])

@@ -108,7 +108,8 @@ def fitting(frame: Frame) -> bytes:
     if not 0 < nbytes < 1 << 16:
         return frame.encode()
     fields = (frame.transfer_id, frame.epoch, frame.rect, frame.first, frame.count)
-    return Frame(frame.kind, *fields, nbytes).encode() + b"\x3f" * nbytes
+    payload = Frame(frame.kind, *fields, nbytes).encode() + b"\x3f" * nbytes
+    return payload + Frame(Kind.CONFIRM, count=1).encode() * (frame.kind is Kind.DATA)
 
 
 HELLO = Frame(Kind.HELLO, nbytes=4).encode() + b"same"

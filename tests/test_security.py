@@ -510,7 +510,7 @@ def test_kv_inside_tls(rank: Callable[..., Rank], certs: Path) -> None:
     check_healthy(sink, source, b"transfer-id-0002")  # on the connection that was kept
 
 
-def test_cut_off_inside_tls_nothing_encrypted_gets_into_the_blocks(
+def test_given_up_inside_tls_nothing_encrypted_gets_into_the_blocks(
     rank: Callable[..., Rank], certs: Path
 ) -> None:
     sink = rank(files(certs / "ours"))
@@ -523,10 +523,13 @@ def test_cut_off_inside_tls_nothing_encrypted_gets_into_the_blocks(
         started = time.monotonic()
         sink.connector.quiesce(ID)
         assert time.monotonic() - started < 2.0
-        with contextlib.suppress(OSError):
-            pipe.sendall(payload[200:])
-        assert is_closed(pipe)
-    assert torch.equal(sink.cache, before)
+        pipe.sendall(payload[200:])  # goes beside the blocks
+        other = ID[::-1]
+        sink.connector.accept(SinkTransfer(other, 1, 0, (0, 1)))
+        pipe.sendall(data(sink, 0, 2, other))
+        sink.expect(Landed)
+    blocks = [4, 9, 2, 7]
+    assert torch.equal(sink.cache[:, :, blocks], before[:, :, blocks])
     assert set(sink.cache.unique().tolist()) <= {0.0, FILL}
 
 
@@ -679,9 +682,9 @@ def greeted(sink: Rank, options: Mapping[str, str] | None = None) -> Iterator[so
 
 def data(sink: Rank, first: int, count: int, transfer_id: bytes = ID) -> bytes:
     nbytes = piece_nbytes(sink.cache, RECT, count)
-    return Frame(Kind.DATA, transfer_id, 1, RECT, first, count, nbytes).encode() + bytes(
-        b"\x3f" * nbytes
-    )
+    frame = Frame(Kind.DATA, transfer_id, 1, RECT, first, count, nbytes)
+    confirm = Frame(Kind.CONFIRM, transfer_id, 1, RECT, first, 1)
+    return frame.encode() + b"\x3f" * nbytes + confirm.encode()
 
 
 def wait_for_count(sink: Rank, name: str, value: int) -> None:

@@ -24,6 +24,7 @@ BIG = Geometry(block_size=16, head_dim=128, num_blocks=128)  # 32 MiB: more than
 COUNT = BIG.num_blocks
 IDS = scattered(COUNT, COUNT)
 RUNS = (2, *(9,) * 14)
+MINE, THEIRS = IDS[: COUNT // 2], IDS[COUNT // 2 :]  # of two transfers
 NBYTES = 256 << 10  # of a block
 
 
@@ -106,6 +107,54 @@ def test_quiesce_does_not_wait_for_a_stalled_source(kit: Kit) -> None:
     pair.announce(ID, IDS[-9:], first=COUNT - 9)
     settle()
     assert pair.others_untouched(()), "a block was written after `quiesce` had returned"
+
+
+def begin_two(pair: Pair[LocalEnd, RemoteEnd] | Pair[RemoteEnd, LocalEnd]) -> None:
+    """Two transfers share the way; the first two blocks of each have arrived."""
+    for transfer_id, ids in ((ID, MINE), (OTHER, THEIRS)):
+        pair.accept(transfer_id, ids)
+        pair.submit(transfer_id)
+        pair.announce(transfer_id, ids[:2], last=False)
+    started = (*MINE[:2], *THEIRS[:2])
+    assert eventually(lambda: pair.arrived(started, started)), "the first runs did not arrive"
+
+
+def check_unharmed(pair: Pair[LocalEnd, RemoteEnd] | Pair[RemoteEnd, LocalEnd]) -> None:
+    pair.wait_landed(OTHER)
+    pair.wait_sent(OTHER)
+    assert pair.arrived(THEIRS, THEIRS), "the other transfer's blocks are not what was sent"
+    assert not pair.sink.end.events.of(Landed, ID), "Landed, but it was cancelled half way"
+
+
+def test_cancelling_one_of_two_transfers_leaves_the_other_unharmed_at_the_source(kit: Kit) -> None:
+    """Two transfers between the same ranks; the source gives one up, likely amid a run of it. It
+    frees its blocks, and the other transfer goes on: what both share must not be ended for one."""
+    pair = Pair(kit.node(geometry=BIG), kit.remote(BIG))
+    begin_two(pair)
+    pair.sink.end.stop()
+    pair.announce(ID, MINE[2:-9], first=2, last=False)
+    pair.announce(OTHER, THEIRS[2:], first=2)
+    settle()
+    pair.source.end.quiesce(ID)
+    pair.source.end.cache.tensor[:, :, list(MINE)] = FREE
+    pair.sink.end.resume()
+    check_unharmed(pair)
+
+
+def test_cancelling_one_of_two_transfers_leaves_the_other_unharmed_at_the_sink(kit: Kit) -> None:
+    """As above, and the sink gives one up; the source does not know and goes on."""
+    pair = Pair(kit.remote(BIG), kit.node(geometry=BIG))
+    begin_two(pair)
+    for transfer_id, ids in ((ID, MINE), (OTHER, THEIRS)):
+        pair.announce(transfer_id, ids[2:-9], first=2, last=False)
+    pair.source.end.stop()
+    pair.sink.end.quiesce(ID)
+    pair.sink.end.cache.tensor[:, :, list(MINE)] = FREE
+    pair.source.end.resume()
+    for transfer_id, ids in ((ID, MINE), (OTHER, THEIRS)):
+        pair.announce(transfer_id, ids[-9:], first=len(ids) - 9)
+    check_unharmed(pair)
+    assert pair.others_untouched(THEIRS), "a block was written after `quiesce` had returned"
 
 
 def test_close_does_not_wait_for_a_stalled_sink(kit: Kit) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,6 +25,21 @@ from kv_transfer.gate import Gate
 from kv_transfer.layout import CacheView, Rect
 
 logger = logging.getLogger(__name__)
+
+PULSE_S = 0.1  # between two words about a frame that takes long; leases are longer
+
+
+class Pulse:
+    """Says at most every `PULSE_S` seconds that something moves."""
+
+    def __init__(self, say: Callable[[], None]) -> None:
+        self._say = say
+        self._last = time.monotonic()
+
+    def __call__(self) -> None:
+        if (now := time.monotonic()) - self._last >= PULSE_S:
+            self._last = now
+            self._say()
 
 
 @dataclass(slots=True)
@@ -171,6 +187,17 @@ class Intake:
                 error.message,
             )
         )
+
+    def moving(self, peer: object) -> None:
+        """Bytes come over a connection: those of its transfers that wait their turn live, too."""
+        with self._lock:
+            waiting = [
+                each.transfer
+                for each in self._incoming.values()
+                if not each.over and each.gate.is_open and peer in each.owners.values()
+            ]
+        for transfer in waiting:
+            self._emit(Progress(transfer.transfer_id, transfer.epoch, 0))
 
     def disconnected(self, peer: object, error: TransferError) -> None:
         """A connection ended: its unfinished transfers fail."""

@@ -7,6 +7,7 @@ import threading
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from common.core.errors import Blame, ConfigError
@@ -17,7 +18,7 @@ from kv_transfer.connector import (
     SinkTransfer,
     SourceTransfer,
 )
-from kv_transfer.connectors.intake import Intake, as_transfer_error
+from kv_transfer.connectors.intake import Intake, Pulse, as_transfer_error
 from kv_transfer.connectors.links import Channel, Links
 from kv_transfer.connectors.server import PipeServer
 from kv_transfer.pipe import KVPipe, PipeListener
@@ -37,7 +38,7 @@ class LinkedConnector(KVConnector):
                 "choose another --kv-connector (tcp can)"
             )
         self.intake = Intake(context.view, context.emit)
-        self._links = Links(self.dial, context.emit)
+        self._links = Links(self.dial, context.emit, context.view.cache)
         self._server: PipeServer | None = None
         self._starting = threading.Lock()
 
@@ -69,6 +70,7 @@ class LinkedConnector(KVConnector):
             return self._server.endpoint
 
     def _serve(self, pipe: KVPipe) -> None:
+        pipe.on_moved = Pulse(partial(self.intake.moving, pipe))
         try:
             self.serve(pipe)
         except Exception as error:

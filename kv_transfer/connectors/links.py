@@ -1,6 +1,6 @@
 """The source rank's side: transfers under way, and the links (thread, queue, connection) to each
 sink rank: one, or as many as there are streams, which share the layers of a piece. A link's
-connection outlives its transfers."""
+connection outlives its transfers, which take turns on it, frame by frame."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+
+import torch
 
 from common.core.errors import Blame, TransferError
 from kv_transfer.connector import (
@@ -21,7 +24,8 @@ from kv_transfer.connector import (
     Sent,
     SourceTransfer,
 )
-from kv_transfer.connectors.intake import as_transfer_error
+from kv_transfer.connectors.intake import Pulse, as_transfer_error
+from kv_transfer.connectors.staging import parts
 from kv_transfer.frame import Frame, Kind
 from kv_transfer.gate import Gate
 from kv_transfer.layout import Piece
@@ -29,6 +33,7 @@ from kv_transfer.layout import Piece
 Target = tuple[bytes, int]  # a sink rank's endpoint, and which of the streams to it
 NO_BLOCKS = BlockRun(0, 0)
 IDLE_S = 60.0  # after which an unused connection is closed
+FRAME_NBYTES = 16 << 20  # at most, but for a frame of one block: what staging memory it takes
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +68,7 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """One part of one run; the first of each part is empty and announces it."""
+    """One frame of a part of a run; the first of each part is empty and announces it."""
 
     outgoing: Outgoing
     piece: Piece
@@ -83,6 +88,10 @@ class Channel(ABC):
     def deliver(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> int:
         """Moves blocks; returns bytes moved: 0 when the gate is shut."""
 
+    def watch(self, on_moved: Callable[[], None]) -> None:  # noqa: B027 (optional)
+        """Calls `on_moved` now and then while a frame that takes long moves. Default: frames are
+        quick."""
+
     @abstractmethod
     def alive(self) -> bool: ...
 
@@ -97,9 +106,12 @@ class Channel(ABC):
 class Links:
     """All links and transfers of one source rank. Thread-safe."""
 
-    def __init__(self, dial: Callable[[bytes], Channel], emit: Callable[[Event], None]) -> None:
+    def __init__(
+        self, dial: Callable[[bytes], Channel], emit: Callable[[Event], None], cache: torch.Tensor
+    ) -> None:
         self._dial = dial
         self._emit = emit
+        self._cache = cache
         self._lock = threading.Lock()
         self._outgoing: dict[bytes, Outgoing] = {}
         self._links: dict[Target, Link] = {}
@@ -129,17 +141,38 @@ class Links:
                 return
             outgoing.started = outgoing.started or time.monotonic()
             for piece, target in outgoing.routes:
-                self._put(target, Delivery(outgoing, piece, run, block_ids, last))
+                for delivery in self._frames(outgoing, piece, run, block_ids, last):
+                    self._put(target, delivery)
             if not outgoing.routes and last:
                 outgoing.over = True
         if outgoing.over:
             self._emit(Sent(transfer_id, outgoing.transfer.epoch, 0, 0.0))
+
+    def _frames(
+        self,
+        outgoing: Outgoing,
+        piece: Piece,
+        run: BlockRun,
+        block_ids: tuple[int, ...],
+        last: bool,
+    ) -> Iterator[Delivery]:
+        """A run, cut so that a frame is soon over."""
+        cuts = list(parts(self._cache, piece.rect, run.count, FRAME_NBYTES)) or [slice(0, 0)]
+        for cut in cuts:
+            part = BlockRun(run.first + cut.start, cut.stop - cut.start)
+            yield Delivery(outgoing, piece, part, block_ids[cut], last and cut is cuts[-1])
 
     def _put(self, target: Target, delivery: Delivery) -> None:
         link = self._links.get(target)
         if link is None:
             link = self._links[target] = Link(target, self._dial, self)
         link.queue.put(delivery)
+
+    def moving(self, waiting: list[Outgoing]) -> None:
+        """Bytes go out on a link: those of its transfers that wait their turn live, too."""
+        for each in waiting:
+            if not each.over:
+                self._emit(Progress(each.transfer.transfer_id, each.transfer.epoch, 0))
 
     def delivered(self, delivery: Delivery, nbytes: int) -> None:
         outgoing, transfer = delivery.outgoing, delivery.outgoing.transfer
@@ -175,8 +208,11 @@ class Links:
         """Returns when no thread reads the transfer's blocks; none will."""
         with self._lock:
             outgoing = self._outgoing.pop(transfer_id, None)
+            links = list(self._links.values())
         if outgoing is not None:
             outgoing.over = True
+            for link in links:
+                link.queue.drop(outgoing)
             outgoing.gate.close()
 
     def close(self, deadline: float) -> None:
@@ -190,12 +226,54 @@ class Links:
             link.thread.join(max(0.0, end - time.monotonic()))
 
 
+class Turns:
+    """Deliveries of one link. Those of one transfer come out in order, and transfers by turns: one
+    with much to send keeps no other waiting. Any thread may put, one gets."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._queues: OrderedDict[Outgoing, deque[Delivery]] = OrderedDict()
+        self._closed = False
+
+    def put(self, delivery: Delivery) -> None:
+        with self._changed:
+            self._queues.setdefault(delivery.outgoing, deque()).append(delivery)
+            self._changed.notify()
+
+    def get(self, timeout: float) -> Delivery | None:
+        """None: it is closed. Raises queue.Empty."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._queues or self._closed, timeout):
+                raise queue.Empty
+            if self._closed:
+                return None
+            outgoing, deliveries = self._queues.popitem(last=False)
+            delivery = deliveries.popleft()
+            if deliveries:
+                self._queues[outgoing] = deliveries
+            return delivery
+
+    def drop(self, outgoing: Outgoing) -> None:
+        """A transfer that was given up."""
+        with self._changed:
+            self._queues.pop(outgoing, None)
+
+    def empty(self) -> bool:
+        with self._changed:
+            return not self._queues
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+
 class Link:
-    """One stream to one sink rank. Deliveries go out in order, one at a time."""
+    """One stream to one sink rank. Deliveries go out one at a time."""
 
     def __init__(self, target: Target, dial: Callable[[bytes], Channel], links: Links) -> None:
         self.target = target
-        self.queue: queue.SimpleQueue[Delivery | None] = queue.SimpleQueue()
+        self.queue = Turns()
         self._dial = dial
         self._links = links
         self._channel: Channel | None = None
@@ -236,7 +314,7 @@ class Link:
             self._lose(as_transfer_error(ConnectionError("the connection broke"), Blame.DECODE))
         if self._channel is None:
             self._connect().begin(frame)
-        self._live.add(delivery.outgoing)
+        self._live = {each for each in self._live if not each.over} | {delivery.outgoing}
 
     def _announced(self, kept: Channel, frame: Frame) -> bool:
         if not kept.alive():
@@ -257,6 +335,7 @@ class Link:
                 blame=Blame.DECODE,
                 retryable=True,
             ) from error
+        self._channel.watch(Pulse(lambda: self._links.moving(list(self._live))))
         return self._channel
 
     def _deliver(self, delivery: Delivery) -> None:
@@ -288,6 +367,6 @@ class Link:
             self._channel = None
 
     def stop(self) -> None:
-        self.queue.put(None)
+        self.queue.close()
         if (channel := self._channel) is not None:
             channel.interrupt()

@@ -223,7 +223,7 @@ class MultiConnector(KVConnector):
             incoming = self._incoming.get(event.transfer_id)
             verdict = self._judge(name, event)
         if isinstance(verdict, Landed) and incoming is not None:
-            with incoming.gate.passage(lambda: None) as admitted:
+            with incoming.gate.passage() as admitted:
                 if admitted:
                     self._land(name, verdict)
         elif verdict is not None:

@@ -29,6 +29,7 @@ from kv_transfer.connectors.tcp import Options as TCPOptions
 from kv_transfer.connectors.tcp import TCPListener, TCPTransport
 from kv_transfer.connectors.time_limit import time_limit
 from kv_transfer.frame import Frame, bad_frame
+from kv_transfer.gate import Gate
 from kv_transfer.layout import CacheView
 from kv_transfer.pipe import KVPipe, PipeListener, PipeTransport
 
@@ -111,26 +112,38 @@ class GroupListener(TCPListener):
 
 class GroupMover(Mover):
     """Stages parts in the cache's own device memory. The blocks are read before a part is sent
-    and written after it came whole, so that what happens to the group cannot reach them."""
+    and written after it came whole, so that what happens to the group cannot reach them, nor what
+    happens to the transfer the group."""
 
     def __init__(self, view: CacheView, group: PairGroup) -> None:
         self._view = view
         self._group = group
         self._stream = OwnStream(view.cache.device)
 
-    def send(self, frame: Frame, block_ids: tuple[int, ...]) -> None:
+    def send(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
+        whole = True
         with self._stream.active():
             for part in parts(self._view.cache, frame.rect, frame.count):
-                staged = gather(self._view, frame.rect, block_ids[part])
-                self._stream.synchronize()
-                self._group.send(staged.view(torch.uint8).reshape(-1))
+                with gate.passage() as admitted:
+                    if admitted:
+                        staged = gather(self._view, frame.rect, block_ids[part])
+                        self._stream.synchronize()
+                whole = whole and admitted
+                data = staged.view(torch.uint8).reshape(-1) if admitted else self._part(frame, part)
+                self._group.send(data)
+        return whole
 
-    def recv(self, frame: Frame, block_ids: tuple[int, ...]) -> None:
+    def recv(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
+        whole = True
         with self._stream.active():
             for part in parts(self._view.cache, frame.rect, frame.count):
                 staged = self._recv_part(frame, part)
-                scatter(self._view, frame.rect, block_ids[part], staged)
-                self._stream.synchronize()
+                with gate.passage() as admitted:
+                    if admitted:
+                        scatter(self._view, frame.rect, block_ids[part], staged)
+                        self._stream.synchronize()
+                whole = whole and admitted
+        return whole
 
     def drain(self, frame: Frame) -> None:
         """Raises TransferError BAD_FRAME: gloo ends a process that takes less than is sent."""
@@ -144,8 +157,12 @@ class GroupMover(Mover):
                 self._recv_part(frame, part)
 
     def _recv_part(self, frame: Frame, part: slice) -> torch.Tensor:
-        cache = self._view.cache
-        nbytes = piece_nbytes(cache, frame.rect, part.stop - part.start)
-        staged = torch.empty(nbytes, dtype=torch.uint8, device=cache.device)
+        staged = self._part(frame, part)
         self._group.recv(staged)
         return staged
+
+    def _part(self, frame: Frame, part: slice) -> torch.Tensor:
+        """Memory for a part; zeros, which are nobody's KV."""
+        cache = self._view.cache
+        nbytes = piece_nbytes(cache, frame.rect, part.stop - part.start)
+        return torch.zeros(nbytes, dtype=torch.uint8, device=cache.device)

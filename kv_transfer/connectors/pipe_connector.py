@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -13,16 +13,16 @@ import torch
 from common.core.errors import Blame, TransferError
 from kv_transfer.blocks import byte_runs, gather, memory_of, piece_nbytes, scatter
 from kv_transfer.connector import Capabilities, RankContext
-from kv_transfer.connectors.intake import Incoming
+from kv_transfer.connectors.intake import Incoming, Intake
 from kv_transfer.connectors.linked import LinkedConnector
-from kv_transfer.connectors.links import Channel
+from kv_transfer.connectors.links import FRAME_NBYTES, Channel
+from kv_transfer.connectors.sockets import scratch
 from kv_transfer.connectors.time_limit import time_limit
 from kv_transfer.frame import HEADER_NBYTES, MAX_GREETING, Frame, Kind, bad_frame
 from kv_transfer.gate import Gate
 from kv_transfer.layout import CacheView
 from kv_transfer.pipe import KVPipe, PipeListener, PipeTransport, recv_bytes, send_bytes
 
-SCRATCH_NBYTES = 1 << 20
 GREETING_S = 5.0  # in which a peer must have said who it is
 
 
@@ -76,14 +76,20 @@ def refusal(code: str, message: str) -> TransferError:
 
 
 class Mover(ABC):
-    """Moves the payload of DATA frames. Belongs to one connection and its thread."""
+    """Moves the payload of DATA frames. Belongs to one connection and its thread.
+
+    A frame is moved to its end, whatever becomes of its transfer. Blocks are touched inside the
+    gate alone, and nobody waits for the peer there: once it is shut, other memory takes their
+    place.
+    """
 
     @abstractmethod
-    def send(self, frame: Frame, block_ids: tuple[int, ...]) -> None: ...
+    def send(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
+        """Whether all that was sent are the blocks' bytes."""
 
     @abstractmethod
-    def recv(self, frame: Frame, block_ids: tuple[int, ...]) -> None:
-        """Returns when the bytes are in the blocks."""
+    def recv(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
+        """Whether all bytes are in the blocks."""
 
     @abstractmethod
     def drain(self, frame: Frame) -> None:
@@ -104,21 +110,29 @@ class PipeMover(Mover):
     def _memory(self) -> memoryview:
         return memory_of(self._view.cache)
 
-    def send(self, frame: Frame, block_ids: tuple[int, ...]) -> None:
+    def send(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
         if self._on_host:
-            return self._pipe.send_runs(self._memory, byte_runs(self._view, frame.rect, block_ids))
+            runs = byte_runs(self._view, frame.rect, block_ids)
+            return self._pipe.send_blocks(self._memory, runs, gate)
         staged = self._staging(frame.nbytes)
-        data = gather(self._view, frame.rect, block_ids)
-        staged.copy_(data.view(torch.uint8).reshape(-1))  # waits for the device
-        return self._pipe.send_tensor(staged)
+        with gate.passage() as admitted:
+            if admitted:
+                data = gather(self._view, frame.rect, block_ids)
+                staged.copy_(data.view(torch.uint8).reshape(-1))  # waits for the device
+        self._pipe.send_tensor(staged)
+        return admitted
 
-    def recv(self, frame: Frame, block_ids: tuple[int, ...]) -> None:
+    def recv(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
         if self._on_host:
-            return self._pipe.recv_runs(self._memory, byte_runs(self._view, frame.rect, block_ids))
+            runs = byte_runs(self._view, frame.rect, block_ids)
+            return self._pipe.recv_blocks(self._memory, runs, gate)
         staged = self._staging(frame.nbytes)
         self._pipe.recv_tensor(staged)
-        scatter(self._view, frame.rect, block_ids, staged)
-        return torch.cuda.current_stream(self._view.cache.device).synchronize()
+        with gate.passage() as admitted:
+            if admitted:
+                scatter(self._view, frame.rect, block_ids, staged)
+                torch.cuda.current_stream(self._view.cache.device).synchronize()
+        return admitted
 
     def drain(self, frame: Frame) -> None:
         drain(self._pipe, frame.nbytes)
@@ -141,14 +155,17 @@ class PipeChannel(Channel):
         send_frame(self._pipe, frame)
 
     def deliver(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> int:
+        if not gate.is_open:
+            return 0
         nbytes = piece_nbytes(self._view.cache, frame.rect, frame.count)
         frame = replace(frame, nbytes=nbytes)
-        with gate.passage(self._pipe.interrupt) as admitted:
-            if not admitted:
-                return 0
-            send_bytes(self._pipe, frame.encode())
-            self._mover.send(frame, block_ids)
-        return nbytes
+        send_bytes(self._pipe, frame.encode())
+        whole = self._mover.send(frame, block_ids, gate)
+        send_frame(self._pipe, replace(frame, kind=Kind.CONFIRM, count=int(whole)))
+        return nbytes if whole else 0
+
+    def watch(self, on_moved: Callable[[], None]) -> None:
+        self._pipe.on_moved = on_moved
 
     def alive(self) -> bool:
         return self._pipe.alive()
@@ -214,12 +231,10 @@ class PipeConnector(LinkedConnector):
     def _take(self, pipe: KVPipe, frame: Frame, mover: Mover) -> None:
         incoming = self._admit(pipe, frame)
         if incoming is None:
-            return mover.drain(frame)
-        with incoming.gate.passage(pipe.interrupt) as admitted:
-            if admitted:
-                mover.recv(frame, incoming.block_ids(frame))
-                self.intake.landed(incoming, frame)
-        return None if admitted else mover.drain(frame)
+            mover.drain(frame)
+        elif not mover.recv(frame, incoming.block_ids(frame), incoming.gate):
+            incoming = None
+        settle(pipe, frame, incoming, self.intake)
 
     def _admit(self, pipe: KVPipe, frame: Frame) -> Incoming | None:
         incoming = self.intake.admit(frame, pipe)
@@ -228,13 +243,36 @@ class PipeConnector(LinkedConnector):
         nbytes = piece_nbytes(self.context.view.cache, frame.rect, frame.count)
         if frame.nbytes != nbytes:
             raise bad_frame(f"{frame.nbytes} bytes for {frame.count} blocks of {nbytes} bytes")
+        if frame.count > 1 and frame.nbytes > FRAME_NBYTES:  # staging memory is bounded
+            raise bad_frame(f"{frame.nbytes} bytes in a frame, more than {FRAME_NBYTES}")
         return incoming
+
+
+def settle(pipe: KVPipe, frame: Frame, incoming: Incoming | None, intake: Intake) -> None:
+    """Sink: hears whether the source held its blocks while their bytes were moved. They are in
+    `incoming`'s blocks; None: they were dropped, or the transfer was given up meanwhile."""
+    confirm = recv_frame(pipe)
+    if confirm.kind is not Kind.CONFIRM or confirm.nbytes:
+        raise bad_frame(f"{confirm.kind.name} where CONFIRM was due")
+    if incoming is None:
+        return
+    with incoming.gate.passage() as admitted:
+        if admitted and confirm.count == 1:
+            intake.landed(incoming, frame)
+        elif admitted:
+            intake.fail(frame.transfer_id, _expired())
+
+
+def _expired() -> TransferError:
+    return TransferError(
+        "the prefill rank freed its blocks while they were read",
+        code="EXPIRED",
+        blame=Blame.PREFILL,
+        retryable=True,
+    )
 
 
 def drain(pipe: KVPipe, nbytes: int) -> None:
     """Reads a payload nobody wants, in bounded memory."""
-    scratch = torch.empty(min(nbytes, SCRATCH_NBYTES), dtype=torch.uint8)
-    while nbytes > 0:
-        part = scratch[:nbytes]
-        pipe.recv_tensor(part)
-        nbytes -= len(part)
+    for part in scratch(nbytes):
+        pipe.recv_tensor(torch.frombuffer(part, dtype=torch.uint8))

@@ -21,7 +21,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from common.core.errors import Blame, TransferError
+from common.core.errors import Blame
 from kv_transfer.blocks import piece_nbytes
 from kv_transfer.connectors.intake import Incoming
 from kv_transfer.connectors.linked import LinkedConnector
@@ -32,6 +32,7 @@ from kv_transfer.connectors.pipe_connector import (
     recv_frame,
     recv_greeting,
     send_frame,
+    settle,
     welcome,
 )
 from kv_transfer.connectors.sockets import SocketPipe
@@ -144,7 +145,7 @@ class PullConnector(LinkedConnector):
             return self._settle(pipe, frame, None)
         source_ids = np.frombuffer(recv_bytes(pipe, frame.nbytes), dtype=np.uint32).tolist()
         peer.check(frame.rect, source_ids)
-        with incoming.gate.passage(lambda: None) as admitted:
+        with incoming.gate.passage() as admitted:
             if admitted:
                 peer.copy(frame.rect, source_ids, incoming.block_ids(frame))
         return self._settle(pipe, frame, incoming if admitted else None)
@@ -152,21 +153,7 @@ class PullConnector(LinkedConnector):
     def _settle(self, pipe: KVPipe, frame: Frame, incoming: Incoming | None) -> None:
         """Asks whether the source still held what was read."""
         send_frame(pipe, replace(frame, kind=Kind.TAKEN))
-        confirm = recv_frame(pipe)
-        if confirm.kind is not Kind.CONFIRM or confirm.nbytes:
-            raise bad_frame(f"{confirm.kind.name} where CONFIRM was due")
-        if incoming is None:
-            return
-        if confirm.count == 1:
-            self.intake.landed(incoming, frame)
-            return
-        expired = TransferError(
-            "the prefill rank freed its blocks while they were read",
-            code="EXPIRED",
-            blame=Blame.PREFILL,
-            retryable=True,
-        )
-        self.intake.fail(frame.transfer_id, expired)
+        settle(pipe, frame, incoming, self.intake)
 
 
 class PullChannel(Channel):

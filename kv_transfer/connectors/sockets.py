@@ -1,52 +1,119 @@
-"""A pipe over a connected stream socket (TCP or Unix), straight from and into the blocks."""
+"""A pipe over a connected stream socket (TCP or Unix), straight from and into the blocks.
+
+Inside a transfer's gate a thread waits for the peer for `TICK_S` at a time and looks whether the
+gate is still open: a transfer that is given up leaves its frame to scratch memory, and the
+connection to the others.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import struct
+import time
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
 
 from kv_transfer.blocks import ByteRuns
+from kv_transfer.gate import Gate
 from kv_transfer.pipe import KVPipe, memory_of_bytes
 
 IOV_MAX = 1024  # buffers one system call takes (Linux)
+SCRATCH_NBYTES = 1 << 20
+TICK_S = 0.05
+STALL_S = 30.0  # a peer that moves nothing of a frame for so long is lost
+
+Move = Callable[[list[memoryview]], int]  # some bytes of the buffers; how many
 
 
 class SocketPipe(KVPipe):
-    """Owns `sock`, which is blocking: who waits too long is interrupted by the core.
+    """Owns `sock`, which is blocking but for the payload of blocks.
 
     `alive` and `interrupt` are about the connection itself, whatever is spoken on it, and so go
     past the methods of TLS sockets: those cannot peek, and fall back to plain text once shut.
     """
+
+    _most = IOV_MAX
 
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(None)
         self.sock = sock
 
     def send_tensor(self, tensor: torch.Tensor) -> None:
-        self._send([memory_of_bytes(tensor)])
+        self._move(self._send, [memory_of_bytes(tensor)])
 
     def recv_tensor(self, tensor: torch.Tensor) -> None:
-        self._recv([memory_of_bytes(tensor)])
+        self._move(self._recv, [memory_of_bytes(tensor)])
 
-    def send_runs(self, memory: memoryview, runs: ByteRuns) -> None:
-        self._send(runs.slices(memory))
+    def send_blocks(self, memory: memoryview, runs: ByteRuns, gate: Gate) -> bool:
+        return self._move_blocks(self._send, memory, runs, gate)
 
-    def recv_runs(self, memory: memoryview, runs: ByteRuns) -> None:
-        self._recv(runs.slices(memory))
+    def recv_blocks(self, memory: memoryview, runs: ByteRuns, gate: Gate) -> bool:
+        return self._move_blocks(self._recv, memory, runs, gate)
 
-    def _send(self, buffers: list[memoryview]) -> None:
-        _move_all(self.sock.sendmsg, buffers)
+    def _move_blocks(self, move: Move, memory: memoryview, runs: ByteRuns, gate: Gate) -> bool:
+        with self._ticking():
+            with gate.passage() as admitted:
+                buffers = runs.slices(memory) if admitted else []
+                moved = self._move(move, buffers, lambda: gate.is_open)
+            rest = int(runs.lengths.sum()) - moved
+            self._move(move, scratch(rest))
+        return rest == 0
 
-    def _recv(self, buffers: list[memoryview]) -> None:
-        def receive(batch: list[memoryview]) -> int:
-            return self.sock.recvmsg_into(batch, 0, socket.MSG_WAITALL)[0]
+    def _send(self, buffers: list[memoryview]) -> int:
+        return self.sock.sendmsg(buffers)
 
-        _move_all(receive, buffers)
+    def _recv(self, buffers: list[memoryview]) -> int:
+        return self.sock.recvmsg_into(buffers, 0, socket.MSG_WAITALL)[0]
+
+    @contextmanager
+    def _ticking(self) -> Iterator[None]:
+        """The body's calls return after `TICK_S`, with what they have moved so far. It is the
+        kernel that looks at the clock: Python's own time-outs come with non-blocking calls, each
+        of which would move little and name all buffers anew."""
+        self._set_time_limits(TICK_S)
+        try:
+            yield
+        finally:
+            self._set_time_limits(0.0)
+
+    def _set_time_limits(self, seconds: float) -> None:
+        limit = struct.pack("ll", 0, int(seconds * 1e6))  # struct timeval
+        with contextlib.suppress(OSError):  # it is closed: the next call says so
+            for name in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                self.sock.setsockopt(socket.SOL_SOCKET, name, limit)
+
+    def _move(
+        self, move: Move, buffers: list[memoryview], may_go_on: Callable[[], bool] = lambda: True
+    ) -> int:
+        """Moves at most `_most` buffers at a time until all bytes of all are moved, or it may not
+        go on. Returns how many were.
+
+        Raises:
+            ConnectionError: the peer closed before that, or moves nothing while this ticks.
+        """
+        ends = list(accumulate(len(buffer) for buffer in buffers))
+        position, since = 0, time.monotonic()
+        while ends and position < ends[-1] and may_go_on():
+            index = bisect_right(ends, position)
+            batch = buffers[index : index + self._most]
+            batch[0] = batch[0][position - ends[index] + len(batch[0]) :]
+            try:
+                moved = move(batch)
+            except (BlockingIOError, TimeoutError) as error:
+                if time.monotonic() - since > STALL_S:
+                    raise ConnectionError(f"nothing moved for {STALL_S:.0f} s") from error
+                continue
+            if moved == 0:
+                raise ConnectionError("the peer closed the connection")
+            position, since = position + moved, time.monotonic()
+            if self.on_moved is not None:
+                self.on_moved()
+        return position
 
     def alive(self) -> bool:
         """A peer that is silent and has not closed. (It never speaks first.)"""
@@ -66,19 +133,8 @@ class SocketPipe(KVPipe):
         self.sock.close()
 
 
-def _move_all(move: Callable[[list[memoryview]], int], buffers: list[memoryview]) -> None:
-    """Calls `move` on at most IOV_MAX buffers at a time until all bytes of all are moved.
-
-    Raises:
-        ConnectionError: the peer closed before that.
-    """
-    ends = list(accumulate(len(buffer) for buffer in buffers))
-    position = 0
-    while ends and position < ends[-1]:
-        index = bisect_right(ends, position)
-        batch = buffers[index : index + IOV_MAX]
-        batch[0] = batch[0][position - ends[index] + len(batch[0]) :]
-        moved = move(batch)
-        if moved == 0:
-            raise ConnectionError("the peer closed the connection")
-        position += moved
+def scratch(nbytes: int) -> list[memoryview]:
+    """Buffers of so many bytes altogether, over one small piece of zeroed memory."""
+    memory = memoryview(bytearray(min(nbytes, SCRATCH_NBYTES)))
+    whole, rest = divmod(nbytes, SCRATCH_NBYTES)
+    return [memory] * whole + [memory[:rest]] * bool(rest)

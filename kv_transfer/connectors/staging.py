@@ -13,9 +13,10 @@ from kv_transfer.layout import Rect
 PART_NBYTES = 64 << 20  # of one staging tensor; both ends of a pair must cut runs alike
 
 
-def parts(cache: torch.Tensor, rect: Rect, count: int) -> Iterator[slice]:
-    """Cuts `count` blocks of a piece into parts of at most `PART_NBYTES` (one block at least)."""
-    step = max(1, PART_NBYTES // piece_nbytes(cache, rect, 1))
+def parts(cache: torch.Tensor, rect: Rect, count: int, nbytes: int = 0) -> Iterator[slice]:
+    """Cuts `count` blocks of a piece into parts of at most `nbytes`, or else `PART_NBYTES` (one
+    block at least)."""
+    step = max(1, (nbytes or PART_NBYTES) // piece_nbytes(cache, rect, 1))
     for start in range(0, count, step):
         yield slice(start, min(start + step, count))
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
-from kv_transfer.connectors.sockets import SocketPipe
+from kv_transfer.blocks import ByteRuns
+from kv_transfer.connectors.sockets import STALL_S, TICK_S, SocketPipe
+from kv_transfer.gate import Gate
 
 CHUNK_NBYTES = 1 << 18
 
@@ -16,29 +19,46 @@ class TLSPipe(SocketPipe):
     its own thread: a stranger cannot keep others from being accepted."""
 
     sock: ssl.SSLSocket
+    _most = 1
 
-    def _send(self, buffers: list[memoryview]) -> None:
-        for chunk in _chunks(buffers):
+    def send_blocks(self, memory: memoryview, runs: ByteRuns, gate: Gate) -> bool:
+        """Only the join is inside the gate: what TLS has begun to send it must be given again."""
+        whole = True
+        self.sock.settimeout(STALL_S)
+        for parts in _chunks(runs.slices(memory)):
+            with gate.passage() as admitted:
+                chunk = b"".join(parts) if admitted else bytes(sum(map(len, parts)))
+            whole = whole and admitted
             self.sock.sendall(chunk)
+            if self.on_moved is not None:
+                self.on_moved()
+        self.sock.settimeout(None)
+        return whole
 
-    def _recv(self, buffers: list[memoryview]) -> None:
-        for buffer in buffers:
-            position = 0
-            while position < len(buffer):
-                received = self.sock.recv_into(buffer[position:])
-                if received == 0:
-                    raise ConnectionError("the peer closed the connection")
-                position += received
+    @contextmanager
+    def _ticking(self) -> Iterator[None]:
+        self.sock.settimeout(TICK_S)  # TLS sockets know no other time-out
+        try:
+            yield
+        finally:
+            self.sock.settimeout(None)
+
+    def _send(self, buffers: list[memoryview]) -> int:
+        return self.sock.send(buffers[0])
+
+    def _recv(self, buffers: list[memoryview]) -> int:
+        return self.sock.recv_into(buffers[0])
 
 
-def _chunks(buffers: Iterable[memoryview]) -> Iterator[bytes]:
-    """The buffers' bytes in order, in pieces of at least CHUNK_NBYTES but for the last."""
+def _chunks(buffers: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+    """The buffers in order, in groups of at least CHUNK_NBYTES but for the last."""
     waiting: list[memoryview] = []
     size = 0
     for buffer in buffers:
         waiting.append(buffer)
         size += len(buffer)
         if size >= CHUNK_NBYTES:
-            yield b"".join(waiting)
+            yield waiting
             waiting, size = [], 0
-    yield b"".join(waiting)
+    if waiting:
+        yield waiting
