@@ -11,11 +11,14 @@ from dataclasses import replace
 from common.config.schema import ModelConfig, RouterConfig
 from common.config.sources import parse
 from common.core.errors import ConfigError, PdserveError
+from common.core.host import allow_open_files, refusals
 from common.core.plugins import import_string
 from common.obs.logging import setup_logging
 from router.server import serve
 
 logger = logging.getLogger(__name__)
+
+OPEN_FILES = 256  # of a router, besides a connection for each request it takes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,8 +31,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv=argv,
     )
     setup_logging("router", config.log)
+    routing = config.routing
+    requests = routing.max_concurrent_requests + routing.max_queued_requests
     try:
-        return asyncio.run(serve(replace(config, model=_resolve_model(config.model))))
+        with refusals():
+            allow_open_files(
+                OPEN_FILES + requests, "--max-concurrent-requests, --max-queued-requests"
+            )
+            return asyncio.run(serve(replace(config, model=_resolve_model(config.model))))
     except PdserveError as error:
         logger.error("%s", error)
         return 2 if isinstance(error, ConfigError) else 1

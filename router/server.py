@@ -59,7 +59,7 @@ async def serve(config: RouterConfig) -> int:
     registration = RegistryService(registry, model.name, config.routing.heartbeat_interval)
     registry_server = _registry_server(registration, credentials)
     registry_port = registry_server.bind(
-        config.server.host, config.server.registry_port, credentials.tls
+        config.server.host, config.server.registry_port, credentials.tls, "--registry-port"
     )
     front = Front(
         generator=pipeline,
@@ -73,9 +73,6 @@ async def serve(config: RouterConfig) -> int:
     await grpc_server.start()
     await registry_server.start()
     await registry_server.set_healthy(True)
-    if config.server.ports_file is not None:
-        ports = {"http": http.port, "grpc": grpc_port, "registry": registry_port}
-        write_ports(config.server.ports_file, ports)
     logger.info(
         "serving %s: %s on %s:%d, gRPC%s on port %d; nodes register on port %d%s",
         model.name, "HTTPS" if https else "HTTP", config.server.host, http.port,
@@ -90,6 +87,9 @@ async def serve(config: RouterConfig) -> int:
     pass_on(housekeeping, failed)
     timeout = config.server.drain_timeout
     try:
+        if config.server.ports_file is not None:
+            ports = {"http": http.port, "grpc": grpc_port, "registry": registry_port}
+            write_ports(config.server.ports_file, ports)
         return await serve_until_stopped(failed, lambda: http.stop(timeout), timeout + 5)
     finally:
         housekeeping.cancel()

@@ -19,9 +19,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from common.config.schema import LogConfig
-from common.core.errors import TransferError
+from common.core.errors import ConfigError, TransferError
 from common.core.request import FinishReason, Timeline
-from common.obs.http import start_metrics_server
+from common.obs.http import bind_metrics, start_metrics_server
 from common.obs.log_writer import MAX_CHARS, MAX_LINES, LogWriter
 from common.obs.logging import JSONFormatter, TextFormatter, request_id_var, setup_logging
 from common.obs.metrics import NodeMetrics, RouterMetrics, time_per_output_token
@@ -284,7 +284,9 @@ async def test_sigusr1_shows_what_a_process_waits_for_and_does_not_end_it() -> N
 
 async def test_routes() -> None:
     metrics, state = NodeMetrics(), {"ready": (False, "no router yet")}
-    server = await start_metrics_server("127.0.0.1", 0, metrics.registry, lambda: state["ready"])
+    server = await start_metrics_server(
+        bind_metrics("127.0.0.1", 0), metrics.registry, lambda: state["ready"]
+    )
     url = f"http://127.0.0.1:{server.port}"
     try:
         async with aiohttp.ClientSession() as session:
@@ -303,12 +305,24 @@ async def test_routes() -> None:
         await server.close()
 
 
-async def test_a_taken_port_is_an_error() -> None:
+async def test_a_taken_port_is_an_error_at_once() -> None:
     registry = CollectorRegistry()
-    server = await start_metrics_server("127.0.0.1", 0, registry, lambda: (True, ""))
+    server = await start_metrics_server(bind_metrics("127.0.0.1", 0), registry, lambda: (True, ""))
     try:
-        with pytest.raises(OSError):
-            await start_metrics_server("127.0.0.1", server.port, registry, lambda: (True, ""))
+        with pytest.raises(ConfigError, match="in use: choose another --metrics-port"):
+            bind_metrics("127.0.0.1", server.port)
+    finally:
+        await server.close()
+
+
+async def test_a_port_that_two_have_bound_is_the_first_listener_s() -> None:
+    first = bind_metrics("127.0.0.1", 0)
+    second = bind_metrics("127.0.0.1", first.getsockname()[1])
+    registry = CollectorRegistry()
+    server = await start_metrics_server(first, registry, lambda: (True, ""))
+    try:
+        with pytest.raises(ConfigError, match="in use: choose another --metrics-port"):
+            await start_metrics_server(second, registry, lambda: (True, ""))
     finally:
         await server.close()
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import requests
 from rich.console import Console
 
+from common.cli import child as child_module
 from common.cli import cluster as cluster_module
 from common.cli.cluster import Cluster, connect_host
 from common.cli.placement import Placement, place
@@ -284,6 +289,56 @@ def test_up_prints_one_log_and_ends_with_zero_on_ctrl_c() -> None:
     assert "router    │ router drained" in rest
     assert len(pids) == 3
     assert not any(alive(pid) for pid in pids)
+
+
+def test_a_full_disk_under_the_log_stops_nothing() -> None:
+    """/dev/full is one. What the roles say is still taken from them, or they would wait for it."""
+    ports = Path(tempfile.mkdtemp()) / "ports.json"
+    with open("/dev/full", "w") as full:
+        up = subprocess.Popen([sys.executable, "-c", UP, f"--ports-file={ports}"], stderr=full)
+    try:
+        assert wait_until(lambda: is_ready(ports))
+        assert up.poll() is None
+    finally:
+        up.send_signal(signal.SIGINT)
+        code = up.wait(20)
+        shutil.rmtree(ports.parent)
+    assert code == 0
+
+
+def is_ready(ports: Path) -> bool:
+    """Whether the fake router has its nodes."""
+    try:
+        url = f"http://127.0.0.1:{json.loads(ports.read_text())['http']}/ready"
+        return requests.get(url, timeout=5).status_code == 200
+    except (FileNotFoundError, requests.ConnectionError):
+        return False
+
+
+async def test_a_host_that_cannot_start_a_process_now_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cluster_module, "FIRST_BACKOFF", 0.02)
+    lines = Lines()
+    cluster = make(lines, restart="on-failure")
+    refusals = [OSError(errno.EMFILE, "Too many open files"), OSError(errno.EAGAIN, "busy")]
+    start = child_module.Child.start
+
+    async def refuse(self: child_module.Child) -> None:
+        if self.name == "decode-0" and lines.of("decode-0") and refusals:
+            raise refusals.pop(0)
+        await start(self)
+
+    monkeypatch.setattr(child_module.Child, "start", refuse)
+    try:
+        assert await cluster.start()
+        await lines.wait_for_all("decode-0")
+        os.kill(lines.pid("decode-0"), signal.SIGKILL)
+        while len([line for line in lines.of("decode-0") if " pid " in line]) < 2:
+            await asyncio.sleep(0.02)
+    finally:
+        await cluster.stop()
+    assert any("decode-0: Too many open files; again in " in line for line in lines.of("up"))
 
 
 def test_children_die_with_a_killed_up() -> None:

@@ -205,9 +205,18 @@ class Cluster:
                 self._fail(NodeError(f"{child.name} ended with {describe_exit(code)}"))
                 return
             self.write("up", f"{child.name}: {describe_exit(code)}; again in {backoff:.0f} s")
+            backoff = await self._start_again(child, backoff)
+
+    async def _start_again(self, child: Child, backoff: float) -> float:
+        """Tries until it runs, whatever the host may be out of; the next time to wait."""
+        while True:
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, LAST_BACKOFF)
-            await child.start()
+            try:
+                await child.start()
+                return backoff
+            except OSError as error:
+                self.write("up", f"{child.name}: {error.strerror}; again in {backoff:.0f} s")
 
     def _fail(self, error: PdserveError) -> None:
         if not self.ended.done():

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from common.core.errors import ConfigError
+from common.core.host import refusals
 from common.core.plugins import import_string
 
 COMMANDS = {
@@ -50,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_unknown(command, list(targets)), file=sys.stderr)
         return 2
     try:
-        return int(import_string(targets[command])(rest))
+        with refusals():
+            return int(import_string(targets[command])(rest))
     except ConfigError as error:
         print(f"pdserve {command}: error: {error.message}", file=sys.stderr)
         return 2

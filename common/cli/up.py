@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import os
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import IO, cast
 
 from rich.console import Console
 from rich.text import Text
@@ -18,8 +21,10 @@ from common.config.schema import ClusterConfig, ParallelConfig
 from common.config.sources import parse
 from common.core.cgroup import usable_cores
 from common.core.errors import ConfigError, PdserveError
+from common.obs.log_writer import LogWriter
 from common.obs.stacks import dump_stacks_on_signal
 
+STDERR = 2
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green")
 
 
@@ -30,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Start a router, prefill nodes and decode nodes on this host.",
         argv=argv,
     )
-    console = Console(stderr=True, highlight=False)
+    console = Console(file=cast(IO[str], LogStream()), highlight=False)
     return asyncio.run(serve(with_model(config, console), console))
 
 
@@ -51,6 +56,25 @@ async def serve(config: ClusterConfig, console: Console) -> int:
         return 2 if isinstance(error, ConfigError) else 1
     finally:
         await cluster.stop()
+
+
+class LogStream(io.TextIOBase):
+    """Standard error for the log of all roles: a full disk, or a reader who stands still or has
+    gone, loses lines and nothing else. An error here would end the forwarding of the roles' own
+    lines."""
+
+    def __init__(self) -> None:
+        self._writer = LogWriter(STDERR)  # flushed at exit, as every logging handler is
+
+    def write(self, text: str) -> int:
+        self._writer.put(text)
+        return len(text)
+
+    def fileno(self) -> int:
+        return STDERR
+
+    def isatty(self) -> bool:
+        return os.isatty(STDERR)
 
 
 def catch_signals(cluster: Cluster) -> None:

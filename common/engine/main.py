@@ -11,10 +11,14 @@ from typing import Any
 from common.config.schema import WorkerNodeConfig
 from common.config.sources import parse
 from common.core.errors import ConfigError, PdserveError
+from common.core.host import allow_open_files, refusals
 from common.core.plugins import import_string
 from common.obs.logging import setup_logging
 
 logger = logging.getLogger(__name__)
+
+# Of a node: its ranks and libraries take some 60, routers and peers some for each of them.
+OPEN_FILES = 512
 
 
 def run_node(role: str, node: str, description: str, argv: Sequence[str] | None = None) -> int:
@@ -24,7 +28,9 @@ def run_node(role: str, node: str, description: str, argv: Sequence[str] | None 
     setup_logging(role, config.log)
     _wait_passively()
     try:
-        return asyncio.run(_serve(import_string(node), config))
+        with refusals():
+            allow_open_files(OPEN_FILES)
+            return asyncio.run(_serve(import_string(node), config))
     except PdserveError as error:
         logger.error("%s", error)
         return 2 if isinstance(error, ConfigError) else 1

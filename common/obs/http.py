@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from common.core.host import bind, no_port
+
+_PURPOSE = ("metrics", "--metrics-port")
 
 Readiness = Callable[[], tuple[bool, str]]
 """(can this process produce tokens now, why or why not)"""
@@ -47,21 +52,32 @@ class MetricsServer:
         await self.runner.cleanup()
 
 
-async def start_metrics_server(
-    host: str, port: int, registry: CollectorRegistry, ready: Readiness
-) -> MetricsServer:
-    """Serves the three routes; port 0 takes a free one.
+def bind_metrics(host: str, port: int) -> socket.socket:
+    """Takes the port (0: a free one); nothing is answered before `start_metrics_server`.
 
     Raises:
-        OSError: the address cannot be bound.
+        ConfigError: the address cannot be bound.
     """
+    return bind(host, port, *_PURPOSE)
+
+
+async def start_metrics_server(
+    bound: socket.socket, registry: CollectorRegistry, ready: Readiness
+) -> MetricsServer:
+    """Serves the three routes on what `bind_metrics` took, which becomes the server's.
+
+    Raises:
+        ConfigError: another process listens there by now.
+    """
+    host, port = bound.getsockname()[:2]
     app = web.Application()
     app.add_routes(observability_routes(registry, ready))
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port).start()
-    except OSError:
+        await web.SockSite(runner, bound).start()
+    except OSError as error:
+        bound.close()
         await runner.cleanup()
-        raise
-    return MetricsServer(port=runner.addresses[0][1], runner=runner)
+        raise no_port(host, port, *_PURPOSE, error) from error
+    return MetricsServer(port=port, runner=runner)

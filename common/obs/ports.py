@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -12,8 +13,13 @@ def write_ports(path: str | Path, ports: Mapping[str, int]) -> None:
     """Writes `{"http": 8000, …}`; a reader sees the whole file or none."""
     target = Path(path)
     draft = target.with_name(f"{target.name}.{os.getpid()}.draft")
-    draft.write_text(json.dumps(dict(ports)))
-    draft.replace(target)
+    try:
+        draft.write_text(json.dumps(dict(ports)))
+        draft.replace(target)
+    except OSError as error:
+        with suppress(OSError):
+            draft.unlink()
+        raise OSError(error.errno, error.strerror, str(target)) from error
 
 
 def read_ports(path: str | Path) -> dict[str, int] | None:

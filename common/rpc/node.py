@@ -11,7 +11,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from common.config.schema import NodeConfig
-from common.obs.http import MetricsServer, Readiness, start_metrics_server
+from common.obs.http import MetricsServer, Readiness, bind_metrics, start_metrics_server
 from common.rpc.credentials import Credentials
 from common.rpc.pb import cluster_pb2 as pb
 from common.rpc.registration import Registration
@@ -36,11 +36,13 @@ class NodeServer:
         self.channels = credentials.channels()
         self._tls = credentials.tls
         self._registration: Registration | None = None
+        self._metrics_socket: socket.socket | None = None  # until it is served
         self._metrics: MetricsServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     def bind(self) -> str:
-        """Takes the gRPC port; returns the address to announce."""
+        """Takes the ports, before anything else is done; returns the address to announce."""
+        self._metrics_socket = bind_metrics(self.config.host, self.config.metrics_port)
         port = self.grpc.bind(self.config.host, self.config.grpc_port, self._tls)
         self._guard.address = f"{self.config.advertise_host or self.config.host}:{port}"
         return self._guard.address
@@ -61,9 +63,9 @@ class NodeServer:
         await self.grpc.start()
         await self.grpc.set_healthy(True)
         host = self.config.advertise_host or self.config.host
-        self._metrics = await start_metrics_server(
-            self.config.host, self.config.metrics_port, metrics, ready
-        )
+        bound, self._metrics_socket = self._metrics_socket, None
+        assert bound is not None, "bind comes first"
+        self._metrics = await start_metrics_server(bound, metrics, ready)
         info.metrics_address = f"{host}:{self._metrics.port}"
         info.host = socket.gethostname()
         self._registration = Registration(
@@ -99,6 +101,8 @@ class NodeServer:
         await self.grpc.stop(_STOP_GRACE)
         if self._metrics is not None:
             await self._metrics.close()
+        if self._metrics_socket is not None:
+            self._metrics_socket.close()
         await self.channels.close()
 
     async def _end_registration(self) -> None:

@@ -11,6 +11,7 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from common.core.errors import ConfigError
+from common.core.host import bind
 from common.rpc.guard import Guard, SignedChannel
 from common.rpc.tls import TLS
 
@@ -57,9 +58,12 @@ class GrpcServer:
         add_to_server(servicer, self.server)
         self._services.append(descriptor.full_name)
 
-    def bind(self, host: str, port: int, tls: TLS | None = None) -> int:
+    def bind(self, host: str, port: int, tls: TLS | None = None, flag: str = "--grpc-port") -> int:
         """Takes the port (0: a free one) and returns it; nothing is answered before `start`.
-        With `tls`, only clients that show a certificate of its CA are answered."""
+        With `tls`, only clients that show a certificate of its CA are answered. `flag` names the
+        port's option."""
+        if port:  # gRPC does not say why it cannot have it
+            bind(host.strip("[]"), port, "gRPC", flag).close()
         try:
             if tls is None:
                 return self.server.add_insecure_port(f"{host}:{port}")

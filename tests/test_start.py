@@ -1,0 +1,169 @@
+"""A process that cannot start says why and what to do, in one sentence, and exits with 2."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import requests
+
+from common.core import host
+from common.core.errors import ConfigError
+from common.core.host import allow_open_files, refusals
+from common.model import embedded
+from common.obs.ports import read_ports
+
+MODEL = str(Path(__file__).parent / "models" / "llama-gqa")
+MODULES = {"router": "router", "prefill": "prefill_node", "decode": "decode_node"}
+
+
+def start(
+    role: str, *flags: str, stderr: int = subprocess.PIPE, prepare: Callable[[], None] | None = None
+) -> subprocess.Popen[str]:
+    ports = ["--grpc-port=0", *(["--port=0", "--registry-port=0"] if role == "router" else [])]
+    command = [sys.executable, "-m", MODULES[role], f"--model={MODEL}", *ports, *flags]
+    return subprocess.Popen(command, stderr=stderr, text=True, preexec_fn=prepare)
+
+
+def complaint(process: subprocess.Popen[str]) -> str:
+    """The line a process ends with that cannot start as configured."""
+    _, output = process.communicate(timeout=120)
+    assert process.returncode == 2, output
+    assert "Traceback" not in output
+    *_, last = output.splitlines()
+    return last
+
+
+def few_files() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+
+
+def test_every_role_says_what_its_host_refuses() -> None:
+    """Each in a process of its own, all at once."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        cases = {
+            start(role, *flags, prepare=prepare): expected
+            for role, flags, prepare, expected in (
+                ("prefill", [f"--metrics-port={port}"], None, f"{port} for metrics: .*another"),
+                ("decode", [f"--metrics-port={port}"], None, f"{port} for metrics: .*another"),
+                (
+                    "decode",
+                    [f"--grpc-port={port}"],
+                    None,
+                    f"{port} for gRPC: .*in use: choose another --grpc-port",
+                ),
+                (
+                    "router",
+                    [f"--port={port}"],
+                    None,
+                    f"cannot listen on 127.0.0.1:{port}: .*in use",
+                ),
+                (
+                    "router",
+                    [f"--grpc-port={port}"],
+                    None,
+                    f"{port} for gRPC: .*in use: choose another --grpc-port",
+                ),
+                (
+                    "router",
+                    ["--ports-file=/no/such/p"],
+                    None,
+                    "/no/such/p.*: No such .*: make it first",
+                ),
+                ("router", [], few_files, "may open 64 files .*ulimit -n .*--max-concurrent-req"),
+                ("prefill", [], few_files, "may open 64 files and needs up to 512: .*ulimit -n"),
+                ("decode", [], few_files, "may open 64 files and needs up to 512: .*ulimit -n"),
+            )
+        }
+        found = [(complaint(process), expected) for process, expected in cases.items()]
+    missing = [(output, expected) for output, expected in found if not re.search(expected, output)]
+    assert not missing
+
+
+def test_a_shell_s_usual_limit_of_files_is_raised() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        allow_open_files(300)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(hard, host.AMPLE_FILES)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("number", "mend"),
+    [
+        (errno.ENOSPC, "free some space"),
+        (errno.EROFS, "a volume or a tmpfs"),
+        (errno.EACCES, f"runs as user {os.getuid()}: let that user in"),
+        (errno.EMFILE, "ulimit -n"),
+        (errno.EAGAIN, "pids limit"),
+    ],
+)
+def test_a_refusal_of_the_host_says_the_mend(number: int, mend: str) -> None:
+    with pytest.raises(ConfigError) as raised, refusals():
+        raise OSError(number, os.strerror(number), "/models/x/config.json")
+    assert raised.value.message.startswith("/models/x/config.json: ")
+    assert mend in raised.value.message
+
+
+def test_a_defect_is_no_refusal() -> None:
+    with pytest.raises(BrokenPipeError), refusals():
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+def test_a_log_on_a_full_disk_stops_no_role(tmp_path: Path) -> None:
+    """/dev/full is one."""
+    ports = tmp_path / "ports.json"
+    with open("/dev/full", "w") as full:
+        router = start("router", f"--ports-file={ports}", stderr=full.fileno())
+    try:
+        while (found := read_ports(ports)) is None:
+            assert router.poll() is None
+        url = f"http://127.0.0.1:{found['http']}"
+        assert requests.post(f"{url}/v1/completions", data=b"{", timeout=30).status_code == 400
+        assert requests.get(f"{url}/health", timeout=30).status_code == 200
+    finally:
+        router.send_signal(signal.SIGTERM)
+        code = router.wait(30)
+    assert code == 0
+
+
+# ---- full disks ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """64 KiB large, and full."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)]
+    if os.getuid() or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        with (tmp_path / "filler").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+    except OSError:
+        pass
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_full_disk_under_the_ports_file(small_disk: Path) -> None:
+    output = complaint(start("router", f"--ports-file={small_disk}/ports.json"))
+    assert f"{small_disk}/ports.json: No space left on device: free some space" in output
+
+
+def test_no_room_for_the_embedded_model(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "find_gguf", lambda: Path("/unused"))
+    with pytest.raises(ConfigError, match=r"takes 264 MiB .*PDSERVE_CACHE"):
+        embedded.ensure_embedded_model(small_disk)
