@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 
 from common.core.errors import ClusterAuthError, InvalidRequest
+from common.core.printable import printable
 from common.rpc.auth import caller_var
 from common.rpc.pb import cluster_pb2 as pb
 from common.rpc.pb import cluster_pb2_grpc as pb_grpc
@@ -114,4 +115,5 @@ def check_shape(node: pb.NodeInfo) -> None:
 
 
 def _cut(load: pb.NodeLoad) -> None:
-    load.reason = load.reason[:MAX_REASON_LENGTH]
+    """The reason is shown to clients."""
+    load.reason = printable(load.reason, MAX_REASON_LENGTH)

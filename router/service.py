@@ -11,7 +11,7 @@ from urllib.parse import unquote
 import grpc
 
 from common.core.errors import Cancelled, InvalidRequest
-from common.core.ids import new_request_id
+from common.core.ids import is_plain, new_request_id
 from common.obs.logging import request_id_var
 from common.rpc import convert
 from common.rpc.pb import inference_pb2 as pb
@@ -21,7 +21,6 @@ from router.admission import Batch
 from router.auth import HEADER as AUTHORIZATION
 from router.auth import APIKeys
 from router.generation import GenerationRequest, GenerationStats, Generator, TextDelta
-from router.http.request_id import is_plain
 from router.merge import merge
 from router.sampling import make_choices, make_sampling, make_stop
 from router.served_model import ServedModel

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import secrets
+
+_PLAIN = re.compile(r"[!-~]{1,128}")
 
 
 def new_request_id(prefix: str) -> str:
     """For example `cmpl-5f0c…` (24 hex digits)."""
     return f"{prefix}-{secrets.token_hex(12)}"
+
+
+def is_plain(given: str) -> bool:
+    """Whether an id that others chose is a short word of ASCII: fit for headers, metadata, logs."""
+    return _PLAIN.fullmatch(given) is not None
 
 
 def new_node_id(role: str) -> str:

@@ -184,7 +184,7 @@ class EngineNode(ABC, Generic[S, T]):
             return
         self._failed.set_exception(error)
         self.draining = True
-        cause = NodeError(f"{self.node_id} failed: {error}", blame=self.blame)
+        cause = NodeError(f"{self.node_id} failed; its log says why", blame=self.blame)
         self._fail_sessions(error if isinstance(error, PdserveError) else cause)
 
     def _fail_sessions(self, error: PdserveError) -> None:
@@ -229,7 +229,7 @@ class EngineNode(ABC, Generic[S, T]):
         except Exception as error:
             logger.exception("a session did not close")
             raise NodeError(
-                f"a session did not close, its blocks may be lost: {error!r}",
+                "a session did not close, its blocks may be lost; the log says why",
                 code="SESSION_NOT_CLOSED",
                 blame=self.blame,
             ) from error

@@ -1,4 +1,8 @@
-"""One readable line per event on stderr, or one JSON object, with the request it concerns."""
+"""One readable line per event on stderr, or one JSON object, with the request it concerns.
+
+Whatever a message holds, it stays on its line and moves no cursor: node ids, peers' error texts,
+names of models and fields are others' words. A traceback's lines are indented.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,12 @@ from io import TextIOBase
 from typing import Any, ClassVar
 
 from common.config.schema import LogConfig
+from common.core.printable import cut, json_printable, printable
 from common.obs.log_writer import LogWriter
 from common.obs.stacks import dump_stacks_on_signal
 
 _STDERR = 2
+MAX_MESSAGE_LENGTH = 8192  # characters of a message, or of a line of a traceback
 
 request_id_var: ContextVar[str | None] = ContextVar("request_id", default=None)
 """The request the current task works for; every log line of that task carries it."""
@@ -71,8 +77,9 @@ class TextFormatter(logging.Formatter):
         level = f"{record.levelname:<7}"
         if self.colour and record.levelno in self.COLOURS:
             level = f"\x1b[{self.COLOURS[record.levelno]}m{level}\x1b[0m"
-        line = f"{time} {level} {self.name} {_request_id()} {record.getMessage()}"
-        return "\n".join([line, *_trace(self, record)])
+        message = printable(record.getMessage(), MAX_MESSAGE_LENGTH)
+        line = f"{time} {level} {self.name} {printable(_request_id(), 128)} {message}"
+        return "\n    ".join([line, *_trace(self, record)])
 
 
 class JSONFormatter(logging.Formatter):
@@ -88,13 +95,13 @@ class JSONFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "role": self.name,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": cut(record.getMessage(), MAX_MESSAGE_LENGTH),
         }
         if (request_id := request_id_var.get()) is not None:
             event["request_id"] = request_id
         if trace := _trace(self, record):
             event["exception"] = "\n".join(trace)
-        return json.dumps(event, ensure_ascii=False)
+        return json_printable(json.dumps(event, ensure_ascii=False))
 
 
 def _request_id() -> str:
@@ -103,5 +110,6 @@ def _request_id() -> str:
 
 def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> list[str]:
     if record.exc_info and record.exc_info[0] is not None:
-        return formatter.formatException(record.exc_info).splitlines()
+        lines = formatter.formatException(record.exc_info).splitlines()
+        return [printable(line, MAX_MESSAGE_LENGTH) for line in lines]
     return []

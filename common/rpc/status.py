@@ -12,6 +12,8 @@ import grpc
 
 from common.core import errors
 from common.core.errors import Blame, PdserveError
+from common.core.ids import is_plain, new_request_id
+from common.core.printable import MAX_PEER_TEXT, peer_code, printable
 from common.obs.logging import request_id_var
 
 logger = logging.getLogger(__name__)
@@ -43,16 +45,20 @@ _CLASS[grpc.StatusCode.UNAUTHENTICATED] = errors.ClusterAuthError
 async def serving(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
     """Wraps a handler's body: sets the request id for its log lines and turns exceptions into
     statuses, in one place."""
-    request_id_var.set(_metadata(context.invocation_metadata()).get(REQUEST_ID_KEY, "-"))
+    request_id = _metadata(context.invocation_metadata()).get(REQUEST_ID_KEY, "-")
+    request_id_var.set(request_id if is_plain(request_id) else "-")
     try:
         yield
     except PdserveError as error:
         await abort(context, error)
     except (asyncio.CancelledError, GeneratorExit, grpc.aio.AbortError):
         raise
-    except Exception as error:
-        logger.exception("unexpected error in a gRPC handler")
-        await abort(context, PdserveError(f"internal error: {error!r}"))
+    except Exception:
+        # Its text may hold anything: it stays in this process.
+        error_id = new_request_id("error")
+        logger.exception("%s: unexpected error in a gRPC handler", error_id)
+        text = f"internal error; its traceback is in the log under {error_id}"
+        await abort(context, PdserveError(text))
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PdserveError) -> None:
@@ -75,7 +81,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: Blame) -> PdserveError:
     """The typed error behind a failed call. Without our metadata the transport failed, and
     the peer is to blame."""
     metadata = _metadata(error.trailing_metadata() or ())
-    message = error.details() or error.code().name
+    message = printable(error.details() or error.code().name, MAX_PEER_TEXT)
     if _CODE not in metadata:
         return errors.NodeError(
             f"{peer} node: {error.code().name}: {message}", code="PEER_LOST", blame=peer
@@ -84,7 +90,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: Blame) -> PdserveError:
     retry_after = metadata.get(_RETRY_AFTER)
     return cls(
         message,
-        code=metadata[_CODE],
+        code=peer_code(metadata[_CODE]),
         blame=peer if cls is errors.ClusterAuthError else Blame(metadata.get(_BLAME, peer)),
         retryable=metadata.get(_RETRYABLE) == "1",
         param=metadata.get(_PARAM),

@@ -223,4 +223,5 @@ def as_transfer_error(error: Exception, peer: Blame) -> TransferError:
         return TransferError(f"the {peer} rank is gone: {error}", code="PEER_LOST", blame=peer)
     logger.error("a KV connector failed", exc_info=error)
     ours = Blame.DECODE if peer is Blame.PREFILL else Blame.PREFILL
-    return TransferError(f"the KV connector failed: {error!r}", code="CONNECTOR_FAILED", blame=ours)
+    text = f"the KV connector of the {ours} node failed ({type(error).__name__}); its log says why"
+    return TransferError(text, code="CONNECTOR_FAILED", blame=ours)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from common.core.errors import Blame, TransferError
+from common.core.printable import MAX_PEER_TEXT, peer_code, printable
 from kv_transfer.blocks import byte_runs, gather, memory_of, piece_nbytes, scatter
 from kv_transfer.connector import Capabilities, RankContext
 from kv_transfer.connectors.intake import Incoming, Intake
@@ -54,7 +55,7 @@ def expect_welcome(pipe: KVPipe) -> None:
     frame, payload = recv_greeting(pipe, Blame.DECODE)
     if frame.kind is not Kind.WELCOME:
         code, _, message = payload.decode(errors="replace").partition(": ")
-        raise refusal(code, message)
+        raise refusal(peer_code(code), printable(message, MAX_PEER_TEXT))
 
 
 def welcome(pipe: KVPipe, ours: str, theirs: str) -> None:

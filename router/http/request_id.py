@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
-from common.core.ids import new_request_id
+from common.core.ids import is_plain, new_request_id
 
 HEADER = "X-Request-Id"
-
-_PLAIN = re.compile(r"[!-~]{1,128}")
 
 
 def adopt(given: str) -> str:
     """The client's own id, if it is a plain word, or a new one."""
     return given if is_plain(given) else new_request_id("req")
-
-
-def is_plain(given: str) -> bool:
-    """Whether it may go into logs and headers as it is."""
-    return _PLAIN.fullmatch(given) is not None
