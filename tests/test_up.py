@@ -65,6 +65,9 @@ class Lines:
     def pid(self, name: str) -> int:
         return int(self.of(name)[0].split()[2])
 
+    def starts(self, name: str) -> list[str]:
+        return [line for line in self.of(name) if " pid " in line]
+
     def flags(self, name: str) -> dict[str, str]:
         return json.loads(self.of(name)[0].partition(" flags ")[2])
 
@@ -136,9 +139,9 @@ async def test_children_take_options_from_flags_alone(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("role", ["router", "prefill", "decode"])
-async def test_a_death_ends_the_cluster(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_death_ends_a_cluster_told_so(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(f"FAKE_{role.upper()}", "crash")
-    cluster = make(Lines())
+    cluster = make(Lines(), restart="no")
     try:
         with pytest.raises(NodeError, match=rf"{role}(-0)? ended with exit code 3"):
             await cluster.start()
@@ -148,7 +151,7 @@ async def test_a_death_ends_the_cluster(role: str, monkeypatch: pytest.MonkeyPat
 
 async def test_a_death_while_serving_is_seen() -> None:
     lines = Lines()
-    cluster = make(lines)
+    cluster = make(lines, restart="no")
     try:
         assert await cluster.start()
         os.kill(lines.pid("decode-0"), signal.SIGKILL)
@@ -165,13 +168,68 @@ async def test_on_failure_starts_a_dead_node_again(
     monkeypatch.setenv("FAKE_DECODE", "crash-once")
     monkeypatch.setenv("FAKE_FOLDER", str(tmp_path))
     lines = Lines()
-    cluster = make(lines, restart="on-failure")
+    cluster = make(lines)  # the default
     try:
         assert await cluster.start()
     finally:
         await cluster.stop()
     assert len([line for line in lines.of("decode-0") if " pid " in line]) == 2
     assert lines.of("up")[0].startswith("decode-0: exit code 3; again in")
+
+
+@pytest.mark.parametrize("role", ["router", "prefill", "decode"])
+async def test_a_restart_loop_ends(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_module, "FIRST_BACKOFF", 0.001)
+    monkeypatch.setenv(f"FAKE_{role.upper()}", "crash")
+    lines = Lines()
+    cluster = make(lines)
+    try:
+        with pytest.raises(NodeError, match=r"ended with exit code 3, for the 6th time in a row"):
+            await cluster.start()
+    finally:
+        await cluster.stop()
+    again = [line for line in lines.of("up") if "again in" in line]
+    assert len(again) == cluster_module.MAX_RESTARTS
+
+
+async def test_the_others_go_on_without_a_node_in_a_restart_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cluster_module, "FIRST_BACKOFF", 0.001)
+    lines = Lines()
+    cluster = make(lines, decode=2)
+    try:
+        assert await cluster.start()
+        await lines.wait_for_all("decode-0", "decode-1")
+        for number in range(1, cluster_module.MAX_RESTARTS + 2):
+            while len(starts := lines.starts("decode-1")) < number:
+                await asyncio.sleep(0.01)
+            os.kill(int(starts[-1].split()[2]), signal.SIGKILL)
+        while "given up" not in lines.of("up")[-1]:
+            await asyncio.sleep(0.01)
+        assert not cluster.ended.done() and alive(lines.pid("decode-0"))
+    finally:
+        await cluster.stop()
+
+
+async def test_a_process_that_has_lived_is_started_again_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However often: what it died of is not how it is started."""
+    monkeypatch.setattr(cluster_module, "FIRST_BACKOFF", 0.001)
+    monkeypatch.setattr(cluster_module, "SETTLED", 0.0)
+    lines = Lines()
+    cluster = make(lines)
+    try:
+        assert await cluster.start()
+        for number in range(1, cluster_module.MAX_RESTARTS + 4):
+            while len(starts := lines.starts("decode-0")) < number:
+                await asyncio.sleep(0.01)
+            os.kill(int(starts[-1].split()[2]), signal.SIGKILL)
+        while len(lines.starts("decode-0")) == number:
+            await asyncio.sleep(0.01)
+    finally:
+        await cluster.stop()
 
 
 async def test_a_router_started_again_takes_its_old_ports(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,7 +409,7 @@ def test_children_die_with_a_killed_up() -> None:
 
 
 def test_a_death_gives_up_a_non_zero_exit_code() -> None:
-    up = start_up()
+    up = start_up("--restart=no")
     _, pids = read_until_ready(up)
     os.kill(pids[-1], signal.SIGKILL)
     _, rest = up.communicate(timeout=20)

@@ -4,8 +4,9 @@ Rule for a process that dies while the cluster serves:
 
     exit 0   a node that was drained on purpose: the others go on
     exit 2   its options are wrong: the cluster stops, whatever the rule
-    other    `restart: no`: the cluster stops; `on-failure`: it is started again after
-             1, 2, 4 … 30 seconds
+    other    `restart: on-failure`: it is started again after 1, 2, 4, 8, 16 seconds; one that
+             died again and again without ever living for a minute is given up: the others
+             go on if they can do without it. `no`: the cluster stops
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import aiohttp
@@ -42,7 +44,9 @@ PROGRAMS: Mapping[str, Sequence[str]] = {
     "decode": (sys.executable, "-m", "decode_node"),
 }
 POLL_INTERVAL = 0.1
-FIRST_BACKOFF, LAST_BACKOFF = 1.0, 30.0
+FIRST_BACKOFF, LAST_BACKOFF = 1.0, 30.0  # seconds, doubled with every death in a row
+MAX_RESTARTS = 5  # in a row
+SETTLED = 60.0  # seconds after which a death is not in a row with the one before
 KILL_GRACE = 5.0  # seconds past the drain time-out before SIGKILL
 
 
@@ -192,8 +196,9 @@ class Cluster:
 
     async def _watch(self, child: Child) -> None:
         """Applies the rule at the top of this file."""
-        backoff = FIRST_BACKOFF
+        deaths = 0
         while True:
+            since = monotonic()
             code = await child.wait()
             if code == 0 and child is not self._router:
                 self.write("up", f"{child.name} has drained and left")
@@ -201,22 +206,36 @@ class Cluster:
             if code == 2:
                 self._fail(ConfigError(f"{child.name} cannot start as configured"))
                 return
+            end = f"{child.name} ended with {describe_exit(code)}"
             if self.config.restart == "no":
-                self._fail(NodeError(f"{child.name} ended with {describe_exit(code)}"))
+                self._fail(NodeError(end))
                 return
+            deaths = 1 if monotonic() - since >= SETTLED else deaths + 1
+            if deaths > MAX_RESTARTS:
+                self._give_up(child, f"{end}, for the {deaths}th time in a row")
+                return
+            backoff = FIRST_BACKOFF * 2 ** (deaths - 1)
             self.write("up", f"{child.name}: {describe_exit(code)}; again in {backoff:.0f} s")
-            backoff = await self._start_again(child, backoff)
+            await self._start_again(child, backoff)
 
-    async def _start_again(self, child: Child, backoff: float) -> float:
-        """Tries until it runs, whatever the host may be out of; the next time to wait."""
+    async def _start_again(self, child: Child, backoff: float) -> None:
+        """Tries until it runs, whatever the host may be out of."""
         while True:
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, LAST_BACKOFF)
             try:
                 await child.start()
-                return backoff
+                return
             except OSError as error:
                 self.write("up", f"{child.name}: {error.strerror}; again in {backoff:.0f} s")
+
+    def _give_up(self, child: Child, reason: str) -> None:
+        """The cluster ends with a process that it cannot do without."""
+        role = child.name.partition("-")[0]
+        if any(each.running and each.name.startswith(f"{role}-") for each in self._nodes):
+            self.write("up", f"{reason}: given up; the others go on")
+        else:
+            self._fail(NodeError(reason))
 
     def _fail(self, error: PdserveError) -> None:
         if not self.ended.done():

@@ -34,6 +34,7 @@ class DemoConfig:
     max_tokens: int = option(96, "tokens of the answer at most", minimum=1)
     cluster: ClusterConfig = field(
         default_factory=lambda: ClusterConfig(
+            restart="no",  # whoever watches wants to know
             server=ServerConfig(port=0, grpc_port=0, registry_port=0),
             log=LogConfig(log_level="warning"),
         )

@@ -424,10 +424,10 @@ class ClusterConfig:
         None, "stages of each decode node (default: --pipeline-parallel-size)", minimum=1
     )
     restart: str = option(
-        "no",
-        "when a process of the cluster dies: no: the cluster stops; on-failure: it is started "
-        "again (a node that drained, or wrong options, never)",
-        choices=("no", "on-failure"),
+        "on-failure",
+        "when a process of the cluster dies: on-failure: it is started again (a node that drained, "
+        "or wrong options, never); no: the cluster stops",
+        choices=("on-failure", "no"),
     )
     # Nodes learn the port from `up`, so that two clusters need not agree on ports.
     server: ServerConfig = field(default_factory=lambda: ServerConfig(grpc_port=0, registry_port=0))

@@ -33,7 +33,7 @@ DEFAULTS = {
     "cpu_threads": 1,
     "drain_timeout": 10,
 }
-UP_DEFAULTS = {"queue_timeout": 20}
+UP_DEFAULTS = {"queue_timeout": 20, "restart": "no"}  # a death must show
 METRIC = re.compile(r'([^#{ ]+)(?:\{(?:engine="(\d+)",?)?(.*)\})? (\S+)')
 
 
