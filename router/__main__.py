@@ -13,6 +13,7 @@ from common.config.sources import parse
 from common.core.errors import ConfigError, PdserveError
 from common.core.host import allow_open_files, refusals
 from common.core.plugins import import_string
+from common.obs.exit_limit import exit_within
 from common.obs.logging import setup_logging
 from router.server import serve
 
@@ -38,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             allow_open_files(
                 OPEN_FILES + requests, "--max-concurrent-requests, --max-queued-requests"
             )
-            return asyncio.run(serve(replace(config, model=_resolve_model(config.model))))
+            config = replace(config, model=_resolve_model(config.model))
+            return asyncio.run(serve(config, stopping=exit_within))
     except PdserveError as error:
         logger.error("%s", error)
         return 2 if isinstance(error, ConfigError) else 1

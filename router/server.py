@@ -6,7 +6,7 @@ import asyncio
 import logging
 import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,8 +41,9 @@ _HOUSEKEEPING = 1.0  # seconds, at most
 _GRPC_GRACE = 1.0  # seconds gRPC calls in flight get after the drain
 
 
-async def serve(config: RouterConfig) -> int:
-    """Runs the router until a signal; returns the exit code.
+async def serve(config: RouterConfig, stopping: Callable[[], None] = lambda: None) -> int:
+    """Runs the router until a signal; returns the exit code. `stopping` is called when serving is
+    over.
 
     Raises:
         ConfigError: the model or a certificate cannot be read, or an address cannot be bound.
@@ -92,6 +93,7 @@ async def serve(config: RouterConfig) -> int:
             write_ports(config.server.ports_file, ports)
         return await serve_until_stopped(failed, lambda: http.stop(timeout), timeout + 5)
     finally:
+        stopping()
         housekeeping.cancel()
         await http.stop(0)
         await asyncio.gather(grpc_server.stop(_GRPC_GRACE), registry_server.stop(_GRPC_GRACE))

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from common.core.errors import Blame, ConfigError, NodeError, TransferError
 from common.distributed import fanout
@@ -273,6 +275,57 @@ async def test_killed_rank_fails_what_waits_and_is_reported_once() -> None:
         with pytest.raises(NodeError, match="rank 1"):
             await executor.call(0, b"x")
     assert [rank for rank, _ in deaths] == [1]
+
+
+async def test_a_stop_ends_though_zeromq_does_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """libzmq's end waits for its threads, which wait for ever when they miss a wake-up."""
+    stuck = threading.Event()
+    term = zmq.Context.term
+
+    def never(context: zmq.Context) -> None:
+        stuck.wait(60)
+        term(context)
+
+    monkeypatch.setattr(zmq.Context, "term", never)
+    monkeypatch.setattr(fanout, "_BY_FORCE", 1.0)
+    executor = MultiprocessExecutor(specs(2))
+    pids = pids_of(list(await executor.start()))
+    try:
+        async with asyncio.timeout(30):
+            await executor.shutdown(deadline=5.0)
+        assert "ZeroMQ has not ended after 1 s; its threads are left" in caplog.text
+        assert not any(map(alive, pids))
+    finally:
+        stuck.set()
+
+
+async def test_a_stop_ends_though_a_rank_does_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A process that waits for a disk cannot be killed; and whoever gave it its place is mute."""
+    executor = MultiprocessExecutor(specs(2))
+    launcher = executor._launcher
+    kill = launcher.kill
+    pids = pids_of(list(await executor.start()))
+
+    async def for_ever() -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(fanout, "_BY_FORCE", 1.0)
+    monkeypatch.setattr(launcher, "kill", lambda: None)
+    monkeypatch.setattr(launcher, "close", for_ever)
+    step = asyncio.create_task(executor.step(b"sleep 30"))
+    await asyncio.sleep(0)
+    async with asyncio.timeout(30):
+        await executor.shutdown(deadline=0.1)
+    assert "ranks have not ended 1 s after they were killed" in caplog.text
+    assert "places were not given back" in caplog.text
+    with pytest.raises(NodeError):
+        await step
+    kill()
+    await eventually(lambda: not any(map(alive, pids)), 30)
 
 
 async def test_exiting_rank_is_named_with_its_code() -> None:

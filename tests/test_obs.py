@@ -333,3 +333,32 @@ def test_ports_file(tmp_path: Path) -> None:
     write_ports(path, {"http": 8000, "grpc": 8001})
     assert read_ports(path) == {"http": 8000, "grpc": 8001}
     assert list(tmp_path.iterdir()) == [path]
+
+
+# ---- a process that does not stop ----
+
+NEVER_ENDING = """
+import sys, threading, time
+from common.config.schema import LogConfig
+from common.obs.exit_limit import exit_within
+from common.obs.logging import setup_logging
+
+def step_for_ever():
+    while True:
+        time.sleep(1)
+
+setup_logging("decode", LogConfig(log_format=sys.argv[1]))
+threading.Thread(target=step_for_ever, name="rank-0-steps").start()
+exit_within(0.1)
+"""
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_process_that_does_not_stop_says_where_it_hangs_and_exits(log_format: str) -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", NEVER_ENDING, log_format], capture_output=True, text=True, timeout=60
+    )
+    (line,) = process.stderr.splitlines()
+    assert process.returncode == 1
+    assert "did not stop within 0 s, exits by force" in line
+    assert re.search(r"rank-0-steps in <string>:\d+ step_for_ever", line)

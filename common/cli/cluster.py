@@ -253,7 +253,8 @@ class Cluster:
             if child.running:
                 self.write("up", f"{child.name} did not stop within {limit:.0f} s: killed")
                 child.kill()
-        await asyncio.gather(*waits)
+        if (await asyncio.wait(waits, timeout=KILL_GRACE))[1]:
+            self.write("up", "some processes are left: the system does not end them")
 
     def _children(self) -> list[Child]:
         return [*([self._router] if self._router else []), *self._nodes]

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Container, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import msgspec
@@ -27,6 +29,7 @@ from common.obs.logging import write_log
 logger = logging.getLogger(__name__)
 
 _PATIENCE = 15.0  # seconds between two lines about ranks that are still starting
+_BY_FORCE = 5.0  # seconds each part of a stop gets once ranks are killed
 
 
 class Launcher(Protocol):
@@ -240,21 +243,56 @@ class FanOutExecutor(Executor):
             return
         context, self._context = self._context, None
         if self._serving:
-            await self._tell_stop(deadline)
-            await asyncio.wait(self._watchers, timeout=deadline)
+            await _within(deadline, self._stop_ranks(deadline))
         self._launcher.kill()
-        await asyncio.gather(*self._watchers)
+        if not await _within(_BY_FORCE, self._all_ended()):
+            logger.error("ranks have not ended %.0f s after they were killed", _BY_FORCE)
         if self._reader is not None:
             self._reader.cancel()
-            await asyncio.wait([self._reader])
-        context.destroy(linger=0)
-        await self._launcher.close()
+        if not await _within(_BY_FORCE, _end(context)):
+            logger.error("ZeroMQ has not ended after %.0f s; its threads are left", _BY_FORCE)
+        if not await _within(_BY_FORCE, self._launcher.close()):
+            logger.error("the ranks' places were not given back within %.0f s", _BY_FORCE)
+
+    async def _stop_ranks(self, deadline: float) -> None:
+        await self._tell_stop(deadline)
+        await self._all_ended()
+
+    async def _all_ended(self) -> None:
+        if self._watchers:
+            await asyncio.wait(self._watchers)
 
     async def _tell_stop(self, deadline: float) -> None:
         body = msgspec.msgpack.encode(float(deadline))
         for spec in self._specs:
             for link in (Link.STEPS, Link.CALLS):
                 await self._send(spec.rank, link, wire.STOP, body)
+
+
+async def _within(seconds: float, work: Coroutine[Any, Any, None]) -> bool:
+    """Whether `work` was done within `seconds`; it is given up otherwise."""
+    try:
+        async with asyncio.timeout(seconds):
+            await work
+    except TimeoutError:
+        return False
+    return True
+
+
+async def _end(context: zmq.asyncio.Context) -> None:
+    """Closes the sockets and waits until libzmq's threads have ended. A thread waits, which nobody
+    joins, so that whoever is tired of waiting can go on."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+    def terminate() -> None:
+        context.term()
+        with suppress(RuntimeError):  # the loop is closed: nobody waited any more
+            loop.call_soon_threadsafe(ended.set)
+
+    for socket in list(context._sockets):
+        socket.close(linger=0)
+    threading.Thread(target=terminate, name="zmq-end", daemon=True).start()
+    await ended.wait()
 
 
 def _stage(rank: int, waiting: Container[int]) -> str:

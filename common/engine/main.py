@@ -13,6 +13,7 @@ from common.config.sources import parse
 from common.core.errors import ConfigError, PdserveError
 from common.core.host import allow_open_files, refusals
 from common.core.plugins import import_string
+from common.obs.exit_limit import exit_within
 from common.obs.logging import setup_logging
 
 logger = logging.getLogger(__name__)
@@ -45,5 +46,5 @@ def _wait_passively() -> None:
 
 
 async def _serve(node: Any, config: WorkerNodeConfig) -> int:
-    code: int = await node(config).serve()
+    code: int = await node(config).serve(stopping=exit_within)
     return code

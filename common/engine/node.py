@@ -88,12 +88,13 @@ class EngineNode(ABC, Generic[S, T]):
 
     # ---- start → serve → drain → stop -------------------------------------------------------
 
-    async def serve(self) -> int:
+    async def serve(self, stopping: Callable[[], None] = lambda: None) -> int:
+        """Returns the exit code. `stopping` is called when serving is over, drained or not."""
         self.address = self.server.bind()
         count = self.config.engine.parallel.data_parallel_size
         ranks = await start_replicas(self._start_ranks, count)
         try:
-            return await self._serve(ranks)
+            return await self._serve(ranks, stopping)
         finally:
             await stop_ranks(ranks)
 
@@ -104,13 +105,14 @@ class EngineNode(ABC, Generic[S, T]):
         ranks.executor.on_death(partial(self._rank_died, replica))
         return ranks
 
-    async def _serve(self, ranks: Sequence[Ranks]) -> int:
+    async def _serve(self, ranks: Sequence[Ranks], stopping: Callable[[], None]) -> int:
         try:
             self.replicas = [self._replica(index, each) for index, each in enumerate(ranks)]
             await self._start()
             timeout = self.config.node.drain_timeout
             return await serve_until_stopped(self._failed, self._drain, timeout)
         finally:
+            stopping()
             await self._stop()
 
     def _replica(self, index: int, ranks: Ranks) -> Replica[S, T]:
