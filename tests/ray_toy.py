@@ -11,7 +11,7 @@ import ray
 
 from common.distributed.environment import init_distributed_environment
 from common.distributed.executor import Emit, Executor, WorkerSpec
-from test_executor import ToyWorker, specs
+from toy_worker import ToyWorker, specs
 
 
 class RayToy(ToyWorker):

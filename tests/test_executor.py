@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,70 +20,14 @@ import pytest
 import zmq
 
 from common.core.errors import Blame, ConfigError, NodeError, TransferError
-from common.distributed import fanout
-from common.distributed.executor import Emit, Executor, WorkerSpec
+from common.distributed import fanout, wire
+from common.distributed.executor import Executor
 from common.distributed.inprocess import InProcessExecutor
 from common.distributed.launch import make_executor
 from common.distributed.multiprocess import MultiprocessExecutor
-
-# ---- the toy: runs in the ranks' processes ----
-
-
-class ToyExtension:
-    def __init__(self, rank: int, emit: Emit) -> None:
-        self.rank = rank
-        self.emit = emit
-
-    def handle(self, message: bytes) -> bytes:
-        if message == b"raise":
-            raise TransferError("no such peer", code="PEER_LOST", blame=Blame.PREFILL)
-        if message == b"emit":
-            self.emit(b"event")
-        return b"call %d %s" % (self.rank, message)
-
-    def close(self, deadline: float) -> None:
-        if path := os.environ.get("TOY_CLOSED"):
-            Path(path, f"extension.{self.rank}").write_text(str(deadline))
-
-
-class ToyWorker:
-    def __init__(self, spec: WorkerSpec, emit: Emit) -> None:
-        self.rank = spec.rank
-        self.extension = ToyExtension(spec.rank, emit) if spec.config.get("extension") else None
-        if spec.config.get("fail_rank") == spec.rank:
-            raise ConfigError("no such folder", code="NO_MODEL")
-        if spec.config.get("slow_rank") == spec.rank:
-            time.sleep(1)
-        if spec.config.get("exit_rank") == spec.rank:
-            os._exit(7)
-
-    def ready(self) -> bytes:
-        return b"%d %d" % (self.rank, os.getpid())
-
-    def step(self, message: bytes) -> bytes:
-        command, _, argument = message.partition(b" ")
-        if command == b"sleep":
-            time.sleep(float(argument))
-        if command == b"raise":
-            if int(argument) == self.rank:
-                raise ValueError("bad batch")
-            time.sleep(0.3)
-        if command == b"exit" and int(argument) == self.rank:
-            os._exit(3)
-        return b"step %d %s" % (self.rank, message)
-
-    def close(self) -> None:
-        if path := os.environ.get("TOY_CLOSED"):
-            Path(path, f"worker.{self.rank}").touch()
-
+from toy_worker import specs
 
 # ---- helpers ----
-
-
-def specs(size: int = 2, **config: Any) -> list[WorkerSpec]:
-    factory = f"{__name__}:ToyWorker"
-    config = {"extension": True, **config}
-    return [WorkerSpec(factory, rank, size, "", config) for rank in range(size)]
 
 
 @asynccontextmanager
@@ -115,7 +60,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-async def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+async def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
@@ -156,14 +101,13 @@ async def test_ready_comes_from_every_rank_in_order(make: Callable[[], Executor]
 async def test_extension_is_served_while_a_step_runs(make: Callable[[], Executor]) -> None:
     executor = make()
     async with running(executor) as answers:
-        step = asyncio.create_task(executor.step(b"sleep 1"))
-        await asyncio.sleep(0.1)
-        started = time.monotonic()
-        last = len(answers) - 1
-        assert await executor.call(last, b"x") == b"call %d x" % last
-        assert time.monotonic() - started < 0.2
+        step = asyncio.create_task(executor.step(b"wait"))
+        for rank in range(len(answers)):
+            assert await executor.call(rank, b"x") == b"call %d x" % rank
         assert not step.done()
-        assert await step == b"step 0 sleep 1"
+        for rank in range(len(answers)):
+            await executor.call(rank, b"go")
+        assert await step == b"step 0 wait"
 
 
 @both
@@ -261,13 +205,11 @@ async def test_killed_rank_fails_what_waits_and_is_reported_once() -> None:
     executor.on_death(lambda rank, reason: deaths.append((rank, reason)))
     async with running(executor) as answers:
         pids = pids_of(answers)
-        step = asyncio.create_task(executor.step(b"sleep 30"))
-        await asyncio.sleep(0.1)
-        started = time.monotonic()
+        step = asyncio.create_task(executor.step(b"wait"))
+        await executor.call(0, b"x")  # the step is on its way
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(NodeError, match=r"rank 1 .*killed by SIGKILL") as caught:
             await step
-        assert time.monotonic() - started < 1.0
         assert caught.value.code == "RANK_DIED"
         await eventually(lambda: not any(map(alive, pids)))
         with pytest.raises(NodeError, match="rank 1"):
@@ -316,8 +258,8 @@ async def test_a_stop_ends_though_a_rank_does_not(
     monkeypatch.setattr(fanout, "_BY_FORCE", 1.0)
     monkeypatch.setattr(launcher, "kill", lambda: None)
     monkeypatch.setattr(launcher, "close", for_ever)
-    step = asyncio.create_task(executor.step(b"sleep 30"))
-    await asyncio.sleep(0)
+    step = asyncio.create_task(executor.step(b"wait"))
+    await executor.call(0, b"x")  # the step is on its way
     async with asyncio.timeout(30):
         await executor.shutdown(deadline=0.1)
     assert "ranks have not ended 1 s after they were killed" in caplog.text
@@ -325,7 +267,7 @@ async def test_a_stop_ends_though_a_rank_does_not(
     with pytest.raises(NodeError):
         await step
     kill()
-    await eventually(lambda: not any(map(alive, pids)), 30)
+    await eventually(lambda: not any(map(alive, pids)))
 
 
 async def test_exiting_rank_is_named_with_its_code() -> None:
@@ -344,11 +286,9 @@ async def test_rank_that_dies_while_it_starts() -> None:
 async def test_shutdown_kills_a_busy_rank_at_the_deadline() -> None:
     executor = MultiprocessExecutor(specs(2))
     pids = pids_of(list(await executor.start()))
-    step = asyncio.create_task(executor.step(b"sleep 30"))
-    await asyncio.sleep(0.1)
-    started = time.monotonic()
+    step = asyncio.create_task(executor.step(b"wait"))
+    await executor.call(0, b"x")  # the step is on its way
     await executor.shutdown(deadline=0.3)
-    assert time.monotonic() - started < 2.0
     assert not any(map(alive, pids))
     with pytest.raises(NodeError):
         await step
@@ -379,34 +319,47 @@ async def test_a_rank_may_answer_before_the_next_one_is_started(
 
     async def slow(*args: Any, **options: Any) -> Any:
         process = await create(*args, **options)
-        await asyncio.sleep(1.0)  # long enough for the rank to connect
+        answer = wire.start_number(int(args[-1]), wire.Link.OUT)
+        await eventually(lambda: answer not in executor._waiting)
         return process
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", slow)
     executor = MultiprocessExecutor(specs(2))
     try:
-        answers = await asyncio.wait_for(executor.start(), 10)
+        answers = await asyncio.wait_for(executor.start(), 60)
         assert [answer.split()[0] for answer in answers] == [b"0", b"1"]
     finally:
         await executor.shutdown(5.0)
 
 
 async def test_a_start_that_takes_long_says_what_it_waits_for(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(fanout, "_PATIENCE", 0.1)
     caplog.set_level("INFO")
-    executor = MultiprocessExecutor(specs(2, slow_rank=1))
-    async with running(executor) as answers:
-        pid = pids_of(answers)[1]
-    assert f"waiting for rank 1 (pid {pid}; builds its worker) to start" in caplog.text
+    said = re.compile(r"waiting for rank 1 \(pid (\d+); builds its worker\) to start")
+    come = tmp_path / "come"
+    executor = MultiprocessExecutor(specs(2, late_rank=1, late_until=str(come)))
+    starting = asyncio.create_task(executor.start())
+    try:
+        await eventually(lambda: bool(said.search(caplog.text)))
+        come.touch()
+        pid = pids_of(list(await starting))[1]
+        assert [int(each) for each in said.findall(caplog.text)][-1] == pid
+    finally:
+        come.touch()
+        await asyncio.wait([starting])
+        await executor.shutdown(5.0)
 
 
 async def test_cancelled_step_does_not_confuse_the_next() -> None:
     executor = MultiprocessExecutor(specs(2))
     async with running(executor):
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(executor.step(b"sleep 0.3"), 0.05)
+        step = asyncio.create_task(executor.step(b"wait"))
+        await executor.call(0, b"x")  # the step is on its way
+        step.cancel()
+        for rank in range(2):
+            await executor.call(rank, b"go")
         assert await executor.step(b"next") == b"step 0 next"
 
 
@@ -421,7 +374,8 @@ async def test_ranks_ignore_terminal_and_supervisor_signals() -> None:
 
 NODE = """
 import asyncio
-from test_executor import MultiprocessExecutor, specs
+from common.distributed.multiprocess import MultiprocessExecutor
+from toy_worker import specs
 
 async def main():
     for answer in await MultiprocessExecutor(specs(2)).start():
@@ -446,4 +400,4 @@ async def test_ranks_die_with_their_node() -> None:
     assert all(map(alive, pids))
     node.kill()
     await node.wait()
-    await eventually(lambda: not any(map(alive, pids)), 2.0)
+    await eventually(lambda: not any(map(alive, pids)))
