@@ -1,11 +1,16 @@
-"""A soak with random faults: nodes are killed, frozen and restarted under load, and every answer
-must be the one that a cluster left alone gives.
+"""A soak with random faults: nodes are killed, frozen and restarted, the network is cut and lies,
+the router stands still or dies, and hostile clients attack, all under load. Every answer must be
+the one that a cluster left alone gives.
 
     python benchmarks/chaos.py --seconds 60 --requests 200 --prefill 3 --decode 3
 
 Starts a cluster of its own on this host, asks everything once, then once more and again while
-nodes fail. The exit code is 1 when a request was lost or answered wrongly, when blocks were not
-given back, or when a node ended by itself.
+things fail. The exit code is 1 when a request was lost, hung or answered wrongly, when blocks were
+not given back, when a process ended by itself or grew, or when a stranger was believed.
+
+As root on Linux every node is on a host of its own (a network namespace) behind a relay, and all
+gRPC is mutual TLS: a flipped bit in a token would not be noticed without. Else the faults of the
+network are left out.
 """
 
 from __future__ import annotations
@@ -15,10 +20,13 @@ import asyncio
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from math import ceil
 from pathlib import Path
+from secrets import token_hex
 from time import monotonic
 from typing import Any
 
@@ -27,13 +35,20 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.fleet import FAST, Fleet
+from benchmarks.hosts import unavailable
+from benchmarks.site import Site, make_certs, site_network
 from benchmarks.soak.asks import Ask, make_asks
-from benchmarks.soak.faults import KINDS, Faults, make_plan
+from benchmarks.soak.edges import EDGE_KINDS
+from benchmarks.soak.faults import NODE_KINDS, ROUTER_KINDS, Faults, Kind, make_plan
+from benchmarks.soak.gauge import Gauge
+from benchmarks.soak.hostile import HOSTILE_KINDS
 from benchmarks.soak.load import Load, clients
 from benchmarks.soak.report import Report, make_report, print_report
+from benchmarks.soak.strangers import STRANGER_KINDS
+from common.config.schema import RoutingConfig
 
 MODEL = Path(__file__).parents[1] / "tests/models/llama-gqa"
-NODE_OPTIONS = {
+NODE_OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "num_gpu_blocks_override": 384,  # fewer than the load would like: sequences wait, some restart
     "max_num_batched_tokens": 256,
@@ -43,6 +58,13 @@ NODE_OPTIONS = {
     "drain_timeout": 60,
 }
 LONGEST_FAULT = 2 * FAST["heartbeat_timeout"]  # seconds: some freezes are noticed, some are not
+KINDS: dict[str, Kind] = {
+    **NODE_KINDS,
+    **ROUTER_KINDS,
+    **EDGE_KINDS,
+    **HOSTILE_KINDS,
+    **STRANGER_KINDS,
+}
 GIVE_BACK = 15.0  # seconds after the last answer, in which nodes give back what they hold
 
 
@@ -65,12 +87,20 @@ class Soak:
 
 async def run(fleet: Fleet, soak: Soak, load: Load) -> Report:
     """Lets nodes of a fleet fail while clients who have learnt the answers ask."""
-    faults = Faults(fleet)
-    plan = make_plan(soak.kinds, soak.seconds, soak.period, LONGEST_FAULT, soak.seed)
+    faults, gauge = Faults(fleet), Gauge(fleet)
+    kinds = {name: KINDS[name] for name in soak.kinds}
+    plan = make_plan(kinds, soak.seconds, soak.period, LONGEST_FAULT, soak.seed)
     start = monotonic()
-    tally = await load.during(faults.carry_out(plan), soak.requests, soak.hang_ups, soak.seed)
-    seconds = monotonic() - start
-    return make_report(tally, seconds, faults.counts, await still_held(fleet), fleet.crashed())
+    async with gauge.watching():
+        event = faults.carry_out(kinds, plan)
+        tally = await load.during(
+            event, soak.requests, soak.hang_ups, soak.seed, excused=faults.excuses
+        )
+    seconds, leaked = monotonic() - start, await still_held(fleet)
+    crashed = faults.crashed + fleet.crashed()
+    return make_report(
+        tally, seconds, faults.counts, leaked, crashed, faults.answers, gauge.growth()
+    )
 
 
 async def learn_and_run(fleet: Fleet, soak: Soak, asks: Sequence[Ask]) -> Report:
@@ -89,26 +119,35 @@ async def still_held(fleet: Fleet) -> dict[str, int]:
 
 
 @contextmanager
-def started(model: Path, prefill: int, decode: int, requests: int) -> Iterator[Fleet]:
+def started(
+    model: Path, prefill: int, decode: int, requests: int, networked: bool = False
+) -> Iterator[Fleet]:
     """A fleet of this size, ready, in a folder that vanishes with it."""
-    with tempfile.TemporaryDirectory(prefix="pdserve-chaos-") as folder:
-        places = {"max_concurrent_requests": requests + 1, "max_client_share": 1}
-        log, environment = Path(folder) / "log", {"TMPDIR": folder}
-        fleet = Fleet(model, log, environment, places, **NODE_OPTIONS)
-        try:
-            fleet.start_router()
-            for role, size in (("prefill", prefill), ("decode", decode)):
-                for _ in range(size):
-                    fleet.start_node(role)
-            fleet.wait_ready()
-            yield fleet
-        finally:
-            fleet.stop()
+    places = ceil(requests / RoutingConfig().max_client_share) + 1  # for one client's
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pdserve-chaos-")))
+        log, environment = folder / "log", {"TMPDIR": str(folder)}
+        secured: dict[str, Any] = {"cluster_key": token_hex(32)}
+        options = dict(NODE_OPTIONS)
+        make: Callable[..., Fleet] = Fleet
+        if networked:
+            secured |= make_certs(folder / "certs")
+            options |= {"kv_connector": "tcp", "kv_connector_config": '{"tls": true}'}
+            make = partial(Site, *stack.enter_context(site_network()))
+        router = {"max_concurrent_requests": places, **secured}
+        fleet = make(model, log, environment, router, **options, **secured)
+        stack.callback(fleet.stop)
+        fleet.start_router()
+        for role, size in (("prefill", prefill), ("decode", decode)):
+            for _ in range(size):
+                fleet.start_node(role)
+        fleet.wait_ready()
+        yield fleet
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--seconds", type=float, default=60.0, help="time in which nodes fail")
+    parser.add_argument("--seconds", type=float, default=60.0, help="time in which things fail")
     parser.add_argument("--requests", type=int, default=200, help="requests in flight")
     parser.add_argument("--prefill", type=int, default=3, help="prefill nodes")
     parser.add_argument("--decode", type=int, default=3, help="decode nodes")
@@ -116,7 +155,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the requests and of the faults")
     parser.add_argument("--period", type=float, default=1.0, help="seconds between two faults")
     parser.add_argument(
-        "--faults", type=_kinds, default=tuple(KINDS), help=f"kinds: {','.join(KINDS)}"
+        "--faults",
+        type=_kinds,
+        default=tuple(KINDS),
+        help=f"kinds (default: all that this machine allows): {','.join(KINDS)}",
     )
     parser.add_argument("--log", type=Path, metavar="FILE", help="keep the cluster's log")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
@@ -130,20 +172,33 @@ def _kinds(text: str) -> tuple[str, ...]:
     return kinds
 
 
+def possible(kinds: Sequence[str], console: Console) -> tuple[str, ...]:
+    """Those that this machine allows; says of the others why it does not."""
+    reason = unavailable() if EDGE_KINDS.keys() & set(kinds) else ""
+    left_out = [kind for kind in kinds if reason and kind in EDGE_KINDS]
+    if left_out:
+        console.print(f"left out: {', '.join(left_out)} ({reason})")
+    return tuple(kind for kind in kinds if kind not in left_out)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
+    args, console = parse_args(argv), Console()
+    kinds = possible(args.faults, console)
     soak = Soak(
         seconds=args.seconds,
         requests=args.requests,
-        kinds=args.faults,
+        kinds=kinds,
         period=args.period,
         seed=args.seed,
     )
-    with started(args.model, args.prefill, args.decode, args.requests) as fleet:
-        report = asyncio.run(learn_and_run(fleet, soak, soak.asks(vocab_size(args.model))))
-        if args.log:
-            args.log.write_bytes(fleet.log_path.read_bytes())
-    print_report(report, Console())
+    networked = bool(EDGE_KINDS.keys() & set(kinds))
+    with started(args.model, args.prefill, args.decode, args.requests, networked) as fleet:
+        try:
+            report = asyncio.run(learn_and_run(fleet, soak, soak.asks(vocab_size(args.model))))
+        finally:
+            if args.log:
+                args.log.write_bytes(fleet.log_path.read_bytes())
+    print_report(report, console)
     if args.json:
         config = {name: str(value) for name, value in vars(args).items()}
         args.json.write_text(json.dumps({"config": config, **report.as_json()}, indent=2) + "\n")

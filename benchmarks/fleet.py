@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+import grpc
+
 from benchmarks.warm_start import WarmStart, alive
 
 FAST = {"heartbeat_interval": 0.2, "heartbeat_timeout": 1.5, "queue_timeout": 30}
@@ -60,12 +62,13 @@ class Fleet:
 
     def start_node(self, role: str, before: Sequence[str] = (), **options: Any) -> str:
         """Returns its name; `before` as in `WarmStart.start`."""
-        name, port = f"{role}-{next(self._numbers)}", free_port()
+        name, port = f"{role}-{next(self._numbers)}", options.pop("grpc_port", 0) or free_port()
         router = f"127.0.0.1:{self.ports['registry']}"
         options = {"model": self.model, "router": router, **self._options, **options}
         options["grpc_port"] = port
         self.pids[name] = self._start(f"{role}_node", flags(options), before)
-        self._by_address[f"{options.get('host', '127.0.0.1')}:{port}"] = name
+        host = options.get("advertise_host") or options.get("host", "127.0.0.1")
+        self._by_address[f"{host}:{port}"] = name
         return name
 
     def _start(self, role: str, flags: list[str], before: Sequence[str] = ()) -> int:
@@ -106,17 +109,43 @@ class Fleet:
             self._warm.close()
         return {name: -signal.SIGKILL if code is None else code for name, code in codes.items()}
 
-    # ---- what they say of themselves --------------------------------------------------------
-
     def names(self, role: str) -> list[str]:
         return [name for name in self.pids if name.startswith(role)]
 
+    # ---- who may speak to them --------------------------------------------------------------
+
+    @property
+    def open(self) -> bool:
+        """Whether roles are believed without a proof."""
+        return not {"cluster_key", "tls_ca"} & self._router.keys()
+
+    @property
+    def cluster_key(self) -> str | None:
+        return self._router.get("cluster_key")
+
+    @property
+    def registry(self) -> str:
+        """Where nodes register."""
+        return f"127.0.0.1:{self.ports['registry']}"
+
+    def credentials(self, role: bool = False) -> grpc.ChannelCredentials | None:
+        """Of a client over gRPC, or of a role; None: the ports take everybody. A client's pair of
+        files is beside the roles'."""
+        if "tls_ca" not in self._router:
+            return None
+        ca = Path(self._router["tls_ca"])
+        pair = (ca.with_name(f"{'' if role else 'client-'}{name}.pem") for name in ("key", "cert"))
+        return grpc.ssl_channel_credentials(*(file.read_bytes() for file in (ca, *pair)))
+
+    # ---- what they say of themselves --------------------------------------------------------
+
     def state(self) -> dict[str, Any]:
-        """The router's `/v1/cluster`; every node has its `name` here. Raises OSError."""
+        """The router's `/v1/cluster`; every node has its `name` here, one that is not ours an
+        empty one. Raises OSError."""
         with urlopen(f"http://127.0.0.1:{self.ports['http']}/v1/cluster", timeout=10) as answer:
             state: dict[str, Any] = json.load(answer)
         for node in state["nodes"]:
-            node["name"] = self._by_address[node["address"]]
+            node["name"] = self._by_address.get(node["address"], "")
         return state
 
     def ready(self) -> set[str]:
@@ -139,6 +168,17 @@ class Fleet:
                 raise TimeoutError(f"not ready: {self.log_path.read_text()[-2000:]}")
             time.sleep(0.02)
 
+    def running(self) -> set[str]:
+        """Those that run, of those that should."""
+        return {name for name, pid in list(self.pids.items()) if self.exit_code(pid) is None}
+
+    def bury(self) -> list[str]:
+        """Nodes that ended though they should run; they need not any more."""
+        nodes = [(name, pid) for name, pid in list(self.pids.items()) if name != "router"]
+        ended = [name for name, pid in nodes if self.exit_code(pid) is not None]
+        # Those that are not there any more were ended on purpose, just now.
+        return [name for name in ended if self.pids.pop(name, None) is not None]
+
     def crashed(self) -> list[str]:
         """Processes that ended though they should run, or did not drain as they should."""
         ended = [name for name, pid in self.pids.items() if self.exit_code(pid) is not None]
@@ -146,7 +186,7 @@ class Fleet:
 
     def held(self) -> dict[str, int]:
         """What nodes that run have not given back, by name: KV blocks, or else requests."""
-        running = {name for name, pid in self.pids.items() if self.exit_code(pid) is None}
+        running = self.running()
         nodes = [node for node in self.state()["nodes"] if node["name"] in running]
         held = {node["name"]: _held(node["metrics_address"]) for node in nodes}
         return {name: count for name, count in held.items() if count}
@@ -163,9 +203,9 @@ def _held(address: str) -> int:
     return int(blocks or sum(values[name] for name in BUSY))
 
 
-def free_port() -> int:
+def free_port(host: str = "127.0.0.1") -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((host, 0))
         port: int = probe.getsockname()[1]
         return port
 

@@ -82,9 +82,9 @@ class Network:
         this is half of a cut."""
         device = "br0" if source == ROUTER else "eth0"
         for address in (target, front(target)):
-            what = f"{address} dev {device}"
-            change = f"replace {what} lladdr {NOBODY} nud permanent" if dropped else f"del {what}"
-            _run(f"{self._on(source)}ip neigh {change}")
+            neighbour = f"{address} lladdr {NOBODY} dev {device}"
+            state = "permanent" if dropped else "failed"  # it asks who has the address
+            _run(f"{self._on(source)}ip neigh replace {neighbour} nud {state}")
 
     def _on(self, address: str) -> str:
         """What comes before a command that is to run on a host."""

@@ -24,7 +24,11 @@ LOGPROB_TOLERANCE = 1e-3  # batches differ, and with them the order of sums
 
 
 class Lost(Exception):
-    """The client saw an error; the message says which."""
+    """The client saw an error; the message says which. `broken`: the connection ended."""
+
+    def __init__(self, message: str, broken: bool = False) -> None:
+        super().__init__(message)
+        self.broken = broken
 
 
 @dataclass(slots=True)
@@ -92,9 +96,13 @@ class Client:
         try:
             await send(ask, answer)
         except (aiohttp.ClientError, ConnectionError) as error:
-            raise Lost(f"{ask.way}: {error!r}") from error
+            raise Lost(f"{ask.way}: {error!r}", broken=True) from error
         except grpc.aio.AioRpcError as error:
-            raise Lost(f"{ask.way}: {error.code().name}: {error.details()}") from error
+            codes = {key for key, _ in error.trailing_metadata() or ()}
+            raise Lost(
+                f"{ask.way}: {error.code().name}: {error.details()}",
+                broken="pdserve-error-code" not in codes,
+            ) from error
         return answer
 
     async def _whole(self, ask: Ask, answer: Answer) -> None:
@@ -109,7 +117,7 @@ class Client:
                     _note(answer, json.loads(line[6:]))
                 elif line == b"data: [DONE]\n":
                     return
-        raise Lost("streamed: it ended without [DONE]")
+        raise Lost("streamed: it ended without [DONE]", broken=True)
 
     @asynccontextmanager
     async def _post(self, ask: Ask, **more: Any) -> AsyncIterator[aiohttp.ClientResponse]:

@@ -7,6 +7,7 @@ import random
 import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
 
@@ -15,58 +16,119 @@ from benchmarks.fleet import Fleet
 ROLES = ("prefill", "decode")
 DRAIN_TIMEOUT = 90.0  # seconds after which a node that drains is given up
 READY_TIMEOUT = 60.0  # seconds after which a node that should serve is given up
+NURSE_PERIOD = 0.5  # seconds between looks after nodes that have ended by themselves
+SETTLE = 2.0  # seconds after a router's return in which clients may still learn of its end
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
     at: float  # seconds from the start
-    kind: str  # a key of KINDS
-    role: str
-    which: float  # of the role's nodes that are well, as a share: [0, 1)
+    kind: str
+    target: str  # one of its kind's
     seconds: float  # how long it lasts
+    seed: int  # decides the rest
+
+    @property
+    def random(self) -> random.Random:
+        return random.Random(self.seed)
+
+
+class NotNow(Exception):
+    """What a fault would strike is not there, or would be the last one that is well."""
+
+
+class Gone(Exception):
+    """A node ended by itself, which nobody asked it to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    strike: Callable[[Faults, Fault], Awaitable[None]]  # raises NotNow
+    targets: tuple[str, ...] = ROLES
+    longest: float | None = None  # seconds, when some are to last longer than others may
 
 
 def make_plan(
-    kinds: Sequence[str], seconds: float, period: float, longest: float, seed: int
+    kinds: dict[str, Kind], seconds: float, period: float, longest: float, seed: int
 ) -> list[Fault]:
     """Faults with random gaps of `period` seconds on average, each lasting up to `longest`."""
     rng = random.Random(seed)
     plan: list[Fault] = []
     at = rng.expovariate(1 / period)
     while at < seconds:
-        kind, role = rng.choice(list(kinds)), rng.choice(ROLES)
-        plan.append(Fault(at, kind, role, rng.random(), rng.uniform(0.1, longest)))
+        name = rng.choice(list(kinds))
+        bound = rng.choice((longest, kinds[name].longest or longest))
+        target = rng.choice(kinds[name].targets)
+        plan.append(Fault(at, name, target, rng.uniform(0.1, bound), rng.getrandbits(32)))
         at += rng.expovariate(1 / period)
     return plan
 
 
 class Faults:
-    """`counts` says what was done, by kind and role. A role with several nodes keeps one that
-    is well: a fault that finds no other is left out."""
+    """`counts` says what was done, by kind and target; `answers` what hostile clients were told,
+    by kind and words. A role with several nodes keeps one that is well: a fault that finds no
+    other is left out."""
 
     def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-        self._well = {*fleet.names("prefill"), *fleet.names("decode")}
+        self.fleet = fleet
+        self.well = {*fleet.names("prefill"), *fleet.names("decode"), "router"}
         self.counts: Counter[tuple[str, str]] = Counter()
+        self.answers: Counter[tuple[str, str]] = Counter()
+        self.crashed: list[str] = []  # what should run and did not, in words
+        self.busy: set[tuple[str, str]] = set()  # edges between nodes that are bad now
+        self._deaths: list[tuple[float, float]] = []  # of the router: from, until
 
-    async def carry_out(self, plan: Sequence[Fault]) -> None:
+    async def carry_out(self, kinds: dict[str, Kind], plan: Sequence[Fault]) -> None:
         """Returns when the last fault is over and every node is ready again."""
-        start = monotonic()
+        start, nurse = monotonic(), asyncio.create_task(self._nurse())
         async with asyncio.TaskGroup() as group:
             for fault in plan:
                 await asyncio.sleep(start + fault.at - monotonic())
-                well = sorted(name for name in self._well if name.startswith(fault.role))
-                if len(well) > 1 or len(self._fleet.names(fault.role)) == 1 == len(well):
-                    name = well[int(fault.which * len(well))]
-                    group.create_task(self._strike(fault, name))
+                group.create_task(self._strike(kinds[fault.kind], fault))
+        nurse.cancel()
 
-    async def _strike(self, fault: Fault, name: str) -> None:
-        self.counts[fault.kind, fault.role] += 1
-        self._well.discard(name)
-        self._well.add(await KINDS[fault.kind](self._fleet, name, fault.seconds))
+    async def _strike(self, kind: Kind, fault: Fault) -> None:
+        try:
+            await kind.strike(self, fault)
+        except NotNow:
+            return
+        except Gone:
+            pass  # the nurse has seen it
+        except TimeoutError as error:
+            self.crashed.append(f"{fault.kind} {fault.target}: {error}")
+        self.counts[fault.kind, fault.target] += 1
+
+    async def _nurse(self) -> None:
+        """Starts another one for each node that ends by itself."""
+        while True:
+            for name in await asyncio.to_thread(self.fleet.bury):
+                self.crashed.append(name)
+                self.well.discard(name)
+                with suppress(Gone):
+                    self.well.add(await start_another(self.fleet, name))
+            await asyncio.sleep(NURSE_PERIOD)
+
+    def take(self, role: str, rng: random.Random) -> str:
+        """A node of a role that is well, and is not from now on; or the router. Raises NotNow."""
+        running = self.well & self.fleet.running()
+        well = sorted(name for name in running if name.startswith(role))
+        if len(well) < 2 and not len(self.fleet.names(role)) == 1 == len(well):
+            raise NotNow
+        name = rng.choice(well)
+        self.well.discard(name)
+        return name
+
+    def router_died(self, since: float) -> None:
+        """It serves again now."""
+        self._deaths.append((since, monotonic() + SETTLE))
+
+    def excuses(self, since: float) -> bool:
+        """Whether a request from then until now may have been a router's that was killed."""
+        dead = "router" not in self.well
+        return dead or any(end > since for _, end in self._deaths)
 
 
-# ---- the kinds: each returns the name of the node that is well again, or new ----
+# ---- nodes: each returns the name of the node that is well again, or new ----
 
 
 async def kill(fleet: Fleet, name: str, seconds: float) -> str:
@@ -95,13 +157,6 @@ async def restart(fleet: Fleet, name: str, seconds: float) -> str:
     return new
 
 
-KINDS: dict[str, Callable[[Fleet, str, float], Awaitable[str]]] = {
-    "kill": kill,
-    "stop": stop,
-    "restart": restart,
-}
-
-
 async def start_another(fleet: Fleet, name: str) -> str:
     new = await asyncio.to_thread(fleet.start_node, name.rpartition("-")[0])
     await ready(fleet, new)
@@ -109,7 +164,53 @@ async def start_another(fleet: Fleet, name: str) -> str:
 
 
 async def ready(fleet: Fleet, name: str) -> None:
-    """Waits until the router uses it. Raises TimeoutError."""
+    """Waits until the router uses it. Raises Gone, TimeoutError."""
+    deadline = monotonic() + READY_TIMEOUT
+    while name not in await asyncio.to_thread(fleet.ready):
+        if name not in fleet.pids:
+            raise Gone
+        if monotonic() > deadline:
+            raise TimeoutError(f"{name} is not ready after {READY_TIMEOUT:g} s")
+        await asyncio.sleep(0.1)
+
+
+def _on_a_node(act: Callable[[Fleet, str, float], Awaitable[str]]) -> Kind:
+    async def strike(faults: Faults, fault: Fault) -> None:
+        name = faults.take(fault.target, fault.random)
+        faults.well.add(await act(faults.fleet, name, fault.seconds))
+
+    return Kind(strike)
+
+
+NODE_KINDS = {"kill": _on_a_node(kill), "stop": _on_a_node(stop), "restart": _on_a_node(restart)}
+
+
+# ---- the router ----
+
+
+async def stop_router(faults: Faults, fault: Fault) -> None:
+    """SIGSTOP, then SIGCONT: everybody waits, and nothing is lost."""
+    name = faults.take("router", fault.random)
+    faults.fleet.send(name, signal.SIGSTOP)
+    await asyncio.sleep(fault.seconds)
+    faults.fleet.send(name, signal.SIGCONT)
+    faults.well.add(name)
+
+
+async def kill_router(faults: Faults, fault: Fault) -> None:
+    """SIGKILL: what it had in flight is lost with it. Another one starts at its place."""
+    name, since = faults.take("router", fault.random), monotonic()
+    faults.fleet.kill(name)
+    await asyncio.sleep(fault.seconds)
+    await asyncio.to_thread(faults.fleet.start_router)
     async with asyncio.timeout(READY_TIMEOUT):
-        while name not in await asyncio.to_thread(fleet.ready):
+        while not await asyncio.to_thread(faults.fleet.ready):
             await asyncio.sleep(0.1)
+    faults.router_died(since)
+    faults.well.add(name)
+
+
+ROUTER_KINDS = {
+    "router-stop": Kind(stop_router, ("router",)),
+    "router-kill": Kind(kill_router, ("router",)),
+}

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any
 
 import aiohttp
@@ -28,15 +29,18 @@ class Tally:
 
     completed: int = 0
     hung_up: int = 0
+    router_died: int = 0  # requests that ended with the router that served them
     tokens: int = 0
     migrations: int = 0
     lost: list[str] = field(default_factory=list)  # why
+    hung: list[str] = field(default_factory=list)  # what had no end
     wrong: list[str] = field(default_factory=list)  # in what
     gaps: list[float] = field(default_factory=list)  # the longest of each stream that migrated
 
     @property
     def requests(self) -> int:
-        return self.completed + self.hung_up + len(self.lost) + len(self.wrong)
+        failed = len(self.lost) + len(self.hung) + len(self.wrong)
+        return self.completed + self.hung_up + self.router_died + failed
 
     def add(self, ask: Ask, answer: Answer, expected: Sequence[Answer]) -> None:
         differences = [difference(each, answer) for each in expected]
@@ -80,15 +84,17 @@ class Load:
         in_flight: int,
         hang_ups: float = 0.0,
         seed: int = 0,
+        excused: Callable[[float], bool] = lambda since: False,
     ) -> Tally:
         """`in_flight` clients ask one thing after the other until the event is over, and wait
-        for their last answers; a share of the requests is hung up."""
+        for their last answers; a share of the requests is hung up. `excused` says whether a
+        connection that has broken, of a request since then, may be the router's that died."""
         tally = Tally()
         over = asyncio.Event()
 
         async def ask_on(rng: random.Random) -> None:
             while not over.is_set():
-                await self._ask(rng, rng.random() < hang_ups, tally)
+                await self._ask(rng, rng.random() < hang_ups, tally, excused)
 
         async with asyncio.TaskGroup() as group:
             for number in range(in_flight):
@@ -97,8 +103,14 @@ class Load:
             over.set()
         return tally
 
-    async def _ask(self, rng: random.Random, hangs_up: bool, tally: Tally) -> None:
-        number = rng.randrange(len(self.asks))
+    async def _ask(
+        self,
+        rng: random.Random,
+        hangs_up: bool,
+        tally: Tally,
+        excused: Callable[[float], bool],
+    ) -> None:
+        number, since = rng.randrange(len(self.asks)), monotonic()
         ask = self.asks[number]
         try:
             async with asyncio.timeout(rng.uniform(0, PATIENCE) if hangs_up else TIMEOUT):
@@ -107,9 +119,12 @@ class Load:
             if hangs_up:
                 tally.hung_up += 1
             else:
-                tally.lost.append(f"{ask.way}: no answer in {TIMEOUT:g} s")
+                tally.hung.append(f"{ask.way}: no end in {TIMEOUT:g} s")
         except Lost as error:
-            tally.lost.append(str(error))
+            if error.broken and excused(since):
+                tally.router_died += 1
+            else:
+                tally.lost.append(str(error))
             await asyncio.sleep(0.1)  # a cluster that refuses at once is not to be flooded
         else:
             tally.add(ask, answer, self.expected[number])
@@ -121,8 +136,16 @@ async def clients(fleet: Fleet, asks: Sequence[Ask]) -> AsyncIterator[Load]:
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None)
     url, address = (f"127.0.0.1:{fleet.ports[name]}" for name in ("http", "grpc"))
+    # After a router's death it is tried again soon.
+    options = [("grpc.max_reconnect_backoff_ms", 500), ("grpc.initial_reconnect_backoff_ms", 100)]
+    credentials = fleet.credentials()
+    channel = (
+        grpc.aio.secure_channel(address, credentials, options)
+        if credentials
+        else grpc.aio.insecure_channel(address, options)
+    )
     async with (
         aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=2**20) as session,
-        grpc.aio.insecure_channel(address) as channel,
+        channel,
     ):
         yield Load(Client(session, f"http://{url}", channel), asks)

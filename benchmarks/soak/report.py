@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,7 +11,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.soak.gauge import Growth
+from benchmarks.soak.hostile import HUNG
 from benchmarks.soak.load import Tally
+from benchmarks.soak.strangers import ADMITTED
 
 PERCENTILES = (50, 90, 99, 100)
 SHOWN = 5  # examples of each kind of failure
@@ -26,23 +29,35 @@ class Report:
     requests: int
     completed: int
     hung_up: int
+    router_died: int  # requests that ended with the router that served them
     tokens: int
     migrations: int
     faults: dict[str, int]  # "kill prefill" → count
+    answers: dict[str, dict[str, int]]  # hostile kind → what they were told → count
     lost: list[str]  # what the client saw
+    hung: list[str]  # what had no end
     wrong: list[str]  # how the answer differs from the fault-free one
     leaked: dict[str, int]  # blocks or requests that a node has not given back
     crashed: list[str]  # processes that ended by themselves, or did not drain
     recovery: dict[str, float]
+    growth: dict[str, dict[str, Growth]]  # role → "rss_mb", "fds"
 
     @property
     def failures(self) -> dict[str, int]:
         return {
             "lost": len(self.lost),
             "wrong": len(self.wrong),
+            "hung": len(self.hung) + self._answers(HUNG),
+            "admitted": self._answers(ADMITTED),
             "leaked": sum(self.leaked.values()),
             "crashed": len(self.crashed),
+            "grown": sum(each.grown for role in self.growth.values() for each in role.values()),
         }
+
+    def _answers(self, word: str) -> int:
+        """Hostile clients who were told this."""
+        told = (item for kind in self.answers.values() for item in kind.items())
+        return sum(count for words, count in told if words.rpartition(": ")[2] == word)
 
     def as_json(self) -> dict[str, Any]:
         counts = {f"num_{name}": count for name, count in self.failures.items()}
@@ -55,20 +70,29 @@ def make_report(
     faults: Counter[tuple[str, str]],
     leaked: dict[str, int],
     crashed: list[str],
+    answers: Counter[tuple[str, str]] | None = None,
+    growth: dict[str, dict[str, Growth]] | None = None,
 ) -> Report:
+    told: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    for (kind, words), count in sorted((answers or {}).items()):
+        told[kind][words] = count
     return Report(
         seconds=round(seconds, 1),
         requests=tally.requests,
         completed=tally.completed,
         hung_up=tally.hung_up,
+        router_died=tally.router_died,
         tokens=tally.tokens,
         migrations=tally.migrations,
         faults={f"{kind} {role}": count for (kind, role), count in sorted(faults.items())},
+        answers=dict(told),
         lost=tally.lost,
+        hung=tally.hung,
         wrong=tally.wrong,
         leaked=leaked,
         crashed=crashed,
         recovery=_percentiles(tally.gaps),
+        growth=growth or {},
     )
 
 
@@ -87,15 +111,26 @@ def print_report(report: Report, console: Console) -> None:
         ("requests", str(report.requests)),
         ("  completed, as without faults", str(report.completed)),
         ("  hung up by the client", str(report.hung_up)),
+        ("  ended with a router", str(report.router_died)),
         ("tokens", f"{report.tokens} ({rate:.0f} /s)"),
         ("migrations", str(report.migrations)),
         *((f"  {name}", str(count)) for name, count in report.faults.items()),
+        *(
+            (f"  {kind}: {words}", str(count))
+            for kind, told in report.answers.items()
+            for words, count in told.items()
+        ),
         *((f"recovery {p}", f"{value:.2f} s") for p, value in report.recovery.items()),
+        *(
+            (f"{role} {measure}", f"{each.first:g} → {each.last:g} (most {each.most:g})")
+            for role, measures in report.growth.items()
+            for measure, each in measures.items()
+        ),
         *((name, f"[{'red' if n else 'green'}]{n}") for name, n in report.failures.items()),
     ]
     for row in rows:
         table.add_row(*row)
     console.print(table)
-    for name in ("lost", "wrong", "crashed"):
+    for name in ("lost", "hung", "wrong", "crashed"):
         for example in getattr(report, name)[:SHOWN]:
             console.print(f"{name}: {example}", markup=False)

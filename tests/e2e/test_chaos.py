@@ -14,12 +14,20 @@ import pytest
 import reference
 from benchmarks.chaos import NODE_OPTIONS, Soak, run
 from benchmarks.soak.client import Answer, difference
-from benchmarks.soak.faults import KINDS, ROLES, make_plan
+from benchmarks.soak.faults import NODE_KINDS, ROLES, make_plan
 from benchmarks.soak.load import Load, clients
 from benchmarks.soak.report import Report, make_report
 from warm import WarmCluster
 
-SOAK = Soak(seconds=10, requests=200, distinct=84, max_tokens=(6, 24), period=0.8, seed=15)
+SOAK = Soak(
+    seconds=10,
+    requests=200,
+    distinct=84,
+    max_tokens=(6, 24),
+    kinds=tuple(NODE_KINDS),
+    period=0.8,
+    seed=15,
+)
 VOCAB_SIZE = 512
 
 
@@ -43,7 +51,7 @@ def test_nothing_is_lost_wrong_or_leaked() -> None:
         report = asyncio.run(soak(cluster))
         assert not any(report.failures.values()), f"{report}\n{cluster.log()[-6000:]}"
     assert report.migrations > 0, report
-    assert {name.split()[0] for name in report.faults} == {*KINDS}, report
+    assert {name.split()[0] for name in report.faults} == {*NODE_KINDS}, report
     assert {name.split()[1] for name in report.faults} == {*ROLES}, report
     assert report.completed > SOAK.requests
     assert json.loads(json.dumps(report.as_json()))["num_lost"] == 0
@@ -101,10 +109,11 @@ def test_differences_are_seen(other: Answer, clue: str) -> None:
 
 
 def test_a_plan_is_what_its_seed_makes_it() -> None:
-    plan = make_plan(("kill", "stop"), 100.0, 1.0, 3.0, seed=1)
-    assert plan == make_plan(("kill", "stop"), 100.0, 1.0, 3.0, seed=1)
-    assert plan != make_plan(("kill", "stop"), 100.0, 1.0, 3.0, seed=2)
-    assert {(fault.kind, fault.role) for fault in plan} == {
-        (kind, role) for kind in ("kill", "stop") for role in ROLES
+    kinds = {name: NODE_KINDS[name] for name in ("kill", "stop")}
+    plan = make_plan(kinds, 100.0, 1.0, 3.0, seed=1)
+    assert plan == make_plan(kinds, 100.0, 1.0, 3.0, seed=1)
+    assert plan != make_plan(kinds, 100.0, 1.0, 3.0, seed=2)
+    assert {(fault.kind, fault.target) for fault in plan} == {
+        (kind, role) for kind in kinds for role in ROLES
     }
     assert 70 < len(plan) < 130 and all(fault.at < 100 and fault.seconds <= 3 for fault in plan)

@@ -1,0 +1,97 @@
+"""What processes use as time goes by: memory and descriptors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from statistics import fmean
+from time import monotonic
+
+import psutil
+
+from benchmarks.fleet import Fleet
+
+PERIOD = 1.0  # seconds between samples
+WARM_UP = 5.0  # seconds of a process that do not count
+LONG_ENOUGH = 30.0  # seconds a process must be watched to say something
+MB = 1 << 20
+# What a process may have more in the last third of its time than in the first.
+MAY_GROW = {"rss_mb": (1.15, 48.0), "fds": (1.25, 16.0)}  # times, plus
+
+
+@dataclass(slots=True)
+class Life:
+    """Of one process."""
+
+    role: str
+    times: list[float] = field(default_factory=list)
+    rss_mb: list[float] = field(default_factory=list)
+    fds: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Means over the first and the last third of the process of a role that grew most."""
+
+    first: float
+    last: float
+    most: float  # of any process of the role, ever
+    grown: bool
+
+
+class Gauge:
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._lives: dict[int, Life] = {}
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        task = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.to_thread(self._sample)
+            await asyncio.sleep(PERIOD)
+
+    def _sample(self) -> None:
+        for name, pid in list(self._fleet.pids.items()):
+            with suppress(psutil.Error):
+                process = psutil.Process(pid)
+                rss, fds = process.memory_info().rss / MB, process.num_fds()
+                role = name.partition("-")[0]
+                life = self._lives.setdefault(pid, Life(role))
+                life.times.append(monotonic())
+                life.rss_mb.append(rss)
+                life.fds.append(fds)
+
+    def growth(self) -> dict[str, dict[str, Growth]]:
+        """By role and measure; roles none of whose processes lived long enough are left out."""
+        roles: defaultdict[str, list[Life]] = defaultdict(list)
+        for life in self._lives.values():
+            if life.times and life.times[-1] - life.times[0] >= LONG_ENOUGH:
+                roles[life.role].append(life)
+        return {
+            role: {measure: _worst([getattr(life, measure) for life in lives], measure)
+                   for measure in MAY_GROW}
+            for role, lives in sorted(roles.items())
+        }  # fmt: skip
+
+
+def _worst(series: Sequence[Sequence[float]], measure: str) -> Growth:
+    times, plus = MAY_GROW[measure]
+    most = max(map(max, series))
+    found = [_thirds(values[int(WARM_UP / PERIOD) :]) for values in series]
+    first, last = max(found, key=lambda pair: pair[1] - pair[0])
+    return Growth(round(first, 1), round(last, 1), round(most, 1), last > first * times + plus)
+
+
+def _thirds(values: Sequence[float]) -> tuple[float, float]:
+    third = max(1, len(values) // 3)
+    return fmean(values[:third]), fmean(values[-third:])

@@ -1,0 +1,133 @@
+"""What the soak spoils a cluster with does what it says, and its gauges see what they should."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks import hosts
+from benchmarks.hosts import ROUTER, Network, front
+from benchmarks.relay import Relays
+from benchmarks.site import site_network
+from benchmarks.soak.gauge import Gauge, Life
+from benchmarks.soak.load import Tally
+from benchmarks.soak.report import make_report
+
+needs_network = pytest.mark.skipif(bool(hosts.unavailable()), reason=hosts.unavailable())
+PATIENCE = 5.0  # seconds for what should come
+SILENCE = 0.3  # seconds in which nothing should
+
+
+class Place:
+    """A host with an echo behind a relay, and a host that calls it."""
+
+    def __init__(self, network: Network, relays: Relays) -> None:
+        self.network, self.relays = network, relays
+        self.server, self.caller = network.add()[0], network.add()[0]
+        with self.on(self.server):
+            self.listener = socket.create_server((self.server, 0))
+        self.port: int = self.listener.getsockname()[1]
+        relays.add(network.pid(self.server), front(self.server), self.server, [self.port])
+
+    def on(self, host: str) -> On:
+        return On("/proc/self" if host == ROUTER else f"/proc/{self.network.pid(host)}")
+
+    def connect(self, source: str) -> tuple[socket.socket, socket.socket]:
+        """Both ends of a connection through the relay."""
+        with self.on(source):
+            ours = socket.create_connection((front(self.server), self.port), PATIENCE)
+        theirs, _ = self.listener.accept()
+        theirs.settimeout(PATIENCE)
+        return ours, theirs
+
+
+class On:
+    """This thread is on another host meanwhile."""
+
+    def __init__(self, process: str) -> None:
+        self._path = f"{process}/ns/net"
+
+    def __enter__(self) -> None:
+        self._home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+        there = os.open(self._path, os.O_RDONLY)
+        hosts.go(there)
+        os.close(there)
+
+    def __exit__(self, *_: object) -> None:
+        hosts.go(self._home)
+        os.close(self._home)
+
+
+def said(source: socket.socket, target: socket.socket, data: bytes, patience: float) -> bytes:
+    """What arrives first of what is said; empty: nothing, in this time."""
+    source.sendall(data)
+    target.settimeout(patience)
+    try:
+        return target.recv(1 << 16)
+    except TimeoutError:
+        return b""
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    with site_network() as (network, relays):
+        yield Place(network, relays)
+
+
+@needs_network
+def test_an_edge_is_cut_one_way(place: Place) -> None:
+    ours, theirs = place.connect(place.caller)
+    with ours, theirs:
+        assert said(ours, theirs, b"there", PATIENCE) and said(theirs, ours, b"back", PATIENCE)
+        place.network.drop(place.server, place.caller)
+        assert said(theirs, ours, b"lost for now", SILENCE) == b""
+        assert said(ours, theirs, b"there", PATIENCE) == b"there"
+        place.network.drop(place.server, place.caller, dropped=False)
+        ours.settimeout(PATIENCE)
+        assert ours.recv(100) == b"lost for now"
+
+
+@needs_network
+def test_a_relay_spoils_one_edge(place: Place) -> None:
+    data = bytes(1000)
+    near, near_end = place.connect(ROUTER)
+    far, far_end = place.connect(place.caller)
+    with near, near_end, far, far_end:
+        place.relays.set(place.caller, front(place.server), "flip")
+        seen = Counter(said(far, far_end, data, PATIENCE) for _ in range(60))
+        assert seen.pop(data) and seen and place.relays.spoilt() == seen.total()
+        assert all(sum(each).bit_count() == 1 for each in seen)
+        assert {said(near, near_end, data, PATIENCE) for _ in range(60)} == {data}
+        place.relays.set(place.caller, front(place.server), "truncate")
+        with pytest.raises(ConnectionError):
+            while said(far, far_end, data, PATIENCE) == data:
+                pass
+            for _ in range(2):  # the rest of the message never comes
+                said(far, far_end, data, PATIENCE)
+    assert place.relays.spoilt() == seen.total() + 1
+
+
+def test_what_grows_is_seen() -> None:
+    gauge = Gauge(None)  # type: ignore[arg-type]
+    flat = Life("decode", [*range(60)], [200.0 + n % 5 for n in range(60)], [30.0] * 60)
+    fat = Life("router", [*range(60)], [200.0 + 3 * n for n in range(60)], [30.0] * 60)
+    young = Life("prefill", [*range(9)], [200.0 + 99 * n for n in range(9)], [30.0] * 9)
+    gauge._lives = dict(enumerate((flat, fat, young)))
+    growth = gauge.growth()
+    assert growth.keys() == {"decode", "router"}
+    assert growth["router"]["rss_mb"].grown and not growth["router"]["fds"].grown
+    assert not growth["decode"]["rss_mb"].grown
+    report = make_report(Tally(), 60.0, Counter(), {}, [], growth=growth)
+    assert [name for name, count in report.failures.items() if count] == ["grown"]
+
+
+def test_what_hostile_clients_should_not_be_told_is_a_failure() -> None:
+    told = Counter({("huge", "30 MB of text: hung"): 2, ("stranger", "asks a node: admitted"): 1})
+    told["poison", "HTTP 400"] = 9
+    report = make_report(Tally(), 60.0, Counter(), {}, [], told)
+    assert report.failures["hung"] == 2 and report.failures["admitted"] == 1
+    assert report.answers["poison"] == {"HTTP 400": 9}
