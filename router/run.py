@@ -58,6 +58,7 @@ class Run:
             request.prompt_token_ids,
             request.sampling,
             tuple(Choice(index, tuple(self._outputs[index])) for index in self._open),
+            request.cache_salt,
         )
 
     @property

@@ -103,8 +103,9 @@ async def serve(config: RouterConfig, stopping: Callable[[], None] = lambda: Non
 def _secrets(config: RouterConfig) -> tuple[Credentials, ssl.SSLContext | None, APIKeys]:
     """What protects gRPC between roles, the HTTP port, and the use of both."""
     hosts = (config.server.host,)
+    keys = APIKeys(config.server.api_key, salted=config.server.cache_salt_per_key)
     own = Credentials.load(ROUTER, new_node_id(ROUTER), config.tls, config.auth, hosts)
-    return own, https_context(config.server), APIKeys(config.server.api_key)
+    return own, https_context(config.server), keys
 
 
 def load_served_model(config: ModelConfig) -> ServedModel:

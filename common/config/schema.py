@@ -279,6 +279,11 @@ class ServerConfig:
         metavar="KEY",
         secret=True,
     )
+    cache_salt_per_key: bool = option(
+        False,
+        "what one API key has asked is found in the prefix caches by that key alone, so that no "
+        "other can tell by the time or by cached_tokens",
+    )
     ssl_certfile: str | None = option(
         None, "certificate chain of the HTTP port (PEM); with it HTTP is HTTPS", metavar="FILE"
     )
@@ -292,6 +297,10 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if self.ssl_keyfile and not self.ssl_certfile:
             raise ConfigError("--ssl-keyfile needs --ssl-certfile, the certificate it belongs to")
+        if self.cache_salt_per_key and not self.api_key:
+            raise ConfigError(
+                "--cache-salt-per-key needs --api-key: there are no keys to tell apart"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,6 +64,7 @@ def job_to_pb(job: GenerateJob) -> cluster.Job:
             cluster.Choice(index=choice.index, output_token_ids=choice.output_token_ids)
             for choice in job.choices
         ],
+        cache_salt=job.cache_salt,
     )
 
 
@@ -78,6 +79,7 @@ def job_from_pb(message: cluster.Job) -> GenerateJob:
         choices=tuple(
             Choice(choice.index, tuple(choice.output_token_ids)) for choice in message.choices
         ),
+        cache_salt=message.cache_salt,
     )
 
 
