@@ -114,7 +114,8 @@ def event_from_pb(message: cluster.TokenEvent) -> TokenEvent:
     return TokenEvent(
         choice=message.choice,
         tokens=tuple(token_from_pb(token) for token in message.tokens),
-        finish_reason=_FINISH_FROM_PB.get(message.finish_reason),
+        # A later version's reason: the choice has ended, whatever the word for it.
+        finish_reason=_FINISH_FROM_PB.get(message.finish_reason, FinishReason.STOP),
         stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
     )
 
