@@ -40,7 +40,7 @@ from router.admission import Admission
 from router.call import Call
 from router.generation import GenerationRequest, GenerationStats, TextDelta
 from router.placement import Placement
-from router.registry import PARTED_CODES, Node, Registry
+from router.registry import PARTED_CODES, Node, Registry, Use
 from router.run import Run
 
 logger = logging.getLogger(__name__)
@@ -194,21 +194,19 @@ class Attempt:
             BeginAnew: another attempt is to go on.
             PdserveError: the request cannot go on.
         """
-        async with _first_cause() as group:
-            decoding = group.create_task(self._run_decode(group))
-            await self._run.ended.wait()
-            decoding.cancel()
+        tokens = self._run.num_tokens if self._local_prefill else 0
+        with self._registry.using(self._decode, tokens) as use:
+            async with _first_cause() as group:
+                decoding = group.create_task(self._run_decode(group, use))
+                await self._run.ended.wait()
+                decoding.cancel()
 
-    async def _run_decode(self, group: asyncio.TaskGroup) -> None:
+    async def _run_decode(self, group: asyncio.TaskGroup, use: Use) -> None:
         """Reads the decode node's stream; the hand-off goes on beside it."""
         request = pb.DecodeRequest(job=self._job, local_prefill=self._local_prefill)
-        tokens = self._run.num_tokens if self._local_prefill else 0
         handing_off: asyncio.Task[None] | None = None
         try:
-            with (
-                self._registry.using(self._decode, tokens) as use,
-                self._call(pb_grpc.DecodeStub, self._decode, request) as call,
-            ):
+            with self._call(pb_grpc.DecodeStub, self._decode, request) as call:
                 while (event := await call.read()) is not None:
                     if event.HasField("reserved") and handing_off is None:
                         self._run.mark("reserved")
@@ -217,10 +215,11 @@ class Attempt:
                         self._landed(event.landed)
                         use.worked()
                     elif event.HasField("tokens"):
-                        self._run.take(convert.event_from_pb(event.tokens), self._decode)
+                        self._take(event.tokens, self._decode.role)
                         use.worked()
                 self._run.check_finished()
         except PdserveError as error:
+            use.failed(error)
             self._decode_failed(error, computing=self._decoding or use.had_its_turn)
             raise BeginAnew from error
         finally:
@@ -255,7 +254,7 @@ class Attempt:
                 first = await call.expect("first_token")
                 use.worked()
                 self._run.cached_tokens = self._run.cached_tokens or first.cached_tokens
-                self._tell_first(first.token, prefill)
+                self._tell_first(first.token)
                 if self._run.finished:
                     return
                 handed_off = await call.expect("handed_off")
@@ -284,12 +283,16 @@ class Attempt:
         self._run.mark("transferred")
         self._run.transfer_bytes += landed.bytes
         self._decoding = True
-        self._tell_first(landed.first_token, self._decode)
+        self._tell_first(landed.first_token)
 
-    def _tell_first(self, token: pb.TokenEvent, node: Node) -> None:
+    def _tell_first(self, token: pb.TokenEvent) -> None:
+        """The prefill node's token, whoever tells it first."""
         if self._first is None:
             self._first = token
-            self._run.take(convert.event_from_pb(token), node)
+            self._take(token, "prefill")
+
+    def _take(self, tokens: pb.TokenEvent, role: str) -> None:
+        self._run.take(convert.event_from_pb(tokens), role, self._decode.info.fingerprint)
 
     # ---- when they fail ---------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ class Recovery:
             nodes = self._failed_alike.setdefault(error.code, set())
             nodes.add(node.info.node_id)
             if len(nodes) > 1:
-                raise _poison(f"failed alike on {len(nodes)} nodes", error)
+                raise _poison(f"it failed alike on {len(nodes)} nodes", error)
         if error.code in DEATHS:
             deaths = self._deaths.get(node.role, 0.0) + (1 if computing else WAITING)
             self._deaths[node.role] = deaths
@@ -101,8 +101,8 @@ class Recovery:
 
 def _poison(why: str, error: PdserveError) -> NodeError:
     return NodeError(
-        f"the request {why}: it is not tried again; the last error was {error}",
+        f"{why}, so it is not tried again; the last error was {error}",
         code="POISON_REQUEST",
-        blame=error.blame,
+        blame=Blame.CLIENT,
         retryable=False,
     )

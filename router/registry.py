@@ -83,20 +83,27 @@ class Node:
 class Use:
     """One request on a node, while it is there."""
 
-    def __init__(self, node: Node, prefill_tokens: int) -> None:
+    def __init__(self, registry: Registry, node: Node, prefill_tokens: int) -> None:
+        self._registry = registry
         self._node = node
+        self.had_its_turn = False  # when it failed, it was the first in line to be prefilled
+        node.in_flight += 1
+        node.breaker.placed()
         if prefill_tokens:
             node.prefilling[self] = prefill_tokens
             node.prefill_tokens += prefill_tokens
-        self.had_its_turn = False  # when it ended, it was the first in line to be prefilled
 
     def worked(self) -> None:
         """The node has made a token: nothing more is to prefill, and a breaker's trial is over."""
         self._prefilled()
         self._node.breaker.succeeded()
 
-    def end(self) -> None:
+    def failed(self, error: PdserveError) -> None:
+        """A call to the node ended so."""
         self.had_its_turn = next(iter(self._node.prefilling), None) is self
+        self._registry.failed(self._node, error)
+
+    def end(self) -> None:
         self._prefilled()
         self._node.in_flight -= 1
 
@@ -221,13 +228,11 @@ class Registry:
         """A request on a node, which has so many tokens to prefill for it: counted while it
         lasts; how it ends is told to the breaker. A node that was not there is not used until
         it is heard from again."""
-        node.in_flight += 1
-        node.breaker.placed()
-        use = Use(node, prefill_tokens)
+        use = Use(self, node, prefill_tokens)
         try:
             yield use
         except PdserveError as error:
-            self._failed(node, error)
+            use.failed(error)
             raise
         except BaseException:
             node.breaker.undecided()
@@ -237,9 +242,11 @@ class Registry:
         finally:
             use.end()
 
-    def _failed(self, node: Node, error: PdserveError) -> None:
-        parted = isinstance(error, TransferError) and error.code in PARTED_CODES
-        if error.blame.value != node.role or parted:
+    def failed(self, node: Node, error: PdserveError) -> None:
+        """Only a failure that is the node's own counts: not one of the network between two
+        nodes, of a sequence, or of another node."""
+        transfer = isinstance(error, TransferError) and error.code in PARTED_CODES
+        if error.blame.value != node.role or transfer or error.code == "SEQUENCE_FAILED":
             node.breaker.undecided()
             return
         node.breaker.failed()

@@ -14,7 +14,6 @@ from router.admission import Batch
 from router.deadline import Deadline
 from router.generation import GenerationRequest, GenerationStats, TextDelta
 from router.recovery import Recovery
-from router.registry import Node
 
 
 class Run:
@@ -102,12 +101,12 @@ class Run:
         self.deadline.progress()
         self._moments.setdefault(moment, monotonic() - self._start)
 
-    def take(self, event: TokenEvent, node: Node) -> None:
-        """Tokens that a node has made: their text is on its way to the client. What comes for a
-        choice after a stop string has ended it is dropped."""
-        self.version = node.info.fingerprint
+    def take(self, event: TokenEvent, role: str, version: str) -> None:
+        """Tokens that a node of this role has made: their text is on its way to the client. What
+        comes for a choice after a stop string has ended it is dropped."""
+        self.version = version
         if event.choice in self._open:
-            self.recovery.progress(node.role)
+            self.recovery.progress(role)
             self.deadline.token()
             self.deltas.put_nowait(self._delta(self._open[event.choice], event))
         if self.finished:
