@@ -183,7 +183,7 @@ class Registry:
             info.node_id, known.info.address, info.address,
         )  # fmt: skip
         self._leaving.append(known)
-        self._end_requests(known, "was replaced by a new process")
+        self._end_requests(known, "PEER_LOST", "was replaced by a new process")
 
     def heartbeat(self, node_id: str, load: pb.NodeLoad, instance: str = "") -> bool:
         """False: the node is unknown and must register."""
@@ -295,11 +295,11 @@ class Registry:
     def _fell_silent(self, node: Node) -> None:
         node.silent = True
         logger.warning("%s is silent; its requests go elsewhere", node.info.node_id)
-        self._end_requests(node, "is silent")
+        self._end_requests(node, "PEER_SILENT", "is silent")
 
-    def _end_requests(self, node: Node, why: str) -> None:
+    def _end_requests(self, node: Node, code: str, why: str) -> None:
         message = f"{node.info.node_id} {why}"
-        error = NodeError(message, code="PEER_SILENT", blame=Blame(node.role))
+        error = NodeError(message, code=code, blame=Blame(node.role))
         for tell in list(node.on_lost):
             tell(error)
 
