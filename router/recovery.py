@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from time import monotonic
 
 from common.core.errors import Blame, NodeError, PdserveError, RequestError, TransferError
@@ -13,7 +14,7 @@ from router.registry import Node
 TRANSFER_FAILURES = 2  # of one request, after which the decode node computes the prompt itself
 WAITING = 0.125  # what a death counts for of a node that did not compute the request just then
 DEATHS = frozenset({"PEER_LOST", "RANK_DIED", "ENGINE_STALLED", "NODE_FAILED"})
-# A request that fails so on two nodes would on any.
+# A request that fails so twice, on another node where there is one, would on any.
 POISONOUS = frozenset({"SEQUENCE_FAILED", "INTERNAL"})
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds; the first failure is followed by none
 
@@ -22,7 +23,7 @@ class Recovery:
     """One request's failures so far.
 
     A request goes on as long as its deadline allows, with longer and longer pauses while no token
-    comes. It is *poison*, and ends, when it fails in the same way on two nodes, or when more than
+    comes. It is *poison*, and ends, when it fails in the same way twice, or when more than
     `limit` nodes in a row have died while they computed it: it must not kill them all.
     """
 
@@ -30,7 +31,7 @@ class Recovery:
         self._limit = limit
         self._tries = 0  # failures since the last token
         self._deaths: dict[str, float] = {}  # by role, since that role's last token
-        self._failed_alike: dict[str, set[str]] = {}  # nodes (ids) by the error's code
+        self._alike: Counter[str] = Counter()  # poisonous failures by their code
         self._transfer_failures = 0
         self.failures = 0
         self.last: PdserveError | None = None
@@ -55,10 +56,9 @@ class Recovery:
         self._note(error)
         self.avoid.add(node.info.node_id)
         if error.code in POISONOUS:
-            nodes = self._failed_alike.setdefault(error.code, set())
-            nodes.add(node.info.node_id)
-            if len(nodes) > 1:
-                raise _poison(f"it failed alike on {len(nodes)} nodes", error)
+            self._alike[error.code] += 1
+            if self._alike[error.code] > 1:
+                raise _poison("it failed twice in the same way", error)
         if error.code in DEATHS:
             deaths = self._deaths.get(node.role, 0.0) + (1 if computing else WAITING)
             self._deaths[node.role] = deaths
