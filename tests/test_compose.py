@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ import yaml
 from common.config.schema import RouterConfig, WorkerNodeConfig
 from common.config.sources import options, parse
 
+KEY = "0123456789abcdef0123456789abcdef"  # what an operator has to fill in
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "compose"
 FILES = ["docker-compose.yml", "docker-compose.gpu.yml"]
@@ -25,13 +27,13 @@ CONFIGS: dict[str, type] = {
     "prefill": WorkerNodeConfig,
     "decode": WorkerNodeConfig,
 }
-VARIABLE = re.compile(r"(?<!\$)\$\{(\w+)\}")
+VARIABLE = re.compile(r"(?<!\$)\$\{(\w+)(?::\?[^}]*)?\}")
 
 
 def knobs() -> dict[str, str]:
     lines = (FOLDER / ".env").read_text().splitlines()
     pairs = [line.partition("=") for line in lines if line and not line.startswith("#")]
-    return {name: value for name, _, value in pairs}
+    return {name: value for name, _, value in pairs} | {"PDSERVE_CLUSTER_KEY": KEY}
 
 
 def load(name: str, **changed: str) -> Any:
@@ -66,10 +68,11 @@ def test_commands_and_variables_are_options_and_fit_together(gpu: bool) -> None:
     router = config_of("router", services["router"])
     for name in NODES:
         config = config_of(name, services[name])
-        assert config.node.router == f"router:{router.server.grpc_port}"
-        assert config.node.advertise_host == name
+        assert config.node.router == f"router:{router.server.registry_port}"
+        assert config.auth == router.auth
+        assert config.node.advertise_host == "auto", "of each of several containers its own"
         assert config.transfer.kv_connector == "tcp"
-        assert config.transfer.kv_host == name
+        assert config.transfer.kv_host == "auto"
         assert config.engine.model.model == router.model.model
         assert config.engine.parallel.device == ("cuda" if gpu else "auto")
 
@@ -101,7 +104,7 @@ def test_health_checks_ask_the_port_that_answers() -> None:
         config = config_of(role, services[role])
         port = config.server.port if role == "router" else config.node.metrics_port
         code = services[role]["healthcheck"]["test"][-1]
-        assert f"http://127.0.0.1:{port}/ready" in code
+        assert f"http://127.0.0.1:{port}/ready" in code.replace("f'http{s}:", "f'http:")
         compile(code, role, "exec")
 
 
@@ -110,6 +113,7 @@ def test_published_ports_are_the_router_s() -> None:
     config = config_of("router", service)
     inside = [int(port.rpartition(":")[2]) for port in service["ports"]]
     assert inside == [config.server.port, config.server.grpc_port]
+    assert config.server.registry_port not in inside
 
 
 @pytest.mark.parametrize("role", CONFIGS)
@@ -119,6 +123,49 @@ def test_docker_waits_longer_than_a_drain(role: str) -> None:
     drain = (config.server if role == "router" else config.node).drain_timeout
     assert float(service["stop_grace_period"].removesuffix("s")) > drain
     assert service["restart"] == "on-failure"
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_no_container_may_do_more_than_it_must(gpu: bool) -> None:
+    for name, service in cluster(gpu=gpu)["services"].items():
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert service["logging"]["options"].keys() == {"max-size", "max-file"}
+        assert service["pids_limit"] > 0
+        assert service["mem_limit"] or gpu
+
+
+def test_without_a_cluster_key_compose_says_what_to_do() -> None:
+    text = (FOLDER / FILES[0]).read_text()
+    assert re.search(r"\$\{PDSERVE_CLUSTER_KEY:\?[^}]*openssl rand -hex 32\}", text)
+    assert "PDSERVE_CLUSTER_KEY=\n" in (FOLDER / ".env").read_text(), "a key of everybody is none"
+
+
+def test_a_wrong_configuration_is_not_started_again(capsys: pytest.CaptureFixture[str]) -> None:
+    """on-failure starts what ends with anything but 0."""
+    for role in CONFIGS:
+        service = cluster()["services"][role]
+        variable = "PDSERVE_CONFIG_EXIT_CODE"
+        code = (
+            "import sys; from common.cli.main import main;"
+            "sys.exit(main([sys.argv[1], '--max-model-len=much']))"
+        )
+        command = [sys.executable, "-c", code, role]
+        ended = subprocess.run(
+            command,
+            env={**os.environ, variable: service["environment"][variable]},
+            capture_output=True,
+            text=True,
+        )
+        assert ended.returncode == 0
+        assert "'much' is not a whole number" in ended.stderr
+
+
+def test_source_and_wheels_stay_out_of_the_images() -> None:
+    for path in FOLDER.glob("Dockerfile.*"):
+        last = path.read_text().rpartition("\nFROM ")[2]
+        assert "COPY" not in last and "ADD" not in last
 
 
 def test_networks_and_volumes_are_declared() -> None:
@@ -145,7 +192,11 @@ def test_gpus_are_not_shared() -> None:
 @pytest.mark.parametrize("gpu", [False, True])
 def test_images_are_built_from_files_that_exist(gpu: bool) -> None:
     allowed = (ROOT / ".dockerignore").read_text().splitlines()
-    for service in cluster(gpu=gpu)["services"].values():
+    services = cluster(gpu=gpu)["services"].values()
+    built = [service for service in services if "build" in service]
+    assert len({service["image"] for service in built}) == len(built), "each image once"
+    assert {service["image"] for service in services} == {service["image"] for service in built}
+    for service in built:
         context = (FOLDER / service["build"]["context"]).resolve()
         dockerfile = (context / service["build"]["dockerfile"]).read_text()
         for arguments in re.findall(r"^COPY (.+)$", dockerfile, re.MULTILINE):

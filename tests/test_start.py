@@ -15,12 +15,20 @@ from pathlib import Path
 
 import pytest
 import requests
+import torch
 
+from common.cli.main import main
+from common.config.schema import NodeConfig
 from common.core import host
 from common.core.errors import ConfigError
 from common.core.host import allow_open_files, refusals
-from common.model import embedded
+from common.distributed import environment
+from common.distributed.environment import DistributedEnvironment
+from common.model import backends, embedded
+from common.model.attention import AttentionShape
 from common.obs.ports import read_ports
+from common.rpc.credentials import Credentials
+from common.rpc.node import NodeServer
 
 MODEL = str(Path(__file__).parent / "models" / "llama-gqa")
 MODULES = {"router": "router", "prefill": "prefill_node", "decode": "decode_node"}
@@ -167,3 +175,90 @@ def test_no_room_for_the_embedded_model(small_disk: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(embedded, "find_gguf", lambda: Path("/unused"))
     with pytest.raises(ConfigError, match=r"takes 264 MiB .*PDSERVE_CACHE"):
         embedded.ensure_embedded_model(small_disk)
+
+
+# ---- models ----------------------------------------------------------------------------------
+
+
+def test_a_mistyped_model_folder_is_a_sentence_that_names_its_neighbours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "Qwen3-8B").mkdir()
+    assert main(["model", str(tmp_path / "Qwen-8B")]) == 2
+    assert f"no folder {tmp_path}/Qwen-8B; {tmp_path} has: Qwen3-8B" in capsys.readouterr().err
+    assert main(["model", str(tmp_path / "Qwen3-8B")]) == 2
+    assert "has no config.json" in capsys.readouterr().err
+
+
+def test_a_model_that_this_user_may_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To root all files are readable."""
+    (tmp_path / "config.json").write_text("{}")
+    allowed = os.access
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: path != tmp_path / "config.json" and allowed(path, mode)
+    )
+    assert main(["model", str(tmp_path)]) == 2
+    assert f"user {os.getuid()}, as whom this runs, may not read" in capsys.readouterr().err
+
+
+def test_a_model_that_can_be_served(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model", MODEL]) == 0
+    assert capsys.readouterr().out == f"{MODEL}\n"
+
+
+def test_the_router_does_not_miss_torch() -> None:
+    code = (
+        "import importlib.util as util\n"
+        "find = util.find_spec\n"
+        "util.find_spec = lambda name, *rest: None if name == 'torch' else find(name, *rest)\n"
+        "import router.__main__"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
+
+
+# ---- addresses -------------------------------------------------------------------------------
+
+
+async def test_a_node_announces_its_host_s_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "f00dcafe")
+    config = NodeConfig(advertise_host="auto")
+    server = NodeServer(config, Credentials("decode", "decode-0"))
+    assert server.bind().startswith("f00dcafe:")
+    await server.stop()
+
+
+def test_without_a_default_route_the_host_s_name_says_its_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = DistributedEnvironment(0, 1, torch.device("cpu"), 1.0, "auto")
+    monkeypatch.setattr(environment, "address_towards", lambda url: "127.0.0.1")
+    monkeypatch.setattr(environment, "address_of_name", lambda: "172.19.0.3")
+    assert here.address_for_others == "172.19.0.3"
+    monkeypatch.setattr(environment, "address_towards", lambda url: "10.0.0.2")
+    assert here.address_for_others == "10.0.0.2"
+
+
+# ---- GPUs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mend"),
+    [(torch.float32, "--dtype bfloat16"), (torch.bfloat16, "pip install 'pdserve.cuda.'")],
+)
+def test_slower_attention_on_a_gpu_is_a_warning(
+    dtype: torch.dtype,
+    mend: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(backends, "find_spec", lambda name: None)
+    shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8)
+    backends.make_backend(shape, torch.device("cpu"), dtype)
+    assert not caplog.records
+    backends.make_backend(shape, torch.device("cuda", 0), dtype)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert re.search(mend, record.getMessage())

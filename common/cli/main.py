@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import difflib
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from common.config.sources import CONFIG_EXIT_CODE
 from common.core.errors import ConfigError
 from common.core.host import refusals
 from common.core.plugins import import_string
@@ -32,14 +34,29 @@ COMMANDS = {
         ),
         "certs": ("common.cli.certs:main", "make a trial CA and a certificate for the roles"),
         "bench": ("common.cli.main:bench", "load generator (from a source checkout)"),
-        "model": ("common.cli.model:main", "unpack the embedded model, print its folder"),
+        "model": ("common.cli.model:main", "unpack the embedded model, or check a FOLDER"),
         "version": ("common.cli.main:show_version", "print the version"),
     },
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; its exit code, or 2 when the command line makes no sense."""
+    """Runs one command; its exit code, or 2 when the command line makes no sense. Where whoever
+    supervises this process would start it again for ever, PDSERVE_CONFIG_EXIT_CODE takes 2's
+    place: a wrong configuration stays wrong."""
+    try:
+        return _exit_code(_run(argv))
+    except SystemExit as stop:  # of the parser of options
+        if stop.code == 2:
+            raise SystemExit(_exit_code(2)) from stop
+        raise
+
+
+def _exit_code(code: int) -> int:
+    return int(os.environ.get(CONFIG_EXIT_CODE) or code) if code == 2 else code
+
+
+def _run(argv: Sequence[str] | None) -> int:
     command, *rest = list(sys.argv[1:] if argv is None else argv) or [""]
     if command in ("-h", "--help"):
         print(help_text())

@@ -1,7 +1,8 @@
-"""`pdserve model`: makes the embedded model an ordinary checkpoint folder."""
+"""`pdserve model`: makes the embedded model an ordinary checkpoint folder, or checks one."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,15 +10,36 @@ from rich.console import Console
 from rich.progress import Progress
 
 from common.core.errors import ConfigError
-from common.model.embedded import ensure_embedded_model
+from common.core.model_spec import ModelSpec
+from common.model.embedded import embedded_folder, ensure_embedded_model
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the folder; PDSERVE_CACHE says where it lies."""
-    if argv:
-        raise ConfigError("takes no options; PDSERVE_CACHE says where the model is kept")
-    print(unpack(Console(stderr=True)))
+    """Prints the folder; PDSERVE_CACHE says where it lies. With a FOLDER, checks that it can be
+    served by this user; if it is where the embedded model belongs, that is unpacked first."""
+    if len(argv) > 1 or (argv and argv[0].startswith("-")):
+        raise ConfigError("takes a FOLDER or nothing; PDSERVE_CACHE says where the model is kept")
+    folder = Path(argv[0]) if argv else embedded_folder()
+    if folder == embedded_folder():
+        unpack(Console(stderr=True))
+    check(folder)
+    print(folder)
     return 0
+
+
+def check(folder: Path) -> None:
+    """Raises ConfigError when `folder` is no checkpoint, or this user may not read it."""
+    if not folder.is_dir():
+        beside = sorted(each.name for each in folder.parent.glob("[!.]*") if each.is_dir())
+        near = f"; {folder.parent} has: {', '.join(beside)}" if beside else ""
+        raise ConfigError(f"there is no folder {folder}{near}")
+    unreadable = [path for path in (folder, *folder.iterdir()) if not os.access(path, os.R_OK)]
+    if unreadable:
+        raise ConfigError(
+            f"user {os.getuid()}, as whom this runs, may not read {unreadable[0]}: "
+            f"chmod -R a+rX {folder}"
+        )
+    ModelSpec.from_folder(folder)
 
 
 def unpack(console: Console) -> Path:

@@ -241,7 +241,11 @@ class NodeConfig:
         "127.0.0.1:8002", "router's address to register at (--registry-port)", metavar="HOST:PORT"
     )
     host: str = option("127.0.0.1", "address to bind to")
-    advertise_host: str | None = option(None, "address announced to the router (default: --host)")
+    advertise_host: str | None = option(
+        None,
+        "address announced to the router (default: --host); auto: this host's name, which the "
+        "others must be able to resolve, as containers on one network do",
+    )
     grpc_port: int = option(0, "port of the node's gRPC server (0: a free one)", **PORT)
     metrics_port: int = option(0, "port of /metrics and /health (0: a free one)", **PORT)
     drain_timeout: float = option(30.0, "seconds a SIGTERM waits for work in flight", minimum=0.0)
@@ -279,11 +283,6 @@ class ServerConfig:
         metavar="KEY",
         secret=True,
     )
-    cache_salt_per_key: bool = option(
-        False,
-        "what one API key has asked is found in the prefix caches by that key alone, so that no "
-        "other can tell by the time or by cached_tokens",
-    )
     ssl_certfile: str | None = option(
         None, "certificate chain of the HTTP port (PEM); with it HTTP is HTTPS", metavar="FILE"
     )
@@ -297,10 +296,6 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if self.ssl_keyfile and not self.ssl_certfile:
             raise ConfigError("--ssl-keyfile needs --ssl-certfile, the certificate it belongs to")
-        if self.cache_salt_per_key and not self.api_key:
-            raise ConfigError(
-                "--cache-salt-per-key needs --api-key: there are no keys to tell apart"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,25 +321,16 @@ class RoutingConfig:
         maximum=1.0,
     )
     queue_timeout: float = option(
-        30.0,
-        "seconds a request waits in all, until its first token, for a place and for nodes; then "
-        "503",
-        minimum=0.0,
-    )
-    request_timeout: float = option(
-        300.0,
-        "seconds a request may go on without any progress, then 504; a request that has begun "
-        "waits as long for a node that comes back (0: for ever)",
-        minimum=0.0,
+        30.0, "seconds a request waits for a place or a node, then 503", minimum=0.0
     )
     heartbeat_interval: float = option(1.0, "seconds between a node's heartbeats", minimum=0.05)
     heartbeat_timeout: float = option(
         5.0, "seconds of silence after which a node is not used", minimum=0.1
     )
     migration_limit: int = option(
-        2,
-        "how many nodes may die in a row while they compute a request, without a new token "
-        "between them; one more, and it is poison and fails",
+        8,
+        "failures in a row, without a new token between them, after which a request that goes "
+        "on on other nodes fails (one of a node in whose queue it waited counts an eighth)",
         minimum=0,
     )
     breaker_failures: int = option(

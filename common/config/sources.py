@@ -29,7 +29,9 @@ Config = TypeVar("Config")
 PREFIX = "PDSERVE_"
 CONFIG_VARIABLE = PREFIX + "CONFIG"
 # PDSERVE_CACHE is the folder of the embedded model, read where that model is unpacked.
-EXTRA_VARIABLES = frozenset({CONFIG_VARIABLE, PREFIX + "CACHE"})
+# PDSERVE_CONFIG_EXIT_CODE is read by `pdserve` itself (common/cli/main.py).
+CONFIG_EXIT_CODE = PREFIX + "CONFIG_EXIT_CODE"
+EXTRA_VARIABLES = frozenset({CONFIG_VARIABLE, CONFIG_EXIT_CODE, PREFIX + "CACHE"})
 ROLE_CONFIGS = (RouterConfig, WorkerNodeConfig, ClusterConfig)
 
 

@@ -53,8 +53,10 @@ class DistributedEnvironment:
     @property
     def address_for_others(self) -> str:
         """This host's address for processes that are none of the ranks: that towards the meeting
-        point, or if that is on this host only, that of the default route."""
-        return address_towards(_ELSEWHERE) if is_loopback(self.address) else self.address
+        point, or if that is on this host only, that of the default route; without one, as on an
+        internal network of containers, that of the host's name."""
+        ways = (lambda: self.address, lambda: address_towards(_ELSEWHERE), address_of_name)
+        return next((way for each in ways if not is_loopback(way := each())), LOOPBACK)
 
     def group(self, name: str, ranks: Sequence[int]) -> GroupCoordinator:
         """The group of `ranks`, which holds this one; all of them must call.
@@ -197,6 +199,14 @@ def address_towards(url: str) -> str:
         except OSError:
             return LOOPBACK
         return str(probe.getsockname()[0])
+
+
+def address_of_name() -> str:
+    """What this host's name leads to; loopback if nowhere."""
+    try:
+        return str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])
+    except OSError:
+        return LOOPBACK
 
 
 def is_loopback(host: str) -> bool:

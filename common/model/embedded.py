@@ -33,6 +33,11 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("PDSERVE_CACHE") or Path.home() / ".cache" / "pdserve")
 
 
+def embedded_folder(cache_dir: Path | None = None) -> Path:
+    """Where the model is, once it is unpacked."""
+    return (cache_dir or default_cache_dir()) / f"v{FORMAT}" / NAME
+
+
 def ensure_embedded_model(
     cache_dir: Path | None = None, on_progress: OnProgress | None = None
 ) -> Path:
@@ -42,8 +47,7 @@ def ensure_embedded_model(
     Raises:
         ConfigError: the wheel or the package that reads it is not installed, or there is no room.
     """
-    cache = cache_dir or default_cache_dir()
-    folder = cache / f"v{FORMAT}" / NAME
+    folder = embedded_folder(cache_dir)
     if folder.is_dir():
         return folder
     source = find_gguf()

@@ -64,7 +64,6 @@ def job_to_pb(job: GenerateJob) -> cluster.Job:
             cluster.Choice(index=choice.index, output_token_ids=choice.output_token_ids)
             for choice in job.choices
         ],
-        cache_salt=job.cache_salt,
     )
 
 
@@ -79,7 +78,6 @@ def job_from_pb(message: cluster.Job) -> GenerateJob:
         choices=tuple(
             Choice(choice.index, tuple(choice.output_token_ids)) for choice in message.choices
         ),
-        cache_salt=message.cache_salt,
     )
 
 
@@ -114,8 +112,7 @@ def event_from_pb(message: cluster.TokenEvent) -> TokenEvent:
     return TokenEvent(
         choice=message.choice,
         tokens=tuple(token_from_pb(token) for token in message.tokens),
-        # A later version's reason: the choice has ended, whatever the word for it.
-        finish_reason=_FINISH_FROM_PB.get(message.finish_reason, FinishReason.STOP),
+        finish_reason=_FINISH_FROM_PB.get(message.finish_reason),
         stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
     )
 

@@ -44,8 +44,15 @@ class NodeServer:
         """Takes the ports, before anything else is done; returns the address to announce."""
         self._metrics_socket = bind_metrics(self.config.host, self.config.metrics_port)
         port = self.grpc.bind(self.config.host, self.config.grpc_port, self._tls)
-        self._guard.address = f"{self.config.advertise_host or self.config.host}:{port}"
+        self._guard.address = f"{self._host}:{port}"
         return self._guard.address
+
+    @property
+    def _host(self) -> str:
+        """Under which others reach this node."""
+        if self.config.advertise_host == "auto":
+            return socket.gethostname()
+        return self.config.advertise_host or self.config.host
 
     def add(self, service: str, add_to_server: Any, servicer: Any) -> None:
         """Adds one of cluster.proto's services."""
@@ -62,11 +69,10 @@ class NodeServer:
         """Serves, then registers: a node is never known before it can answer."""
         await self.grpc.start()
         await self.grpc.set_healthy(True)
-        host = self.config.advertise_host or self.config.host
         bound, self._metrics_socket = self._metrics_socket, None
         assert bound is not None, "bind comes first"
         self._metrics = await start_metrics_server(bound, metrics, ready)
-        info.metrics_address = f"{host}:{self._metrics.port}"
+        info.metrics_address = f"{self._host}:{self._metrics.port}"
         info.host = socket.gethostname()
         self._registration = Registration(
             self.config.router, info, load, self.channels, over_tls=self._tls is not None
