@@ -253,6 +253,29 @@ async def test_a_defect_in_one_sequences_work_ends_that_sequence(event: str) -> 
         assert engine.scheduler.pool.num_free == 16 and not task.done()
 
 
+async def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    """In steps of 8 tokens: all three need 6, the long one alone 5."""
+    async with running() as (engine, executor, log, _):
+        long = engine.new_sequence(job(40, max_tokens=1), Choice())
+        engine.add(long)
+        await asyncio.wait_for(executor.started.wait(), 2)
+        short = [engine.new_sequence(job(3 + i, max_tokens=1), Choice()) for i in range(2)]
+        for each in short:
+            engine.add(each)
+        for _ in range(6):
+            await executor.finish_step()
+    ends = [
+        next(batch.step for batch in executor.batches if _samples(batch, each))
+        for each in (long, *short)
+    ]
+    assert ends == [6, 2, 3]
+    assert log.lines[-1] == ("sampled", long.seq_id, FinishReason.LENGTH)
+
+
+def _samples(batch: StepDelta, sequence: Seq) -> bool:
+    return any(entry.samples and entry.seq_id == sequence.seq_id for entry in batch.sequences)
+
+
 # ---- a pipeline of two stages ----
 
 

@@ -11,6 +11,7 @@ from common.config.schema import SchedulerConfig
 from common.core.sampling import SampledToken, SamplingParams
 from common.engine.block_pool import BlockPool
 from common.engine.messages import StepDelta
+from common.engine.prompt_share import share
 from common.engine.scheduler import Scheduler
 from common.engine.sequence import Sequence, Status
 
@@ -160,6 +161,107 @@ def test_what_another_node_has_begun_comes_before_what_waits_for_its_first_token
         begun.append(SampledToken(7))
         scheduler.add(begun)
     assert [each.seq_id for each in scheduler.waiting] == [3, 4, 0, 1, 2]
+
+
+# ---- long prompts beside short ones ----
+
+
+@pytest.mark.parametrize(
+    ("left", "shares"),
+    [
+        ([], []),
+        ([5000], [10]),
+        ([5000, 3], [7, 3]),  # what the short one leaves is the long one's
+        ([5000, 40, 3], [5, 2, 3]),  # the shortest first
+        ([5000, 3, 3, 3], [5, 3, 2, 0]),  # then in order of age
+        ([40, 5000, 40], [10, 0, 0]),  # longer or equal ones wait
+        ([4, 12, 12], [4, 6, 0]),
+    ],
+)
+def test_a_step_is_shared_between_the_oldest_prompt_and_shorter_ones(
+    left: list[int], shares: list[int]
+):
+    assert share(left, 10) == shares
+
+
+def test_a_budget_of_one_token_goes_to_either_in_turn():
+    assert [share([9, 2], 1, turn) for turn in range(3)] == [[0, 1], [1, 0], [0, 1]]
+    assert share([9, 2], 0) == [0, 0]
+
+
+def steps_until_computed(lengths: list[int], budget: int, arrivals: list[int]) -> list[int]:
+    """Steps each prompt takes from its arrival, when nothing else is computed."""
+    left, took, step = dict(enumerate(lengths)), [0] * len(lengths), 0
+    while left:
+        present = [i for i in sorted(left, key=lambda i: arrivals[i]) if arrivals[i] <= step]
+        for i, tokens in zip(present, share([left[i] for i in present], budget, step), strict=True):
+            left[i] -= tokens
+            if not left[i]:
+                took[i] = step + 1 - arrivals[i]
+                del left[i]
+        step += 1
+    return took
+
+
+def test_a_short_prompt_gets_through_beside_a_huge_one():
+    huge, *short = steps_until_computed([131072, 200, 256, 100], 512, [0, 10, 50, 51])
+    assert short == [1, 1, 1]
+    assert huge <= 131072 // 512 + 3
+
+
+def test_a_stream_of_short_prompts_does_not_starve_a_huge_one():
+    """Two prompts of half a step's tokens come with each step: more than the node can do."""
+    short, alone = 600, 131072 // 512
+    took = steps_until_computed([131072, *[256] * short], 512, [0, *[i // 2 for i in range(short)]])
+    assert took[0] <= 2 * alone
+
+
+def test_prompts_of_one_length_are_computed_one_after_the_other():
+    took = steps_until_computed([2048] * 8, 512, [0] * 8)
+    assert took == [4 * (i + 1) for i in range(8)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_prompt_takes_more_than_twice_the_steps_of_all_that_came_before(seed: int):
+    rng = random.Random(seed)
+    lengths = [rng.choice([1, 30, 200, 3000]) * rng.randrange(1, 9) for _ in range(30)]
+    arrivals = sorted(rng.randrange(60) for _ in lengths)
+    took = steps_until_computed(lengths, 64, arrivals)
+    for i, steps in enumerate(took):
+        assert steps <= 2 * sum(lengths[: i + 1]) / 64 + 2
+
+
+def test_what_fits_overtakes_what_does_not_until_that_s_turn():
+    """Blocks for 8: one runs and needs 5, the next one needs 6. Those behind it may have as many
+    as it needs, then the rest is kept for it."""
+    scheduler = make(num_blocks=8, seqs=16, caching=False)
+    running, long = sequence(0, 20), sequence(1, 24)
+    scheduler.add(running)
+    scheduler.add(long)
+    for seq_id in range(2, 12):
+        scheduler.add(sequence(seq_id, 4))
+    passed = []
+    for _ in range(12):
+        admitted = scheduler.admit()
+        assert long not in admitted
+        passed += [each.seq_id for each in admitted]
+        for each in admitted:
+            if each is not running:
+                scheduler.release(each)
+    assert passed == [0, *range(2, 8)]
+    scheduler.release(running)
+    assert scheduler.admit()[0] is long
+
+
+def test_a_sequence_that_has_begun_is_not_overtaken():
+    scheduler = make(num_blocks=4, caching=False)
+    scheduler.add(sequence(0, 8))
+    begun = sequence(1, 11)
+    begun.append(SampledToken(7))
+    scheduler.admit()
+    for each in (begun, sequence(2, 4)):
+        scheduler.add(each)
+    assert scheduler.admit() == []
 
 
 # ---- several steps in flight: the stages of a pipeline ----

@@ -33,6 +33,7 @@ IDLE = Work(
     admitted=0,
     freed=0,
     waiting=0,
+    remote=0,
     needed_blocks=0,
     free_blocks=8,
     total_blocks=8,
@@ -111,6 +112,25 @@ def test_a_queue_behind_a_busy_engine_is_no_ailment(progress: str) -> None:
     watched = Watched()
     for count in range(5):
         assert not watched.after(19, replace(QUEUED, **{progress: count}))
+
+
+def test_a_queue_behind_kv_that_is_on_its_way_is_no_ailment() -> None:
+    """An idle decode node whose blocks are reserved for a prompt that takes minutes."""
+    watched, reserved = Watched(), replace(QUEUED, remote=3)
+    watched.after(0, reserved)
+    assert not any(watched.after(19, reserved) for _ in range(20))
+    assert not watched.after(1, replace(reserved, freed=5, remote=2)), "a lease has lapsed"
+    assert not watched.after(1000, replace(reserved, freed=5, remote=2))
+    left = replace(QUEUED, freed=9)  # none is under way, and still nothing moves
+    assert not watched.after(1, left)
+    assert not watched.after(19.9, left)
+    assert "KV memory exhausted" in watched.after(0.2, left)
+
+
+def test_a_step_that_does_not_return_is_seen_though_kv_is_on_its_way() -> None:
+    watched, computing = Watched(), replace(QUEUED, remote=3, step=7, computing=True)
+    watched.after(0, computing)
+    assert "step 7 has been running" in watched.after(20.1, computing)
 
 
 def test_idle_time_does_not_count() -> None:

@@ -138,6 +138,7 @@ class EngineCore:
             admitted=scheduler.num_admitted,
             freed=scheduler.num_freed,
             waiting=len(scheduler.waiting),
+            remote=len(scheduler.remote),
             needed_blocks=pool.blocks_for(head),
             free_blocks=pool.num_free,
             total_blocks=pool.num_blocks,

@@ -1,10 +1,12 @@
 """Which sequences are computed in the next step. Policy only: no tensors, no I/O.
 
 A step has a budget of tokens. Sequences that decode get one token each, first, so a long
-prompt never stalls them; what is left goes to prompts in the order they came, in chunks
-(chunked prefill, Sarathi-Serve, OSDI'24). A sequence is admitted only when blocks for all
-its present tokens are free. A decoding sequence that needs one more block when none is free
-preempts the youngest one, which gives its blocks back and computes its tokens again later.
+prompt never stalls them; what is left goes to prompts, in chunks (chunked prefill,
+Sarathi-Serve, OSDI'24), shared so that neither a long one nor many short ones keep others waiting
+(`prompt_share.py`). A sequence is admitted only when blocks for all its present tokens are free;
+while it waits for them, shorter ones may overtake it a little. A decoding sequence that needs one
+more block when none is free preempts the youngest one, which gives its blocks back and computes its
+tokens again later.
 
 A pipeline has a step for each of its stages in flight (micro-batches, as in GPipe,
 arXiv:1811.06965). A step then takes only its share of what there is to do, or one would take all
@@ -22,13 +24,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 
 from common.config.schema import SchedulerConfig
 from common.core.sampling import SampledToken
 from common.engine.block_pool import BlockPool
 from common.engine.messages import NewSequence, SequenceDelta, StepDelta
+from common.engine.prompt_share import share
 from common.engine.sequence import Sequence, Status
 
+LOOK_BEHIND = 64
+"""Sequences behind the head of the queue that are looked at when it does not fit."""
 LEAST_CHUNK = 64
 """Tokens below which a prompt is not cut for a pipeline: reading the weights takes as long."""
 
@@ -75,11 +81,12 @@ class Scheduler:
         self.waiting.insert(place, sequence)
 
     def admit(self) -> list[Sequence]:
-        """Gives blocks to the sequences at the head of the queue, while they last."""
+        """Gives blocks to the sequences at the head of the queue, while they last; then to some
+        behind the first that finds too few."""
         admitted: list[Sequence] = []
         while self.waiting and self._try_admit(self.waiting[0]):
             admitted.append(self.waiting.popleft())
-        return admitted
+        return admitted + self._overtake()
 
     def activate(self, sequence: Sequence, first_token: SampledToken) -> None:
         """All KV of a REMOTE sequence's prompt has arrived; it decodes from `first_token` on."""
@@ -125,13 +132,7 @@ class Scheduler:
         entries = [self._entry(sequence, 1) for sequence in self._decodes()]
         decodes = len(entries)
         budget = min(self.config.max_num_batched_tokens - decodes, self._prompt_share())
-        for sequence in self.running:
-            if budget <= 0 or len(entries) >= self.config.max_num_seqs:
-                break
-            if sequence.num_unscheduled and not sequence.decodes:
-                chunk = min(sequence.num_unscheduled, budget)
-                entries.append(self._entry(sequence, chunk))
-                budget -= chunk
+        entries += [self._entry(sequence, chunk) for sequence, chunk in self._chunks(budget)]
         if not entries:
             return None
         self._step += 1
@@ -152,6 +153,24 @@ class Scheduler:
                 self.pool.register(sequence.block_table[index], hashes[index])
 
     # ---- inside ---------------------------------------------------------------------------
+
+    def _overtake(self) -> list[Sequence]:
+        """Admits sequences that fit past the head of the queue, which does not. Together they
+        take no more blocks than it needs itself: then the blocks that come free are kept for it.
+        One that has begun is not overtaken, since somebody waits for its next token."""
+        if not self.waiting or self.waiting[0].num_output_tokens:
+            return []
+        head, overtaking = self.waiting[0], []
+        patience = self.pool.blocks_for(head.num_tokens) - head.num_overtaken
+        for sequence in list(islice(self.waiting, 1, 1 + LOOK_BEHIND)):
+            blocks = self.pool.blocks_for(sequence.num_tokens)
+            fits = blocks + len(self.running) <= self.pool.num_free  # whatever is cached
+            if blocks <= patience and fits and self._try_admit(sequence):
+                self.waiting.remove(sequence)
+                overtaking.append(sequence)
+                patience -= blocks
+                head.num_overtaken += blocks
+        return overtaking
 
     def _try_admit(self, sequence: Sequence) -> bool:
         if len(self.running) + len(self.remote) >= self.config.max_num_seqs:
@@ -198,6 +217,12 @@ class Scheduler:
             if share and running and sequence.decodes and self._grow(sequence):
                 share -= 1
                 yield sequence
+
+    def _chunks(self, budget: int) -> list[tuple[Sequence, int]]:
+        """The prompts a step takes something of, and how many tokens."""
+        prompts = [each for each in self.running if each.num_unscheduled and not each.decodes]
+        chunks = share([each.num_unscheduled for each in prompts], max(budget, 0), self._step)
+        return [(each, chunk) for each, chunk in zip(prompts, chunks, strict=True) if chunk]
 
     def _prompt_share(self) -> int:
         """Tokens of prompts a step takes, so that every step in flight has some."""

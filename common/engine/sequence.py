@@ -36,6 +36,7 @@ class Sequence:
     num_computed: int = 0
     num_scheduled: int = 0
     num_cached: int | None = None  # tokens found in the prefix cache at the first admission
+    num_overtaken: int = 0  # blocks that later ones were given while it waited for its own
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[BlockHash] = field(default_factory=list)
     cancelled: bool = False

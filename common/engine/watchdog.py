@@ -22,13 +22,16 @@ class Work:
     admitted: int  # sequences given blocks since start
     freed: int  # blocks given back since start
     waiting: int  # sequences without blocks
+    remote: int  # sequences whose blocks another node fills
     needed_blocks: int  # of the first of them, at most (some may be in the prefix cache)
     free_blocks: int
     total_blocks: int
 
     @property
     def idle(self) -> bool:
-        return not self.computing and not self.waiting
+        """Nothing is to be done here. Who waits for blocks while others' KV is on its way waits
+        for that: a hand-off without progress loses them with its lease, which is progress here."""
+        return not self.computing and (not self.waiting or self.remote > 0)
 
     @property
     def progress(self) -> tuple[object, ...]:
