@@ -1,7 +1,7 @@
 """From logits to tokens: one row per sequence, each row independent of its neighbours.
 
     logits ─ adjust (bias, penalties, bans) ─┬─ greedy rows: argmax
-                                             └─ others: temperature ─ top-k ─ top-p ─ min-p ─ draw
+                                             └─ others: top-k ─ temperature ─ top-p ─ min-p ─ draw
 
 A pure function of its inputs: the random number of a draw is keyed by (seed, position), so the
 same sequence draws the same tokens in any batch, on any rank and any node.
@@ -191,11 +191,12 @@ def filtered_probs(logits: torch.Tensor, params: Sequence[SamplingParams]) -> to
     result depends on no sorting order. Works in place where `logits` are float64: at their size
     a copy is not nothing.
     """
-    logits = logits.double()
+    # Before anything is rounded: what is to be told apart by it may lie close together.
+    logits = _filter_top_k(logits.double(), params)
     # The most likely at 0: nothing overflows, whatever the temperature.
     logits.sub_(logits.amax(dim=-1, keepdim=True))
     logits.div_(_column([p.temperature for p in params], logits))
-    probs = _filter_top_k(logits, params).exp_()
+    probs = logits.exp_()
     probs.div_(probs.sum(dim=-1, keepdim=True))
     probs = _filter_top_p(probs, params)
     if any(p.min_p > 0 for p in params):
