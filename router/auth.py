@@ -6,17 +6,19 @@ import hmac
 import ipaddress
 from hashlib import sha256
 
-from common.core.errors import ConfigError, Unauthenticated
+from common.core.errors import ConfigError, InvalidRequest, Unauthenticated
 
 HEADER = "authorization"
+MAX_CACHE_SALT = 1024  # characters
 
 
 class APIKeys:
     """The keys clients may show; with none, everybody may ask. Holds digests only: the keys
     themselves cannot slip into a log."""
 
-    def __init__(self, keys: str | None = None) -> None:
-        """`keys` is `--api-key`: one, or several separated by commas.
+    def __init__(self, keys: str | None = None, *, salted: bool = False) -> None:
+        """`keys` is `--api-key`: one, or several separated by commas. `salted`: what one key has
+        asked is cached for that key alone.
 
         Raises:
             ConfigError: one of them is empty.
@@ -24,6 +26,7 @@ class APIKeys:
         words = [] if keys is None else [key.strip() for key in keys.split(",")]
         if not all(words):
             raise ConfigError("--api-key has an empty key; remove the comma too many")
+        self._salted = salted
         self._digests = [_digest(key) for key in words]
 
     def check(self, authorization: str | None) -> None:
@@ -55,6 +58,19 @@ class APIKeys:
         if isinstance(host, ipaddress.IPv6Address) and host.ipv4_mapped is None:
             return str(ipaddress.ip_network((host, 64), strict=False))
         return str(host)
+
+    def cache_salt(self, client: str, given: str | None) -> str:
+        """The salt of a request's cached blocks; `client` is as `client` says, `given` what the
+        request says.
+
+        Raises:
+            InvalidRequest: it is empty or too long.
+        """
+        if given is not None and not 0 < len(given) <= MAX_CACHE_SALT:
+            raise InvalidRequest(
+                f"cache_salt must have 1 to {MAX_CACHE_SALT} characters", param="cache_salt"
+            )
+        return f"{client} {given or ''}" if self._salted else given or ""
 
 
 def _digest(key: str) -> bytes:

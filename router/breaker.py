@@ -1,7 +1,8 @@
-"""A circuit breaker per node: after failures in a row the node rests, then gets one trial."""
+"""Circuit breakers: after failures in a row a node, or a pair of nodes, rests; then one trial."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from enum import StrEnum
 
@@ -53,3 +54,54 @@ class CircuitBreaker:
     def undecided(self) -> None:
         """The request ended without a word about the node (its client left)."""
         self._trial = False
+
+
+PAIR_COOLDOWN, PAIR_COOLDOWN_MAX = 1.0, 30.0  # seconds
+
+
+class Pairs:
+    """Which prefill and decode nodes do not reach each other, though the router reaches both.
+
+    Nobody is to blame and both nodes serve in other pairs. After a while, longer after each
+    failure, one request tries a broken pair again; an old one is forgotten.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._broken: dict[tuple[str, str], _BrokenPair] = {}
+
+    def broken(self, prefill: str, decode: str) -> bool:
+        """Whether no request may be given to this pair (of node ids) now."""
+        pair = self._broken.get((prefill, decode))
+        return pair is not None and self._now() < pair.until
+
+    def any_broken(self) -> bool:
+        return any(self._now() < pair.until for pair in self._broken.values())
+
+    def placed(self, prefill: str, decode: str) -> None:
+        """A request is given to the pair; to one that was broken as its trial."""
+        if (pair := self._broken.get((prefill, decode))) is not None:
+            pair.until = self._now() + pair.cooldown
+
+    def succeeded(self, prefill: str, decode: str) -> None:
+        self._broken.pop((prefill, decode), None)
+
+    def failed(self, prefill: str, decode: str) -> None:
+        """Failures of requests that were under way together count once."""
+        self._forget()
+        pair = self._broken.setdefault((prefill, decode), _BrokenPair())
+        if pair.failed_at + pair.cooldown <= self._now():
+            pair.cooldown = min(PAIR_COOLDOWN_MAX, 2 * pair.cooldown)
+            pair.failed_at = self._now()
+        pair.until = pair.failed_at + pair.cooldown * random.uniform(0.75, 1.25)
+
+    def _forget(self) -> None:
+        long_ago = self._now() - 4 * PAIR_COOLDOWN_MAX
+        self._broken = {key: pair for key, pair in self._broken.items() if pair.until > long_ago}
+
+
+class _BrokenPair:
+    def __init__(self) -> None:
+        self.cooldown = PAIR_COOLDOWN / 2
+        self.failed_at = float("-inf")
+        self.until = 0.0

@@ -22,6 +22,7 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    cache_salt: str = ""  # requests with different salts share no cached blocks
     batch: Batch = field(default_factory=Batch, compare=False)  # the body it is part of
 
 

@@ -1,38 +1,51 @@
-"""The request path: admit → place → dispatch → detokenize → stream.
+"""The request path: admit → place → prefill ∥ decode → detokenize → stream.
 
-client ─▶ Pipeline.generate ─▶ Dispatch ─ Decode.Run ──▶ D   reserves blocks
-                                   ◀──── ticket ───────
-                                   ──── Prefill.Run ──▶ P ══ KV blocks ══▶ D
-                                   ◀──── first token ──          goes to the client at once
-                                   ◀──── tokens ─────── D        after P's commit
+client ─▶ generate ─▶ _serve ─▶ Attempt ─ Decode.Run ──▶ D   reserves blocks
+                                    ◀──── ticket ───────
+                                    ──── Prefill.Run ──▶ P ══ KV blocks ══▶ D
+                                    ◀──── first token ──          goes to the client at once
+                                    ◀──── tokens ─────── D        after P's commit
 
-When P fails, another takes over D's blocks (`dispatch.py`). When D fails, the request goes on
-on another pair: prompt and tokens so far are prefilled, and the next token is the one that D
-would have drawn, because draws are keyed by (seed, position). The client notices a pause.
+When P fails, another takes over D's blocks: D issues a ticket of the next epoch (`Retarget`).
+When D fails, the request begins another attempt: prompt and tokens so far are prefilled, and the
+next token is the one that D would have drawn, because draws are keyed by (seed, position). The
+client notices a pause.
+
+Every part of a request runs in one task (`_serve`) or in that task's group, under the request's
+one deadline. However it ends, that task's end is the request's, its place is free and its calls
+are cancelled; the client gets the answer's rest or a typed error.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+import grpc
+
 from common.config.schema import RoutingConfig
-from common.core.errors import Blame, NodeError, PdserveError
+from common.core.errors import Blame, PdserveError, TransferError
+from common.obs.logging import request_id_var
 from common.obs.metrics import RouterMetrics
+from common.rpc import convert
+from common.rpc.pb import cluster_pb2 as pb
+from common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from common.rpc.server import Channels
+from common.rpc.status import REQUEST_ID_KEY, from_rpc_error
 from common.text.tokenizer import Tokenizer
 from router.admission import Admission
-from router.chooser import Chooser
-from router.dispatch import Dispatch
+from router.call import Call
 from router.generation import GenerationRequest, GenerationStats, TextDelta
-from router.recovery import Recovery
-from router.registry import Node, Registry
+from router.placement import Placement
+from router.registry import PARTED_CODES, Node, Registry, Use
 from router.run import Run
 
 logger = logging.getLogger(__name__)
+
+RETARGET_TIMEOUT = 5.0  # seconds a decode node gets to quiesce its ranks
 
 
 class Pipeline:
@@ -47,11 +60,11 @@ class Pipeline:
         metrics: RouterMetrics,
     ) -> None:
         self._config = config
-        self._registry = registry
         self._tokenizer = tokenizer
-        self._channels = channels
-        self._metrics = metrics
-        self._chooser = Chooser(config, registry)
+        self.registry = registry
+        self.channels = channels
+        self.metrics = metrics
+        self.placement = Placement(config, registry)
         self.admission = Admission(
             config.max_concurrent_requests,
             config.max_queued_requests,
@@ -63,58 +76,71 @@ class Pipeline:
         self, request: GenerationRequest
     ) -> AsyncGenerator[TextDelta | GenerationStats, None]:
         """As `router.generation.Generator.generate`."""
-        run = Run(request, self._tokenizer, Recovery(self._config.migration_limit))
+        run = Run(request, self._tokenizer, self._config)
+        serving = asyncio.create_task(self._serve(run))
+        serving.add_done_callback(lambda _: run.deltas.put_nowait(None))
         try:
-            async with self.admission.place(request.batch, len(request.prompt_token_ids)):
-                while not run.finished:
-                    async with aclosing(self._attempt(run)) as deltas:
-                        async for delta in deltas:
-                            yield delta
-            run.mark("finished")
-        except PdserveError as error:
-            self._metrics.observe_error(error.code)
-            logger.warning("%s failed: %s", request.request_id, error)
-            raise
-        except (GeneratorExit, asyncio.CancelledError):
-            self._metrics.observe_error("CANCELLED")
-            logger.info("%s cancelled by the client", request.request_id)
-            raise
-        stats = run.stats()
-        self._observe(run, stats)
-        yield stats
-
-    async def _attempt(self, run: Run) -> AsyncGenerator[TextDelta, None]:
-        """What one decode node makes of the request: all that is left of it, unless a node
-        fails; then the caller tries again from there."""
-        placement = await self._chooser.place(run)
-        run.mark("queued")
-        dispatch = Dispatch(
-            run.job,
-            placement.decode,
-            placement.prefill,
-            lambda error, failed: self._next_prefill(run, placement.decode, error, failed),
-            self._registry,
-            self._channels,
-            run.mark,
-        )
-        try:
-            with self._registry.using(placement.decode):
-                async with aclosing(dispatch.events()) as events:
-                    async for event in events:
-                        run.version = placement.decode.info.fingerprint
-                        for delta in run.deltas(event):
-                            yield delta
-                        if run.finished:
-                            break
-                run.check_finished()
-        except PdserveError as error:
-            if error is not run.recovery.last:  # else a prefill node's, for which we gave up
-                self._failed(run, error, placement.decode, dispatch.begun)
+            while (delta := await run.deltas.get()) is not None:
+                yield delta
+            yield await serving
         finally:
-            run.add(dispatch)
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+
+    async def _serve(self, run: Run) -> GenerationStats:
+        """The whole of a request: its deltas go into `run.deltas`; its outcome is this task's,
+        counted and logged once."""
+        try:
+            async with self.admission.place(*run.admission), run.deadline.running():
+                while not run.finished:
+                    await self._attempt(run)
+        except PdserveError as error:
+            self.metrics.observe_error(error.code)
+            logger.warning("%s failed: %s", run.request_id, error)
+            raise
+        except asyncio.CancelledError:
+            self.metrics.observe_error("CANCELLED")
+            logger.info("%s cancelled by the client", run.request_id)
+            raise
+        except Exception:
+            self.metrics.observe_error("INTERNAL")
+            logger.exception("%s failed: unexpected error", run.request_id)
+            raise PdserveError(
+                f"internal error; its log entry is under request id {run.request_id}"
+            ) from None
+        return self._finished(run)
+
+    async def _attempt(self, run: Run) -> None:
+        """What one decode node makes of the request: all that is left of it, unless something
+        fails; that is noted then, and the caller tries again from there."""
+        await run.recovery.pause(run.deadline)
+        decode, local_prefill = await self.placement.decode(run)
+        run.mark("queued")
+        with suppress(BeginAnew):
+            await Attempt(self, run, decode, local_prefill).serve()
+
+    def _finished(self, run: Run) -> GenerationStats:
+        run.mark("finished")
+        stats = run.stats()
+        self.metrics.observe_request(
+            stats.timeline,
+            prompt_tokens=stats.prompt_tokens,
+            completion_tokens=stats.completion_tokens,
+            finish_reasons=run.finish_reasons,
+        )
+        for seconds in run.token_gaps:
+            self.metrics.itl.observe(seconds)
+        logger.info(
+            "%s finished: %d prompt tokens (%d cached), %d generated, TTFT %.0f ms, %.0f ms in all",
+            run.request_id, stats.prompt_tokens, stats.cached_tokens, stats.completion_tokens,
+            1e3 * (stats.timeline.first_token or 0), 1e3 * (stats.timeline.finished or 0),
+        )  # fmt: skip
+        return stats
+
+    # ---- what there is ----------------------------------------------------------------------
 
     def ready(self) -> tuple[bool, str]:
-        return self._chooser.ready()
+        return self.placement.ready()
 
     def cluster(self) -> dict[str, Any]:
         ready, reason = self.ready()
@@ -123,53 +149,203 @@ class Pipeline:
             "reason": reason,
             "running": self.admission.running,
             "waiting": self.admission.waiting,
-            "nodes": self._registry.describe(),
+            "nodes": self.registry.describe(),
             "pairings": [
                 {"prefill": prefill.info.node_id, "decode": decode.info.node_id}
-                for prefill, decode in self._chooser.pairs()
+                for prefill, decode in self.placement.pairs()
             ],
         }
 
-    # ---- inside -----------------------------------------------------------------------------
 
-    async def _next_prefill(
-        self, run: Run, decode: Node, error: PdserveError | None, prefill: Node
-    ) -> Node:
-        """As `router.dispatch.NextPrefill`: begins anew when the KV should not travel, or when
-        only other decode nodes have a prefill node left."""
-        if error is not None:
-            self._failed(run, error, prefill)
-            if run.recovery.local_prefill:
-                raise error
-        elif prefill in self._chooser.usable()[0]:
-            return prefill
-        following = await self._chooser.prefill_for(run, decode)
-        if following is None:
-            raise error or _left(prefill)
-        return following
-
-    def _failed(self, run: Run, error: PdserveError, node: Node, begun: bool = True) -> None:
-        """Raises `error` when the request cannot go on."""
-        run.recovery.failed(error, node, begun)
-        self._metrics.migrations.labels(node.role, error.code).inc()
-        logger.warning("%s goes on elsewhere: %s", run.request_id, error)
-
-    def _observe(self, run: Run, stats: GenerationStats) -> None:
-        self._metrics.observe_request(
-            stats.timeline,
-            prompt_tokens=stats.prompt_tokens,
-            completion_tokens=stats.completion_tokens,
-            finish_reasons=run.finish_reasons,
-        )
-        for seconds in run.token_gaps:
-            self._metrics.itl.observe(seconds)
-        logger.info(
-            "%s finished: %d prompt tokens (%d cached), %d generated, TTFT %.0f ms, %.0f ms in all",
-            run.request_id, stats.prompt_tokens, stats.cached_tokens, stats.completion_tokens,
-            1e3 * (stats.timeline.first_token or 0), 1e3 * (stats.timeline.finished or 0),
-        )  # fmt: skip
+class BeginAnew(Exception):
+    """This decode node is given up. Why has been noted; another attempt follows."""
 
 
-def _left(node: Node) -> NodeError:
-    message = f"{node.info.node_id} left before its turn, and none of its kind is there"
-    return NodeError(message, code="PEER_LOST", blame=Blame(node.role))
+class Attempt:
+    """One decode node, and as many prefill nodes as it takes to hand the KV over to it.
+
+        Decode.Run ──▶ reserved ─┬─▶ Prefill.Run ──▶ first token ──▶ handed off
+                                 │        └─ fails ─▶ Retarget: the next epoch's ticket ─▶ another
+                                 └─▶ landed ──▶ tokens
+
+    The client sees the first token once, whichever node tells it first, and it stands: a prefill
+    node that takes over commits that token and no other.
+    """
+
+    def __init__(self, pipeline: Pipeline, run: Run, decode: Node, local_prefill: bool) -> None:
+        self._pipeline = pipeline
+        self._registry = pipeline.registry
+        self._run = run
+        self._job = convert.job_to_pb(run.job)
+        # The client's id, where it gave one, so that one word finds a request in every log.
+        self._metadata = ((REQUEST_ID_KEY, request_id_var.get() or run.request_id),)
+        self._decode = decode
+        self._local_prefill = local_prefill
+        self._prefill: Node | None = None  # the one at work
+        self._first: pb.TokenEvent | None = None
+        self._decoding = False  # the decode node has all KV
+
+    # ---- the path, top to bottom ------------------------------------------------------------
+
+    async def serve(self) -> None:
+        """Returns when every choice has finished.
+
+        Raises:
+            BeginAnew: another attempt is to go on.
+            PdserveError: the request cannot go on.
+        """
+        tokens = self._run.num_tokens if self._local_prefill else 0
+        with self._registry.using(self._decode, tokens) as use:
+            async with _first_cause() as group:
+                decoding = group.create_task(self._run_decode(group, use))
+                await self._run.ended.wait()
+                decoding.cancel()
+
+    async def _run_decode(self, group: asyncio.TaskGroup, use: Use) -> None:
+        """Reads the decode node's stream; the hand-off goes on beside it."""
+        request = pb.DecodeRequest(job=self._job, local_prefill=self._local_prefill)
+        handing_off: asyncio.Task[None] | None = None
+        try:
+            with self._call(pb_grpc.DecodeStub, self._decode, request) as call:
+                while (event := await call.read()) is not None:
+                    if event.HasField("reserved") and handing_off is None:
+                        self._run.mark("reserved")
+                        handing_off = group.create_task(self._hand_off(event.reserved))
+                    elif event.HasField("landed"):
+                        self._landed(event.landed)
+                        use.worked()
+                    elif event.HasField("tokens"):
+                        self._take(event.tokens, self._decode.role)
+                        use.worked()
+                self._run.check_finished()
+        except PdserveError as error:
+            use.failed(error)
+            self._decode_failed(error, computing=self._decoding or use.had_its_turn)
+            raise BeginAnew from error
+        finally:
+            if handing_off is not None:
+                handing_off.cancel()
+
+    async def _hand_off(self, ticket: pb.Ticket | None) -> None:
+        """Until the decode node has the KV: from one prefill node, or else from the next."""
+        run, placement = self._run, self._pipeline.placement
+        while ticket is not None:
+            self._prefill = await placement.prefill(run, self._decode)
+            if self._prefill is None:
+                raise BeginAnew
+            try:
+                await self._run_prefill(self._prefill, ticket)
+                return
+            except PrefillFailed as failure:
+                self._prefill_failed(failure, self._prefill)
+            self._prefill = None
+            await run.recovery.pause(run.deadline)
+            ticket = await self._retarget(ticket)
+
+    async def _run_prefill(self, prefill: Node, ticket: pb.Ticket) -> None:
+        request = pb.PrefillRequest(job=self._job, ticket=ticket, first_token=self._first)
+        pair = prefill.info.node_id, self._decode.info.node_id
+        self._registry.pairs.placed(*pair)
+        try:
+            with (
+                self._registry.using(prefill, self._run.num_tokens) as use,
+                self._call(pb_grpc.PrefillStub, prefill, request) as call,
+            ):
+                first = await call.expect("first_token")
+                use.worked()
+                self._run.cached_tokens = self._run.cached_tokens or first.cached_tokens
+                self._tell_first(first.token)
+                if self._run.finished:
+                    return
+                handed_off = await call.expect("handed_off")
+                self._run.transfer_seconds += handed_off.transfer_s
+                self._registry.pairs.succeeded(*pair)
+        except PdserveError as error:
+            raise PrefillFailed(error, use.had_its_turn) from error
+
+    async def _retarget(self, ticket: pb.Ticket) -> pb.Ticket | None:
+        """A ticket for another prefill node; None when all KV has landed after all."""
+        stub = pb_grpc.KVTransferStub(self._pipeline.channels.get(self._decode.info.address))
+        request = pb.RetargetRequest(transfer_id=ticket.transfer_id)
+        try:
+            response = await stub.Retarget(request, timeout=RETARGET_TIMEOUT)
+        except grpc.aio.AioRpcError as rpc_error:
+            error = from_rpc_error(rpc_error, Blame.DECODE)
+            if error.code == "ALREADY_LANDED":
+                return None
+            self._decode_failed(error, computing=False)
+            raise BeginAnew from error
+        return response.ticket
+
+    # ---- what nodes say ---------------------------------------------------------------------
+
+    def _landed(self, landed: pb.Landed) -> None:
+        self._run.mark("transferred")
+        self._run.transfer_bytes += landed.bytes
+        self._decoding = True
+        self._tell_first(landed.first_token)
+
+    def _tell_first(self, token: pb.TokenEvent) -> None:
+        """The prefill node's token, whoever tells it first."""
+        if self._first is None:
+            self._first = token
+            self._take(token, "prefill")
+
+    def _take(self, tokens: pb.TokenEvent, role: str) -> None:
+        self._run.take(convert.event_from_pb(tokens), role, self._decode.info.fingerprint)
+
+    # ---- when they fail ---------------------------------------------------------------------
+
+    def _decode_failed(self, error: PdserveError, computing: bool) -> None:
+        """Raises `error`, or that the request is poison, when another attempt would not help."""
+        if error.blame is Blame.DECODE and not isinstance(error, TransferError):
+            self._run.recovery.failed(error, self._decode, computing)
+        else:
+            self._parted(error, self._decode)
+        self._goes_on(error, self._decode)
+
+    def _prefill_failed(self, failure: PrefillFailed, prefill: Node) -> None:
+        """As `_decode_failed`."""
+        error = failure.error
+        if error.blame is Blame.PREFILL and not isinstance(error, TransferError):
+            self._run.recovery.failed(error, prefill, failure.computing)
+        else:
+            self._parted(error, prefill)
+        self._goes_on(error, prefill)
+
+    def _parted(self, error: PdserveError, node: Node) -> None:
+        """What a node says of a transfer, or of its peer, is nobody's own failure."""
+        self._run.recovery.parted(error, node)
+        if self._prefill is not None and error.code in PARTED_CODES:
+            pair = self._prefill.info.node_id, self._decode.info.node_id
+            self._registry.pairs.failed(*pair)
+
+    def _goes_on(self, error: PdserveError, node: Node) -> None:
+        self._pipeline.metrics.migrations.labels(node.role, error.code).inc()
+        logger.warning("%s goes on elsewhere: %s", self._run.request_id, error)
+
+    def _call(self, stub: Any, node: Node, request: Any) -> Call:
+        channel = self._pipeline.channels.get(node.info.address)
+        return Call(stub, channel, node, request, self._metadata)
+
+
+class PrefillFailed(Exception):
+    """A prefill node, or its transfer, failed; `computing`: it was the request's turn there."""
+
+    def __init__(self, error: PdserveError, computing: bool) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.computing = computing
+
+
+@asynccontextmanager
+async def _first_cause() -> AsyncIterator[asyncio.TaskGroup]:
+    """A task group that raises what failed first, as itself: all else follows from it."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except BaseExceptionGroup as failures:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():  # Python before 3.13 forgets it here
+            raise asyncio.CancelledError from None
+        raise failures.exceptions[0] from None

@@ -1,22 +1,28 @@
-"""Which pair of nodes serves a request. Policy only: plain numbers in, a choice out."""
+"""Which nodes a request runs on: now, or as soon as there are some.
+
+The decode node is chosen first, among those that pair with some prefill node. The prefill node
+is chosen when the decode node's ticket is there, in `prefill`, whether it is the first one or
+takes over. Either counts as loaded from the moment it is chosen.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import count
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from itertools import count, product
+from time import monotonic
+from typing import TypeVar
 
-from router.registry import Node
+from common.config.schema import RoutingConfig
+from common.core.errors import Unavailable
+from common.rpc.pb import cluster_pb2 as pb
+from router.deadline import Deadline
+from router.registry import Node, Registry
+from router.run import Run
 
+T = TypeVar("T")
 Policy = Callable[[Sequence[Node]], Node]
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where a request's halves run; without a prefill node the decode node computes it all."""
-
-    prefill: Node | None
-    decode: Node
 
 
 class RoundRobin:
@@ -31,11 +37,13 @@ class RoundRobin:
 
 
 def least_load(nodes: Sequence[Node]) -> Node:
-    """The node with the fewest requests of this router for each of its replicas; among equals
-    the one that reports the fewest waiting tokens for each, then the most free blocks on one."""
+    """The node with the fewest tokens to prefill, then the fewest requests, of this router for
+    each of its replicas; among equals the one that reports the fewest waiting tokens for each,
+    then the most free blocks on one."""
     return min(
         nodes,
         key=lambda node: (
+            node.prefill_tokens / node.replicas,
             node.in_flight / node.replicas,
             node.load.waiting_tokens / node.replicas,
             -node.load.most_free_blocks,
@@ -68,19 +76,136 @@ def why_not(prefill: Node, decode: Node) -> str:
     return f"{prefill.info.node_id} and {decode.info.node_id}: {', '.join(differences)}"
 
 
-def place(
-    prefills: Sequence[Node],
-    decodes: Sequence[Node],
-    prefill_policy: Policy,
-    decode_policy: Policy,
-    local_prefill: bool = False,
-) -> Placement | None:
-    """A pair that fits together, or None when there is none now."""
-    if local_prefill:
-        return Placement(None, decode_policy(decodes)) if decodes else None
-    paired = [node for node in decodes if any(can_pair(prefill, node) for prefill in prefills)]
-    if not paired:
-        return None
-    decode = decode_policy(paired)
-    prefill = prefill_policy([node for node in prefills if can_pair(node, decode)])
-    return Placement(prefill, decode)
+class Placement:
+    """Policy and patience over the registry."""
+
+    def __init__(self, config: RoutingConfig, registry: Registry) -> None:
+        self._config = config
+        self._registry = registry
+        self._prefill_policy = make_policy(config.prefill_policy)
+        self._decode_policy = make_policy(config.decode_policy)
+
+    # ---- what there is ----------------------------------------------------------------------
+
+    def pairs(self) -> list[tuple[Node, Node]]:
+        """Those that a request may be placed on now."""
+        usable = self._registry.usable(pb.ROLE_PREFILL), self._registry.usable(pb.ROLE_DECODE)
+        return [pair for pair in product(*usable) if self._works(*pair)]
+
+    def ready(self) -> tuple[bool, str]:
+        """Whether a new request could be placed now; the reason when not, or what is amiss."""
+        if self.pairs():
+            return True, "ok"
+        prefills = self._registry.usable(pb.ROLE_PREFILL)
+        decodes = self._registry.usable(pb.ROLE_DECODE)
+        if prefills and decodes:
+            pairs = product(prefills, decodes)
+            reasons = [self._why_apart(prefill, decode) for prefill, decode in pairs]
+            reason = f"no prefill node pairs with a decode node ({'; '.join(reasons[:4])})"
+        else:
+            reason = self._why_missing(prefills, decodes)
+        if any(self._left_alone(decode) for decode in decodes):
+            return True, f"decode nodes prefill: {reason}"
+        return False, reason
+
+    def _works(self, prefill: Node, decode: Node) -> bool:
+        ids = prefill.info.node_id, decode.info.node_id
+        return can_pair(prefill, decode) and not self._registry.pairs.broken(*ids)
+
+    def _left_alone(self, decode: Node) -> bool:
+        """Whether no prefill node can serve this decode node now, but one that could, lives: its
+        way here is cut, or it is sick. Then it would be a pity to wait."""
+        prefills = self._registry.usable(pb.ROLE_PREFILL)
+        if any(self._works(prefill, decode) for prefill in prefills):
+            return False
+        return any(can_pair(prefill, decode) for prefill in self._registry.alive(pb.ROLE_PREFILL))
+
+    def _why_apart(self, prefill: Node, decode: Node) -> str:
+        if can_pair(prefill, decode):
+            return f"{prefill.info.node_id} does not reach {decode.info.node_id}"
+        return why_not(prefill, decode)
+
+    def _why_missing(self, prefills: Sequence[Node], decodes: Sequence[Node]) -> str:
+        roles = (("prefill", pb.ROLE_PREFILL, prefills), ("decode", pb.ROLE_DECODE, decodes))
+        missing = [(name, role) for name, role, nodes in roles if not nodes]
+        what = " and ".join(f"no usable {name} node" for name, _ in missing)
+        why = [text for _, role in missing for text in self._registry.unusable_reasons(role)]
+        return f"{what} ({'; '.join(why[:4])})" if why else what
+
+    # ---- choosing ---------------------------------------------------------------------------
+
+    async def decode(self, run: Run) -> tuple[Node, bool]:
+        """A decode node, and whether it is to compute the prompt, too. Waits for one as long as
+        the request's deadline allows.
+
+        Raises:
+            Unavailable: none came.
+        """
+        return await self._wait_for(lambda: self._find_decode(run), run.deadline)
+
+    async def prefill(self, run: Run, decode: Node) -> Node | None:
+        """A prefill node for blocks that `decode` holds already; waits as `decode` does. None:
+        it is better to begin anew, for only other decode nodes have a prefill node left, or the
+        KV should not travel.
+
+        Raises:
+            Unavailable: none came.
+        """
+
+        def find() -> tuple[Node | None] | None:
+            if run.recovery.local_prefill:
+                return (None,)
+            prefills = self._registry.usable(pb.ROLE_PREFILL)
+            if fitting := [node for node in prefills if self._works(node, decode)]:
+                return (self._prefill_policy(_without(fitting, run.recovery.avoid) or fitting),)
+            return (None,) if self._find_decode(run) is not None else None
+
+        (found,) = await self._wait_for(find, run.deadline)
+        return found
+
+    def _find_decode(self, run: Run) -> tuple[Node, bool] | None:
+        """A request that has begun stays with its version, and does not wait for a prefill node:
+        a decode node can compute it, too."""
+        decodes = [
+            node
+            for node in self._registry.usable(pb.ROLE_DECODE)
+            if run.version in (None, node.info.fingerprint)
+        ]
+        if run.recovery.local_prefill or run.num_tokens < self._config.local_prefill_threshold:
+            return self._pick(decodes, run, local=True)
+        prefills = self._registry.usable(pb.ROLE_PREFILL)
+        for fresh in (_without(prefills, run.recovery.avoid), prefills):
+            paired = [node for node in decodes if any(self._works(each, node) for each in fresh)]
+            if unspent := _without(paired, run.recovery.avoid):
+                return self._pick(unspent, run)
+        if paired:
+            return self._pick(paired, run)
+        alone = [node for node in decodes if run.begun or self._left_alone(node)]
+        return self._pick(alone, run, local=True)
+
+    def _pick(
+        self, decodes: Sequence[Node], run: Run, local: bool = False
+    ) -> tuple[Node, bool] | None:
+        if not decodes:
+            return None
+        return self._decode_policy(_without(decodes, run.recovery.avoid) or decodes), local
+
+    async def _wait_for(self, find: Callable[[], T | None], deadline: Deadline) -> T:
+        if (found := find()) is not None:
+            return found
+        with deadline.waiting() as until:
+            while (found := find()) is None:
+                # Wake up now and then: a breaker that may be tried again announces nothing.
+                patience = min(0.5, until - monotonic())
+                if patience <= 0:
+                    ready, reason = self.ready()
+                    reason = "no usable node is of the version that began this" if ready else reason
+                    raise Unavailable(reason, code="NO_NODE", retry_after=2.0)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(patience):
+                        await self._registry.wait_for_change()
+        return found
+
+
+def _without(nodes: Sequence[Node], avoid: Collection[str]) -> list[Node]:
+    return [node for node in nodes if node.info.node_id not in avoid]

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-from common.core.errors import Blame, PdserveError, RequestError, TransferError
+import asyncio
+import random
+from collections import Counter
+from time import monotonic
+
+from common.core.errors import Blame, NodeError, PdserveError, RequestError, TransferError
+from router.deadline import Deadline
 from router.registry import Node
 
 TRANSFER_FAILURES = 2  # of one request, after which the decode node computes the prompt itself
-WAITING = 0.125  # what a failure counts for of a node that had not begun with the request
+WAITING = 0.125  # what a death counts for of a node that did not compute the request just then
+DEATHS = frozenset({"PEER_LOST", "RANK_DIED", "ENGINE_STALLED", "NODE_FAILED"})
+# A request that fails so twice, on another node where there is one, would on any.
+POISONOUS = frozenset({"SEQUENCE_FAILED", "INTERNAL"})
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds; the first failure is followed by none
 
 
 class Recovery:
     """One request's failures so far.
 
-    A request goes on as long as it gets anywhere: only `limit` failures in a row without a new
-    token between them end it, so that a prompt that kills nodes does not kill them all. A node
-    in whose queue it waited was hardly killed by it.
+    A request goes on as long as its deadline allows, with longer and longer pauses while no token
+    comes. It is *poison*, and ends, when it fails in the same way twice, or when more than
+    `limit` nodes in a row have died while they computed it: it must not kill them all.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._in_a_row = 0.0
+        self._tries = 0  # failures since the last token
+        self._deaths: dict[str, float] = {}  # by role, since that role's last token
+        self._alike: Counter[str] = Counter()  # poisonous failures by their code
         self._transfer_failures = 0
         self.failures = 0
-        self.last: PdserveError | None = None  # the failure noted last
+        self.last: PdserveError | None = None
         self.avoid: set[str] = set()  # nodes (ids) that have failed it: only if there is no other
 
     @property
@@ -30,20 +42,67 @@ class Recovery:
         """Whether the KV should not travel any more."""
         return self._transfer_failures >= TRANSFER_FAILURES
 
-    def progress(self) -> None:
-        """A token reached the client."""
-        self._in_a_row = 0.0
+    def progress(self, role: str) -> None:
+        """A node of this role has made a token."""
+        self._tries = 0
+        self._deaths.pop(role, None)
 
-    def failed(self, error: PdserveError, node: Node, begun: bool = True) -> None:
-        """Notes a failure on a node, which may have `begun` with the request; raises `error`
-        when another try would not help."""
+    def failed(self, error: PdserveError, node: Node, computing: bool = True) -> None:
+        """Notes a node's own failure; `computing`: it was at work for this request.
+
+        Raises:
+            PdserveError: another try would not help.
+        """
+        self._note(error)
+        self.avoid.add(node.info.node_id)
+        if error.code in POISONOUS:
+            self._alike[error.code] += 1
+            if self._alike[error.code] > 1:
+                raise _poison("it failed twice in the same way", error)
+        if error.code in DEATHS:
+            deaths = self._deaths.get(node.role, 0.0) + (1 if computing else WAITING)
+            self._deaths[node.role] = deaths
+            if deaths > self._limit:
+                raise _poison(f"{node.role} nodes died in a row while they computed it", error)
+
+    def parted(self, error: PdserveError, node: Node) -> None:
+        """Notes that a hand-off failed as this node tells, which is nobody's own failure.
+
+        Raises:
+            PdserveError: another try would not help.
+        """
+        self._note(error)
+        self.avoid.add(node.info.node_id)
+        self._transfer_failures += isinstance(error, TransferError)
+
+    def _note(self, error: PdserveError) -> None:
         curable = error.blame in (Blame.PREFILL, Blame.DECODE, Blame.NETWORK)
         if not curable or isinstance(error, RequestError):
             raise error
         self.failures += 1
-        self._in_a_row += 1 if begun else WAITING
-        self._transfer_failures += isinstance(error, TransferError)
-        self.avoid.add(node.info.node_id)
-        if self._in_a_row > self._limit:
-            raise error
+        self._tries += 1
         self.last = error
+
+    async def pause(self, deadline: Deadline) -> None:
+        """Before another try: longer after each failure, and never the same for all.
+
+        Raises:
+            PdserveError: the last failure, when there is no time left.
+        """
+        if self._tries < 2:
+            return
+        with deadline.waiting() as until:
+            left = until - monotonic()
+            if left <= 0 and self.last is not None:
+                raise self.last
+            pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(self._tries - 2, 10))
+            await asyncio.sleep(min(left, pause * random.uniform(0.5, 1.0)))
+
+
+def _poison(why: str, error: PdserveError) -> NodeError:
+    return NodeError(
+        f"{why}, so it is not tried again; the last error was {error}",
+        code="POISON_REQUEST",
+        blame=Blame.CLIENT,
+        retryable=False,
+    )

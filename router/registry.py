@@ -1,4 +1,8 @@
-"""Which nodes there are, how loaded they are, and which may be used now."""
+"""Which nodes there are, how loaded they are, and which may be used now.
+
+A node is judged by what this router sees on its own calls to it. What one node says of another
+concerns the pair (`Pairs`): neither is worse for it.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +17,33 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 
 from common.config.schema import RoutingConfig
-from common.core.errors import Blame, NodeError, Overloaded, PdserveError, Unavailable
+from common.core.errors import (
+    Blame,
+    NodeError,
+    Overloaded,
+    PdserveError,
+    TransferError,
+    Unavailable,
+)
 from common.rpc.pb import cluster_pb2 as pb
-from router.breaker import BreakerState, CircuitBreaker
+from router.breaker import BreakerState, CircuitBreaker, Pairs
 
 logger = logging.getLogger(__name__)
 
 # A node that says so, or that did not answer, gets nothing until it is heard from again.
-LOST_CODES = frozenset({"PEER_LOST", "DRAINING", "NODE_STOPPING", "RANK_DIED", "ENGINE_STALLED"})
+LOST_CODES = frozenset(
+    {
+        "PEER_LOST",
+        "PEER_SILENT",
+        "UNREACHABLE",
+        "DRAINING",
+        "NODE_STOPPING",
+        "RANK_DIED",
+        "ENGINE_STALLED",
+    }
+)
+# Of transfers: the way between two nodes, not either of them.
+PARTED_CODES = frozenset({"PEER_LOST", "CONNECT_FAILED", "LEASE_EXPIRED", "NO_COMMON_CONNECTOR"})
 # Registered at a time, lost ones included until they are forgotten; and new ones, which is enough
 # for a big cluster that comes back at once and stops a node that dies and returns for ever.
 MAX_NODES = 1024
@@ -37,8 +60,13 @@ class Node:
     last_seen: float
     breaker: CircuitBreaker
     in_flight: int = 0  # requests this router has on the node
+    # Tokens that it still has to prefill for each of them, in order of arrival.
+    prefilling: dict[Use, int] = field(default_factory=dict)
+    prefill_tokens: int = 0  # their sum
     lost: bool = False  # a call found nobody there since the last heartbeat
-    silent: bool = False  # its heartbeats have stopped
+    silent: bool = False  # its heartbeats, or its answers, have stopped
+    unreachable: str = ""  # why it does not answer us, though we may hear its heartbeats
+    last_answer: float = 0.0  # when it did last
     # What to tell when they stop: a stalled host breaks no connection.
     on_lost: set[Callable[[PdserveError], None]] = field(default_factory=set)
 
@@ -50,6 +78,37 @@ class Node:
     def replicas(self) -> int:
         """Those that share its load; a node of an older version does not say and has one."""
         return max(1, self.info.data_parallel_size)
+
+
+class Use:
+    """One request on a node, while it is there."""
+
+    def __init__(self, registry: Registry, node: Node, prefill_tokens: int) -> None:
+        self._registry = registry
+        self._node = node
+        self.had_its_turn = False  # when it failed, it was the first in line to be prefilled
+        node.in_flight += 1
+        node.breaker.placed()
+        if prefill_tokens:
+            node.prefilling[self] = prefill_tokens
+            node.prefill_tokens += prefill_tokens
+
+    def worked(self) -> None:
+        """The node has made a token: nothing more is to prefill, and a breaker's trial is over."""
+        self._prefilled()
+        self._node.breaker.succeeded()
+
+    def failed(self, error: PdserveError) -> None:
+        """A call to the node ended so."""
+        self.had_its_turn = next(iter(self._node.prefilling), None) is self
+        self._registry.failed(self._node, error)
+
+    def end(self) -> None:
+        self._prefilled()
+        self._node.in_flight -= 1
+
+    def _prefilled(self) -> None:
+        self._node.prefill_tokens -= self._node.prefilling.pop(self, 0)
 
 
 class Registry:
@@ -64,6 +123,7 @@ class Registry:
         self._changed = asyncio.Event()
         self._room_for_new = float(NEW_NODES_BURST)  # a token bucket, as of `_filled_at`
         self._filled_at = now()
+        self.pairs = Pairs(now)
 
     def register(self, info: pb.NodeInfo, load: pb.NodeLoad) -> None:
         """
@@ -83,7 +143,8 @@ class Registry:
             breaker = CircuitBreaker(
                 self._config.breaker_failures, self._config.breaker_cooldown, self._now
             )
-            self._nodes[info.node_id] = Node(info, load, self._now(), breaker)
+            now = self._now()
+            self._nodes[info.node_id] = Node(info, load, now, breaker, last_answer=now)
             logger.info(
                 "%s registered: %s, %d KV blocks, tp %d, pp %d, ep %d, dp %d, connectors %s, "
                 "fingerprint %s",
@@ -122,7 +183,7 @@ class Registry:
             info.node_id, known.info.address, info.address,
         )  # fmt: skip
         self._leaving.append(known)
-        self._end_requests(known, "was replaced by a new process")
+        self._end_requests(known, "PEER_LOST", "was replaced by a new process")
 
     def heartbeat(self, node_id: str, load: pb.NodeLoad, instance: str = "") -> bool:
         """False: the node is unknown and must register."""
@@ -130,10 +191,29 @@ class Registry:
         if node is None or node.info.instance != instance:
             return False
         revived = not self._alive(node) or (load.healthy and not node.load.healthy)
-        node.load, node.last_seen, node.lost, node.silent = load, self._now(), False, False
+        node.load, node.last_seen, node.lost = load, self._now(), False
+        node.silent = node.silent and bool(node.unreachable)
         if revived:
             self._notify()
         return True
+
+    def answered(self, node: Node) -> None:
+        """It answers calls of this router."""
+        node.last_answer = self._now()
+        if node.unreachable:
+            logger.info("%s can be reached again", node.info.node_id)
+            node.unreachable, node.silent = "", False
+            self._notify()
+
+    def unanswered(self, node: Node, reason: str, refused: bool) -> None:
+        """It did not; `refused`: there is no connection at all, so that there is no point in
+        waiting as long as for a heartbeat."""
+        late = self._now() - node.last_answer > self._config.heartbeat_timeout
+        if not node.unreachable and (refused or late):
+            logger.warning("%s cannot be reached: %s", node.info.node_id, reason)
+            node.unreachable = reason
+        if late and not node.silent:
+            self._fell_silent(node)
 
     def deregister(self, node_id: str, instance: str = "") -> None:
         """The node drains: what it has goes on, nothing new is placed on it."""
@@ -144,19 +224,15 @@ class Registry:
             logger.info("%s deregistered", node_id)
 
     @contextmanager
-    def using(self, node: Node) -> Iterator[None]:
-        """A request on a node: counted while it lasts; how it ends is told to the breaker. A
-        node that was not there is not used until it is heard from again."""
-        node.in_flight += 1
-        node.breaker.placed()
+    def using(self, node: Node, prefill_tokens: int = 0) -> Iterator[Use]:
+        """A request on a node, which has so many tokens to prefill for it: counted while it
+        lasts; how it ends is told to the breaker. A node that was not there is not used until
+        it is heard from again."""
+        use = Use(self, node, prefill_tokens)
         try:
-            yield
+            yield use
         except PdserveError as error:
-            if error.blame.value == node.role:
-                node.breaker.failed()
-                node.lost = node.lost or error.code in LOST_CODES
-            else:
-                node.breaker.undecided()
+            use.failed(error)
             raise
         except BaseException:
             node.breaker.undecided()
@@ -164,18 +240,32 @@ class Registry:
         else:
             node.breaker.succeeded()
         finally:
-            node.in_flight -= 1
+            use.end()
+
+    def failed(self, node: Node, error: PdserveError) -> None:
+        """Only a failure that is the node's own counts: not one of the network between two
+        nodes, of a sequence, or of another node."""
+        transfer = isinstance(error, TransferError) and error.code in PARTED_CODES
+        if error.blame.value != node.role or transfer or error.code == "SEQUENCE_FAILED":
+            node.breaker.undecided()
+            return
+        node.breaker.failed()
+        node.lost = node.lost or error.code in LOST_CODES
+        if error.code == "UNREACHABLE":
+            self.unanswered(node, error.message, refused=True)
+
+    def alive(self, role: int) -> list[Node]:
+        """Nodes of a role that are there, whether or not they may be used."""
+        return [
+            node for node in self._nodes.values() if node.info.role == role and self._alive(node)
+        ]
+
+    def nodes(self) -> list[Node]:
+        return list(self._nodes.values())
 
     def usable(self, role: int) -> list[Node]:
         """Nodes of a role on which a request may be placed now."""
-        return [
-            node
-            for node in self._nodes.values()
-            if node.info.role == role
-            and self._alive(node)
-            and node.load.healthy
-            and node.breaker.allows()
-        ]
+        return [node for node in self.alive(role) if node.load.healthy and node.breaker.allows()]
 
     def unusable_reasons(self, role: int) -> list[str]:
         """Why the registered nodes of a role on which no request may be placed now are so."""
@@ -205,11 +295,11 @@ class Registry:
     def _fell_silent(self, node: Node) -> None:
         node.silent = True
         logger.warning("%s is silent; its requests go elsewhere", node.info.node_id)
-        self._end_requests(node, "is silent")
+        self._end_requests(node, "PEER_SILENT", "is silent")
 
-    def _end_requests(self, node: Node, why: str) -> None:
+    def _end_requests(self, node: Node, code: str, why: str) -> None:
         message = f"{node.info.node_id} {why}"
-        error = NodeError(message, code="PEER_LOST", blame=Blame(node.role))
+        error = NodeError(message, code=code, blame=Blame(node.role))
         for tell in list(node.on_lost):
             tell(error)
 
@@ -236,7 +326,7 @@ class Registry:
 
     def _alive(self, node: Node) -> bool:
         fresh = self._now() - node.last_seen <= self._config.heartbeat_timeout
-        return fresh and not node.lost
+        return fresh and not node.lost and not node.unreachable
 
     def _state(self, node: Node) -> str:
         if not self._alive(node):
@@ -246,6 +336,8 @@ class Registry:
         return "ready" if node.breaker.state is BreakerState.CLOSED else "broken"
 
     def _why_unusable(self, node: Node) -> str:
+        if node.unreachable:
+            return f"it cannot be reached: {node.unreachable}"
         if not self._alive(node):
             return "it does not answer"
         if not node.load.healthy:
@@ -260,9 +352,10 @@ class Registry:
         return {
             **info,
             "state": self._state(node),
-            "reason": load.reason,
+            "reason": node.unreachable or load.reason,
             "breaker": node.breaker.state.value,
             "in_flight": node.in_flight,
+            "prefill_tokens": node.prefill_tokens,
             "running": load.running,
             "waiting": load.waiting,
             "free_blocks": load.free_blocks,

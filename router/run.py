@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
 from time import monotonic
 
+from common.config.schema import RoutingConfig
 from common.core.errors import Blame, NodeError
 from common.core.request import Choice, FinishReason, GenerateJob, Timeline, TokenEvent
 from common.text.stream import TextStream
 from common.text.tokenizer import Tokenizer
-from router.dispatch import Dispatch
+from router.admission import Batch
+from router.deadline import Deadline
 from router.generation import GenerationRequest, GenerationStats, TextDelta
 from router.recovery import Recovery
 
@@ -18,9 +20,15 @@ class Run:
     """What one request has become so far: its choices' tokens and text, its times."""
 
     def __init__(
-        self, request: GenerationRequest, tokenizer: Tokenizer, recovery: Recovery
+        self, request: GenerationRequest, tokenizer: Tokenizer, config: RoutingConfig
     ) -> None:
-        self.recovery = recovery
+        self.recovery = Recovery(config.migration_limit)
+        self.deadline = Deadline(config.queue_timeout, config.request_timeout)
+        # What the client has not read yet: at most max_tokens for each choice. None: the end.
+        self.deltas: asyncio.Queue[TextDelta | None] = asyncio.Queue()
+        self.ended = asyncio.Event()  # every choice has finished
+        self.cached_tokens = self.transfer_bytes = 0
+        self.transfer_seconds = 0.0
         # Fingerprint of the nodes that have made the tokens so far: an answer is never made of
         # two versions of a model.
         self.version: str | None = None
@@ -31,8 +39,6 @@ class Run:
         self._moments: dict[str, float] = {}
         self._num_tokens = 0
         self._last_token: dict[int, float] = {}
-        self._cached_tokens = self._transfer_bytes = 0
-        self._transfer_seconds = 0.0
         self._outputs: dict[int, list[int]] = {choice: [] for choice in range(request.n)}
         self._open = {
             choice: TextStream(
@@ -50,6 +56,11 @@ class Run:
         return self._request.request_id
 
     @property
+    def admission(self) -> tuple[Batch, int]:
+        """What it takes a place as: the body it is part of, and its tokens."""
+        return self._request.batch, len(self._request.prompt_token_ids)
+
+    @property
     def job(self) -> GenerateJob:
         """What is left to do: the choices that are open, from where they are."""
         request = self._request
@@ -58,7 +69,18 @@ class Run:
             request.prompt_token_ids,
             request.sampling,
             tuple(Choice(index, tuple(self._outputs[index])) for index in self._open),
+            request.cache_salt,
         )
+
+    @property
+    def num_tokens(self) -> int:
+        """How many are to be prefilled now."""
+        return len(self._request.prompt_token_ids) + len(self._outputs[min(self._open)])
+
+    @property
+    def begun(self) -> bool:
+        """Whether the client has a token."""
+        return self.version is not None
 
     @property
     def finished(self) -> bool:
@@ -74,20 +96,23 @@ class Run:
             )
 
     def mark(self, moment: str) -> None:
-        """Notes that a moment of the timeline (one of its fields) is now, the first time."""
+        """Notes that a moment of the timeline (one of its fields) is now, the first time. It is
+        progress every time."""
+        self.deadline.progress()
         self._moments.setdefault(moment, monotonic() - self._start)
 
-    def add(self, dispatch: Dispatch) -> None:
-        """Counts what an attempt has moved."""
-        self._cached_tokens = self._cached_tokens or dispatch.cached_tokens
-        self._transfer_bytes += dispatch.transfer_bytes
-        self._transfer_seconds += dispatch.transfer_seconds
+    def take(self, event: TokenEvent, role: str, version: str) -> None:
+        """Tokens that a node of this role has made: their text is on its way to the client. What
+        comes for a choice after a stop string has ended it is dropped."""
+        self.version = version
+        if event.choice in self._open:
+            self.recovery.progress(role)
+            self.deadline.token()
+            self.deltas.put_nowait(self._delta(self._open[event.choice], event))
+        if self.finished:
+            self.ended.set()
 
-    def deltas(self, event: TokenEvent) -> Sequence[TextDelta]:
-        """The text an event brings; nothing for a choice that a stop string has ended."""
-        stream = self._open.get(event.choice)
-        if stream is None:
-            return ()
+    def _delta(self, stream: TextStream, event: TokenEvent) -> TextDelta:
         output = stream.push(
             [token.token_id for token in event.tokens],
             final=event.finish_reason is not None,
@@ -101,26 +126,25 @@ class Run:
             del self._open[event.choice]
         stop_reason = output.stopped_by if output.stopped_by is not None else event.stop_token_id
         tokens = event.tokens[: output.num_tokens]
-        return (TextDelta(event.choice, output.text, tokens, reason, stop_reason),)
+        return TextDelta(event.choice, output.text, tokens, reason, stop_reason)
 
     def stats(self) -> GenerationStats:
         timeline = Timeline(
             **self._moments,  # type: ignore[arg-type]
-            cached_tokens=self._cached_tokens,
-            transfer_bytes=self._transfer_bytes,
-            transfer_seconds=self._transfer_seconds,
+            cached_tokens=self.cached_tokens,
+            transfer_bytes=self.transfer_bytes,
+            transfer_seconds=self.transfer_seconds,
             migrations=self.recovery.failures,
         )
         return GenerationStats(
             prompt_tokens=len(self._request.prompt_token_ids),
             completion_tokens=self._num_tokens,
-            cached_tokens=self._cached_tokens,
+            cached_tokens=self.cached_tokens,
             timeline=timeline,
         )
 
     def _count(self, choice: int, num_tokens: int) -> None:
         now = monotonic()
-        self.recovery.progress()
         self.mark("first_token")
         if choice in self._last_token and num_tokens:
             self.token_gaps += [(now - self._last_token[choice]) / num_tokens] * num_tokens

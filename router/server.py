@@ -24,6 +24,7 @@ from common.rpc.lifecycle import pass_on, serve_until_stopped
 from common.rpc.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from common.rpc.server import Channels, GrpcServer
 from common.text.tokenizer import Tokenizer
+from router import reach
 from router.auth import APIKeys
 from router.http.app import make_app
 from router.http.connection import Limits
@@ -85,7 +86,9 @@ async def serve(config: RouterConfig, stopping: Callable[[], None] = lambda: Non
     housekeeping = asyncio.create_task(
         _keep_house(grpc_server, pipeline, registry, channels, period)
     )
-    pass_on(housekeeping, failed)
+    reaching = asyncio.create_task(reach.watch(registry, channels, period))
+    for task in (housekeeping, reaching):
+        pass_on(task, failed)
     timeout = config.server.drain_timeout
     try:
         if config.server.ports_file is not None:
@@ -95,6 +98,7 @@ async def serve(config: RouterConfig, stopping: Callable[[], None] = lambda: Non
     finally:
         stopping()
         housekeeping.cancel()
+        reaching.cancel()
         await http.stop(0)
         await asyncio.gather(grpc_server.stop(_GRPC_GRACE), registry_server.stop(_GRPC_GRACE))
         await channels.close()
@@ -103,8 +107,9 @@ async def serve(config: RouterConfig, stopping: Callable[[], None] = lambda: Non
 def _secrets(config: RouterConfig) -> tuple[Credentials, ssl.SSLContext | None, APIKeys]:
     """What protects gRPC between roles, the HTTP port, and the use of both."""
     hosts = (config.server.host,)
+    keys = APIKeys(config.server.api_key, salted=config.server.cache_salt_per_key)
     own = Credentials.load(ROUTER, new_node_id(ROUTER), config.tls, config.auth, hosts)
-    return own, https_context(config.server), APIKeys(config.server.api_key)
+    return own, https_context(config.server), keys
 
 
 def load_served_model(config: ModelConfig) -> ServedModel:

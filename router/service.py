@@ -117,6 +117,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             ),
             n=make_choices(given.n if given.HasField("n") else None),
             stop=make_stop(given.stop),
+            cache_salt=self._keys.cache_salt(client, request.cache_salt or None),
             batch=Batch(client, len(token_ids)),
         )
 

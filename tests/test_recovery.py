@@ -44,21 +44,21 @@ def test_a_token_between_them_forgives_all(node: Node) -> None:
     recovery = Recovery(LIMIT)
     for _ in range(10 * LIMIT):
         recovery.failed(LOST, node)
-        recovery.progress()
+        recovery.progress(node.role)
     assert recovery.failures == 10 * LIMIT
 
 
 def test_a_request_that_only_waited_is_hardly_to_blame(node: Node) -> None:
     recovery = Recovery(LIMIT)
-    borne = fails_after(recovery, lambda: recovery.failed(LOST, node, begun=False))
+    borne = fails_after(recovery, lambda: recovery.failed(LOST, node, computing=False))
     assert borne == LIMIT / WAITING
 
 
 def test_transfers_that_fail_end_in_a_local_prefill(node: Node) -> None:
     recovery = Recovery(LIMIT)
-    recovery.failed(TransferError("torn"), node)
+    recovery.parted(TransferError("torn"), node)
     assert not recovery.local_prefill
-    recovery.failed(TransferError("torn"), node)
+    recovery.parted(TransferError("torn"), node)
     assert recovery.local_prefill
 
 

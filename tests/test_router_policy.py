@@ -1,17 +1,21 @@
 """Placement, breaker, registry and admission, with a clock of our own."""
 
 import asyncio
+from contextlib import ExitStack
 
 import pytest
 
 from common.config.schema import RoutingConfig
-from common.core.errors import Blame, NodeError, Overloaded, Unavailable
+from common.core.errors import Blame, NodeError, Overloaded, TransferError, Unavailable
+from common.core.sampling import SamplingParams
 from common.rpc.pb import cluster_pb2 as pb
 from common.rpc.server import Channels
 from router.admission import MAX_WAITING_TOKENS, Admission, Batch
 from router.breaker import BreakerState, CircuitBreaker
-from router.placement import RoundRobin, least_load, place, why_not
-from router.registry import Registry
+from router.generation import GenerationRequest
+from router.placement import Placement, RoundRobin, least_load, why_not
+from router.registry import Node, Registry
+from router.run import Run
 
 
 class Clock:
@@ -41,6 +45,19 @@ def add(
         kv_connectors=connector.split(","), data_parallel_size=replicas,
     )  # fmt: skip
     registry.register(info, pb.NodeLoad(**load))
+
+
+def a_run(num_tokens=8, **options) -> Run:
+    sampling = SamplingParams(max_tokens=4)
+    request = GenerationRequest("r", tuple(range(num_tokens)), sampling)
+    return Run(request, None, RoutingConfig(queue_timeout=0, **options))
+
+
+async def place(registry, run=None, **options) -> tuple[Node | None, Node]:
+    """The pair that a request gets, as `Pipeline` asks for it."""
+    placement, run = Placement(RoutingConfig(**options), registry), run or a_run()
+    decode, local_prefill = await placement.decode(run)
+    return None if local_prefill else await placement.prefill(run, decode), decode
 
 
 def ids(nodes):
@@ -99,14 +116,134 @@ async def test_only_nodes_that_fit_together_are_paired(registry):
     add(registry, "d0", fingerprint="b")
     add(registry, "d1", fingerprint="c")
     add(registry, "d2", fingerprint="a", connector="shm")
-    nodes = registry.usable(pb.ROLE_PREFILL), registry.usable(pb.ROLE_DECODE)
-    for _ in range(4):
-        placement = place(*nodes, RoundRobin(), RoundRobin())
-        assert placement and placement.prefill
-        assert ids([placement.prefill, placement.decode]) == ["p1", "d0"]
-    assert place([], nodes[1], least_load, least_load) is None
-    local = place([], nodes[1], least_load, least_load, local_prefill=True)
-    assert local is not None and local.prefill is None
+    for policy in ("round-robin", "least-load"):
+        for _ in range(2):
+            pair = await place(registry, prefill_policy=policy, decode_policy=policy)
+            assert ids(pair) == ["p1", "d0"]
+    prefill, decode = await place(registry, local_prefill_threshold=9)
+    assert prefill is None and decode.role == "decode"
+
+
+async def test_without_a_prefill_node_only_a_request_that_has_begun_is_placed(registry):
+    add(registry, "d0")
+    with pytest.raises(Unavailable, match="no usable prefill node"):
+        await place(registry)
+    begun = a_run()
+    begun.version = "f"
+    assert (await place(registry, begun))[0] is None
+    add(registry, "p0", pb.ROLE_PREFILL)
+    begun.version = "g"
+    with pytest.raises(Unavailable, match="version"):
+        await place(registry, begun)
+
+
+async def test_a_prefill_node_that_is_sick_is_stood_in_for(registry):
+    add(registry, "p0", pb.ROLE_PREFILL, healthy=False, reason="no decode node reachable")
+    add(registry, "d0")
+    add(registry, "d1", fingerprint="g")
+    prefill, decode = await place(registry)
+    assert prefill is None and decode.info.node_id == "d0"
+    ready, reason = Placement(RoutingConfig(), registry).ready()
+    assert ready and reason.startswith("decode nodes prefill: ")
+
+
+async def test_a_broken_pair_is_not_used_and_its_nodes_are(registry, clock):
+    for name, role in (("p0", 1), ("p1", 1), ("d0", 2), ("d1", 2)):
+        add(registry, name, role)
+    placement = Placement(RoutingConfig(), registry)
+    for pair in (("p0", "d0"), ("p1", "d0"), ("p0", "d1")):
+        registry.pairs.failed(*pair)
+    assert [ids(pair) for pair in placement.pairs()] == [["p1", "d1"]]
+    assert all(node.breaker.allows() for node in registry.nodes())
+    assert ids(await place(registry)) == ["p1", "d1"]
+    registry.pairs.failed("p1", "d1")
+    assert (await place(registry))[0] is None, "the decode node can do it alone"
+    assert placement.ready()[0] and placement.pairs() == []
+    clock.time += 5
+    assert len(placement.pairs()) == 4
+
+
+async def test_a_pair_that_stays_broken_is_tried_less_and_less(registry, clock):
+    pairs, waits = registry.pairs, []
+    for _ in range(8):
+        pairs.failed("p0", "d0")
+        pairs.failed("p0", "d0")  # of a request that was under way, too
+        started = clock.time
+        while pairs.broken("p0", "d0"):
+            clock.time += 0.25
+        waits.append(clock.time - started)
+        pairs.placed("p0", "d0")
+        assert pairs.broken("p0", "d0"), "one request tries"
+        clock.time = max(clock.time, started + 40)
+    assert waits[0] <= 1.5 and waits[2] > 2 and max(waits) <= 38
+    pairs.succeeded("p0", "d0")
+    assert not pairs.broken("p0", "d0")
+
+
+async def test_a_burst_is_spread_by_its_tokens(registry):
+    """Load counts from the moment a node is chosen, not when it has begun."""
+    for number in range(4):
+        add(registry, f"p{number}", pb.ROLE_PREFILL)
+        add(registry, f"d{number}")
+    placement = Placement(RoutingConfig(), registry)
+    with ExitStack() as burst:
+        for number in range(64):
+            run = a_run(num_tokens=100 if number % 8 else 1000)
+            decode, _ = await placement.decode(run)
+            burst.enter_context(registry.using(decode))
+            prefill = await placement.prefill(run, decode)
+            burst.enter_context(registry.using(prefill, run.num_tokens))
+        loads = {node.info.node_id: node.prefill_tokens for node in registry.nodes()}
+        assert all(3000 <= loads[f"p{number}"] <= 4200 for number in range(4)), loads
+        assert {node.in_flight for node in registry.usable(pb.ROLE_DECODE)} == {16}
+    assert {(node.in_flight, node.prefill_tokens) for node in registry.nodes()} == {(0, 0)}
+
+
+async def test_a_trial_ends_with_the_first_token(registry, clock):
+    add(registry, "d0")
+    (node,) = registry.nodes()
+    node.breaker.failed()
+    node.breaker.failed()
+    clock.time += 5
+    with registry.using(node) as use:
+        assert not node.breaker.allows()
+        use.worked()
+        assert node.breaker.allows() and node.breaker.state is BreakerState.CLOSED
+
+
+async def test_what_a_node_says_of_another_or_of_a_transfer_is_not_its_own_failure(registry):
+    add(registry, "p0", pb.ROLE_PREFILL)
+    (node,) = registry.nodes()
+    for error in (
+        NodeError("gone", code="PEER_LOST", blame=Blame.DECODE),
+        TransferError("gone", code="PEER_LOST", blame=Blame.PREFILL),
+        TransferError("late", code="LEASE_EXPIRED"),
+    ):
+        for _ in range(3):
+            with pytest.raises(NodeError), registry.using(node):
+                raise error
+    assert registry.usable(pb.ROLE_PREFILL) == [node]
+
+
+async def test_a_node_that_sends_heartbeats_and_does_not_answer_is_not_used(registry, clock):
+    add(registry, "d0")
+    (node,) = registry.nodes()
+    registry.unanswered(node, "late", refused=False)
+    assert registry.usable(pb.ROLE_DECODE) == [node], "not before the time-out of heartbeats"
+    told = []
+    node.on_lost.add(told.append)
+    clock.time += 5.1
+    registry.heartbeat("d0", pb.NodeLoad(healthy=True))
+    registry.unanswered(node, "no route", refused=False)
+    registry.heartbeat("d0", pb.NodeLoad(healthy=True))
+    assert registry.usable(pb.ROLE_DECODE) == []
+    assert [error.code for error in told] == ["PEER_SILENT"]
+    assert registry.unusable_reasons(pb.ROLE_DECODE) == ["d0: it cannot be reached: no route"]
+    assert registry.describe()[0]["reason"] == "no route"
+    registry.answered(node)
+    assert registry.usable(pb.ROLE_DECODE) == [node]
+    registry.unanswered(node, "no such name", refused=True)
+    assert registry.usable(pb.ROLE_DECODE) == []
 
 
 async def test_nodes_that_do_not_pair_say_why(registry):

@@ -283,6 +283,11 @@ class ServerConfig:
         metavar="KEY",
         secret=True,
     )
+    cache_salt_per_key: bool = option(
+        False,
+        "what one API key has asked is found in the prefix caches by that key alone, so that no "
+        "other can tell by the time or by cached_tokens",
+    )
     ssl_certfile: str | None = option(
         None, "certificate chain of the HTTP port (PEM); with it HTTP is HTTPS", metavar="FILE"
     )
@@ -296,6 +301,10 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if self.ssl_keyfile and not self.ssl_certfile:
             raise ConfigError("--ssl-keyfile needs --ssl-certfile, the certificate it belongs to")
+        if self.cache_salt_per_key and not self.api_key:
+            raise ConfigError(
+                "--cache-salt-per-key needs --api-key: there are no keys to tell apart"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,16 +330,25 @@ class RoutingConfig:
         maximum=1.0,
     )
     queue_timeout: float = option(
-        30.0, "seconds a request waits for a place or a node, then 503", minimum=0.0
+        30.0,
+        "seconds a request waits in all, until its first token, for a place and for nodes; then "
+        "503",
+        minimum=0.0,
+    )
+    request_timeout: float = option(
+        300.0,
+        "seconds a request may go on without any progress, then 504; a request that has begun "
+        "waits as long for a node that comes back (0: for ever)",
+        minimum=0.0,
     )
     heartbeat_interval: float = option(1.0, "seconds between a node's heartbeats", minimum=0.05)
     heartbeat_timeout: float = option(
         5.0, "seconds of silence after which a node is not used", minimum=0.1
     )
     migration_limit: int = option(
-        8,
-        "failures in a row, without a new token between them, after which a request that goes "
-        "on on other nodes fails (one of a node in whose queue it waited counts an eighth)",
+        2,
+        "how many nodes may die in a row while they compute a request, without a new token "
+        "between them; one more, and it is poison and fails",
         minimum=0,
     )
     breaker_failures: int = option(

@@ -31,6 +31,7 @@ class GenerateJob:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     choices: tuple[Choice, ...] = (Choice(),)
+    cache_salt: str = ""  # jobs with different salts share no cached blocks
 
     @property
     def token_ids(self) -> tuple[int, ...]:

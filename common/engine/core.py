@@ -88,6 +88,7 @@ class EngineCore:
             num_prompt_tokens=len(job.prompt_token_ids),
             choice=choice.index,
             request_id=job.request_id,
+            cache_salt=job.cache_salt,
             remote=remote,
         )
 

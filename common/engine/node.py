@@ -218,7 +218,11 @@ class EngineNode(ABC, Generic[S, T]):
         if len(able) == 1:
             return able[0]  # without hashing the prompt
         tokens, cache = job.token_ids, self.config.engine.cache
-        hashes = hash_blocks(tokens, cache.block_size) if cache.enable_prefix_caching else []
+        hashes = (
+            hash_blocks(tokens, cache.block_size, cache_salt=job.cache_salt)
+            if cache.enable_prefix_caching
+            else []
+        )
         return self.replicas[choose(each.offer(len(tokens), hashes) for each in able)]
 
     def close(self, session: S) -> None:

@@ -31,6 +31,7 @@ class Sequence:
     num_prompt_tokens: int
     choice: int = 0
     request_id: str = ""
+    cache_salt: str = ""
     remote: bool = False  # its KV comes from another node
     status: Status = Status.NEW
     num_computed: int = 0
@@ -72,7 +73,9 @@ class Sequence:
     def hashes(self, block_size: int) -> list[BlockHash]:
         """Hashes of all full blocks of the tokens so far."""
         if (len(self.block_hashes) + 1) * block_size <= len(self.token_ids):
-            self.block_hashes = hash_blocks(self.token_ids, block_size, self.block_hashes)
+            self.block_hashes = hash_blocks(
+                self.token_ids, block_size, self.block_hashes, self.cache_salt
+            )
         return self.block_hashes
 
     def append(self, token: SampledToken) -> None:

@@ -64,6 +64,7 @@ def job_to_pb(job: GenerateJob) -> cluster.Job:
             cluster.Choice(index=choice.index, output_token_ids=choice.output_token_ids)
             for choice in job.choices
         ],
+        cache_salt=job.cache_salt,
     )
 
 
@@ -78,6 +79,7 @@ def job_from_pb(message: cluster.Job) -> GenerateJob:
         choices=tuple(
             Choice(choice.index, tuple(choice.output_token_ids)) for choice in message.choices
         ),
+        cache_salt=message.cache_salt,
     )
 
 
@@ -112,7 +114,8 @@ def event_from_pb(message: cluster.TokenEvent) -> TokenEvent:
     return TokenEvent(
         choice=message.choice,
         tokens=tuple(token_from_pb(token) for token in message.tokens),
-        finish_reason=_FINISH_FROM_PB.get(message.finish_reason),
+        # A later version's reason: the choice has ended, whatever the word for it.
+        finish_reason=_FINISH_FROM_PB.get(message.finish_reason, FinishReason.STOP),
         stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
     )
 

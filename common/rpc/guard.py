@@ -131,5 +131,8 @@ class SignedChannel:
 
         return signed
 
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._channel.get_state(try_to_connect)
+
     async def close(self, grace: float | None = None) -> None:
         await self._channel.close(grace)

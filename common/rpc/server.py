@@ -37,6 +37,8 @@ _CHANNEL_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.min_reconnect_backoff_ms", 2_000),  # despite its name: how long one attempt may take
+    ("grpc.dns_ares_query_timeout", 3_000),  # a name that does not resolve fails soon …
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),  # … and is tried again soon
     ("grpc.enable_http_proxy", 0),
 ]
 

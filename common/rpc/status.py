@@ -77,25 +77,48 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PdserveError
     )
 
 
+# Nobody answered; any other status is somebody's answer.
+_LOST = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,
+)
+
+
 def from_rpc_error(error: grpc.aio.AioRpcError, peer: Blame) -> PdserveError:
-    """The typed error behind a failed call. Without our metadata the transport failed, and
-    the peer is to blame."""
+    """The typed error behind a failed call, whatever a peer of any version says. Without our
+    metadata the transport or the peer's server failed, and the peer is to blame; so it is for a
+    defect in its handler, and for what is nobody's that we know of."""
     metadata = _metadata(error.trailing_metadata() or ())
     message = printable(error.details() or error.code().name, MAX_PEER_TEXT)
     if _CODE not in metadata:
+        code = "PEER_LOST" if error.code() in _LOST else "RPC_FAILED"
         return errors.NodeError(
-            f"{peer} node: {error.code().name}: {message}", code="PEER_LOST", blame=peer
+            f"{peer} node: {error.code().name}: {message}", code=code, blame=peer
         )
-    cls = _CLASS.get(error.code(), PdserveError)
-    retry_after = metadata.get(_RETRY_AFTER)
+    cls = _CLASS.get(error.code(), errors.NodeError)
     return cls(
         message,
         code=peer_code(metadata[_CODE]),
-        blame=peer if cls is errors.ClusterAuthError else Blame(metadata.get(_BLAME, peer)),
+        blame=peer if cls is errors.ClusterAuthError else _blame(metadata.get(_BLAME), peer),
         retryable=metadata.get(_RETRYABLE) == "1",
         param=metadata.get(_PARAM),
-        retry_after=float(retry_after) if retry_after else None,
+        retry_after=_seconds(metadata.get(_RETRY_AFTER)),
     )
+
+
+def _blame(word: str | None, peer: Blame) -> Blame:
+    """A peer that blames itself by no name, by an unknown one or as a router means itself."""
+    known = {str(blame): blame for blame in Blame if blame is not Blame.ROUTER}
+    return known.get(word or "", peer)
+
+
+def _seconds(word: str | None) -> float | None:
+    try:
+        seconds = float(word or "nan")
+    except ValueError:
+        return None
+    return seconds if 0 <= seconds < float("inf") else None
 
 
 def _metadata(pairs: Sequence[tuple[str, str | bytes]] | Any) -> dict[str, str]:

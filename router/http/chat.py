@@ -29,7 +29,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     generation = make_request(
         body,
-        front.model,
+        front,
         request_id=new_request_id("chatcmpl"),
         prompt_token_ids=token_ids,
         max_tokens=front.model.fit_max_tokens(len(token_ids), limit, None, "messages"),

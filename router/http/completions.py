@@ -13,7 +13,7 @@ from common.core.sampling import check_range
 from common.text.tokenizer import Tokenizer
 from router.admission import Batch
 from router.generation import GenerationRequest, TextDelta
-from router.http.front import FRONT, read_body
+from router.http.front import FRONT, Front, read_body
 from router.http.generation_body import check_response_format, make_request, reply_options
 from router.http.logprobs import CompletionLogprobs
 from router.http.reply import Reply
@@ -32,7 +32,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     reply_id = new_request_id("cmpl")
     prompts = await encode_prompts(body.prompt, front.model)
     batch = Batch(front.client(request), sum(map(len, prompts)))
-    requests = _requests(body, front.model, reply_id, prompts, batch)
+    requests = _requests(body, front, reply_id, prompts, batch)
     reply = Reply(
         id=reply_id,
         model=front.model.name,
@@ -63,7 +63,7 @@ async def encode_prompts(
 
 def _requests(
     body: CompletionBody,
-    model: ServedModel,
+    front: Front,
     reply_id: str,
     prompts: Sequence[tuple[int, ...]],
     batch: Batch,
@@ -71,10 +71,10 @@ def _requests(
     return [
         make_request(
             body,
-            model,
+            front,
             request_id=reply_id if len(prompts) == 1 else f"{reply_id}-{i}",
             prompt_token_ids=token_ids,
-            max_tokens=model.fit_max_tokens(
+            max_tokens=front.model.fit_max_tokens(
                 len(token_ids), body.max_tokens, DEFAULT_MAX_TOKENS, "prompt"
             ),
             logprobs=body.logprobs,

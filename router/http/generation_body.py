@@ -9,15 +9,15 @@ from aiohttp import web
 from common.core.errors import InvalidRequest
 from router.admission import Batch
 from router.generation import GenerationRequest
+from router.http.front import Front
 from router.http.reply import TIMELINE_HEADER
 from router.http.schema import GenerationBody
 from router.sampling import make_choices, make_sampling, make_stop
-from router.served_model import ServedModel
 
 
 def make_request(
     body: GenerationBody,
-    model: ServedModel,
+    front: Front,
     *,
     request_id: str,
     prompt_token_ids: tuple[int, ...],
@@ -30,7 +30,7 @@ def make_request(
         request_id=request_id,
         prompt_token_ids=prompt_token_ids,
         sampling=make_sampling(
-            vocab_size=model.vocab_size,
+            vocab_size=front.model.vocab_size,
             max_tokens=max_tokens,
             min_tokens=body.min_tokens,
             temperature=body.temperature,
@@ -50,6 +50,7 @@ def make_request(
         stop=make_stop(body.stop),
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
+        cache_salt=front.keys.cache_salt(batch.client, body.cache_salt),
         batch=batch,
     )
 

@@ -15,6 +15,7 @@ import torch
 
 import reference
 from cluster import Cluster, text_of
+from router.http.reply import TIMELINE_HEADER
 
 MODEL = "llama-gqa"
 WINDOW = 1024
@@ -393,10 +394,31 @@ def test_a_repeated_prompt_is_cached(cluster: Cluster) -> None:
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 96
 
 
+def test_a_cached_prompt_is_found_with_the_same_salt_alone(cluster: Cluster) -> None:
+    """On the prefill node (`cached_tokens`) and on the decode node (bytes that need not travel)."""
+    prompt = [9 + i % 90 for i in range(100)]
+
+    def ask(salt: str | None) -> tuple[str, int, int]:
+        body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "cache_salt": salt}
+        url, headers = f"{cluster.url}/v1/completions", {TIMELINE_HEADER: "1"}
+        answer = requests.post(url, json=body, headers=headers, timeout=60).json()
+        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return text(answer), cached, answer["pdserve"]["timeline"]["transfer_bytes"]
+
+    first, second = [[ask(salt) for salt in (None, "a", "b")] for _ in range(2)]
+    assert len({each[0] for each in first + second}) == 1
+    assert [cached for _, cached, _ in first + second] == [0, 0, 0, 96, 96, 96]
+    whole = first[0][2]
+    assert [nbytes for _, _, nbytes in first] == [whole] * 3
+    assert all(0 < nbytes < whole / 4 for _, _, nbytes in second)
+
+
 # ---- errors ---------------------------------------------------------------------------------
 
 WRONG: list[tuple[dict[str, Any], int, str | None]] = [
     ({"prompt": None}, 400, "prompt"),
+    ({"cache_salt": ""}, 400, "cache_salt"),
+    ({"cache_salt": 7}, 400, "cache_salt"),
     ({"prompt": []}, 400, "prompt"),
     ({"prompt": ""}, 400, "prompt"),  # the tokenizer gives no BOS
     ({"prompt": [[]]}, 400, "prompt"),
