@@ -17,7 +17,6 @@ from common.engine.sequence import Sequence
 from common.rpc.convert import job_from_pb, job_to_pb
 from router.auth import MAX_CACHE_SALT, APIKeys
 from router.generation import GenerationRequest
-from router.recovery import Recovery
 from router.run import Run
 
 TOKENS = list(range(20))
@@ -59,7 +58,7 @@ def test_a_job_carries_its_salt_wherever_it_goes_on() -> None:
     job = GenerateJob("r", (1, 2, 3), SamplingParams(), cache_salt="a")
     assert job_from_pb(job_to_pb(job)) == job
     request = GenerationRequest("r", (1, 2, 3), SamplingParams(), cache_salt="a")
-    after_failure: Any = Run(request, None, Recovery(3))  # type: ignore[arg-type]
+    after_failure: Any = Run(request, None, RoutingConfig())  # type: ignore[arg-type]
     assert after_failure.job == GenerateJob("r", (1, 2, 3), SamplingParams(), (Choice(),), "a")
 
 
