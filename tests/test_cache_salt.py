@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from common.config.schema import RouterConfig, SchedulerConfig, ServerConfig
+from common.config.schema import RouterConfig, RoutingConfig, SchedulerConfig, ServerConfig
 from common.core.errors import ConfigError, InvalidRequest
 from common.core.hashing import hash_blocks
 from common.core.request import Choice, GenerateJob
