@@ -6,6 +6,7 @@ cache, and is served while a step computes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -35,6 +36,8 @@ from kv_transfer.digest import Digester, RunDigest
 from kv_transfer.layout import CacheView, Rect
 from kv_transfer.selection import Connectors, load_connector
 
+logger = logging.getLogger(__name__)
+
 
 class CacheShape(Protocol):
     """What is needed of `common.engine.messages.CacheShape`."""
@@ -62,13 +65,28 @@ FACTORY = "kv_transfer.rank:build_rank"  # what a worker imports
 
 
 def rank_config(connectors: Connectors, fingerprint: str, tls: TLSConfig, *, source: bool) -> bytes:
-    """The bytes `build_rank` wants, for a node's options.
+    """The bytes `build_rank` wants, for a node's options. KV that leaves the host is encrypted
+    where gRPC is, unless the connector cannot or was told not to, which is logged.
 
     Raises:
         ConfigError: a connector shall use TLS and the node has no certificate.
     """
-    spelt_out = {name: connector_options(options, tls) for name, options in connectors.items()}
+    spelt_out = {
+        name: connector_options(_encrypted(name, options, tls), tls)
+        for name, options in connectors.items()
+    }
     return msgspec.msgpack.encode(RankConfig(spelt_out, fingerprint, source))
+
+
+def _encrypted(name: str, options: Mapping[str, Any], tls: TLSConfig) -> Mapping[str, Any]:
+    """The options of a connector, with TLS where nothing was said of it."""
+    if tls.tls_cert is None or load_connector(name).capabilities.same_host:
+        return options
+    if name == "tcp" and not any(key.startswith("tls") for key in options):
+        return {**options, "tls": True}
+    if name != "tcp" or options.get("tls") is False:
+        logger.warning("gRPC is encrypted, but KV that goes by %s is not", name)
+    return options
 
 
 def connector_options(options: Mapping[str, Any], tls: TLSConfig) -> dict[str, Any]:

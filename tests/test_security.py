@@ -18,6 +18,7 @@ from typing import Any
 
 import aiohttp
 import grpc
+import msgspec
 import pytest
 import torch
 from cryptography import x509
@@ -68,12 +69,12 @@ from kv_transfer.connector import (
 )
 from kv_transfer.connectors import pipe_connector, server
 from kv_transfer.connectors.pipe_connector import recv_frame, send_frame
-from kv_transfer.connectors.tcp import Options, TCPConnector, TCPTransport
+from kv_transfer.connectors.tcp import Endpoint, Options, TCPConnector, TCPTransport
 from kv_transfer.connectors.tls_pipe import TLSPipe
 from kv_transfer.frame import Frame, Kind
 from kv_transfer.layout import CacheView, Piece, Rect
 from kv_transfer.pipe import recv_bytes
-from kv_transfer.rank import connector_options
+from kv_transfer.rank import connector_options, rank_config
 from router.auth import APIKeys
 from router.http.app import make_app
 from router.http.completions import MAX_PROMPTS
@@ -541,7 +542,14 @@ def test_a_source_without_our_certificate_is_refused(
     sink, stranger = rank(ours), rank({} if who == "plain" else files(certs / who), 1.0)
     sink.connector.accept(SinkTransfer(ID, 1, 0, (4, 9, 2, 7)))
     stranger.send_to(sink)
-    assert stranger.expect(Failed).code == "CONNECT_FAILED"
+    failed = stranger.expect(Failed)
+    if who == "plain":  # a node that is misconfigured; a stranger speaks all the same
+        assert failed.code == "TLS_MISMATCH" and "takes KV over TLS" in failed.message
+        with connect(sink) as sock, contextlib.suppress(ConnectionError):
+            sock.sendall(Frame(Kind.HELLO, nbytes=4).encode() + b"same")
+            assert b"pdKV" not in sock.recv(64)
+    else:
+        assert failed.code == "CONNECT_FAILED"
     sink.connector.quiesce(ID)
     assert not sink.cache.any()
     check_healthy(sink, rank(ours, 1.0), b"transfer-id-0002")
@@ -591,6 +599,35 @@ def test_a_sink_without_our_certificate_is_not_trusted(
     assert "certificate verify failed" in failed.message
 
 
+def test_a_sink_without_tls_is_told_apart_in_words(rank: Callable[..., Rank], certs: Path) -> None:
+    sink, source = rank({}), rank(files(certs / "ours"), 1.0)
+    source.send_to(sink)
+    failed = source.expect(Failed)
+    assert failed.code == "TLS_MISMATCH"
+    assert "takes KV over plain TCP and the prefill node sends it over TLS: give both the same" in (
+        failed.message
+    )
+
+
+def test_kv_is_encrypted_where_grpc_is_or_the_log_says_so(
+    certs: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = TLSConfig(**files(certs / "ours"))
+
+    def given(connectors: dict[str, dict[str, Any]], tls: TLSConfig) -> dict[str, Any]:
+        made = msgspec.msgpack.decode(rank_config(connectors, "f", tls, source=True))
+        return dict(made["connectors"])
+
+    assert given({"shm": {}, "tcp": {"streams": 2}}, node) == {
+        "shm": {}, "tcp": {"streams": 2, **files(certs / "ours")},
+    }  # fmt: skip
+    assert given({"tcp": {}}, TLSConfig()) == {"tcp": {}}
+    assert not caplog.messages
+    assert given({"tcp": {"tls": False}}, node) == {"tcp": {}}
+    assert given({"nccl": {}}, node) == {"nccl": {}}
+    assert [text.split()[-3] for text in caplog.messages] == ["tcp", "nccl"]
+
+
 def test_kv_options_for_tls(certs: Path) -> None:
     node = TLSConfig(**files(certs / "ours"))
     assert connector_options({"tls": True, "a": 1}, node) == {**files(certs / "ours"), "a": 1}
@@ -604,7 +641,9 @@ def test_kv_options_for_tls(certs: Path) -> None:
 
 
 def connect(sink: Rank) -> socket.socket:
-    return TCPTransport(Options()).dial(sink.connector.endpoint()).sock
+    """Whatever the endpoint says about TLS."""
+    where = msgspec.msgpack.decode(sink.connector.endpoint(), type=Endpoint)
+    return socket.create_connection((where.host, where.port), 10)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

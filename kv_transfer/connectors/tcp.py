@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 
 from common.config.schema import TLSConfig
-from common.core.errors import ConfigError
+from common.core.errors import Blame, ConfigError, TransferError
 from common.rpc.tls import TLS
 from kv_transfer.connectors.pipe_connector import PipeConnector
 from kv_transfer.connectors.sockets import SocketPipe
@@ -26,6 +26,7 @@ BUFFER_NBYTES = 4 << 20  # of all streams to a rank
 class Endpoint(msgspec.Struct):
     host: Annotated[str, msgspec.Meta(max_length=253)]
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    tls: bool | None = None  # None: an older release, which does not say
 
 
 class Options(msgspec.Struct, forbid_unknown_fields=True):
@@ -75,9 +76,14 @@ class TCPTransport(PipeTransport):
 
     def dial(self, endpoint: bytes) -> SocketPipe:
         """OSError when the endpoint makes no sense, nobody is there, or, with TLS, it is not a
-        peer with a certificate for the host dialled."""
+        peer with a certificate for the host dialled.
+
+        Raises:
+            TransferError: TLS_MISMATCH, one of the two speaks TLS alone.
+        """
         try:
             where = msgspec.msgpack.decode(endpoint, type=Endpoint)
+            self._check_tls(where.tls)
             sock = socket.create_connection((where.host, where.port), CONNECT_TIMEOUT_S)
         except ValueError as error:  # msgspec.DecodeError is one; so is a host like "a..b"
             raise ConnectionError(f"not a TCP endpoint: {error}") from error
@@ -91,6 +97,18 @@ class TCPTransport(PipeTransport):
             sock.close()
             raise
 
+    def _check_tls(self, theirs: bool | None) -> None:
+        if theirs is None or theirs == (self._tls is not None):
+            return
+        they, we = ("TLS", "plain TCP") if theirs else ("plain TCP", "TLS")
+        raise TransferError(
+            f"the decode node takes KV over {they} and the prefill node sends it over {we}: give "
+            'both the same "tls" in --kv-connector-config, and --tls-cert to both or to neither',
+            code="TLS_MISMATCH",
+            blame=Blame.PREFILL,
+            retryable=False,
+        )
+
 
 class TCPListener(PipeListener):
     """Listens on a free port of `host`, for TLS if there is a `context`."""
@@ -100,7 +118,9 @@ class TCPListener(PipeListener):
         self._context = context
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._sock = socket.create_server((host, 0), family=family, backlog=128)
-        self._endpoint = msgspec.msgpack.encode(Endpoint(host, self._sock.getsockname()[1]))
+        self._endpoint = msgspec.msgpack.encode(
+            Endpoint(host, self._sock.getsockname()[1], context is not None)
+        )
 
     @property
     def endpoint(self) -> bytes:
