@@ -66,7 +66,7 @@ class Run:
         request = self._request
         return GenerateJob(
             request.request_id,
-            request.prompt_token_ids,
+            tuple(request.prompt_token_ids),
             request.sampling,
             tuple(Choice(index, tuple(self._outputs[index])) for index in self._open),
             request.cache_salt,

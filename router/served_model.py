@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+import logging
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from pathlib import Path
 
+from common.config.schema import ModelConfig
 from common.core.errors import InvalidRequest, ModelNotFound
+from common.core.model_spec import ModelSpec
 from common.core.sampling import MAX_TOKENS, check_token_ids
 from common.text.tokenizer import Tokenizer
 
-T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
-# Encoding takes about 1 µs a character: longer texts would hold up the other requests' tokens.
-_INLINE_CHARS = 2000
+_PIECE = 64 * 1024  # characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,12 @@ class ServedModel:
         """The ids, if all are in the vocabulary."""
         check_token_ids(token_ids, self.vocab_size, param)
         return tuple(token_ids)
+
+    def check_prompt(self, token_ids: Sequence[int], param: str) -> tuple[int, ...]:
+        """As `check_ids`, but what cannot fit the window by far is not looked at."""
+        if len(token_ids) > 2 * self.max_model_len:
+            raise self._too_long(param, f"the {param} has {len(token_ids)} tokens")
+        return self.check_ids(token_ids, param)
 
     def fit_max_tokens(
         self, prompt_tokens: int, requested: int | None, default: int | None, param: str
@@ -67,13 +75,58 @@ class ServedModel:
             return requested
         return room if default is None else min(room, default)
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Token ids of a text; a long one is encoded on a thread."""
-        return await off_loop(len(text), lambda: self.tokenizer.encode(text, add_special_tokens))
+    def encode(self, text: str, param: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Token ids of a text. One that cannot fit the window is refused before it costs much:
+        encoding takes about a microsecond and 250 bytes of memory a character.
+
+        Raises:
+            InvalidRequest: it is too long.
+        """
+        if len(text) > self.max_model_len * self.tokenizer.max_token_chars:
+            raise self._too_long(param, f"the {param} has {len(text)} characters")
+        if len(text) > 2 * _PIECE:
+            self._check_pieces(text, param)
+        return self.tokenizer.encode(text, add_special_tokens)
+
+    def _check_pieces(self, text: str, param: str) -> None:
+        """Encodes piece by piece, while that may come to fit. A cut adds tokens, but it does not
+        double them."""
+        num_tokens = 0
+        for start in range(0, len(text), _PIECE):
+            num_tokens += len(self.tokenizer.encode(text[start : start + _PIECE], False))
+            if num_tokens > 2 * self.max_model_len:
+                raise self._too_long(param, f"the {param} has more than {num_tokens // 2} tokens")
+
+    def _too_long(self, param: str, reason: str) -> InvalidRequest:
+        return InvalidRequest(
+            f"This model's maximum context length is {self.max_model_len} tokens. However, "
+            f"{reason}. Please reduce the length of the {param}.",
+            param=param,
+            code="CONTEXT_LENGTH_EXCEEDED",
+        )
 
 
-async def off_loop(num_chars: int, work: Callable[[], T]) -> T:
-    """Runs `work` on a thread when so many characters would block the event loop."""
-    if num_chars <= _INLINE_CHARS:
-        return work()
-    return await asyncio.to_thread(work)
+def load_served_model(config: ModelConfig) -> ServedModel:
+    """Name, window and tokenizer of the model; no weights."""
+    assert config.model is not None, "main resolves the embedded model"
+    folder = Path(config.model)
+    spec = ModelSpec.from_folder(folder)
+    max_model_len = config.max_model_len or spec.max_position_embeddings
+    spec.check_max_model_len(max_model_len)
+    return ServedModel(
+        name=config.served_model_name or folder.resolve().name,
+        root=str(folder),
+        max_model_len=max_model_len,
+        vocab_size=spec.vocab_size,
+        created=int(time.time()),
+        tokenizer=_load_tokenizer(config, folder, spec),
+    )
+
+
+def _load_tokenizer(config: ModelConfig, folder: Path, spec: ModelSpec) -> Tokenizer:
+    """The checkpoint's. Dummy weights need none: a config.json alone is enough for them."""
+    missing = not (folder / "tokenizer.json").is_file()
+    if config.load_format == "dummy" and config.tokenizer is None and missing:
+        logger.warning("%s has no tokenizer.json: every byte of a text is a token", folder)
+        return Tokenizer.of_bytes(spec.vocab_size, spec.eos_token_ids)
+    return Tokenizer.from_folder(config.tokenizer or folder)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
+from dataclasses import asdict
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from common.config.schema import ModelConfig, RouterConfig
+from common.config.schema import RouterConfig
 from common.core.ids import new_node_id
-from common.core.model_spec import ModelSpec
 from common.obs.metrics import RouterMetrics
 from common.obs.ports import write_ports
 from common.rpc.auth import ROUTER
@@ -23,22 +21,25 @@ from common.rpc.credentials import Credentials
 from common.rpc.lifecycle import pass_on, serve_until_stopped
 from common.rpc.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from common.rpc.server import Channels, GrpcServer
-from common.text.tokenizer import Tokenizer
 from router import reach
 from router.auth import APIKeys
 from router.http.app import make_app
+from router.http.bodies import Bodies
 from router.http.connection import Limits
 from router.http.front import Front
 from router.http.server import HTTPServer, https_context
 from router.pipeline import Pipeline
 from router.registry import Registry
 from router.registry_service import MAX_MESSAGE_NBYTES, ElsewhereRegistry, RegistryService
-from router.served_model import ServedModel
+from router.served_model import load_served_model
 from router.service import InferenceServicer
+from router.text_worker import Spec
+from router.text_workers import TextWorkers
 
 logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING = 1.0  # seconds, at most
+_MAX_MESSAGE = 4 * 2**20  # bytes; as gRPC has it
 _GRPC_GRACE = 1.0  # seconds gRPC calls in flight get after the drain
 
 
@@ -55,8 +56,9 @@ async def serve(config: RouterConfig, stopping: Callable[[], None] = lambda: Non
     channels = credentials.channels()
     pipeline = Pipeline(config.routing, registry, model.tokenizer, channels, metrics)
     metrics.registry.register(PipelineCollector(pipeline, registry))
-    inference = InferenceServicer(pipeline, model, keys, config.server.write_timeout)
-    grpc_server = _inference_server(inference)
+    workers = TextWorkers(_spec(config))
+    inference = InferenceServicer(pipeline, model, keys, config.server.write_timeout, workers)
+    grpc_server = _inference_server(inference, _max_message(config, model.max_model_len))
     grpc_port = grpc_server.bind(config.server.host, config.server.grpc_port, credentials.tls)
     registration = RegistryService(registry, model.name, config.routing.heartbeat_interval)
     registry_server = _registry_server(registration, credentials)
@@ -68,8 +70,11 @@ async def serve(config: RouterConfig, stopping: Callable[[], None] = lambda: Non
         model=model,
         keys=keys,
         trust_request_chat_template=config.server.trust_request_chat_template,
+        workers=workers,
     )
-    app = make_app(front, metrics.registry, config.server.max_body_size)
+    size, routing = config.server.max_body_size, config.routing
+    bodies = Bodies(size, routing.queue_timeout, routing.max_client_share)
+    app = make_app(front, metrics.registry, size, bodies)
     limits = Limits(config.server.timeout_keep_alive, config.server.write_timeout)
     http = await HTTPServer.start(app, config.server.host, config.server.port, https, limits)
     await grpc_server.start()
@@ -102,6 +107,7 @@ async def serve(config: RouterConfig, stopping: Callable[[], None] = lambda: Non
         await http.stop(0)
         await asyncio.gather(grpc_server.stop(_GRPC_GRACE), registry_server.stop(_GRPC_GRACE))
         await channels.close()
+        await workers.close()
 
 
 def _secrets(config: RouterConfig) -> tuple[Credentials, ssl.SSLContext | None, APIKeys]:
@@ -112,34 +118,19 @@ def _secrets(config: RouterConfig) -> tuple[Credentials, ssl.SSLContext | None, 
     return own, https_context(config.server), keys
 
 
-def load_served_model(config: ModelConfig) -> ServedModel:
-    """Name, window and tokenizer of the model; no weights."""
-    assert config.model is not None, "main resolves the embedded model"
-    folder = Path(config.model)
-    spec = ModelSpec.from_folder(folder)
-    max_model_len = config.max_model_len or spec.max_position_embeddings
-    spec.check_max_model_len(max_model_len)
-    return ServedModel(
-        name=config.served_model_name or folder.resolve().name,
-        root=str(folder),
-        max_model_len=max_model_len,
-        vocab_size=spec.vocab_size,
-        created=int(time.time()),
-        tokenizer=_load_tokenizer(config, folder, spec),
-    )
+def _spec(config: RouterConfig) -> Spec:
+    trust = config.server.trust_request_chat_template
+    return Spec(asdict(config.model), asdict(config.log), trust)
 
 
-def _load_tokenizer(config: ModelConfig, folder: Path, spec: ModelSpec) -> Tokenizer:
-    """The checkpoint's. Dummy weights need none: a config.json alone is enough for them."""
-    missing = not (folder / "tokenizer.json").is_file()
-    if config.load_format == "dummy" and config.tokenizer is None and missing:
-        logger.warning("%s has no tokenizer.json: every byte of a text is a token", folder)
-        return Tokenizer.of_bytes(spec.vocab_size, spec.eos_token_ids)
-    return Tokenizer.from_folder(config.tokenizer or folder)
+def _max_message(config: RouterConfig, max_model_len: int) -> int:
+    """Bytes of a client's gRPC message: a prompt that fits the window, as token ids or as text,
+    and no more than over HTTP."""
+    return min(config.server.max_body_size, max(_MAX_MESSAGE, 8 * max_model_len))
 
 
-def _inference_server(inference: InferenceServicer) -> GrpcServer:
-    server = GrpcServer()
+def _inference_server(inference: InferenceServicer, max_message: int) -> GrpcServer:
+    server = GrpcServer(max_message=max_message)
     server.add(
         inference_pb2.DESCRIPTOR.services_by_name["Inference"],
         inference_pb2_grpc.add_InferenceServicer_to_server,

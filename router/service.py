@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
 from urllib.parse import unquote
 
 import grpc
+from msgspec.json import encode
 
 from common.core.errors import Cancelled, InvalidRequest
 from common.core.ids import is_plain, new_request_id
@@ -21,9 +23,12 @@ from router.admission import Batch
 from router.auth import HEADER as AUTHORIZATION
 from router.auth import APIKeys
 from router.generation import GenerationRequest, GenerationStats, Generator, TextDelta
+from router.http.bodies import SMALL
+from router.http.front import INLINE
 from router.merge import merge
 from router.sampling import make_choices, make_sampling, make_stop
 from router.served_model import ServedModel
+from router.text_workers import TextWorkers
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -45,11 +50,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         model: ServedModel,
         keys: APIKeys | None = None,
         write_timeout: float = 30.0,
+        workers: TextWorkers | None = None,
     ) -> None:
         self._generator = generator
         self._model = model
         self._keys = keys or APIKeys()
         self._write_timeout = write_timeout
+        self._workers = workers  # without them large texts are encoded by threads
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Streams deltas; the last response carries usage and timeline only."""
@@ -121,14 +128,21 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             batch=Batch(client, len(token_ids)),
         )
 
-    async def _prompt(self, request: pb.GenerateRequest) -> tuple[int, ...]:
+    async def _prompt(self, request: pb.GenerateRequest) -> Sequence[int]:
         match request.WhichOneof("prompt"):
             case "text":
-                return await self._model.encode(request.text)
+                return await self._encode(request.text)
             case "token_ids":
-                return self._model.check_ids(request.token_ids.ids, "token_ids")
+                return self._model.check_prompt(request.token_ids.ids, "token_ids")
             case _:
                 raise InvalidRequest("give text or token_ids", param="prompt")
+
+    async def _encode(self, text: str) -> Sequence[int]:
+        if len(text) <= INLINE:
+            return self._model.encode(text, "prompt")
+        if len(text) <= SMALL or self._workers is None:
+            return await asyncio.to_thread(self._model.encode, text, "prompt")
+        return (await self._workers.prepare("tokenize", encode({"prompt": text}))).prompts[0]
 
 
 def _authorization(context: Context) -> str | None:

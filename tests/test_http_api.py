@@ -7,7 +7,6 @@ import json
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -722,8 +721,3 @@ async def test_tokenize_and_back(site: Site) -> None:
     assert tuple(chat["tokens"]) == site.tokenizer.apply_chat_template(CHAT)
     await check_error(await site.post("/tokenize", {}), 400, "prompt")
     await check_error(await site.post("/detokenize", {"tokens": [10**6]}), 400, "tokens")
-
-
-async def test_long_texts_are_encoded_off_the_loop(site: Site) -> None:
-    model = replace(site.server.app[FRONT].model, max_model_len=10**6)
-    assert await model.encode("hello " * 5000) == site.tokenizer.encode("hello " * 5000)

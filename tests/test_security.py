@@ -77,8 +77,8 @@ from kv_transfer.pipe import recv_bytes
 from kv_transfer.rank import connector_options, rank_config
 from router.auth import APIKeys
 from router.http.app import make_app
-from router.http.completions import MAX_PROMPTS
 from router.http.front import Front
+from router.http.prepare import MAX_PROMPTS
 from router.http.server import HTTPServer, https_context
 from router.served_model import ServedModel
 from router.service import InferenceServicer

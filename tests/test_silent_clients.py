@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,8 +13,10 @@ from typing import Any
 
 import grpc
 import pytest
+import requests
 from prometheus_client import CollectorRegistry
 
+from benchmarks.bench_bodies import router
 from common.core.errors import Cancelled
 from common.core.request import FinishReason, Timeline
 from common.core.sampling import SampledToken
@@ -23,8 +26,8 @@ from common.text.tokenizer import Tokenizer
 from fakes_pipeline import byte_level_folder
 from router import merge as merge_module
 from router.generation import GenerationRequest, GenerationStats, TextDelta
+from router.http import bodies as bodies_module
 from router.http import connection as connection_module
-from router.http import front as front_module
 from router.http.app import make_app
 from router.http.connection import Connection, Limits
 from router.http.front import Front
@@ -33,6 +36,7 @@ from router.merge import merge
 from router.served_model import ServedModel
 from router.service import InferenceServicer
 
+MODEL = Path(__file__).parent / "models" / "llama-gqa"
 PIECE = "x" * 50_000
 
 
@@ -243,7 +247,7 @@ async def test_a_header_drop_by_drop_is_not_waited_for(
 async def test_a_body_drop_by_drop_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(front_module, "BODY_GRACE", 0.3)
+    monkeypatch.setattr(bodies_module, "GRACE", 0.3)
     async with serving(tmp_path, Talker(1)) as server:
         reader, writer = await connect(server.port)
         writer.write(
@@ -257,6 +261,25 @@ async def test_a_body_drop_by_drop_is_not_waited_for(
                 await asyncio.sleep(0.02)
         assert b"408" in await answered
         writer.close()
+
+
+# ---- a log that nobody reads ----------------------------------------------------------------
+
+
+def test_a_router_whose_log_nobody_reads_goes_on() -> None:
+    reader, writer = os.pipe()  # holds 64 KiB
+    options = ("--queue-timeout", "0", "--log-level", "debug")
+    with router(str(MODEL), *options, stderr=writer) as (_, port), requests.Session() as session:
+        url = f"http://127.0.0.1:{port}"
+        written = 0
+        while written < 2 * 2**16:  # each failure is a line
+            answer = session.post(f"{url}/v1/completions", json={"prompt": "a"}, timeout=10)
+            assert answer.status_code == 503
+            written += 150
+        assert session.get(f"{url}/health", timeout=10).status_code == 200
+    assert b"serving llama-gqa" in os.read(reader, 2**16)
+    for fd in (reader, writer):
+        os.close(fd)
 
 
 # ---- one connection, with a clock of our own ------------------------------------------------

@@ -50,6 +50,8 @@ class Tokenizer:
         self._special = frozenset(i for i, token in added.items() if token.special)
         self._alphabet = _decoder_alphabet(repr(self._backend.decoder))
         self.vocab_size: int = self._backend.get_vocab_size()
+        # Of the vocabulary's longest entry, which has at least one character for each of its text.
+        self.max_token_chars = max(map(len, self._backend.get_vocab()))
         own_eos = () if hf.eos_token_id is None else (hf.eos_token_id,)
         self.eos_token_ids = tuple(own_eos if eos_token_ids is None else eos_token_ids)
 
@@ -124,13 +126,22 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        add_special_tokens: bool = False,
+        **options: Any,
+    ) -> tuple[int, ...]:
+        """Token ids of a conversation, as `render_chat_template` words it."""
+        return self.encode(self.render_chat_template(messages, **options), add_special_tokens)
+
+    def render_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
-        add_special_tokens: bool = False,
-    ) -> tuple[int, ...]:
-        """Token ids of a conversation. Templates run in transformers' Jinja sandbox.
+    ) -> str:
+        """The text of a conversation. Templates run in transformers' Jinja sandbox.
 
         Raises:
             InvalidRequest: there is no template, or it refuses these messages.
@@ -155,7 +166,7 @@ class Tokenizer:
         except _TEMPLATE_ERRORS as error:
             param = "messages" if chat_template is None else "chat_template"
             raise InvalidRequest(f"the chat template failed: {error}", param=param) from error
-        return self.encode(str(text), add_special_tokens)
+        return str(text)
 
 
 def _eos_from_config(folder: Path) -> tuple[int, ...] | None:

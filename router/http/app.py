@@ -14,9 +14,10 @@ from common.core.errors import InvalidRequest
 from common.obs.logging import request_id_var
 from router.auth import HEADER as AUTHORIZATION
 from router.http import chat, completions, info, tokenize
+from router.http.bodies import Bodies
 from router.http.connection import connection_of
 from router.http.errors import as_typed, error_response, http_error_response, stopping
-from router.http.front import FRONT, Front
+from router.http.front import BODIES, FRONT, Front
 from router.http.info import REGISTRY
 from router.http.reply import TIMELINE_HEADER
 from router.http.request_id import HEADER as REQUEST_ID
@@ -46,13 +47,19 @@ class Traffic:
 TRAFFIC = web.AppKey("traffic", Traffic)
 
 
-def make_app(front: Front, registry: CollectorRegistry, max_body_size: int) -> web.Application:
+def make_app(
+    front: Front,
+    registry: CollectorRegistry,
+    max_body_size: int,
+    bodies: Bodies | None = None,
+) -> web.Application:
     """The API over `front`. Bodies of more than `max_body_size` bytes get 413."""
     app = web.Application(
         client_max_size=max_body_size,
         middlewares=[_identify, _answer_errors, _track, _preflight, _authenticate],
     )
     app[FRONT] = front
+    app[BODIES] = bodies or Bodies(max_body_size)
     app[REGISTRY] = registry
     app[TRAFFIC] = Traffic()
     app.add_routes(

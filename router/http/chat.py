@@ -7,25 +7,20 @@ from typing import Any, ClassVar
 
 from aiohttp import web
 
-from common.core.errors import InvalidRequest
 from common.core.ids import new_request_id
-from common.core.sampling import check_range
 from common.text.tokenizer import Tokenizer
 from router.admission import Batch
 from router.generation import TextDelta
-from router.http.front import FRONT, Front, read_body
-from router.http.generation_body import check_response_format, make_request, reply_options
+from router.http.front import FRONT
+from router.http.generation_body import make_request, reply_options
 from router.http.logprobs import chat_logprobs
 from router.http.reply import Reply
-from router.http.schema import ChatBody, ChatTemplateBody, Message
-from router.served_model import off_loop
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     front = request.app[FRONT]
-    body = await read_body(request, ChatBody)
-    _check_supported(body)
-    token_ids = await encode_messages(front, body, body.messages)
+    prepared = await front.prepare(request, "chat")
+    body, (token_ids,) = prepared.body, prepared.prompts
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     generation = make_request(
         body,
@@ -44,61 +39,6 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         **reply_options(request, body),
     )
     return await reply.respond(request, front.generator)
-
-
-async def encode_messages(
-    front: Front, body: ChatTemplateBody, messages: list[Message]
-) -> tuple[int, ...]:
-    """The conversation as token ids, through the chat template.
-
-    Raises:
-        InvalidRequest: no messages, or the template refuses them.
-    """
-    if not messages:
-        raise InvalidRequest("messages is an empty list", param="messages")
-    if body.chat_template is not None and not front.trust_request_chat_template:
-        raise InvalidRequest(
-            "this server does not run clients' chat templates "
-            "(--trust-request-chat-template allows them)",
-            param="chat_template",
-        )
-    if body.add_generation_prompt and body.continue_final_message:
-        raise InvalidRequest(
-            "add_generation_prompt and continue_final_message exclude each other",
-            param="continue_final_message",
-        )
-    return await off_loop(
-        sum(len(str(message.content)) for message in messages),
-        lambda: front.model.tokenizer.apply_chat_template(
-            [_as_template_message(message) for message in messages],
-            add_generation_prompt=not body.continue_final_message
-            and body.add_generation_prompt is not False,
-            continue_final_message=bool(body.continue_final_message),
-            chat_template=body.chat_template,
-            template_kwargs=body.chat_template_kwargs,
-            add_special_tokens=bool(body.add_special_tokens),
-        ),
-    )
-
-
-def _as_template_message(message: Message) -> dict[str, Any]:
-    """OpenAI's newer name for `system` is in no open model's template."""
-    role = "system" if message.role == "developer" else message.role
-    return {"content": "", **message.model_dump(exclude_none=True), "role": role}
-
-
-def _check_supported(body: ChatBody) -> None:
-    check_response_format(body)
-    if body.tools:
-        raise InvalidRequest("tools are not supported yet", param="tools")
-    if body.tool_choice not in (None, "none", "auto"):
-        raise InvalidRequest("tool_choice is not supported yet", param="tool_choice")
-    if body.max_completion_tokens is not None:
-        check_range("max_completion_tokens", body.max_completion_tokens, 1, None)
-    if body.top_logprobs is not None:
-        check_range("top_logprobs", body.top_logprobs, 0, 20)
-        if body.top_logprobs and not body.logprobs:
-            raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
 
 
 class ChatWording:

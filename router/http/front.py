@@ -5,25 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any
 
 from aiohttp import web
-from pydantic import ValidationError
 
 from router.auth import HEADER as AUTHORIZATION
 from router.auth import APIKeys
 from router.generation import Generator
-from router.http.errors import from_validation
-from router.http.schema import Body
+from router.http.bodies import SMALL, Bodies
+from router.http.prepare import Prepared, TextModel
 from router.served_model import ServedModel
+from router.text_workers import TextWorkers
 
 logger = logging.getLogger(__name__)
 
-BODY_GRACE = 10.0  # seconds a body may take
-BODY_RATE = 32 * 1024  # and a second more for so many bytes
-_MAX_NAMES = 1000  # clients choose the names: remember no more than these
+BODIES = web.AppKey("bodies", Bodies)
 
-BodyType = TypeVar("BodyType", bound=Body)
+INLINE = 4 * 1024  # bytes of a body that takes less than a few milliseconds
+_MAX_NAMES = 1000  # clients choose the names: remember no more than these
 
 
 class UnknownFields:
@@ -47,59 +46,40 @@ class Front:
     model: ServedModel
     keys: APIKeys = field(default_factory=APIKeys)
     trust_request_chat_template: bool = False
+    workers: TextWorkers | None = None  # without them large bodies are prepared by threads
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
 
     def client(self, request: web.Request) -> str:
         """Who sent it, for its share of this server."""
         return self.keys.client(request.headers.get(AUTHORIZATION), request.remote)
 
+    async def prepare(self, request: web.Request, kind: str) -> Prepared[Any]:
+        """The JSON body, of one of `router.http.prepare.KINDS`, as what it asks.
+
+        Raises:
+            PdserveError: as `TextModel.prepare`, or there is no room for it.
+            web.HTTPException: the body cannot be read.
+        """
+        if "Content-Type" in request.headers and not _is_json(request.content_type):
+            raise web.HTTPUnsupportedMediaType(text="the Content-Type must be application/json")
+        async with self._bodies(request).reading(request, self.client(request)) as raw:
+            prepared = await self._prepare(kind, raw)
+        self.unknown_fields.note(set(prepared.unknown))
+        return prepared
+
+    async def _prepare(self, kind: str, raw: bytearray) -> Prepared[Any]:
+        text = TextModel(self.model, self.trust_request_chat_template)
+        if len(raw) <= INLINE:
+            return text.prepare(kind, raw)
+        if len(raw) <= SMALL or self.workers is None:
+            return await asyncio.to_thread(text.prepare, kind, raw)
+        return await self.workers.prepare(kind, raw)
+
+    def _bodies(self, request: web.Request) -> Bodies:
+        return request.app[BODIES]
+
 
 FRONT = web.AppKey("front", Front)
-
-
-async def read_body(request: web.Request, schema: type[BodyType]) -> BodyType:
-    """The JSON body as `schema`, for the model served.
-
-    Raises:
-        InvalidRequest: no JSON, or a field of the wrong type.
-        ModelNotFound: it names another model.
-        web.HTTPUnsupportedMediaType: it claims to be something other than JSON.
-    """
-    if "Content-Type" in request.headers and not _is_json(request.content_type):
-        raise web.HTTPUnsupportedMediaType(text="the Content-Type must be application/json")
-    raw = await read_raw(request)
-    try:
-        body = schema.model_validate_json(raw)
-    except ValidationError as error:
-        raise from_validation(error) from error
-    front = request.app[FRONT]
-    front.unknown_fields.note(set(body.model_extra or ()))
-    front.model.check_name(body.model)
-    return body
-
-
-async def read_raw(request: web.Request) -> bytes:
-    """The body's bytes.
-
-    Raises:
-        web.HTTPRequestEntityTooLarge: it has more than --max-body-size.
-        web.HTTPRequestTimeout: it comes drop by drop.
-    """
-    limit = request.client_max_size
-    if (request.content_length or 0) > limit:
-        raise web.HTTPRequestEntityTooLarge(limit, request.content_length or 0)
-    start = asyncio.get_running_loop().time() + BODY_GRACE
-    raw = bytearray()
-    try:
-        async with asyncio.timeout_at(start) as timeout:
-            while chunk := await request.content.readany():
-                raw += chunk
-                if len(raw) > limit:
-                    raise web.HTTPRequestEntityTooLarge(limit, len(raw))
-                timeout.reschedule(start + len(raw) / BODY_RATE)
-    except TimeoutError:
-        raise web.HTTPRequestTimeout(text="the body comes too slowly") from None
-    return bytes(raw)
 
 
 def _is_json(content_type: str) -> bool:

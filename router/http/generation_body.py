@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import web
 
-from common.core.errors import InvalidRequest
 from router.admission import Batch
 from router.generation import GenerationRequest
 from router.http.front import Front
@@ -20,7 +20,7 @@ def make_request(
     front: Front,
     *,
     request_id: str,
-    prompt_token_ids: tuple[int, ...],
+    prompt_token_ids: Sequence[int],
     max_tokens: int,
     logprobs: int | None,
     batch: Batch,
@@ -53,15 +53,6 @@ def make_request(
         cache_salt=front.keys.cache_salt(batch.client, body.cache_salt),
         batch=batch,
     )
-
-
-def check_response_format(body: GenerationBody) -> None:
-    """Only plain text is generated."""
-    if body.response_format is not None and body.response_format.get("type") != "text":
-        raise InvalidRequest(
-            "response_format must be {'type': 'text'}: structured output is not supported yet",
-            param="response_format",
-        )
 
 
 def reply_options(request: web.Request, body: GenerationBody) -> dict[str, Any]:
