@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import signal
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import monotonic
 
@@ -17,6 +18,7 @@ ROLES = ("prefill", "decode")
 DRAIN_TIMEOUT = 90.0  # seconds after which a node that drains is given up
 READY_TIMEOUT = 60.0  # seconds after which a node that should serve is given up
 NURSE_PERIOD = 0.5  # seconds between looks after nodes that have ended by themselves
+ROUTER_AWAY = 1.0  # seconds at most
 SETTLE = 2.0  # seconds after a router's return in which clients may still learn of its end
 
 
@@ -46,6 +48,7 @@ class Kind:
     strike: Callable[[Faults, Fault], Awaitable[None]]  # raises NotNow
     targets: tuple[str, ...] = ROLES
     longest: float | None = None  # seconds, when some are to last longer than others may
+    weight: float = 1.0  # how often, beside the others
 
 
 def make_plan(
@@ -54,9 +57,10 @@ def make_plan(
     """Faults with random gaps of `period` seconds on average, each lasting up to `longest`."""
     rng = random.Random(seed)
     plan: list[Fault] = []
+    weights = [kind.weight for kind in kinds.values()]
     at = rng.expovariate(1 / period)
     while at < seconds:
-        name = rng.choice(list(kinds))
+        [name] = rng.choices(list(kinds), weights)
         bound = rng.choice((longest, kinds[name].longest or longest))
         target = rng.choice(kinds[name].targets)
         plan.append(Fault(at, name, target, rng.uniform(0.1, bound), rng.getrandbits(32)))
@@ -76,7 +80,8 @@ class Faults:
         self.answers: Counter[tuple[str, str]] = Counter()
         self.crashed: list[str] = []  # what should run and did not, in words
         self.busy: set[tuple[str, str]] = set()  # edges between nodes that are bad now
-        self._deaths: list[tuple[float, float]] = []  # of the router: from, until
+        # Times at which the router was killed, and at which clients no longer notice.
+        self._deaths: list[tuple[float, float]] = []
 
     async def carry_out(self, kinds: dict[str, Kind], plan: Sequence[Fault]) -> None:
         """Returns when the last fault is over and every node is ready again."""
@@ -118,14 +123,16 @@ class Faults:
         self.well.discard(name)
         return name
 
-    def router_died(self, since: float) -> None:
-        """It serves again now."""
-        self._deaths.append((since, monotonic() + SETTLE))
+    @contextmanager
+    def router_is_dead(self) -> Iterator[None]:
+        since = monotonic()
+        self._deaths.append((since, math.inf))
+        yield
+        self._deaths[-1] = (since, monotonic() + SETTLE)
 
     def excuses(self, since: float) -> bool:
         """Whether a request from then until now may have been a router's that was killed."""
-        dead = "router" not in self.well
-        return dead or any(end > since for _, end in self._deaths)
+        return any(end > since for _, end in self._deaths)
 
 
 # ---- nodes: each returns the name of the node that is well again, or new ----
@@ -199,18 +206,18 @@ async def stop_router(faults: Faults, fault: Fault) -> None:
 
 async def kill_router(faults: Faults, fault: Fault) -> None:
     """SIGKILL: what it had in flight is lost with it. Another one starts at its place."""
-    name, since = faults.take("router", fault.random), monotonic()
-    faults.fleet.kill(name)
-    await asyncio.sleep(fault.seconds)
-    await asyncio.to_thread(faults.fleet.start_router)
-    async with asyncio.timeout(READY_TIMEOUT):
-        while not await asyncio.to_thread(faults.fleet.ready):
-            await asyncio.sleep(0.1)
-    faults.router_died(since)
+    name = faults.take("router", fault.random)
+    with faults.router_is_dead():
+        faults.fleet.kill(name)
+        await asyncio.sleep(min(fault.seconds, ROUTER_AWAY))
+        await asyncio.to_thread(faults.fleet.start_router)
+        async with asyncio.timeout(READY_TIMEOUT):
+            while not await asyncio.to_thread(faults.fleet.ready):
+                await asyncio.sleep(0.1)
     faults.well.add(name)
 
 
 ROUTER_KINDS = {
     "router-stop": Kind(stop_router, ("router",)),
-    "router-kill": Kind(kill_router, ("router",)),
+    "router-kill": Kind(kill_router, ("router",), weight=0.25),  # all that is in flight is lost,
 }

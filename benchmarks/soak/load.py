@@ -123,6 +123,7 @@ class Load:
         except Lost as error:
             if error.broken and excused(since):
                 tally.router_died += 1
+                await asyncio.sleep(1)  # until there is another one
             else:
                 tally.lost.append(str(error))
             await asyncio.sleep(0.1)  # a cluster that refuses at once is not to be flooded
