@@ -43,6 +43,7 @@ from benchmarks.soak.faults import NODE_KINDS, ROUTER_KINDS, Faults, Kind, make_
 from benchmarks.soak.gauge import Gauge
 from benchmarks.soak.hostile import HOSTILE_KINDS
 from benchmarks.soak.load import Load, clients
+from benchmarks.soak.poisoned import TOKEN, poisoned
 from benchmarks.soak.report import Report, make_report, print_report
 from benchmarks.soak.strangers import STRANGER_KINDS
 from common.config.schema import RoutingConfig
@@ -81,8 +82,8 @@ class Soak:
     period: float = 1.0  # seconds between two faults, on average
     seed: int = 0
 
-    def asks(self, vocab_size: int) -> list[Ask]:
-        return make_asks(self.distinct, self.seed, self.max_tokens, vocab_size)
+    def asks(self, vocab_size: int, never: int | None = None) -> list[Ask]:
+        return make_asks(self.distinct, self.seed, self.max_tokens, vocab_size, never)
 
 
 async def run(fleet: Fleet, soak: Soak, load: Load) -> Report:
@@ -122,7 +123,8 @@ async def still_held(fleet: Fleet) -> dict[str, int]:
 def started(
     model: Path, prefill: int, decode: int, requests: int, networked: bool = False
 ) -> Iterator[Fleet]:
-    """A fleet of this size, ready, in a folder that vanishes with it."""
+    """A fleet of this size, ready, in a folder that vanishes with it. Its model cannot stand
+    `TOKEN`."""
     places = ceil(requests / RoutingConfig().max_client_share) + 1  # for one client's
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pdserve-chaos-")))
@@ -135,7 +137,9 @@ def started(
             options |= {"kv_connector": "tcp", "kv_connector_config": '{"tls": true}'}
             make = partial(Site, *stack.enter_context(site_network()))
         router = {"max_concurrent_requests": places, **secured}
-        fleet = make(model, log, environment, router, **options, **secured)
+        fleet = make(
+            poisoned(model, folder / model.name), log, environment, router, **options, **secured
+        )
         stack.callback(fleet.stop)
         fleet.start_router()
         for role, size in (("prefill", prefill), ("decode", decode)):
@@ -194,7 +198,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     networked = bool(EDGE_KINDS.keys() & set(kinds))
     with started(args.model, args.prefill, args.decode, args.requests, networked) as fleet:
         try:
-            report = asyncio.run(learn_and_run(fleet, soak, soak.asks(vocab_size(args.model))))
+            asks = soak.asks(vocab_size(args.model), never=TOKEN)
+            report = asyncio.run(learn_and_run(fleet, soak, asks))
         finally:
             if args.log:
                 args.log.write_bytes(fleet.log_path.read_bytes())

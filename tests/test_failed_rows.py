@@ -13,6 +13,7 @@ import grpc
 import pytest
 
 import live_node
+from benchmarks.soak.poisoned import TOKEN, poisoned
 from common.core.errors import Blame, InvalidRequest, NodeError, PdserveError
 from common.core.request import Choice, GenerateJob
 from common.core.sampling import SamplingParams
@@ -22,7 +23,6 @@ from common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from common.rpc.status import from_rpc_error
 from decode_node.node import DecodeNode
 from live_node import decode_node, eventually
-from poison import TOKEN, poisoned
 
 PROMPT = tuple(range(3, 40))
 PARAMS = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)

@@ -38,16 +38,20 @@ class Ask:
         return self.options["temperature"] == 0 and "stop" not in self.options
 
 
-def make_asks(count: int, seed: int, max_tokens: Sequence[int], vocab_size: int) -> list[Ask]:
+def make_asks(
+    count: int, seed: int, max_tokens: Sequence[int], vocab_size: int, never: int | None = None
+) -> list[Ask]:
     """All ways and styles, by turns, with prompts of random token ids; `max_tokens` are the
-    smallest and the largest."""
+    smallest and the largest, and `never` a token that is neither in a prompt nor in an answer."""
     rng = random.Random(seed)
+    known = [token for token in range(3, vocab_size) if token != never]
+    more = {} if never is None else {"logit_bias": {never: -100.0}}
     ways, styles = cycle(WAYS), cycle(STYLES)  # of lengths without a common divisor
     return [
         Ask(
             way,
-            tuple(rng.randrange(3, vocab_size) for _ in range(rng.randint(*rng.choice(LENGTHS)))),
-            {**style, "max_tokens": rng.randint(*max_tokens)},
+            tuple(rng.choice(known) for _ in range(rng.randint(*rng.choice(LENGTHS)))),
+            {**style, **more, "max_tokens": rng.randint(*max_tokens)},
         )
         for way, style in islice(zip(ways, styles, strict=False), count)
     ]

@@ -19,6 +19,7 @@ import grpc
 
 from benchmarks.fleet import Fleet
 from benchmarks.soak.faults import Fault, Faults, Kind
+from benchmarks.soak.poisoned import TOKEN
 from common.rpc.pb import inference_pb2 as pb
 from common.rpc.pb import inference_pb2_grpc as pb_grpc
 
@@ -238,17 +239,24 @@ FLOATS = (
 WHOLES = ("top_k", "seed", "min_tokens", "logprobs", "n")
 
 
+ROWS: tuple[dict[str, Any], ...] = (  # on a prefill node; on a decode node
+    {"prompt": [7, 8, TOKEN, 9]},
+    {"logit_bias": {TOKEN: 100.0}, "ignore_eos": True},
+)
+
+
 async def poison(faults: Faults, fault: Fault) -> None:
-    """Eight requests with parameters no one should send, over both fronts."""
+    """Eight requests with parameters no one should send, and one that no node can compute, over
+    either front."""
     rng = fault.random
     async with http(faults.fleet) as session, rpc(faults.fleet) as stub:
-        attacks = [
-            _poison_http(session, _parameters(rng)) if rng.random() < 0.5
-            else _poison_rpc(stub, _parameters(rng))
-            for _ in range(8)
-        ]  # fmt: skip
-        told = await asyncio.gather(*map(answer, attacks))
-    faults.answers.update(("poison", each) for each in told)
+        attacks = {
+            "parameters": [_poison(session, stub, _parameters(rng), rng) for _ in range(8)],
+            "a row that fails": [_poison(session, stub, dict(rng.choice(ROWS)), rng)],
+        }
+        for name, each in attacks.items():
+            for told in await asyncio.gather(*map(answer, each)):
+                faults.answers["poison", f"{name}: {told}"] += 1
 
 
 def _parameters(rng: random.Random) -> dict[str, Any]:
@@ -262,17 +270,21 @@ def _parameters(rng: random.Random) -> dict[str, Any]:
     return found
 
 
-async def _poison_http(session: aiohttp.ClientSession, parameters: dict[str, Any]) -> str:
-    body = json.dumps({"prompt": [5, 6, 7] * 10, "max_tokens": 8, **parameters}).encode()
-    return f"HTTP {await _post(session, Attack('', TEXT, body))}"
-
-
-async def _poison_rpc(stub: pb_grpc.InferenceStub, parameters: dict[str, Any]) -> str:
+async def _poison(
+    session: aiohttp.ClientSession,
+    stub: pb_grpc.InferenceStub,
+    parameters: dict[str, Any],
+    rng: random.Random,
+) -> str:
+    prompt = parameters.pop("prompt", [5, 6, 7] * 10)
+    if rng.random() < 0.5:
+        body = json.dumps({"prompt": prompt, "max_tokens": 8, **parameters}).encode()
+        return f"HTTP {await _post(session, Attack('', TEXT, body))}"
     try:
         sampling = pb.SamplingParams(max_tokens=8, **parameters)
     except ValueError:
         return "not to be said over gRPC"
-    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6, 7] * 10), sampling=sampling)
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling=sampling)
     async for _ in stub.Generate(request):
         pass
     return "gRPC OK"

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import reference
+from benchmarks.soak.poisoned import TOKEN, poisoned
 from cluster import MODELS, node_metrics
-from poison import TOKEN, poisoned
 from warm import WarmCluster, shared
 
 NUM_TOKENS = 60

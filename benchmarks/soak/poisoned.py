@@ -11,18 +11,22 @@ import torch
 from safetensors.torch import load_file, save_file
 
 TOKEN = 499
-EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def poisoned(folder: Path, target: Path) -> Path:
-    """A copy of a checkpoint in which `TOKEN` is poison; its other tokens are as they were. The
-    head must be a matrix of its own."""
+    """A copy of a checkpoint in which `TOKEN` is poison; its other tokens are as they were."""
     shutil.copytree(folder, target)
     shard = target / "model.safetensors"
     if not shard.exists():
         index = json.loads((target / "model.safetensors.index.json").read_text())
         shard = target / index["weight_map"][EMBEDDING]
     tensors = load_file(shard)
+    config = json.loads((target / "config.json").read_text())
+    if config.get("tie_word_embeddings"):  # the head stays as it was
+        tensors[HEAD] = tensors[EMBEDDING].clone()
+        config["tie_word_embeddings"] = False
+        (target / "config.json").write_text(json.dumps(config))
     tensors[EMBEDDING][TOKEN] = torch.nan
     save_file(tensors, shard, metadata={"format": "pt"})
     return target
