@@ -22,9 +22,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
 from secrets import token_hex
 from time import monotonic
@@ -80,6 +80,7 @@ class Soak:
     hang_ups: float = 0.05
     kinds: tuple[str, ...] = tuple(KINDS)
     period: float = 1.0  # seconds between two faults, on average
+    longest: float = inf  # seconds of any fault
     seed: int = 0
 
     def asks(self, vocab_size: int, never: int | None = None) -> list[Ask]:
@@ -90,7 +91,10 @@ async def run(fleet: Fleet, soak: Soak, load: Load) -> Report:
     """Lets nodes of a fleet fail while clients who have learnt the answers ask."""
     faults, gauge = Faults(fleet), Gauge(fleet)
     kinds = {name: KINDS[name] for name in soak.kinds}
-    plan = make_plan(kinds, soak.seconds, soak.period, LONGEST_FAULT, soak.seed)
+    plan = [
+        replace(fault, seconds=min(fault.seconds, soak.longest))
+        for fault in make_plan(kinds, soak.seconds, soak.period, LONGEST_FAULT, soak.seed)
+    ]
     start = monotonic()
     async with gauge.watching():
         event = faults.carry_out(kinds, plan)

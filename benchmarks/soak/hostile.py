@@ -153,7 +153,7 @@ async def hang_up(faults: Faults, fault: Fault) -> None:
 
 
 def _long_prompt(rng: random.Random) -> list[int]:
-    return [rng.randrange(3, 500) for _ in range(rng.randint(200, 700))]
+    return [rng.randrange(3, TOKEN) for _ in range(rng.randint(200, 700))]
 
 
 async def _leave_in_transfer(fleet: Fleet, rng: random.Random) -> str:

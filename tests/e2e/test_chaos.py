@@ -16,7 +16,9 @@ from benchmarks.chaos import NODE_OPTIONS, Soak, run
 from benchmarks.soak.client import Answer, difference
 from benchmarks.soak.faults import NODE_KINDS, ROLES, make_plan
 from benchmarks.soak.load import Load, clients
+from benchmarks.soak.poisoned import TOKEN, poisoned
 from benchmarks.soak.report import Report, make_report
+from cluster import MODELS
 from warm import WarmCluster
 
 SOAK = Soak(
@@ -55,6 +57,36 @@ def test_nothing_is_lost_wrong_or_leaked() -> None:
     assert {name.split()[1] for name in report.faults} == {*ROLES}, report
     assert report.completed > SOAK.requests
     assert json.loads(json.dumps(report.as_json()))["num_lost"] == 0
+
+
+# ---- clients and strangers that mean no good, beside a load that must not notice ----
+
+HOSTILE = Soak(
+    seconds=4,
+    requests=40,
+    distinct=28,
+    max_tokens=(6, 24),
+    kinds=("router-stop", "silent", "hang-up", "poison", "stranger"),
+    period=0.15,
+    longest=1.5,
+    seed=4,
+)
+
+
+async def attacked(cluster: WarmCluster) -> Report:
+    async with clients(cluster, HOSTILE.asks(VOCAB_SIZE, never=TOKEN)) as load:
+        await load.learn()
+        return await run(cluster, HOSTILE, load)
+
+
+def test_hostile_clients_are_not_noticed(tmp_path: Path) -> None:
+    model, key = poisoned(MODELS / "llama-gqa", tmp_path / "llama-gqa"), {"cluster_key": "k" * 32}
+    with WarmCluster(model, 2, 2, router=key, **NODE_OPTIONS, **key) as cluster:
+        report = asyncio.run(attacked(cluster))
+        assert not any(report.failures.values()), f"{report}\n{cluster.log()[-6000:]}"
+    assert {name.split()[0] for name in report.faults} == {*HOSTILE.kinds}, report
+    assert report.answers.keys() == {*HOSTILE.kinds} - {"router-stop"}, report
+    assert report.completed > HOSTILE.requests
 
 
 # ---- the judge is awake ----
