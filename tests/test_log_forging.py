@@ -18,6 +18,7 @@ from common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from common.rpc.server import Channels, GrpcServer
 from common.rpc.status import REQUEST_ID_KEY, from_rpc_error, serving
 from kv_transfer.connectors.intake import as_transfer_error
+from router.http.front import UnknownFields
 
 FORGED = "12:00:00.000 INFO    router - all is well"
 NASTY = [
@@ -122,10 +123,10 @@ async def test_an_internal_error_stays_inside_and_is_found_by_its_id(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     error = await failed_call(Failing(KeyError("/etc/secret: hunter2")))
-    typed = from_rpc_error(error, Blame.DECODE)
-    assert typed.code == "INTERNAL"
+    known = from_rpc_error(error, Blame.DECODE)
+    assert known.code == "INTERNAL"
     assert "hunter2" not in str(error.details()) and "KeyError" not in str(error.details())
-    error_id = typed.message.rpartition(" ")[2]
+    error_id = known.message.rpartition(" ")[2]
     (logged,) = [each for each in caplog.records if error_id in each.getMessage()]
     assert logged.exc_info and "hunter2" in str(logged.exc_info[1])
 
@@ -159,11 +160,11 @@ class Rude(pb_grpc.DecodeServicer):
 
 async def test_a_peer_s_error_text_is_bounded_and_stripped_before_it_goes_on() -> None:
     error = await failed_call(Rude())
-    typed = from_rpc_error(error, Blame.DECODE)
-    assert typed.message.isprintable()
-    assert typed.message.startswith("gone\\n12:00")
-    assert len(typed.message) < MAX_PEER_TEXT + 100
-    assert typed.code == "PEER_ERROR"
+    known = from_rpc_error(error, Blame.DECODE)
+    assert known.message.isprintable()
+    assert known.message.startswith("gone\\n12:00")
+    assert len(known.message) < MAX_PEER_TEXT + 100
+    assert known.code == "PEER_ERROR"
 
 
 @pytest.mark.parametrize("code", ["", "lower", "A B", "A\nB", "9X", "X" * 65])
@@ -172,7 +173,17 @@ def test_what_is_no_code_of_an_error_is_replaced(code: str) -> None:
     assert peer_code("PEER_LOST") == "PEER_LOST"
 
 
+def test_names_of_unknown_fields_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    fields = UnknownFields()
+    fields.note({f"{number}{'x' * 100_000}" for number in range(100)})
+    fields.note({str(number) for number in range(5000)})
+    fields.note({"one more"})
+    assert len(fields._seen) == 1000 and max(map(len, fields._seen)) == 64
+    assert len(caplog.messages) == 2
+
+
 def test_a_connector_s_defect_is_named_by_its_kind_alone(caplog: pytest.LogCaptureFixture) -> None:
-    typed = as_transfer_error(ValueError("hunter2"), Blame.DECODE)
-    assert "hunter2" not in typed.message and "ValueError" in typed.message
+    error = as_transfer_error(ValueError("hunter2"), Blame.DECODE)
+    assert "hunter2" not in error.message and "ValueError" in error.message
     assert "hunter2" in str(caplog.records[-1].exc_info)

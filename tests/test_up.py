@@ -132,6 +132,7 @@ async def test_children_take_options_from_flags_alone(monkeypatch: pytest.Monkey
     finally:
         await cluster.stop()
     for name in ("router", "prefill-0", "decode-0"):
+        assert "cluster-key" not in lines.flags(name)
         # Secrets are the exception: everybody on the host can read a command line.
         assert lines.of(name)[1].endswith("options ['PDSERVE_CACHE', 'PDSERVE_CLUSTER_KEY']")
     assert lines.flags("prefill-0")["block-size"] == "32"

@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 BODIES = web.AppKey("bodies", Bodies)
 
 INLINE = 4 * 1024  # bytes of a body that takes less than a few milliseconds
-_MAX_NAMES = 1000  # clients choose the names: remember no more than these
+# Clients choose the names: remember no more than these, of so many characters.
+_MAX_NAMES, _MAX_NAME_LENGTH = 1000, 64
 
 
 class UnknownFields:
@@ -32,10 +33,11 @@ class UnknownFields:
         self._seen: set[str] = set()
 
     def note(self, names: set[str]) -> None:
-        new = names - self._seen
-        if new and len(self._seen) < _MAX_NAMES:
-            self._seen |= new
-            logger.info("ignored request fields: %s", ", ".join(sorted(new)))
+        new = {name[:_MAX_NAME_LENGTH] for name in names} - self._seen
+        told = sorted(new)[: _MAX_NAMES - len(self._seen)]
+        if told:
+            self._seen.update(told)
+            logger.info("ignored request fields: %s", ", ".join(told))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
