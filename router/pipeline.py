@@ -128,8 +128,7 @@ class Pipeline:
             completion_tokens=stats.completion_tokens,
             finish_reasons=run.finish_reasons,
         )
-        for seconds in run.token_gaps:
-            self.metrics.itl.observe(seconds)
+        self.metrics.itl.observe_all(run.token_gaps)
         logger.info(
             "%s finished: %d prompt tokens (%d cached), %d generated, TTFT %.0f ms, %.0f ms in all",
             run.request_id, stats.prompt_tokens, stats.cached_tokens, stats.completion_tokens,

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import random
 import re
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from common.config.schema import LogConfig
 from common.core.errors import ConfigError, TransferError
@@ -24,7 +25,13 @@ from common.core.request import FinishReason, Timeline
 from common.obs.http import bind_metrics, start_metrics_server
 from common.obs.log_writer import MAX_CHARS, MAX_LINES, LogWriter
 from common.obs.logging import JSONFormatter, TextFormatter, request_id_var, setup_logging
-from common.obs.metrics import NodeMetrics, RouterMetrics, time_per_output_token
+from common.obs.metrics import (
+    TOKEN_SECONDS,
+    BulkHistogram,
+    NodeMetrics,
+    RouterMetrics,
+    time_per_output_token,
+)
 from common.obs.ports import read_ports, write_ports
 
 FINISHED = Timeline(queued=0.1, first_token=0.5, finished=2.5)
@@ -333,6 +340,26 @@ def test_ports_file(tmp_path: Path) -> None:
     write_ports(path, {"http": 8000, "grpc": 8001})
     assert read_ports(path) == {"http": 8000, "grpc": 8001}
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_many_values_at_once_are_what_the_library_counts_one_by_one() -> None:
+    rng = random.Random(0)
+    values = [*TOKEN_SECONDS, 0.0, 99.0, *(rng.expovariate(20) for _ in range(1000))]
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    bulk = BulkHistogram("itl", "help", TOKEN_SECONDS)
+    ours.register(bulk)
+    bulk.observe_all(values[:500])
+    bulk.observe_all(values[500:])
+    one_by_one = Histogram("itl", "help", registry=theirs, buckets=TOKEN_SECONDS)
+    for value in values:
+        one_by_one.observe(value)
+    expected = [line for line in lines_of(theirs) if "_created" not in line and "_sum" not in line]
+    assert [line for line in lines_of(ours) if "_sum" not in line] == expected
+    assert ours.get_sample_value("itl_sum") == pytest.approx(sum(values))
+
+
+def lines_of(registry: CollectorRegistry) -> list[str]:
+    return generate_latest(registry).decode().splitlines()
 
 
 # ---- a process that does not stop ----
