@@ -35,7 +35,7 @@ from decode_node.node import DecodeNode
 MODEL = Path(__file__).parent / "models" / "mistral"
 
 
-async def eventually(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+async def eventually(condition: Callable[[], Any], seconds: float = 30.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.01)
@@ -71,7 +71,7 @@ async def decode_node(
             gate.open.set()
         if not serving.done():
             os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(serving, 20)
+        await asyncio.wait_for(serving, 60)
         torch.set_num_threads(torch_threads)
 
 

@@ -64,7 +64,7 @@ class Rank:
         context = RankContext(self.view, "127.0.0.1", fingerprint, self.events.put)
         self.connector: Any = kind(context, {})
 
-    def expect(self, kind: type[Any], within: float = 5.0) -> Any:
+    def expect(self, kind: type[Any], within: float = 30.0) -> Any:
         """The next event that is not mere progress."""
         while isinstance(event := self.events.get(timeout=within), Progress):
             if kind is Progress:

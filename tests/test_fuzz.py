@@ -195,7 +195,7 @@ def check_still_serves(sink: Sink, source: Sink) -> None:
     piece = (Piece(0, 0, RECT), sink.connector.endpoint())
     source.connector.submit(SourceTransfer(ID, 1, (piece,)))
     source.connector.ready(ID, BlockRun(0, 3), (0, 1, 2), True)
-    while not isinstance(event := sink.events.get(timeout=5.0), Landed):
+    while not isinstance(event := sink.events.get(timeout=30.0), Landed):
         assert not isinstance(event, Failed)
     assert (sink.cache[:, :, list(OURS)] == 1.0).all()
 

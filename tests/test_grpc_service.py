@@ -125,5 +125,5 @@ async def test_cancelling_closes_the_generation(
     call = stub.Generate(pb.GenerateRequest(text="a"))
     await call.read()
     call.cancel()
-    await asyncio.wait_for(generator.closed.wait(), 1)
+    await asyncio.wait_for(generator.closed.wait(), 30)
     assert generator.open == 0

@@ -87,9 +87,9 @@ async def test_both_ends_notice_that_a_link_is_cut(monkeypatch: pytest.MonkeyPat
         call = pb_grpc.DecodeStub(channels.get(address)).Run(pb.DecodeRequest())
         await call.read()
         link.cut = True
-        await asyncio.wait_for(servicer.gone.wait(), 5)
+        await asyncio.wait_for(servicer.gone.wait(), 30)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await asyncio.wait_for(call.read(), 5)
+            await asyncio.wait_for(call.read(), 30)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         await channels.close()
 
@@ -117,7 +117,7 @@ async def test_a_peer_that_restarts_is_found_at_once() -> None:
     channels = Channels()
     await first.start()
     channel = channels.get(f"127.0.0.1:{port}")
-    await asyncio.wait_for(channel.channel_ready(), 5)
+    await asyncio.wait_for(channel.channel_ready(), 30)
     await first.stop(0)
     reconnecting = asyncio.create_task(channel.channel_ready())
     await asyncio.sleep(1.5)

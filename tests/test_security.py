@@ -468,7 +468,7 @@ class Rank:
         self.connector = TCPConnector(context, options)
 
     def expect(self, kind: type[Any]) -> Any:
-        while isinstance(event := self.events.get(timeout=5.0), Progress):
+        while isinstance(event := self.events.get(timeout=30.0), Progress):
             pass
         assert isinstance(event, kind), event
         return event
@@ -653,7 +653,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def is_closed(sock: socket.socket, within: float = 5.0) -> bool:
+def is_closed(sock: socket.socket, within: float = 30.0) -> bool:
     sock.settimeout(within)
     with contextlib.suppress(ConnectionResetError):
         return sock.recv(1) == b""
@@ -737,7 +737,7 @@ def test_a_piece_is_its_first_connection_s(rank: Callable[..., Rank]) -> None:
     begin = Frame(Kind.BEGIN, ID, 1, RECT).encode()
     with greeted(sink) as owner, greeted(sink) as thief:
         owner.sendall(begin)
-        sink.events.get(timeout=5.0)  # the progress that BEGIN is
+        sink.events.get(timeout=30.0)  # the progress that BEGIN is
         thief.sendall(begin + data(sink, 0, 4))
         wait_for_count(sink, "foreign_frame", 2)
         assert not sink.cache.any()

@@ -85,11 +85,13 @@ class Load:
         hang_ups: float = 0.0,
         seed: int = 0,
         excused: Callable[[float], bool] = lambda since: False,
+        tally: Tally | None = None,
     ) -> Tally:
         """`in_flight` clients ask one thing after the other until the event is over, and wait
         for their last answers; a share of the requests is hung up. `excused` says whether a
-        connection that has broken, of a request since then, may be the router's that died."""
-        tally = Tally()
+        connection that has broken, of a request since then, may be the router's that died. An
+        event that looks at the `tally` brings its own."""
+        tally = Tally() if tally is None else tally
         over = asyncio.Event()
 
         async def ask_on(rng: random.Random) -> None:

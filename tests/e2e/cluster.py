@@ -138,7 +138,7 @@ class Service:
         """The events of one streamed completion, errors included; it must end with [DONE]."""
         body = {"prompt": prompt, "temperature": 0, "stream": True, **body}
         url = f"{self.url}/v1/completions"
-        with requests.post(url, json=body, stream=True, timeout=60) as response:
+        with requests.post(url, json=body, stream=True, timeout=120) as response:
             assert response.status_code == 200, f"{response.text}\n{self.log()}"
             yield from events(response.iter_lines(chunk_size=1))
 
@@ -151,7 +151,7 @@ class Service:
 
     # ---- waiting ----------------------------------------------------------------------------
 
-    def wait_for(self, condition: Callable[[], Any], timeout: float = 15.0) -> Any:
+    def wait_for(self, condition: Callable[[], Any], timeout: float = 60.0) -> Any:
         """The condition's value once it is true; fails with the log when it stays false."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
@@ -178,7 +178,7 @@ class Service:
     def wait_ready(self) -> None:
         self.wait_for(lambda: self.get("/ready").status_code == 200, START_TIMEOUT)
 
-    def wait_idle(self, timeout: float = 15.0) -> None:
+    def wait_idle(self, timeout: float = 60.0) -> None:
         """Every block of every node that lives is free again, by the nodes' own metrics."""
 
         def idle() -> bool:

@@ -15,7 +15,7 @@ import reference
 from benchmarks.chaos import NODE_OPTIONS, Soak, run
 from benchmarks.soak.client import Answer, difference
 from benchmarks.soak.faults import NODE_KINDS, ROLES, make_plan
-from benchmarks.soak.load import Load, clients
+from benchmarks.soak.load import Load, Tally, clients
 from benchmarks.soak.poisoned import TOKEN, poisoned
 from benchmarks.soak.report import Report, make_report
 from cluster import MODELS
@@ -100,12 +100,17 @@ async def bad_luck(cluster: WarmCluster) -> Report:
         for expected in load.expected[:7]:
             expected[0].completion_tokens += 1
 
-        async def die() -> None:
-            await asyncio.sleep(1)
-            cluster.send("decode-2", signal.SIGKILL)
-            await asyncio.sleep(1)
+        tally = Tally()
 
-        tally = await load.during(die(), 30)
+        async def die() -> None:
+            async with asyncio.timeout(60):
+                while not tally.wrong:
+                    await asyncio.sleep(0.01)
+                cluster.send("decode-2", signal.SIGKILL)
+                while not tally.lost:
+                    await asyncio.sleep(0.01)
+
+        await load.during(die(), 30, tally=tally)
     return make_report(tally, 2.0, Counter(), cluster.held(), cluster.crashed())
 
 

