@@ -350,6 +350,28 @@ async def test_http_needs_the_key_but_for_probes(tokenizer: Tokenizer) -> None:
             assert response.status == 204  # browsers ask without the key
 
 
+@pytest.mark.parametrize("salted", [False, True])
+async def test_by_option_each_key_has_cached_prompts_of_its_own(
+    tokenizer: Tokenizer, salted: bool
+) -> None:
+    generator = FakeGenerator(tokenizer)
+    keys = APIKeys("first, second", salted=salted)
+    front = Front(generator=generator, model=served(tokenizer), keys=keys)
+    server = await HTTPServer.start(
+        make_app(front, CollectorRegistry(), 1 << 20), "127.0.0.1", 0, None
+    )
+    async with aiohttp.ClientSession() as session:
+        for key in ("first", "second", "first"):
+            headers = {"Authorization": f"Bearer {key}"}
+            for path in ("/v1/completions", "/v1/chat/completions"):
+                url, body = f"http://127.0.0.1:{server.port}{path}", CALLS[path]
+                async with session.post(url, json=body, headers=headers) as response:
+                    assert response.status == 200
+    await server.stop(0)
+    salts = [request.cache_salt for request in generator.requests]
+    assert salts[:2] == salts[4:] and len(set(salts)) == (2 if salted else 1)
+
+
 async def test_without_a_key_nobody_is_asked(tokenizer: Tokenizer) -> None:
     async with (
         http_server(tokenizer, None) as port,
