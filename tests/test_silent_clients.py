@@ -219,7 +219,8 @@ async def test_a_grpc_client_that_does_not_read_is_cancelled(tmp_path: Path) -> 
 # ---- connections that say nothing -----------------------------------------------------------
 
 
-async def test_idle_connections_close(tmp_path: Path) -> None:
+async def test_idle_connections_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_module, "HEADER_TIMEOUT", 0.3)
     async with serving(tmp_path, Talker(1), timeout_keep_alive=0.2) as server:
         silent, _ = await connect(server.port)
         asked, writer = await connect(server.port)

@@ -47,7 +47,7 @@ class Connection(asyncio.Protocol):
         self._all = all
         self._requests = 0  # being answered
         self._since = now()  # since when it is idle, or a client has taken nothing
-        self._header = False  # has begun
+        self._header = True  # has begun; a new connection has as long for its first one
         self._unsent = 0  # bytes, at the last look
         self._writable = asyncio.Event()
         self._writable.set()
