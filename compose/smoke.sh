@@ -1,6 +1,8 @@
 #!/bin/sh
-# Builds the images, brings a cluster of containers up, asks it something, drains it and looks at
-# how each container ended. COMPOSE_FILE may name other or more files, as compose itself reads it.
+# A cluster of containers on a real engine: build, up, two nodes of each role, a node killed, one
+# paused, one disconnected, the router restarted, down. After each step it is asked for tokens, and
+# must answer. COMPOSE_FILE may name other or more files, as compose itself reads it; BUILD= takes
+# images that are there.
 set -eu
 cd "$(dirname "$0")"
 
@@ -8,6 +10,8 @@ if ! docker compose version > /dev/null 2>&1 || ! docker info > /dev/null 2>&1; 
     echo "skipped: no Docker engine with compose v2 here"
     exit 0
 fi
+: "${PDSERVE_CLUSTER_KEY:=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}" "${BUILD=--build}"
+export PDSERVE_CLUSTER_KEY PDSERVE_CPU_THREADS=1
 
 finish() {
     code=$?
@@ -17,26 +21,82 @@ finish() {
 }
 trap finish EXIT
 
-docker compose up --build --detach --wait --wait-timeout 900
-docker compose exec -T router python3 - << 'PYTHON'
+node() { # a role and a number: the container
+    docker compose ps --all --quiet --status running --status paused "$1" | sed -n "${2}p"
+}
+
+# Waits until so many nodes are usable, then asks; a step's name is for the reader.
+ask() {
+    docker compose exec -T router python3 - "$1" "$2" << 'PYTHON'
 import json
+import sys
+import time
 import urllib.request
 
-body = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
-request = urllib.request.Request(
-    "http://127.0.0.1:8000/v1/completions",
-    json.dumps(body).encode(),
-    {"Content-Type": "application/json"},
-)
-answer = json.load(urllib.request.urlopen(request, timeout=120))
-print("answer:", repr(answer["choices"][0]["text"]))
-assert answer["usage"]["completion_tokens"] == 8, answer
-PYTHON
+URL = "http://127.0.0.1:8000"
 
+
+def get(path, body=None):
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(URL + path, body and json.dumps(body).encode(), headers)
+    return json.load(urllib.request.urlopen(request, timeout=120))
+
+
+def ready():
+    try:
+        return sum(node["state"] == "ready" for node in get("/v1/cluster")["nodes"])
+    except OSError:
+        return 0
+
+
+step, wanted = sys.argv[1], int(sys.argv[2])
+deadline = time.monotonic() + 120
+while ready() < wanted:
+    assert time.monotonic() < deadline, f"{step}: {ready()} of {wanted} nodes are ready"
+    time.sleep(0.2)
+begun = time.monotonic()
+for count in range(4):
+    prompt = f"{step} {count}: once upon a time"
+    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    answer = get("/v1/completions", body)
+    assert answer["usage"]["completion_tokens"] == 8, answer
+print(f"{step}: 4 answers in {time.monotonic() - begun:.1f} s", flush=True)
+PYTHON
+}
+
+# shellcheck disable=SC2086  # BUILD is a flag or nothing
+docker compose up $BUILD --detach --wait --wait-timeout 900
+ask "1+1" 2
+
+docker compose up --no-build --detach --wait --wait-timeout 300 --scale prefill=2 --scale decode=2
+ask "2+2" 4
+
+killed=$(node decode 1)
+docker kill "$killed" > /dev/null
+ask "a decode node killed" 3
+docker start "$killed" > /dev/null
+ask "started again" 4
+
+paused=$(node prefill 1)
+docker pause "$paused" > /dev/null
+ask "a prefill node paused" 0
+docker unpause "$paused" > /dev/null
+ask "unpaused" 4
+
+cut=$(node decode 2)
+docker network disconnect pdserve-cluster "$cut"
+ask "a decode node disconnected" 0
+docker network connect pdserve-cluster "$cut"
+ask "connected again" 4
+
+docker compose restart router
+ask "the router restarted" 4
+
+# Containers end without a complaint: drained.
 docker compose stop router
 docker compose stop
-for service in router prefill decode; do
-    code=$(docker inspect --format '{{.State.ExitCode}}' "$(docker compose ps --all --quiet $service)")
-    echo "$service ended with exit code $code"
+for container in $(docker compose ps --all --quiet router prefill decode); do
+    code=$(docker inspect --format '{{.State.ExitCode}}' "$container")
+    echo "$(docker inspect --format '{{.Name}}' "$container") ended with exit code $code"
     [ "$code" -eq 0 ]
 done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import re
@@ -12,7 +13,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 import requests
 import torch
@@ -27,8 +30,10 @@ from common.distributed.environment import DistributedEnvironment
 from common.model import backends, embedded
 from common.model.attention import AttentionShape
 from common.obs.ports import read_ports
+from common.rpc import registration
 from common.rpc.credentials import Credentials
 from common.rpc.node import NodeServer
+from common.rpc.pb import cluster_pb2 as pb
 
 MODEL = str(Path(__file__).parent / "models" / "llama-gqa")
 MODULES = {"router": "router", "prefill": "prefill_node", "decode": "decode_node"}
@@ -262,3 +267,48 @@ def test_slower_attention_on_a_gpu_is_a_warning(
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert re.search(mend, record.getMessage())
+
+
+# ---- stopping --------------------------------------------------------------------------------
+
+
+class AwayRouter:
+    """Answers `beats` calls, then is gone."""
+
+    def __init__(self, beats: int) -> None:
+        self._beats = beats
+        self.away = asyncio.Event()
+
+    async def Register(self, *_: object, **__: object) -> pb.RegisterResponse:
+        self._beats -= 1
+        if self._beats < 0:
+            if self._beats == -3:  # those before have been dealt with
+                self.away.set()
+            nothing = grpc.aio.Metadata()
+            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "gone")
+        return pb.RegisterResponse(heartbeat_interval_s=0.01)
+
+    async def Heartbeat(self, *_: object, **__: object) -> pb.HeartbeatResponse:
+        await self.Register()
+        return pb.HeartbeatResponse(known=True)
+
+
+@pytest.mark.parametrize(("beats", "warnings"), [(3, 0), (0, 1)])
+async def test_a_router_that_stops_before_its_nodes_is_no_warning(
+    beats: int,
+    warnings: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One that was never there is. `up` and `demo` stop the nodes within the patience."""
+    monkeypatch.setattr(registration, "_RETRY_DELAY", 0.01)
+    server = NodeServer(NodeConfig(), Credentials("decode", "decode-0"))
+    here = registration.Registration("127.0.0.1:1", pb.NodeInfo(), pb.NodeLoad, server.channels)
+    router: Any = AwayRouter(beats)
+    here._stub = router
+    task = asyncio.create_task(here.run())
+    await asyncio.wait_for(router.away.wait(), 20)
+    task.cancel()
+    found = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(found) == warnings
+    await server.stop()

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
+from time import monotonic
 
 import grpc
 
@@ -22,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 _RPC_TIMEOUT = 2.0  # seconds
 _RETRY_DELAY = 0.3
+_PATIENCE = 3.0  # seconds a router may be away before that is worth a warning
+_AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
 class Registration:
@@ -45,19 +49,20 @@ class Registration:
         self._known = False
 
     async def run(self) -> None:
-        """Runs until cancelled; a router that is away is retried for ever, quietly."""
-        said = ""
+        """Runs until cancelled; a router that is away is retried for ever, quietly. One that was
+        there a moment ago may be restarting, or be stopping as this node is about to."""
+        said, heard = "", -math.inf
         while True:
             try:
                 await self._beat()
-                said = ""
+                said, heard = "", monotonic()
             except grpc.aio.AioRpcError as error:
                 self._known = False
                 what = error.details() or error.code().name
-                if error.code() is not grpc.StatusCode.UNAVAILABLE and what != said:
+                if error.code() not in _AWAY and what != said:
                     logger.warning("router %s: %s; trying again", self._router, what)
                     said = what
-                elif not said:
+                elif not said and monotonic() - heard > _PATIENCE:
                     reason = await tls_mismatch(self._router, self._over_tls) or what
                     logger.warning("router %s: %s; trying again", self._router, reason)
                     said = what
