@@ -8,7 +8,7 @@ from typing import Protocol
 
 import grpc
 
-from common.core.errors import InvalidRequest
+from common.core.errors import Blame, TransferError
 from common.core.request import GenerateJob
 from common.core.sampling import MAX_LOGPROBS
 from common.rpc import convert
@@ -37,7 +37,7 @@ class DecodeService(pb_grpc.DecodeServicer):
     async def Run(
         self, request: pb.DecodeRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.DecodeEvent]:
-        async with serving(context):
+        async with serving(context, Blame.DECODE):
             session = self._host.open(convert.job_from_pb(request.job))
             try:
                 async with aclosing(session.events(request.local_prefill)) as events:
@@ -55,38 +55,45 @@ class KVTransferService(pb_grpc.KVTransferServicer):
     async def Commit(
         self, request: pb.CommitRequest, context: grpc.aio.ServicerContext
     ) -> pb.CommitResponse:
-        async with serving(context):
-            self._check_first_token(request.first_token)
+        async with serving(context, Blame.DECODE):
+            sink = self._sinks.of(request.transfer_id)
+            if fault := self._fault_of(request.first_token):
+                sink.abort(request.transfer_id, request.epoch, fault)
+                raise _bad_commit(fault)
             digests = [RunDigest.from_proto(each) for each in request.digests]
-            nbytes = await self._sinks.of(request.transfer_id).commit(
+            nbytes = await sink.commit(
                 request.transfer_id, request.epoch, request.first_token, digests
             )
             return pb.CommitResponse(bytes=nbytes)
         raise AssertionError("unreachable: serving() aborts the call")
 
-    def _check_first_token(self, event: pb.TokenEvent) -> None:
+    def _fault_of(self, event: pb.TokenEvent) -> str:
+        """What is wrong with a first token; empty: nothing."""
         if len(event.tokens) != 1:
-            raise InvalidRequest("a commit carries exactly one token")
+            return "a commit carries exactly one token"
         (token,) = event.tokens
         if len(token.top_logprobs) > MAX_LOGPROBS:
-            raise InvalidRequest(f"a commit carries at most {MAX_LOGPROBS} logprobs")
+            return f"a commit carries at most {MAX_LOGPROBS} logprobs"
         largest = max((token.id, *(each.token_id for each in token.top_logprobs)))
         if largest >= self._vocab_size:
-            raise InvalidRequest(
-                f"token id {largest} is outside the vocabulary of {self._vocab_size}"
-            )
+            return f"token id {largest} is outside the vocabulary of {self._vocab_size}"
+        return ""
 
     async def Renew(
         self, request: pb.RenewRequest, context: grpc.aio.ServicerContext
     ) -> pb.RenewResponse:
-        async with serving(context):
-            self._sinks.of(request.transfer_id).renew(request.transfer_id, request.epoch)
-        return pb.RenewResponse()
+        async with serving(context, Blame.DECODE):
+            sink = self._sinks.of(request.transfer_id)
+            if not request.committed:
+                sink.renew(request.transfer_id, request.epoch)
+            progress = sink.progress(request.transfer_id, request.epoch)
+            return pb.RenewResponse(progress=progress)
+        raise AssertionError("unreachable: serving() aborts the call")
 
     async def Abort(
         self, request: pb.AbortRequest, context: grpc.aio.ServicerContext
     ) -> pb.AbortResponse:
-        async with serving(context):
+        async with serving(context, Blame.DECODE):
             sink = self._sinks.of(request.transfer_id)
             sink.abort(request.transfer_id, request.epoch, request.reason)
         return pb.AbortResponse()
@@ -94,8 +101,14 @@ class KVTransferService(pb_grpc.KVTransferServicer):
     async def Retarget(
         self, request: pb.RetargetRequest, context: grpc.aio.ServicerContext
     ) -> pb.RetargetResponse:
-        async with serving(context):
+        async with serving(context, Blame.DECODE):
             sink = self._sinks.of(request.transfer_id)
             ticket = await sink.retarget(request.transfer_id, request.epoch)
             return pb.RetargetResponse(ticket=ticket.to_proto())
         raise AssertionError("unreachable: serving() aborts the call")
+
+
+def _bad_commit(fault: str) -> TransferError:
+    """The prefill node's, not the client's: another one may do better."""
+    message = f"the prefill node's commit: {fault}"
+    return TransferError(message, code="BAD_COMMIT", blame=Blame.PREFILL, retryable=True)

@@ -6,8 +6,8 @@ Commands travel as the bytes of `Executor.call`; events as those of `Executor.on
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -49,14 +49,16 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class Verify(msgspec.Struct, tag=True):
-    """The reply has the digests that are wrong, of those meant for this rank."""
+    """The reply has the digests that are wrong, of those meant for this rank that it came to:
+    `left` are for another `Verify`, which has none and names the epoch."""
 
     transfer_id: bytes
     digests: tuple[RunDigest, ...]
+    goes_on: int = 0  # in this epoch, with the digests of the one before
 
 
 class Quiesce(msgspec.Struct, tag=True):
-    """May take up to `gate.GRACE_S` when a peer has stalled."""
+    """May take a fraction of a second when a peer has stalled."""
 
     transfer_id: bytes
 
@@ -71,6 +73,7 @@ Command = Accept | Submit | Ready | Verify | Quiesce | Release
 class Reply(msgspec.Struct):
     error: Fault | None = None
     digests: tuple[RunDigest, ...] = ()
+    left: int = 0
 
 
 class Fault(msgspec.Struct):
@@ -130,14 +133,19 @@ async def call_rank(call: Call, rank: int, command: Command) -> Reply:
     return reply
 
 
-async def call_ranks(call: Call, commands: Mapping[int, Command]) -> list[Reply]:
-    """Calls several ranks at once and waits for all of them; raises the first one's error."""
-    calls = (call_rank(call, rank, command) for rank, command in commands.items())
+async def all_of(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """Waits for all of them; raises the first one's error."""
     answers = await asyncio.gather(*calls, return_exceptions=True)
     for answer in answers:
         if isinstance(answer, BaseException):
             raise answer
-    return [answer for answer in answers if isinstance(answer, Reply)]
+    return cast(list[T], answers)
+
+
+async def call_ranks(call: Call, commands: Mapping[int, Command]) -> list[Reply]:
+    """Calls several ranks at once and waits for all of them; raises the first one's error."""
+    calls = (call_rank(call, rank, command) for rank, command in commands.items())
+    return await all_of(calls)
 
 
 async def call_living(call: Call, commands: Mapping[int, Command]) -> int:

@@ -9,6 +9,7 @@ it guards against accidents, and runs at the speed of memory).
 from __future__ import annotations
 
 import struct
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,10 +19,12 @@ import xxhash
 
 from common.core.errors import Blame, TransferError
 from common.rpc.pb import cluster_pb2
-from kv_transfer.blocks import byte_runs, gather, memory_of
+from kv_transfer.blocks import byte_runs, gather, memory_of, piece_nbytes
 from kv_transfer.connector import BlockRun, SinkTransfer
 from kv_transfer.frame import bad_frame
 from kv_transfer.layout import CacheView, Rect
+
+STEP_NBYTES = 32 << 20  # hashed in a few milliseconds
 
 _CONTEXT = struct.Struct("!16sI4III")  # transfer id, epoch, rectangle, first block, blocks
 
@@ -80,19 +83,49 @@ class Digester:
             hasher.update(copy.view(torch.uint8).reshape(-1).numpy().data)
         return hasher.digest()
 
-    def verify(self, transfer: SinkTransfer, digests: Sequence[RunDigest]) -> list[RunDigest]:
-        """Those that differ from what lies in the transfer's blocks.
+    def verify(self, transfer: SinkTransfer, digests: Sequence[RunDigest]) -> Verification:
+        """Begins to compare them with what lies in the transfer's blocks.
 
         Raises:
             TransferError: BAD_FRAME, they do not cover every block of this rank exactly once.
         """
         _check_coverage(self._view.rect, transfer, digests)
-        return [each for each in digests if self._of_landed(transfer, each) != each.digest]
+        return Verification(self, transfer, digests)
 
-    def _of_landed(self, transfer: SinkTransfer, sent: RunDigest) -> bytes:
+    def nbytes(self, sent: RunDigest) -> int:
+        return piece_nbytes(self._view.cache, sent.rect, sent.run.count)
+
+    def of_landed(self, transfer: SinkTransfer, sent: RunDigest) -> bytes:
         start = sent.run.first - transfer.first_block
         ids = transfer.block_ids[start : start + sent.run.count]
         return self.digest(transfer.transfer_id, transfer.epoch, sent.rect, sent.run, ids)
+
+
+class Verification:
+    """Of one transfer, step by step: each is soon over, so that whoever waits for it sees it go
+    on, and others need not wait for its end."""
+
+    def __init__(
+        self, digester: Digester, transfer: SinkTransfer, digests: Sequence[RunDigest]
+    ) -> None:
+        self.transfer = transfer
+        self._digester = digester
+        self._left = deque(digests)
+
+    @property
+    def left(self) -> int:
+        """Runs not compared yet."""
+        return len(self._left)
+
+    def step(self) -> list[RunDigest]:
+        """Compares the next runs, `STEP_NBYTES` or one at least; returns those that differ."""
+        wrong, nbytes = [], 0
+        while self._left and nbytes < STEP_NBYTES:
+            sent = self._left.popleft()
+            nbytes += self._digester.nbytes(sent)
+            if self._digester.of_landed(self.transfer, sent) != sent.digest:
+                wrong.append(sent)
+        return wrong
 
 
 def _check_coverage(whole: Rect, transfer: SinkTransfer, digests: Sequence[RunDigest]) -> None:

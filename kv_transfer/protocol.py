@@ -70,6 +70,7 @@ class SourceEvent(StrEnum):
     COMMIT_REFUSED = "commit_refused"
     MISMATCH = "mismatch"  # refused because a digest is wrong
     RETARGETED = "retargeted"  # the sink has opened a new epoch for this source
+    RENEW_REFUSED = "renew_refused"  # the sink has no more use for the epoch
     FAILED = "failed"
     ABORT = "abort"
     LEASE_LAPSED = "lease_lapsed"
@@ -166,7 +167,11 @@ _GIVES_UP: Mapping[SourceEvent, Step[SourceState]] = {
 }
 
 SOURCE: Table[SourceState, SourceEvent] = {
-    _T.SENDING: {_F.COMMIT: (_T.COMMITTING, (_A.SEND_COMMIT,)), **_GIVES_UP},
+    _T.SENDING: {
+        _F.COMMIT: (_T.COMMITTING, (_A.SEND_COMMIT,)),
+        _F.RENEW_REFUSED: _REFUSED,  # later, the commit's answer tells more: it may be MISMATCH
+        **_GIVES_UP,
+    },
     _T.COMMITTING: {
         _F.COMMIT_ACKED: (_T.DRAINING, (_A.REPORT_SUCCESS, _A.QUIESCE)),
         _F.COMMIT_REFUSED: _REFUSED,

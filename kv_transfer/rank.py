@@ -32,7 +32,7 @@ from kv_transfer.commands import (
 )
 from kv_transfer.connector import KVConnector, RankContext, SinkTransfer, SourceTransfer
 from kv_transfer.connectors.multi import MultiConnector
-from kv_transfer.digest import Digester, RunDigest
+from kv_transfer.digest import Digester, RunDigest, Verification
 from kv_transfer.layout import CacheView, Rect
 from kv_transfer.selection import Connectors, load_connector
 
@@ -112,6 +112,7 @@ class TransferRank:
         self._digester = Digester(context.view, context.fingerprint)
         self._sinks: dict[bytes, SinkTransfer] = {}
         self._sources: dict[bytes, SourceTransfer] = {}
+        self._verifications: dict[bytes, Verification] = {}  # of sinks
         self._endpoint = b"" if source else connector.endpoint()
 
     def info(self) -> bytes:
@@ -139,8 +140,8 @@ class TransferRank:
                     command.transfer_id, command.run, command.block_ids, command.last
                 )
                 return Reply(digests=self._digest(command))
-            case Verify(transfer_id, digests):
-                return Reply(digests=self._verify(transfer_id, digests))
+            case Verify():
+                return self._verify(command)
             case Quiesce(transfer_id):
                 self._forget(transfer_id)
                 self._connector.quiesce(transfer_id)
@@ -165,18 +166,29 @@ class TransferRank:
             for piece, _ in transfer.pieces
         )
 
-    def _verify(self, transfer_id: bytes, digests: tuple[RunDigest, ...]) -> tuple[RunDigest, ...]:
-        transfer = self._sinks.get(transfer_id)
+    def _verify(self, command: Verify) -> Reply:
+        transfer = self._sinks.get(command.transfer_id)
         if transfer is None:
-            raise TransferError("the transfer was stopped", code="UNKNOWN_TRANSFER")
-        return tuple(self._digester.verify(transfer, digests))
+            raise _stopped()
+        if not command.goes_on:
+            begun = self._digester.verify(transfer, command.digests)
+            self._verifications[command.transfer_id] = begun
+        verification = self._verifications.get(command.transfer_id)
+        if verification is None or command.goes_on not in (0, verification.transfer.epoch):
+            raise _stopped()
+        return Reply(digests=tuple(verification.step()), left=verification.left)
 
     def _forget(self, transfer_id: bytes) -> None:
+        self._verifications.pop(transfer_id, None)
         self._sinks.pop(transfer_id, None)
         self._sources.pop(transfer_id, None)
 
     def close(self, deadline: float) -> None:
         self._connector.close(deadline)
+
+
+def _stopped() -> TransferError:
+    return TransferError("the transfer was stopped", code="UNKNOWN_TRANSFER")
 
 
 def build_rank(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from common.core.errors import PdserveError
@@ -12,6 +13,8 @@ from kv_transfer.digest import RunDigest
 from kv_transfer.lease import Lease
 from kv_transfer.protocol import Machine, SinkEvent, SinkState
 from kv_transfer.ticket import Ticket
+
+MAX_MESSAGE = 500  # characters of a failure that are kept
 
 
 def new_future() -> asyncio.Future[Any]:
@@ -40,6 +43,31 @@ class Epoch:
         self.committed = new_future()  # what `commit` waits for: bytes landed
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What is kept of a transfer that is over, for calls that come late. It holds on to nothing:
+    not the session, nor its tokens, nor an error's frames."""
+
+    epoch: int
+    nbytes: int
+    failure: Callable[[], PdserveError] | None  # makes the error anew
+
+    @classmethod
+    def of(cls, entry: Reservation) -> Outcome:
+        failure = None if entry.cause is None else _copies(entry.cause)
+        return cls(entry.machine.epoch, entry.nbytes, failure)
+
+
+def _copies(error: PdserveError) -> Callable[[], PdserveError]:
+    return partial(
+        type(error),
+        error.message[:MAX_MESSAGE],
+        code=error.code,
+        blame=error.blame,
+        retryable=error.retryable,
+    )
+
+
 @dataclass(slots=True, eq=False)
 class Reservation:
     """One transfer the sink holds blocks for."""
@@ -53,3 +81,14 @@ class Reservation:
     epoch: Epoch = field(default_factory=Epoch)
     opening: asyncio.Task[None] | None = None
     cause: PdserveError | None = None  # of the present failure: the first one
+    progress: int = 0  # grows as the lease is renewed
+
+    @property
+    def nbytes(self) -> int:
+        """Landed in this epoch."""
+        return sum(self.epoch.landed.values())
+
+    def renew(self) -> None:
+        self.progress += 1
+        if self.lease is not None:
+            self.lease.renew()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,9 @@ from kv_transfer.commands import (
     Quiesce,
     Release,
     Verify,
+    all_of,
     call_living,
+    call_rank,
     call_ranks,
     decode_event,
     failure,
@@ -31,11 +33,11 @@ from kv_transfer.connector import Failed, Landed, SinkTransfer
 from kv_transfer.digest import RunDigest, mismatch
 from kv_transfer.lease import Lease
 from kv_transfer.protocol import Action, SinkEvent, SinkState, sink_machine
-from kv_transfer.reservation import Arrival, Epoch, Reservation, new_future
-from kv_transfer.tasks import Tasks
+from kv_transfer.reservation import Arrival, Epoch, Outcome, Reservation, new_future
+from kv_transfer.tasks import Tasks, as_typed
 from kv_transfer.ticket import RankEndpoint, Ticket
 
-REMEMBERED = 1024  # finished transfers whose outcome a late commit still learns
+REMEMBERED = 1024  # outcomes of finished transfers whose outcome a late commit still learns
 
 
 class KVSink:
@@ -61,7 +63,8 @@ class KVSink:
         self._call = call
         self._digests = digests
         self._live: dict[bytes, Reservation] = {}
-        self._finished: OrderedDict[bytes, Reservation] = OrderedDict()
+        self._arrivals: dict[bytes, asyncio.Future[Arrival]] = {}  # activated, not waited for yet
+        self._finished: OrderedDict[bytes, Outcome] = OrderedDict()
         self._tasks = Tasks()
         self.counts: Counter[str] = Counter()  # landed, bytes, failed/CODE, late state/event
 
@@ -115,18 +118,21 @@ class KVSink:
         Raises:
             TransferError, Cancelled: it failed; `on_freed` was called before this raises.
         """
-        arrival: Arrival = await asyncio.shield(self._find(transfer_id).arrival)
+        landing = self._arrivals.get(transfer_id)
+        arrival: Arrival = await asyncio.shield(landing or self._find(transfer_id).arrival)
+        self._arrivals.pop(transfer_id, None)
         return arrival
 
     async def cancel(self, transfer_id: bytes) -> bool:
         """The client left. Returns True once the blocks are free; False when they are the
         waiter's already, who must free them. Unknown transfers are free."""
-        entry = self._live.get(transfer_id) or self._finished.get(transfer_id)
-        if entry is None:
-            return True
-        self._fail(entry, SinkEvent.CANCEL, Cancelled("the client left during the hand-off"))
-        await asyncio.wait([entry.arrival])
-        return entry.arrival.exception() is not None
+        entry = self._live.get(transfer_id)
+        if entry is not None:
+            self._fail(entry, SinkEvent.CANCEL, Cancelled("the client left during the hand-off"))
+            await asyncio.wait([entry.arrival])
+        self._arrivals.pop(transfer_id, None)
+        outcome = self._finished.get(transfer_id)
+        return outcome is None or outcome.failure is not None
 
     async def close(self) -> None:
         """Cancels what is under way and waits until all blocks are handed back."""
@@ -145,11 +151,13 @@ class KVSink:
             TransferError: UNKNOWN_TRANSFER, STALE_EPOCH, DIGEST_MISMATCH, or why the transfer
                 failed.
         """
+        if (outcome := self._over(transfer_id, epoch)) is not None:
+            return outcome.nbytes
         entry = self._find(transfer_id, epoch)
         turn = entry.epoch
         if entry.machine.state in (SinkState.RESERVED, SinkState.LANDED):
             turn.payload, turn.digests = payload, digests
-            self._renew(entry)
+            entry.renew()
         self._on(entry, SinkEvent.COMMIT, epoch)
         nbytes: int = await asyncio.shield(turn.committed)
         return nbytes
@@ -160,10 +168,22 @@ class KVSink:
         Raises:
             TransferError: UNKNOWN_TRANSFER, STALE_EPOCH, or why the transfer failed.
         """
+        if (entry := self._standing(transfer_id, epoch)) is not None:
+            entry.renew()
+
+    def progress(self, transfer_id: bytes, epoch: int) -> int:
+        """Grows as long as it goes on here: KV lands, digests are compared. Raises as `renew`."""
+        entry = self._standing(transfer_id, epoch)
+        return 0 if entry is None else entry.progress
+
+    def _standing(self, transfer_id: bytes, epoch: int) -> Reservation | None:
+        """None: it has landed. Raises as `renew`."""
+        if self._over(transfer_id, epoch) is not None:
+            return None
         entry = self._find(transfer_id, epoch)
         if entry.cause is not None:
             raise entry.cause
-        self._renew(entry)
+        return entry
 
     def abort(self, transfer_id: bytes, epoch: int, reason: str) -> None:
         """The source gives up: the blocks wait for another one, as long as the lease.
@@ -177,7 +197,10 @@ class KVSink:
             blame=Blame.PREFILL,
             retryable=True,
         )
-        self._fail(self._find(transfer_id, epoch), SinkEvent.ABORT, error, epoch)
+        if (outcome := self._finished.get(transfer_id)) is None:
+            self._fail(self._find(transfer_id, epoch), SinkEvent.ABORT, error, epoch)
+        else:  # it comes late
+            _check_epoch(epoch, outcome.epoch)
 
     async def retarget(self, transfer_id: bytes, epoch: int = 0) -> Ticket:
         """Begins the next epoch and returns its ticket: what the source of the last one still
@@ -188,11 +211,10 @@ class KVSink:
             TransferError: UNKNOWN_TRANSFER, STALE_EPOCH, ALREADY_LANDED (there is no need), or
                 why the transfer failed.
         """
-        entry = self._find(transfer_id, epoch or None)
-        if entry.machine.state is SinkState.READY:
+        if self._over(transfer_id, epoch or None) is not None:
             raise TransferError("all KV has landed", code="ALREADY_LANDED")
-        if entry.machine.state in (SinkState.DRAINING, SinkState.FREED):
-            assert entry.cause is not None
+        entry = self._find(transfer_id, epoch or None)
+        if entry.machine.state is SinkState.DRAINING and entry.cause is not None:
             raise entry.cause
         superseded = _stale("another prefill node takes over")
         if not entry.epoch.ticket.done():
@@ -201,7 +223,7 @@ class KVSink:
             entry.epoch.ticket.set_exception(superseded)
         entry.cause = entry.cause or superseded
         mine = entry.epoch.ticket = new_future()
-        self._renew(entry)
+        entry.renew()
         self._on(entry, SinkEvent.RETARGET)
         ticket: Ticket = await asyncio.shield(mine)
         return ticket
@@ -224,7 +246,7 @@ class KVSink:
                 self._fail(entry, SinkEvent.FAILED, failure(event), event.epoch)
             case Landed(_, _, nbytes):
                 self._rank_landed(entry, rank, nbytes)
-        self._renew(entry)
+        entry.renew()
 
     def _rank_landed(self, entry: Reservation, rank: int, nbytes: int) -> None:
         entry.epoch.landed[rank] = nbytes
@@ -236,21 +258,32 @@ class KVSink:
 
     # ---- inside -----------------------------------------------------------------------------
 
-    def _renew(self, entry: Reservation) -> None:
-        if entry.lease is not None:
-            entry.lease.renew()
-
     def _find(self, transfer_id: bytes, epoch: int | None = None) -> Reservation:
-        entry = self._live.get(transfer_id) or self._finished.get(transfer_id)
+        """One that is under way.
+
+        Raises:
+            TransferError: UNKNOWN_TRANSFER, STALE_EPOCH, or why it failed.
+        """
+        entry = self._live.get(transfer_id)
         if entry is None:
-            raise TransferError(
-                f"no transfer {transfer_id.hex()} here",
-                code="UNKNOWN_TRANSFER",
-                blame=Blame.PREFILL,
-            )
-        if epoch not in (None, entry.machine.epoch):
-            raise _stale(f"epoch {epoch} is not the current {entry.machine.epoch}")
+            self._over(transfer_id, epoch)
+            raise _unknown(transfer_id)
+        _check_epoch(epoch, entry.machine.epoch)
         return entry
+
+    def _over(self, transfer_id: bytes, epoch: int | None) -> Outcome | None:
+        """How a transfer ended that has landed; None: it is under way, or nobody knows it.
+
+        Raises:
+            TransferError: STALE_EPOCH, or why it failed.
+        """
+        outcome = self._finished.get(transfer_id)
+        if outcome is None:
+            return None
+        _check_epoch(epoch, outcome.epoch)
+        if outcome.failure is not None:
+            raise outcome.failure()
+        return outcome
 
     def _lapse(self, entry: Reservation) -> None:
         error = TransferError(
@@ -284,16 +317,16 @@ class KVSink:
             case Action.ISSUE_TICKET:
                 self._issue(entry)
             case Action.VERIFY:
-                self._tasks.start(self._verify(entry, entry.machine.epoch))
+                self._start(entry, self._verify(entry, entry.machine.epoch))
             case Action.ACTIVATE:
                 self._activate(entry)
             case Action.REPLY_COMMIT:
-                entry.epoch.committed.set_result(sum(entry.epoch.landed.values()))
+                entry.epoch.committed.set_result(entry.nbytes)
             case Action.REJECT_COMMIT:
                 assert entry.cause is not None
                 self.counts[f"stopped/{entry.cause.code}"] += 1
                 entry.epoch.committed.set_exception(entry.cause)
-                self._renew(entry)  # another source has a whole lease to take over
+                entry.renew()  # another source has a whole lease to take over
             case Action.REPORT_FAILURE:
                 assert entry.cause is not None
                 self.counts[f"failed/{entry.cause.code}"] += 1
@@ -306,52 +339,61 @@ class KVSink:
         waiting = entry.epoch.ticket
         entry.epoch = Epoch()
         entry.epoch.ticket = waiting if not waiting.done() else entry.epoch.ticket
-        entry.opening = self._tasks.start(self._accept(entry, entry.machine.epoch))
+        entry.opening = self._start(entry, self._accept(entry, entry.machine.epoch))
+
+    def _start(self, entry: Reservation, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """On behalf of the present epoch, which fails with what the work raises."""
+        epoch = entry.machine.epoch
+
+        async def run() -> None:
+            try:
+                await work
+            except Exception as error:
+                self._fail(entry, SinkEvent.FAILED, as_typed(error, Blame.DECODE), epoch)
+
+        return self._tasks.start(run())
 
     async def _accept(self, entry: Reservation, epoch: int) -> None:
         ticket = entry.ticket
         transfer = SinkTransfer(ticket.transfer_id, epoch, ticket.first_block, entry.block_ids)
-        try:
-            await call_ranks(self._call, dict.fromkeys(self._rank_ids, Accept(transfer)))
-        except PdserveError as error:
-            self._fail(entry, SinkEvent.FAILED, error, epoch)
-        else:
-            self._on(entry, SinkEvent.OPENED, epoch)
-            self._count_landed(entry)  # a rank that wants no block has landed as it accepted
+        await call_ranks(self._call, dict.fromkeys(self._rank_ids, Accept(transfer)))
+        self._on(entry, SinkEvent.OPENED, epoch)
+        self._count_landed(entry)  # a rank that wants no block has landed as it accepted
 
     def _issue(self, entry: Reservation) -> None:
         entry.ticket = replace(entry.ticket, epoch=entry.machine.epoch)
         entry.cause = None
-        self._renew(entry)
+        entry.renew()
         entry.epoch.ticket.set_result(entry.ticket)
 
     async def _verify(self, entry: Reservation, epoch: int) -> None:
         """Every rank compares what it holds with what the source says it sent."""
-        try:
-            wrong = await self._differing(entry) if self._digests else []
-        except PdserveError as error:
-            self._fail(entry, SinkEvent.FAILED, error, epoch)
-            return
+        ranks = self._rank_ids if self._digests else ()
+        found = await all_of(self._differing(entry, epoch, rank) for rank in ranks)
+        wrong = [each for those in found for each in those]
         if wrong:
             self._fail(entry, SinkEvent.MISMATCH, mismatch(wrong), epoch)
         else:
             self._on(entry, SinkEvent.VERIFIED, epoch)
 
-    async def _differing(self, entry: Reservation) -> list[RunDigest]:
-        transfer_id, digests = entry.ticket.transfer_id, entry.epoch.digests
-        commands = {
-            rank: Verify(transfer_id, tuple(each for each in digests if each.sink_rank == rank))
-            for rank in self._rank_ids
-        }
-        replies = await call_ranks(self._call, commands)
-        return [wrong for reply in replies for wrong in reply.digests]
+    async def _differing(self, entry: Reservation, epoch: int, rank: int) -> list[RunDigest]:
+        """Those of one rank. It compares step by step, and each is progress."""
+        transfer_id = entry.ticket.transfer_id
+        digests = tuple(each for each in entry.epoch.digests if each.sink_rank == rank)
+        reply = await call_rank(self._call, rank, Verify(transfer_id, digests))
+        wrong = list(reply.digests)
+        while reply.left:
+            entry.renew()
+            reply = await call_rank(self._call, rank, Verify(transfer_id, (), epoch))
+            wrong += reply.digests
+        return wrong
 
     def _activate(self, entry: Reservation) -> None:
-        nbytes = sum(entry.epoch.landed.values())
         self.counts["landed"] += 1
-        self.counts["bytes"] += nbytes
+        self.counts["bytes"] += entry.nbytes
         self._finish(entry)
-        entry.arrival.set_result(Arrival(entry.epoch.payload, nbytes))
+        self._arrivals[entry.ticket.transfer_id] = entry.arrival
+        entry.arrival.set_result(Arrival(entry.epoch.payload, entry.nbytes))
         self._tasks.start(self._on_ranks(Release(entry.ticket.transfer_id)))
 
     async def _quiesce(self, entry: Reservation) -> None:
@@ -367,19 +409,31 @@ class KVSink:
     def _free(self, entry: Reservation) -> None:
         assert entry.cause is not None
         self._finish(entry)
-        entry.on_freed()
-        entry.arrival.set_exception(entry.cause)
-        if not entry.epoch.ticket.done():
-            entry.epoch.ticket.set_exception(entry.cause)
+        try:
+            entry.on_freed()
+        finally:  # nobody waits for ever because of a defect there
+            entry.arrival.set_exception(entry.cause)
+            if not entry.epoch.ticket.done():
+                entry.epoch.ticket.set_exception(entry.cause)
 
     def _finish(self, entry: Reservation) -> None:
         if entry.lease is not None:
             entry.lease.end()
         entry.epoch.digests = ()
         del self._live[entry.ticket.transfer_id]
-        self._finished[entry.ticket.transfer_id] = entry
+        self._finished[entry.ticket.transfer_id] = Outcome.of(entry)
         while len(self._finished) > REMEMBERED:
             self._finished.popitem(last=False)
+
+
+def _unknown(transfer_id: bytes) -> TransferError:
+    message = f"no transfer {transfer_id.hex()} here"
+    return TransferError(message, code="UNKNOWN_TRANSFER", blame=Blame.PREFILL)
+
+
+def _check_epoch(epoch: int | None, current: int) -> None:
+    if epoch not in (None, current):
+        raise _stale(f"epoch {epoch} is not the current {current}")
 
 
 def _stale(message: str) -> TransferError:

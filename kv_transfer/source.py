@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -31,11 +31,13 @@ from kv_transfer.connector import BlockRun, Failed, SourceTransfer
 from kv_transfer.digest import RunDigest
 from kv_transfer.layout import Piece, Rect, plan
 from kv_transfer.lease import Lease
-from kv_transfer.protocol import Action, SourceEvent, SourceState, source_machine
-from kv_transfer.tasks import Tasks
+from kv_transfer.protocol import Action, SourceEvent, source_machine
+from kv_transfer.tasks import Tasks, as_typed
 from kv_transfer.ticket import Ticket
 
 logger = logging.getLogger(__name__)
+
+RUN_NBYTES = 32 << 20  # of one rank, and at least a block: longer runs are cut
 
 T = TypeVar("T")
 
@@ -48,6 +50,9 @@ class SinkNode(Protocol):
         """Returns the bytes that landed, once the sequence is runnable there."""
 
     async def renew(self, ticket: Ticket) -> None: ...
+
+    async def progress(self, ticket: Ticket) -> int:
+        """Grows as the sink gets on with what was committed."""
 
     async def abort(self, ticket: Ticket, reason: str) -> None: ...
 
@@ -73,8 +78,11 @@ class KVSource:
         lease_s: float,
         call: Call,
         sink: SinkNode,
+        block_nbytes: int = 0,
     ) -> None:
+        """`block_nbytes`: of a block in the rank that has most of it."""
         self.rank_rects = tuple(rank_rects)
+        self.run_blocks = max(1, RUN_NBYTES // block_nbytes) if block_nbytes else 1 << 20
         self.lease_s = lease_s
         self.call = call
         self.sink = sink
@@ -119,7 +127,7 @@ class KVSource:
         elif isinstance(event, Failed):
             handoff.fail(SourceEvent.FAILED, failure(event))
         else:
-            handoff.renew()
+            handoff.moved()
 
     def forget(self, handoff: Handoff) -> None:
         del self._live[handoff.ticket.transfer_id]
@@ -150,9 +158,11 @@ class Handoff:
         self._digests: list[RunDigest] = []
         self._ranks = sorted({piece.source_rank for piece in pieces})
         self._commands: asyncio.Queue[dict[int, Submit | Ready]] = asyncio.Queue()
+        self._committed = False  # the commit is on its way: all digests are made
+        self._moved = False  # since the last renewal
         self._submit()
-        self._announcing = source.tasks.start(self._announce())
-        self._renewing = source.tasks.start(self._keep_renewing())
+        self._announcing = self._start(self._announce())
+        self._renewing = self._start(self._keep_renewing())
         self._asking: asyncio.Task[None] | None = None  # the commit, or the new epoch
 
     def ready(self, run: BlockRun, block_ids: Sequence[int], last: bool = False) -> None:
@@ -166,9 +176,10 @@ class Handoff:
         wanted = BlockRun(run.first + skipped, run.count - skipped)
         if not wanted.count and not last:
             return
-        ids = tuple(block_ids)[skipped:]
-        self._runs.append(Ready(ticket.transfer_id, wanted, ids, last, ticket.digests))
-        self._commands.put_nowait(dict.fromkeys(self._ranks, self._runs[-1]))
+        for part, ids in _cut(wanted, tuple(block_ids)[skipped:], self._source.run_blocks):
+            ends = last and part.first + part.count == wanted.first + wanted.count
+            self._runs.append(Ready(ticket.transfer_id, part, ids, ends, ticket.digests))
+            self._commands.put_nowait(dict.fromkeys(self._ranks, self._runs[-1]))
 
     async def commit(self, payload: Any) -> HandoffResult:
         """The last run was announced: asks the sink to take over with `payload`. Returns when
@@ -212,6 +223,11 @@ class Handoff:
         """Progress: the lease starts anew."""
         self._lease.renew()
 
+    def moved(self) -> None:
+        """A rank says so. The sink may not see it yet: the turn is another transfer's."""
+        self._moved = True
+        self.renew()
+
     def fail(self, event: SourceEvent, error: PdserveError) -> None:
         actions = self._machine.on(event)
         if actions:  # else it is too late to matter: the first cause stays
@@ -237,12 +253,12 @@ class Handoff:
         counts, tasks = self._source.counts, self._source.tasks
         match action:
             case Action.SEND_COMMIT:
-                self._asking = tasks.start(self._send_commit())
+                self._asking = self._start(self._send_commit())
             case Action.SEND_ABORT:
                 tasks.start(self._send_abort())
             case Action.REPULL:
                 counts["repulled"] += 1
-                self._asking = tasks.start(self._repull())
+                self._asking = self._start(self._repull())
             case Action.RESEND:
                 self._resend()
             case Action.REPORT_SUCCESS:
@@ -255,6 +271,17 @@ class Handoff:
                 tasks.start(self._quiesce())
             case Action.FREE:
                 self._free()
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """In the background; the hand-off fails with what the work raises."""
+
+        async def run() -> None:
+            try:
+                await work
+            except Exception as error:
+                self.fail(SourceEvent.FAILED, as_typed(error, Blame.PREFILL))
+
+        return self._source.tasks.start(run())
 
     # ---- talking to the ranks ---------------------------------------------------------------
 
@@ -280,13 +307,17 @@ class Handoff:
     async def _pass_on(self, commands: dict[int, Submit | Ready]) -> None:
         try:
             replies = await call_ranks(self._source.call, commands)
-        except PdserveError as error:
+        except TransferError as error:
             self.fail(SourceEvent.FAILED, error)
+        except PdserveError as error:  # a rank of this node, whatever it may say
+            self.fail(SourceEvent.FAILED, _of_this_node(error))
         else:
             self._digests += (digest for reply in replies for digest in reply.digests)
+            self.renew()
 
     def _resend(self) -> None:
         self._digests.clear()
+        self._committed = False
         self._submit()
         for run in self._runs:
             self._commands.put_nowait(dict.fromkeys(self._ranks, run))
@@ -309,20 +340,29 @@ class Handoff:
     # ---- talking to the sink ----------------------------------------------------------------
 
     async def _keep_renewing(self) -> None:
-        """While the prompt waits and computes, both leases hang on the sink's answers."""
-        while self._machine.state is SourceState.SENDING:
+        """While the prompt waits and computes, and digests are made, both leases hang on the
+        sink's answers. After that each side's hangs on what moves, at either."""
+        seen = 0
+        while True:
             await asyncio.sleep(min(self._source.lease_s, self.ticket.lease_s) / 3)
             try:
-                await self._source.sink.renew(self.ticket)
+                if not self._committed:
+                    await self._source.sink.renew(self.ticket)
+                    self.renew()
+                elif self._moved:
+                    self._moved = False
+                    await self._source.sink.renew(self.ticket)
+                elif (progress := await self._source.sink.progress(self.ticket)) != seen:
+                    seen = progress
+                    self.renew()
             except TransferError as error:
-                self.fail(SourceEvent.FAILED, error)
+                self._refused(SourceEvent.RENEW_REFUSED, error)
             except PdserveError as error:  # out of reach: if it stays so, the lease lapses
                 logger.warning("cannot renew a hand-off: %s", error)
-            else:
-                self.renew()
 
     async def _send_commit(self) -> None:
         await self._commands.join()  # every digest is here
+        self._committed = True
         try:
             sink, digests = self._source.sink, tuple(self._digests)
             self._nbytes = await sink.commit(self.ticket, self._payload, digests)
@@ -362,6 +402,20 @@ class Handoff:
         self._lease.end()
         self._source.forget(self)
         self.quiet.set()
+
+
+def _cut(
+    run: BlockRun, block_ids: tuple[int, ...], most: int
+) -> Iterator[tuple[BlockRun, tuple[int, ...]]]:
+    """A run in parts of at most `most` blocks; one that is empty stays."""
+    for start in range(0, max(1, run.count), most):
+        ids = block_ids[start : start + most]
+        yield BlockRun(run.first + start, len(ids)), ids
+
+
+def _of_this_node(error: PdserveError) -> TransferError:
+    message = f"a rank of the prefill node failed: {error.message}"
+    return TransferError(message, code=error.code, blame=Blame.PREFILL, retryable=True)
 
 
 def _mismatch(code: str, name: str, ours: object, theirs: object) -> TransferError:

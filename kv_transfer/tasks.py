@@ -7,6 +7,8 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
+from common.core.errors import Blame, PdserveError, TransferError
+
 logger = logging.getLogger(__name__)
 
 
@@ -24,9 +26,23 @@ class Tasks:
 
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if isinstance(error, PdserveError):
             logger.warning("KV transfer, in the background: %s", error)
+        else:
+            logger.error("KV transfer, in the background: a defect", exc_info=error)
 
     async def join(self) -> None:
         while self._tasks:
             await asyncio.wait(self._tasks)
+
+
+def as_typed(error: Exception, here: Blame) -> PdserveError:
+    """What ended a transfer's work on the node whose role is `here`. What nobody expected is that
+    node's defect, and in its log."""
+    if isinstance(error, PdserveError):
+        return error
+    logger.error("KV transfer: a defect", exc_info=error)
+    message = f"the {here} node failed in the KV transfer: {type(error).__name__}"
+    return TransferError(message, code="INTERNAL", blame=here, retryable=True)

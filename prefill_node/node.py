@@ -9,8 +9,9 @@ from typing import Any
 import grpc
 
 from common.config.schema import WorkerNodeConfig
-from common.core.errors import Blame
+from common.core.errors import Blame, NodeError, PdserveError
 from common.core.request import GenerateJob, TokenEvent
+from common.engine.kv_cache import cache_bytes, resized
 from common.engine.messages import RankReady
 from common.engine.node import EngineNode
 from common.engine.replica import Call
@@ -27,6 +28,8 @@ from kv_transfer.ticket import Ticket
 from prefill_node.peers import DecodePeers, why_unreachable
 from prefill_node.service import PrefillService
 from prefill_node.session import PrefillSession
+
+CALL_TIMEOUT = 30.0  # seconds, whatever lease a ticket may promise
 
 
 class PrefillNode(EngineNode[PrefillSession, KVSource]):
@@ -61,10 +64,11 @@ class PrefillNode(EngineNode[PrefillSession, KVSource]):
             lease_s=self.config.transfer.kv_lease,
             call=call,
             sink=DecodePeer(self.server.channels.get, self.peers),
+            block_nbytes=max(cache_bytes(resized(each, 1)) for each in caches),
         )
 
     def add_services(self) -> None:
-        self.spawn(self.peers.watch(why_unreachable))
+        self.spawn(self.peers.watch(why_unreachable, self.server.channels.drop))
         self.server.add("Prefill", pb_grpc.add_PrefillServicer_to_server, PrefillService(self))
 
     def open(
@@ -98,25 +102,46 @@ class DecodePeer:
 
     async def renew(self, ticket: Ticket) -> None:
         request = pb.RenewRequest(transfer_id=ticket.transfer_id, epoch=ticket.epoch)
-        await self._call("Renew", ticket, request, ticket.lease_s)
+        await self._call("Renew", ticket, request, _patience(ticket))
+
+    async def progress(self, ticket: Ticket) -> int:
+        request = pb.RenewRequest(
+            transfer_id=ticket.transfer_id, epoch=ticket.epoch, committed=True
+        )
+        response = await self._call("Renew", ticket, request, _patience(ticket))
+        progress: int = response.progress
+        return progress
 
     async def abort(self, ticket: Ticket, reason: str) -> None:
         request = pb.AbortRequest(transfer_id=ticket.transfer_id, epoch=ticket.epoch, reason=reason)
-        await self._call("Abort", ticket, request, ticket.lease_s)
+        await self._call("Abort", ticket, request, _patience(ticket))
 
     async def retarget(self, ticket: Ticket) -> Ticket:
         """The ticket of a new epoch, in place of this one."""
         request = pb.RetargetRequest(transfer_id=ticket.transfer_id, epoch=ticket.epoch)
-        response = await self._call("Retarget", ticket, request, ticket.lease_s)
+        response = await self._call("Retarget", ticket, request, _patience(ticket))
         return Ticket.from_proto(response.ticket)
 
     async def _call(self, method: str, ticket: Ticket, request: Any, timeout: float | None) -> Any:
-        stub = pb_grpc.KVTransferStub(self._channel(ticket.address))
-        try:
-            response = await getattr(stub, method)(request, timeout=timeout)
-        except grpc.aio.AioRpcError as error:
-            failure = from_rpc_error(error, Blame.DECODE)
-            self._peers.used(ticket.address, answered=failure.code != "PEER_LOST")
-            raise failure from None
-        self._peers.used(ticket.address)
-        return response
+        with self._peers.calling(ticket.address):
+            stub = pb_grpc.KVTransferStub(self._channel(ticket.address))
+            try:
+                response = await getattr(stub, method)(request, timeout=timeout)
+            except grpc.aio.AioRpcError as error:
+                failure = from_rpc_error(error, Blame.DECODE)
+                lost = failure.code == "PEER_LOST"
+                self._peers.used(ticket.address, answered=not lost)
+                raise (_out_of_reach(failure) if lost else failure) from None
+            self._peers.used(ticket.address)
+            return response
+
+
+def _patience(ticket: Ticket) -> float:
+    """Seconds for an answer that needs no work."""
+    return min(ticket.lease_s, CALL_TIMEOUT)
+
+
+def _out_of_reach(failure: PdserveError) -> NodeError:
+    """From here: whether the decode node is to blame, the router knows, which calls it itself."""
+    message = f"the prefill node cannot reach the decode node: {failure.message}"
+    return NodeError(message, code=failure.code, blame=Blame.NETWORK)

@@ -7,13 +7,18 @@ decode node that died is not this node's ailment: it has one when of all that it
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
 
 # Seconds without use after which an address is forgotten.
 FORGET_AFTER = 10.0  # out of reach: or this node would be sick, and hence unused, for ever
 FORGET_REACHED_AFTER = 600.0
+CHANNEL_IDLE = 60.0  # seconds without a call after which a channel is closed
+MAX_CHANNELS = 128  # kept open although no call is under way
+MAX_PEERS = 1024  # remembered; those used last
 PROBE_PERIOD = 1.0  # seconds
 PROBE_TIMEOUT = 1.0  # seconds
 
@@ -30,12 +35,40 @@ class DecodePeers:
 
     def __init__(self, now: Callable[[], float] = monotonic) -> None:
         self._now = now
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, _Peer] = {}  # those used last come last
+        self._calls: Counter[str] = Counter()  # under way
+        self._channels: dict[str, float] = {}  # when the last call began or ended, in that order
+
+    @contextmanager
+    def calling(self, address: str) -> Iterator[None]:
+        """Its channel stays open meanwhile."""
+        self._calls[address] += 1
+        try:
+            yield
+        finally:
+            self._calls[address] -= 1
+            if not self._calls[address]:
+                del self._calls[address]
+            self._channels.pop(address, None)
+            self._channels[address] = self._now()
+
+    def take_unused(self) -> Sequence[str]:
+        """Whose channels shall be closed: they cost, and decode nodes come and go."""
+        idle = [address for address in self._channels if address not in self._calls]
+        since = self._now() - CHANNEL_IDLE
+        surplus = set(idle[: max(0, len(idle) - MAX_CHANNELS)])
+        unused = [each for each in idle if each in surplus or self._channels[each] <= since]
+        for address in unused:
+            del self._channels[address]
+        return unused
 
     def used(self, address: str, answered: bool = True) -> None:
         """A call ended: with an answer, an error included, or without any."""
         lost = self._peers[address].lost if address in self._peers and not answered else ""
+        self._peers.pop(address, None)
         self._peers[address] = _Peer(self._now(), not answered, lost)
+        if len(self._peers) > MAX_PEERS:
+            del self._peers[next(iter(self._peers))]
 
     def probed(self, address: str, lost: str) -> None:
         """`lost` is why the network does not lead there; empty: it does."""
@@ -57,9 +90,15 @@ class DecodePeers:
             return ""
         return f"no decode node reachable: {', '.join(lost)}"
 
-    async def watch(self, probe: Callable[[str], Awaitable[str]]) -> None:
-        """Runs until cancelled; `probe(address)` returns why nobody answers, or nothing."""
+    async def watch(
+        self,
+        probe: Callable[[str], Awaitable[str]],
+        drop: Callable[[Sequence[str]], Awaitable[None]],
+    ) -> None:
+        """Runs until cancelled; `probe(address)` returns why nobody answers, or nothing; `drop`
+        closes the channels to some addresses."""
         while True:
+            await drop(self.take_unused())
             addresses = self.in_doubt()
             findings = await asyncio.gather(*map(probe, addresses))
             for address, lost in zip(addresses, findings, strict=True):

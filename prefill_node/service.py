@@ -8,6 +8,7 @@ from typing import Protocol
 
 import grpc
 
+from common.core.errors import Blame
 from common.core.request import GenerateJob, TokenEvent
 from common.rpc import convert
 from common.rpc.pb import cluster_pb2 as pb
@@ -36,7 +37,7 @@ class PrefillService(pb_grpc.PrefillServicer):
     async def Run(
         self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.PrefillEvent]:
-        async with serving(context):
+        async with serving(context, Blame.PREFILL):
             job, ticket = convert.job_from_pb(request.job), Ticket.from_proto(request.ticket)
             known = request.HasField("first_token")
             token = convert.event_from_pb(request.first_token) if known else None

@@ -209,6 +209,10 @@ class FakeSinkNode:
         self._check()
         self._sink.renew(ticket.transfer_id, ticket.epoch)
 
+    async def progress(self, ticket: Ticket) -> int:
+        self._check()
+        return self._sink.progress(ticket.transfer_id, ticket.epoch)
+
     async def abort(self, ticket: Ticket, reason: str) -> None:
         self._check()
         self._sink.abort(ticket.transfer_id, ticket.epoch, reason)

@@ -34,6 +34,7 @@ from kv_transfer.protocol import (
 )
 
 _A, _S, _E, _T, _F = Action, SinkState, SinkEvent, SourceState, SourceEvent
+RENEWAL = (_T.SENDING, _F.RENEW_REFUSED)
 DEEP = os.environ.get("PDSERVE_EXPLORE_DEEP") == "1"
 
 
@@ -48,6 +49,8 @@ class Scenario:
 
 SCENARIOS = [
     Scenario("damaged twice", Rules(ranks=1), {BAD: 2}, 130_000),
+    Scenario("renewed", Rules(ranks=1, asks=0, renewals=True), {BAD: 1}, 2_000),
+    Scenario("renewed, two sources", Rules(ranks=1, renewals=True), {BAD: 1}, 200_000, deep=True),
     Scenario("two ranks", Rules(), {}, 175_000),
     Scenario("messages come twice", Rules(ranks=1), {DUPLICATE: 1}, 87_000),
     Scenario("a party crashes", Rules(ranks=1), {BAD: 1, CRASH: 1}, 175_000),
@@ -71,7 +74,8 @@ def test_no_order_of_events_breaks_a_promise(scenario: Scenario) -> None:
     assert report.states >= scenario.states
     if scenario.name == "damaged twice":
         cells = [(state, event) for state, row in [*SINK.items(), *SOURCE.items()] for event in row]
-        assert scenario.rules.taken == set(cells)
+        assert scenario.rules.taken == {*cells} - {RENEWAL}
+    assert (RENEWAL in scenario.rules.taken) == scenario.rules.renewals
 
 
 def explore(rules: Rules, budget: dict[str, float], succeeds: bool = False) -> Report:
@@ -87,6 +91,7 @@ def explore(rules: Rules, budget: dict[str, float], succeeds: bool = False) -> R
         (Rules(), {}),
         (Rules(empty=True), {}),
         (Rules(asks=0), {BAD: 1}),
+        (Rules(ranks=1, asks=0, renewals=True), {BAD: 1}),
         (Rules(asks=0), {DUPLICATE: 1}),
         (Rules(), {A_FAILS: inf}),
         (Rules(), {A_FAILS: inf, BAD: 1}),
@@ -105,8 +110,8 @@ def sink(*cells: tuple[SinkState, SinkEvent, Step[SinkState] | None], **rules: A
     return Rules(sink=changed(SINK, cells), **{"ranks": 1} | rules)
 
 
-def source(*cells: tuple[SourceState, SourceEvent, Step[SourceState]]) -> Rules:
-    return Rules(source=changed(SOURCE, cells), ranks=1)
+def source(*cells: tuple[SourceState, SourceEvent, Step[SourceState]], **rules: Any) -> Rules:
+    return Rules(source=changed(SOURCE, cells), **{"ranks": 1} | rules)
 
 
 def changed(table: Any, cells: Iterable[tuple[Any, Any, Any]]) -> Any:
@@ -267,6 +272,18 @@ MUTANTS = [
         source((_T.RECOMMITTING, _F.MISMATCH, (_T.REPULLING, (_A.REPULL,)))),
         Invariant.ONE_REPULL,
         {BAD: 2},
+    ),
+    Mutant(
+        "gives up when a renewal is refused that is overtaken by wrong digests",
+        source(
+            *(
+                (state, _F.RENEW_REFUSED, (_T.DRAINING, (_A.REPORT_FAILURE, _A.QUIESCE)))
+                for state in (_T.COMMITTING, _T.REPULLING, _T.RECOMMITTING)
+            ),
+            renewals=True,
+        ),
+        Invariant.SUCCESS,
+        NONE | {BAD: 1},
     ),
     Mutant(
         "reports success before the answer",

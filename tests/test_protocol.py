@@ -74,6 +74,7 @@ sending       commit          committing    send_commit
 sending       failed          draining      send_abort report_failure quiesce
 sending       abort           draining      send_abort report_failure quiesce
 sending       lease_lapsed    draining      send_abort report_failure quiesce
+sending       renew_refused   draining      report_failure quiesce
 committing    commit_acked    draining      report_success quiesce
 committing    commit_refused  draining      report_failure quiesce
 committing    mismatch        repulling     repull

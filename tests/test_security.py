@@ -913,9 +913,8 @@ def test_a_node_does_not_trust_a_job(changes: dict[str, Any], says: str) -> None
 def test_a_decode_node_does_not_trust_a_commit(token: dict[str, Any], says: str) -> None:
     service = KVTransferService(sinks=None, vocab_size=50)  # type: ignore[arg-type]
     event = cluster_pb2.TokenEvent(tokens=[inference_pb2.Token(**token)])
-    with pytest.raises(InvalidRequest, match=says):
-        service._check_first_token(event)
-    service._check_first_token(cluster_pb2.TokenEvent(tokens=[inference_pb2.Token(id=49)]))
+    assert says in service._fault_of(event)
+    assert not service._fault_of(cluster_pb2.TokenEvent(tokens=[inference_pb2.Token(id=49)]))
 
 
 def test_secrets_are_never_shown_in_help() -> None:

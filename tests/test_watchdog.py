@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -194,7 +195,11 @@ async def test_probes_until_somebody_answers(monkeypatch: pytest.MonkeyPatch) ->
 
     peers = DecodePeers()
     peers.used("d0:1", answered=False)
-    watching = asyncio.create_task(peers.watch(probe))
+
+    async def drop(addresses: Sequence[str]) -> None:
+        assert not addresses
+
+    watching = asyncio.create_task(peers.watch(probe, drop))
     await eventually(lambda: len(asked) == 3 and not peers.in_doubt())
     await asyncio.sleep(0.05)
     assert asked == 3 * ["d0:1"], "nobody is asked once all answer"

@@ -136,7 +136,8 @@ class ClusterAuthError(NodeError):
 class TransferError(NodeError):
     """A KV hand-off failed. Codes: LAYOUT_MISMATCH, FINGERPRINT_MISMATCH, STALE_EPOCH,
     UNKNOWN_TRANSFER, NO_COMMON_CONNECTOR (none that both nodes speak works between them),
-    LEASE_EXPIRED, EXPIRED, ABORTED, BAD_FRAME, PEER_LOST, CONNECT_FAILED, CONNECTOR_FAILED."""
+    LEASE_EXPIRED, EXPIRED, ABORTED, BAD_FRAME, BAD_COMMIT, PEER_LOST, CONNECT_FAILED,
+    CONNECTOR_FAILED, INTERNAL (a defect)."""
 
     default_code = "TRANSFER_FAILED"
     default_blame = Blame.NETWORK

@@ -42,9 +42,11 @@ _CLASS[grpc.StatusCode.UNAUTHENTICATED] = errors.ClusterAuthError
 
 
 @asynccontextmanager
-async def serving(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+async def serving(
+    context: grpc.aio.ServicerContext[Any, Any], here: Blame = Blame.ROUTER
+) -> AsyncIterator[None]:
     """Wraps a handler's body: sets the request id for its log lines and turns exceptions into
-    statuses, in one place."""
+    statuses, in one place. What nobody expected is a defect of the role that is `here`."""
     request_id = _metadata(context.invocation_metadata()).get(REQUEST_ID_KEY, "-")
     request_id_var.set(request_id if is_plain(request_id) else "-")
     try:
@@ -58,7 +60,14 @@ async def serving(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[
         error_id = new_request_id("error")
         logger.exception("%s: unexpected error in a gRPC handler", error_id)
         text = f"internal error; its traceback is in the log under {error_id}"
-        await abort(context, PdserveError(text))
+        await abort(context, _defect(text, here))
+
+
+def _defect(text: str, here: Blame) -> PdserveError:
+    """A node's is worth another try, on another one."""
+    if here is Blame.ROUTER:
+        return PdserveError(text)
+    return errors.NodeError(f"the {here} node: {text}", code="INTERNAL", blame=here)
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PdserveError) -> None:

@@ -168,7 +168,7 @@ class Links:
             link = self._links[target] = Link(target, self._dial, self)
         link.queue.put(delivery)
 
-    def moving(self, waiting: list[Outgoing]) -> None:
+    def moving(self, waiting: set[Outgoing]) -> None:
         """Bytes go out on a link: those of its transfers that wait their turn live, too."""
         for each in waiting:
             if not each.over:
@@ -253,6 +253,11 @@ class Turns:
                 self._queues[outgoing] = deliveries
             return delivery
 
+    def transfers(self) -> set[Outgoing]:
+        """Those that wait for their turn."""
+        with self._changed:
+            return set(self._queues)
+
     def drop(self, outgoing: Outgoing) -> None:
         """A transfer that was given up."""
         with self._changed:
@@ -335,7 +340,7 @@ class Link:
                 blame=Blame.DECODE,
                 retryable=True,
             ) from error
-        self._channel.watch(Pulse(lambda: self._links.moving(list(self._live))))
+        self._channel.watch(Pulse(lambda: self._links.moving(self._live | self.queue.transfers())))
         return self._channel
 
     def _deliver(self, delivery: Delivery) -> None:

@@ -6,7 +6,8 @@
 
 Time has no clock here: a lease may lapse, a caller may lose patience, a rank may answer at any
 moment, or never. A message that is never delivered is a lost one, a party that makes no move is
-a stalled one. So Renew is no message: it postpones what may come at any time anyway.
+a stalled one. Renew postpones what may come at any time anyway: of it, only the refusal matters,
+which may come late.
 
 The tables are those of `kv_transfer/protocol.py` (or a mutant's), stepped by its `Machine`.
 `tests/explorer.py` puts the parties together.

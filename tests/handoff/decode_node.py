@@ -78,6 +78,8 @@ class DecodeNode(Party):
                 step.commit(message)
             case "abort":
                 step.abort(message)
+            case "renew":
+                step.renew(message)
             case "retarget" if part.crashed:
                 step.refuse((message.sender, message.number))
             case "retarget":

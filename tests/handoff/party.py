@@ -77,6 +77,7 @@ class Rules:
     router_outbids: bool = True  # a source that asks for another try
     digests_compared: bool = True
     recalls_landing: bool = True  # of ranks that landed before the epoch was open
+    renewals: bool = False  # sources renew while they compute: each may be refused, late
     sink_lease: bool = True
     source_lease: bool = True
     # Cells of either table that were passed through: (state, event).
@@ -87,7 +88,8 @@ class Message(NamedTuple):
     """`number` is the rank (write) or the call that is made or answered (retarget, ticket)."""
 
     to: str
-    kind: str  # to D: commit, abort, retarget, write; from it: acked, mismatch, refused, ticket
+    # to D: commit, abort, retarget, renew, write; from it: acked, mismatch, refused, ticket, ended
+    kind: str
     sender: str
     epoch: int = 0
     number: int = 0

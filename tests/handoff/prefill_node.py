@@ -21,6 +21,7 @@ class Source:
     asking: str = ""  # commit, retarget; repull: before that, ranks are quiesced
     quiescing: bool = False
     again: bool = False  # it has been asked to send again
+    renewing: bool = False  # a renewal is not answered yet
     freed: bool = False
 
 
@@ -69,6 +70,7 @@ class SourceStep:
                 self.notes.append(Note("succeeded", self.name, part.epoch))
             case Action.QUIESCE:
                 part.quiescing, part.asking, part.again = True, "", False
+                part.renewing = False
             case Action.FREE:
                 self._free()
 
@@ -117,6 +119,11 @@ class SourceStep:
         self.sends.append(Message("D", "retarget", self.name, epoch, epoch))
         return self
 
+    def renew(self) -> SourceStep:
+        self.part.renewing = True
+        self._send("renew")
+        return self
+
     def quiesced(self) -> SourceStep:
         self._quiet()
         self.part.quiescing = False
@@ -147,6 +154,8 @@ class PrefillNode(Party):
         yield from self._writes(part)
         if part.state is SourceState.SENDING:
             yield self._step(part).on(SourceEvent.COMMIT).move("commits")
+            if self._rules.renewals and not part.renewing:
+                yield self._step(part).renew().move("renews")
         yield from self._answers(part)
         if part.state not in _OVER:
             yield from self._ends(part)
@@ -192,11 +201,23 @@ class PrefillNode(Party):
             return (step if live else step.begin(message.epoch)).move(label)
         if message.kind == "ticket":
             return step.retargeted(message.epoch).move(label)
+        if message.kind == "ended":
+            step.part.renewing = False
+            return step.on(SourceEvent.RENEW_REFUSED).move(label)
         return step.on(_ANSWERS[message.kind]).move(label)
 
     def heeds(self, part: Source, message: Message) -> bool:
         if message.kind == "run":
             return True
+        if message.kind == "ended":
+            return part.renewing and self._minds(part)
         if message.kind == "ticket" or (message.kind == "refused" and not message.epoch):
             return part.asking == "retarget" and message.number == part.epoch
         return part.asking == "commit" and message.epoch == part.epoch
+
+    def _minds(self, part: Source) -> bool:
+        """Whether a refused renewal can change anything, now or later."""
+        assert part.state is not None
+        order = list(SourceState)
+        later = order[order.index(part.state) :]
+        return any(SourceEvent.RENEW_REFUSED in self._rules.source[state] for state in later)

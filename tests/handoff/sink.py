@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from handoff.party import Invariant, Message, Move, Note, Rules, broken, during
 from kv_transfer.protocol import Action, Machine, SinkEvent, SinkState
 
+_S = SinkState
+# There is no cause to refuse a renewal.
+_STANDS = (_S.OPENING, _S.RESERVED, _S.COMMITTED, _S.LANDED, _S.VERIFYING, _S.READY)
+
 
 @dataclass(unsafe_hash=True, slots=True)
 class Rank:
@@ -162,6 +166,11 @@ class SinkStep:
     def abort(self, message: Message) -> None:
         if not self._is_stale(message, SinkEvent.ABORT):
             self.on(SinkEvent.ABORT, message.epoch)
+
+    def renew(self, message: Message) -> None:
+        stands = self.part.epoch == message.epoch and self.part.state in _STANDS
+        if self.part.crashed or not stands:
+            self.sends.append(Message(message.sender, "ended", "D", message.epoch))
 
     def retarget(self, message: Message) -> None:
         part, asker = self.part, (message.sender, message.number)

@@ -303,16 +303,20 @@ class CommitResponse(_message.Message):
     def __init__(self, bytes: _Optional[int] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
-    __slots__ = ("transfer_id", "epoch")
+    __slots__ = ("transfer_id", "epoch", "committed")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
     transfer_id: bytes
     epoch: int
-    def __init__(self, transfer_id: _Optional[bytes] = ..., epoch: _Optional[int] = ...) -> None: ...
+    committed: bool
+    def __init__(self, transfer_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., committed: _Optional[bool] = ...) -> None: ...
 
 class RenewResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("progress",)
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    progress: int
+    def __init__(self, progress: _Optional[int] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("transfer_id", "epoch", "reason")
