@@ -27,7 +27,7 @@ from typing import Any
 import grpc
 
 from common.config.schema import RoutingConfig
-from common.core.errors import Blame, PdserveError, TransferError
+from common.core.errors import Blame, NodeError, PdserveError, TransferError
 from common.obs.logging import request_id_var
 from common.obs.metrics import RouterMetrics
 from common.rpc import convert
@@ -58,9 +58,12 @@ class Pipeline:
         tokenizer: Tokenizer,
         channels: Channels,
         metrics: RouterMetrics,
+        vocab_size: int = 2**32,
     ) -> None:
+        """`vocab_size`: rows of the model's embedding."""
         self._config = config
         self._tokenizer = tokenizer
+        self.vocab_size = vocab_size
         self.registry = registry
         self.channels = channels
         self.metrics = metrics
@@ -212,7 +215,6 @@ class Attempt:
                         handing_off = group.create_task(self._hand_off(event.reserved))
                     elif event.HasField("landed"):
                         self._landed(event.landed)
-                        use.worked()
                     elif event.HasField("tokens"):
                         self._take(event.tokens, self._decode.role)
                         use.worked()
@@ -251,9 +253,9 @@ class Attempt:
                 self._call(pb_grpc.PrefillStub, prefill, request) as call,
             ):
                 first = await call.expect("first_token")
-                use.worked()
                 self._run.cached_tokens = self._run.cached_tokens or first.cached_tokens
                 self._tell_first(first.token)
+                use.worked()
                 if self._run.finished:
                     return
                 handed_off = await call.expect("handed_off")
@@ -287,11 +289,17 @@ class Attempt:
     def _tell_first(self, token: pb.TokenEvent) -> None:
         """The prefill node's token, whoever tells it first."""
         if self._first is None:
-            self._first = token
             self._take(token, "prefill")
+            self._first = token
 
     def _take(self, tokens: pb.TokenEvent, role: str) -> None:
-        self._run.take(convert.event_from_pb(tokens), role, self._decode.info.fingerprint)
+        """A token that cannot be is the fault of the node that made it: once it is among the
+        request's tokens, it would be the client's."""
+        event = convert.event_from_pb(tokens)
+        if any(token.token_id >= self._pipeline.vocab_size for token in event.tokens):
+            message = f"{role} node: a token is outside the vocabulary"
+            raise NodeError(message, code="PROTOCOL_ERROR", blame=Blame(role))
+        self._run.take(event, role, self._decode.info.fingerprint)
 
     # ---- when they fail ---------------------------------------------------------------------
 

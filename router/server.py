@@ -54,7 +54,9 @@ async def serve(config: RouterConfig, stopping: Callable[[], None] = lambda: Non
     model = load_served_model(config.model)
     registry, metrics = Registry(config.routing), RouterMetrics()
     channels = credentials.channels()
-    pipeline = Pipeline(config.routing, registry, model.tokenizer, channels, metrics)
+    pipeline = Pipeline(
+        config.routing, registry, model.tokenizer, channels, metrics, model.vocab_size
+    )
     metrics.registry.register(PipelineCollector(pipeline, registry))
     workers = TextWorkers(_spec(config))
     inference = InferenceServicer(pipeline, model, keys, config.server.write_timeout, workers)

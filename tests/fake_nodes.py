@@ -26,6 +26,7 @@ from router.generation import GenerationRequest, GenerationStats, TextDelta
 from router.pipeline import Pipeline
 from router.registry import Registry
 
+VOCAB_SIZE = 200
 ROLES = {"p": pb.ROLE_PREFILL, "d": pb.ROLE_DECODE}
 Fault = Callable[[Any], Awaitable[None]]  # gets the call's context
 
@@ -55,6 +56,7 @@ class FakeNode:
         self.on_token: dict[int, Fault] = {}
         self.on_retarget: Fault | None = None
         self.on_landed: Fault | None = None
+        self.token_offset = 0  # what it adds to every token it makes
         self.jobs: list[pb.Job] = []
         self.local_prefills = 0
         self.open = 0  # jobs under way
@@ -111,7 +113,7 @@ class FakeNode:
             job = request.job
             position = len(job.prompt_token_ids) + len(job.choices[0].output_token_ids)
             known = request.HasField("first_token")
-            token = request.first_token if known else event_at(position, job)
+            token = request.first_token if known else self._event(position, job)
             yield pb.PrefillEvent(first_token=pb.FirstToken(token=token))
             if token.finish_reason:
                 return
@@ -139,7 +141,12 @@ class FakeNode:
             end = len(job.prompt_token_ids) + job.sampling.max_tokens
             for count, each in enumerate(range(position, end)):
                 await self._before(count, context)
-                yield pb.DecodeEvent(tokens=event_at(each, job))
+                yield pb.DecodeEvent(tokens=self._event(each, job))
+
+    def _event(self, position: int, job: pb.Job) -> pb.TokenEvent:
+        event = event_at(position, job)
+        event.tokens[0].id += self.token_offset
+        return event
 
     async def _retarget(self, request: pb.RetargetRequest, context: Any) -> pb.RetargetResponse:
         async with serving(context):
@@ -159,7 +166,9 @@ class FakeCluster:
         self.channels = Channels()
         self.metrics = RouterMetrics()
         tokenizer = Tokenizer.from_folder(byte_level_folder(folder))
-        self.pipeline = Pipeline(self.config, self.registry, tokenizer, self.channels, self.metrics)
+        self.pipeline = Pipeline(
+            self.config, self.registry, tokenizer, self.channels, self.metrics, VOCAB_SIZE
+        )
         self.nodes: dict[str, FakeNode] = {}
 
     async def start(self, *names: str) -> None:

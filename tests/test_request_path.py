@@ -241,6 +241,18 @@ async def test_a_defect_in_a_nodes_handler_is_the_nodes(four: FakeCluster) -> No
     assert {node.breaker.state.value for node in four.registry.nodes()} == {"open", "closed"}
 
 
+@pytest.mark.parametrize("role", ["p0", "d0"])
+async def test_a_token_that_cannot_be_is_its_nodes_and_not_the_clients(
+    four: FakeCluster, role: str
+) -> None:
+    four[role].token_offset = 10**6
+    for _ in range(6):
+        await four.ask()
+    assert len(four[role].jobs) == 3
+    states = {node.info.node_id: node.breaker.state.value for node in four.registry.nodes()}
+    assert states == {name: "open" if name == role else "closed" for name in four.nodes}
+
+
 # ---- prefill and decode nodes that do not reach each other ----
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,6 +21,8 @@ from warm import WarmCluster
 pytestmark = pytest.mark.skipif(bool(hosts.unavailable()), reason=hosts.unavailable())
 PROMPT = tuple(range(5, 75))
 NUM_TOKENS = 40
+IN_FLIGHT = 6
+HOLD = float(os.environ.get("LONG_CUTS", "0"))  # seconds beyond what is needed to notice
 
 
 class Site:
@@ -130,3 +136,83 @@ def test_no_prefill_node_is_left_and_one_comes_back(site: Site) -> None:
     site.wait_state(site.prefill, "ready")
     site.check(list(site.ask()))
     site.cluster.wait_idle()
+
+
+# ---- every edge, one way and both ----
+
+
+class Wide:
+    """The site with two nodes of each role, under load."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.prefills = [site.prefill, site.start("prefill")]
+        self.decodes = [site.decode, site.other]
+        site.hosts["router"] = hosts.ROUTER
+        site.cluster.wait_nodes()
+
+    def wait_whole(self) -> None:
+        """Until every pair is used again."""
+        self.site.cluster.wait_for(lambda: len(self.pairings()) == 4, 45)
+
+    def pairings(self) -> list[dict[str, str]]:
+        pairings: list[dict[str, str]] = self.site.cluster.get("/v1/cluster").json()["pairings"]
+        return pairings
+
+    @contextmanager
+    def cut(self, *edges: tuple[str, str]) -> Iterator[None]:
+        """What the first of each edge sends to the second is lost."""
+        for source, target in edges:
+            self.site.network.drop(self.site.hosts[source], self.site.hosts[target])
+        try:
+            yield
+        finally:
+            for source, target in edges:
+                self.site.network.drop(self.site.hosts[source], self.site.hosts[target], False)
+
+    @contextmanager
+    def load(self) -> Iterator[None]:
+        """Requests one after the other on several threads; each must get its right answer."""
+        over = threading.Event()
+
+        def ask() -> int:
+            served = 0
+            while not over.is_set():
+                self.site.check(list(self.site.ask()))
+                served += 1
+            return served
+
+        with ThreadPoolExecutor(IN_FLIGHT) as pool:
+            asking = [pool.submit(ask) for _ in range(IN_FLIGHT)]
+            try:
+                self.site.cluster.wait_for(
+                    lambda: self.site.cluster.get("/v1/cluster").json()["running"] == IN_FLIGHT
+                )
+                yield
+            finally:
+                over.set()
+        assert all(each.result() for each in asking)
+
+
+@pytest.fixture(scope="module")
+def wide(site: Site) -> Wide:
+    return Wide(site)
+
+
+@pytest.mark.parametrize("way", ["there", "back", "both"])
+@pytest.mark.parametrize("edge", ["router-prefill", "router-decode", "prefill-decode"])
+def test_an_edge_is_cut_under_load_and_nothing_is_lost(wide: Wide, edge: str, way: str) -> None:
+    """`LONG_CUTS=30` holds each cut for so long."""
+    places = {"router": ["router"], "prefill": wide.prefills[:1], "decode": wide.decodes[:1]}
+    source, target = edge.split("-")
+    if source == "prefill":  # all of them: no other pair is left
+        places |= {"prefill": wide.prefills, "decode": wide.decodes}
+    there = [(a, b) for a in places[source] for b in places[target]]
+    back = [(b, a) for a, b in there]
+    edges = {"there": there, "back": back, "both": there + back}[way]
+    wide.wait_whole()
+    with wide.load(), wide.cut(*edges):
+        noticed = 0 if source == "prefill" else 2
+        wide.site.cluster.wait_for(lambda: len(wide.pairings()) <= noticed, 30)
+        time.sleep(HOLD)
+    wide.site.cluster.wait_idle(20)
