@@ -248,7 +248,10 @@ async def test_a_token_that_cannot_be_is_its_nodes_and_not_the_clients(
     four[role].token_offset = 10**6
     for _ in range(6):
         await four.ask()
-    assert len(four[role].jobs) == 3
+    (node,) = (each for each in four.registry.nodes() if each.info.node_id == role)
+    while node.breaker.state is BreakerState.CLOSED:  # now and then the other half is first to tell
+        await four.ask()
+        assert len(four[role].jobs) < 30
     states = {node.info.node_id: node.breaker.state.value for node in four.registry.nodes()}
     assert states == {name: "open" if name == role else "closed" for name in four.nodes}
 

@@ -150,6 +150,7 @@ class Wide:
         self.decodes = [site.decode, site.other]
         site.hosts["router"] = hosts.ROUTER
         site.cluster.wait_nodes()
+        site.check(list(site.ask()))  # the reference is made on one thread
 
     def wait_whole(self) -> None:
         """Until every pair is used again."""
