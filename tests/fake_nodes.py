@@ -12,7 +12,6 @@ from typing import Any
 import grpc
 
 from common.config.schema import RoutingConfig
-from common.core.errors import PdserveError
 from common.core.sampling import SamplingParams
 from common.obs.metrics import RouterMetrics
 from common.rpc.pb import cluster_pb2 as pb
@@ -268,6 +267,3 @@ async def dies(context: Any) -> None:
     """After a moment: what it said before has arrived."""
     await asyncio.sleep(0.03)
     await context.abort(grpc.StatusCode.UNAVAILABLE)
-
-
-__all__ = ["FakeCluster", "FakeNode", "PdserveError", "dies", "fails", "fake_cluster", "hangs"]
