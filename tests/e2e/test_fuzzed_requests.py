@@ -1,0 +1,135 @@
+"""Requests with odd values and odd types, over HTTP and gRPC, beside a steady load that must not
+notice: each is answered or refused, and no node fails. PDSERVE_FUZZ_REQUESTS says how many."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+import requests
+
+import reference
+from cluster import MODELS
+from common.rpc.pb import inference_pb2 as pb
+from common.rpc.pb import inference_pb2_grpc as pb_grpc
+from warm import WarmCluster, shared
+
+REQUESTS = int(os.environ.get("PDSERVE_FUZZ_REQUESTS", 300))
+NUM_TOKENS = 20
+STEADY = [tuple(5 + (37 * k + 7 * i) % 480 for i in range(20 + 30 * k)) for k in range(3)]
+NAN, INF = float("nan"), float("inf")
+
+REALS = (0, 1, 0.5, -1, 2, 1e-39, 1e-45, 1e-46, 3e38, 1e39, 1e308, 5e-324, -0.0, NAN, INF, -INF, 9)
+WHOLE = (0, 1, 2, 5, -1, 511, 512, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64, -(2**63), 10**300)
+OTHER = (None, True, "1", "", [], {}, [1], {"a": 1}, 0.1, "\x00", "ü" * 2000)
+FLOATS = (
+    "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+)  # fmt: skip
+INTS = ("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs")
+LISTS: dict[str, tuple[Any, ...]] = {
+    "stop": ("a", [" the", "x"], [""], ["y"] * 300, [1], "\ud800"),
+    "stop_token_ids": ([1, 2], list(range(512)), [-1], [2**40], list(range(2000)), ["1"]),
+    "logit_bias": ({"5": 100}, {"5": NAN}, {"x": 1}, {"600": 1}, {"-1": 1}, {"1": "2"}),
+    "prompt": ("once", [1, 2], [[1], [2]], ["a", "b"], [], [[]], [-1], [10**9], "", [1.5]),
+}  # fmt: skip
+ALLOWED = {200, 400, 413, 429}
+GRPC_ALLOWED = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[WarmCluster]:
+    with WarmCluster("mistral", 1, 1, warm=shared(), max_model_len=256) as made:
+        yield made
+
+
+def odd_body(rng: random.Random) -> dict[str, Any]:
+    body: dict[str, Any] = {"prompt": [5, 6, 7 + rng.randrange(400)], "max_tokens": 6}
+    for _ in range(rng.randint(1, 4)):
+        name = rng.choice((*FLOATS, *FLOATS, *INTS, *LISTS))
+        values = REALS if name in FLOATS else WHOLE if name in INTS else LISTS[name]
+        body[name] = rng.choice(values if rng.random() < 0.8 else OTHER)
+    return body
+
+
+def send_http(cluster: WarmCluster, rng: random.Random) -> str:
+    body = json.dumps(odd_body(rng))
+    headers = {"Content-Type": "application/json"}
+    response = requests.post(f"{cluster.url}/v1/completions", body, headers=headers, timeout=120)
+    assert response.status_code in ALLOWED, (body, response.text)
+    answer = response.json()
+    assert ("error" in answer) == (response.status_code != 200), body
+    return f"HTTP {response.status_code}"
+
+
+def odd_sampling(rng: random.Random) -> pb.SamplingParams:
+    sampling = pb.SamplingParams(max_tokens=6)
+    for _ in range(rng.randint(1, 4)):
+        name = rng.choice((*FLOATS, *INTS))
+        try:
+            setattr(sampling, name, rng.choice(REALS if name in FLOATS else WHOLE))
+        except ValueError:  # not a number of the field's size
+            setattr(sampling, name, 1)
+    for _ in range(rng.choice((0, 0, 1, 3))):
+        sampling.logit_bias[rng.choice((1, 5, 511, 512, 2**32 - 1))] = rng.choice(REALS)
+    return sampling
+
+
+def send_grpc(stub: pb_grpc.InferenceStub, rng: random.Random) -> str:
+    ids = [5, 6, 7 + rng.randrange(400)]
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids), sampling=odd_sampling(rng))
+    try:
+        assert list(stub.Generate(request, timeout=120))
+    except grpc.RpcError as error:
+        assert error.code() in GRPC_ALLOWED, (request, error)
+        return error.code().name
+    return "OK"
+
+
+def steady_load(cluster: WarmCluster, expected: dict[tuple[int, ...], str], stop: Any) -> int:
+    """Asks until told to stop; how often every answer was the one it should be."""
+    rounds = 0
+    while not stop.is_set() or not rounds:
+        for prompt, text in expected.items():
+            answer = cluster.complete(list(prompt), max_tokens=NUM_TOKENS, ignore_eos=True)
+            assert answer["choices"][0]["text"] == text
+        rounds += 1
+    return rounds
+
+
+def test_no_request_hurts_another(cluster: WarmCluster) -> None:
+    model = MODELS / "mistral"
+    expected = {
+        prompt: reference.decode(model, reference.greedy(model, prompt, NUM_TOKENS))
+        for prompt in STEADY
+    }
+    before, stop = dict(cluster.pids), threading.Event()
+    with (
+        grpc.insecure_channel(cluster.grpc) as channel,
+        ThreadPoolExecutor(2) as steady,
+        ThreadPoolExecutor(6) as senders,
+    ):
+        stub = pb_grpc.InferenceStub(channel)
+        loads = [steady.submit(steady_load, cluster, expected, stop) for _ in range(2)]
+
+        def send(seed: int) -> str:
+            rng = random.Random(seed)
+            return send_http(cluster, rng) if seed % 2 else send_grpc(stub, rng)
+
+        try:
+            seen = Counter(senders.map(send, range(REQUESTS)))
+        finally:
+            stop.set()
+        assert all(load.result() for load in loads)
+    print(dict(seen))
+    assert seen["OK"] and seen["HTTP 200"] and seen["HTTP 400"] and seen["INVALID_ARGUMENT"]
+    cluster.wait_idle()
+    assert cluster.pids == before and not cluster.crashed()
+    assert "Traceback" not in cluster.log() and "goes on elsewhere" not in cluster.log()
