@@ -71,3 +71,9 @@ class DecodeNode(EngineNode[DecodeSession, KVSink]):
     def open(self, job: GenerateJob) -> DecodeSession:
         """A session for a router's job; the caller closes it with `close`."""
         return self.admit(job, lambda replica: DecodeSession(replica, self.metrics, job))
+
+    def finish_choice(self, request_id: str, choice: int) -> None:
+        """The router has all it wants of a choice."""
+        for session in self.sessions:
+            if session.request_id == request_id:
+                self.spawn(session.finish(choice))

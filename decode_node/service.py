@@ -29,6 +29,9 @@ class SessionHost(Protocol):
     def close(self, session: DecodeSession) -> None:
         """Ends a session in the background."""
 
+    def finish_choice(self, request_id: str, choice: int) -> None:
+        """Ends a choice of a session in the background, if there is such a one."""
+
 
 class DecodeService(pb_grpc.DecodeServicer):
     def __init__(self, host: SessionHost) -> None:
@@ -45,6 +48,13 @@ class DecodeService(pb_grpc.DecodeServicer):
                         yield event
             finally:
                 self._host.close(session)
+
+    async def FinishChoice(
+        self, request: pb.FinishChoiceRequest, context: grpc.aio.ServicerContext
+    ) -> pb.FinishChoiceResponse:
+        async with serving(context):
+            self._host.finish_choice(request.request_id, request.choice)
+        return pb.FinishChoiceResponse()
 
 
 class KVTransferService(pb_grpc.KVTransferServicer):

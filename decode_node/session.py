@@ -15,7 +15,7 @@ from time import monotonic
 from typing import TypeVar
 
 from common.core.errors import PdserveError
-from common.core.request import Choice, GenerateJob, TokenEvent
+from common.core.request import Choice, FinishReason, GenerateJob, TokenEvent
 from common.core.sampling import SampledToken
 from common.engine.replica import Replica
 from common.engine.sequence import Finish, Sequence, Status
@@ -40,11 +40,16 @@ class DecodeSession:
         self._job = job
         self._sequences: list[Sequence] = []
         self._unfinished = len(job.choices)
+        self._unwanted: set[int] = set()  # choices that a stop string has ended
         self._admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._events: asyncio.Queue[TokenEvent | PdserveError] = asyncio.Queue()
         self._transfer_id: bytes | None = None
         self._freed: asyncio.Event | None = None  # set: the hand-off has no more use for its blocks
+
+    @property
+    def request_id(self) -> str:
+        return self._job.request_id
 
     # ---- the path, top to bottom ------------------------------------------------------------
 
@@ -59,12 +64,30 @@ class DecodeSession:
             yield pb.DecodeEvent(landed=await self._unless_failed(self._land(first)))
         for choice in others:
             self._add(choice, remote=False)
+        for index in tuple(self._unwanted):  # what came before these were there
+            await self._unless_failed(self.finish(index))
         while self._unfinished:
             event = await self._events.get()
             if isinstance(event, PdserveError):
                 raise event
             self._unfinished -= event.finish_reason is not None
             yield pb.DecodeEvent(tokens=convert.event_to_pb(event))
+
+    async def finish(self, choice: int) -> None:
+        """The router has all it wants of a choice: nothing more is computed for it."""
+        self._unwanted |= {each.index for each in self._job.choices if each.index == choice}
+        for sequence in self._sequences:
+            awaited = sequence.status is Status.REMOTE or (
+                sequence.remote and sequence.status is Status.WAITING
+            )
+            if sequence.choice == choice and not awaited:
+                await self._finish(sequence)
+
+    async def _finish(self, sequence: Sequence) -> None:
+        await self._engine.stop(sequence)
+        if sequence.status is not Status.DONE:  # it has not ended by itself meanwhile
+            self._engine.release(sequence)
+            self._events.put_nowait(TokenEvent(sequence.choice, (), FinishReason.STOP))
 
     async def close(self) -> None:
         """Ends whatever is still going on and gives all blocks back."""

@@ -46,6 +46,7 @@ from router.run import Run
 logger = logging.getLogger(__name__)
 
 RETARGET_TIMEOUT = 5.0  # seconds a decode node gets to quiesce its ranks
+FINISH_TIMEOUT = 5.0  # seconds a decode node gets to hear that a choice has ended
 
 
 class Pipeline:
@@ -186,6 +187,7 @@ class Attempt:
         self._prefill: Node | None = None  # the one at work
         self._first: pb.TokenEvent | None = None
         self._decoding = False  # the decode node has all KV
+        self._stopped: asyncio.Queue[int] = asyncio.Queue()  # choices, each once, by stop strings
 
     # ---- the path, top to bottom ------------------------------------------------------------
 
@@ -199,9 +201,11 @@ class Attempt:
         tokens = self._run.num_tokens if self._local_prefill else 0
         with self._registry.using(self._decode, tokens) as use:
             async with _first_cause() as group:
+                finishing = group.create_task(self._finish_choices())
                 decoding = group.create_task(self._run_decode(group, use))
                 await self._run.ended.wait()
                 decoding.cancel()
+                finishing.cancel()
 
     async def _run_decode(self, group: asyncio.TaskGroup, use: Use) -> None:
         """Reads the decode node's stream; the hand-off goes on beside it."""
@@ -278,6 +282,21 @@ class Attempt:
             raise BeginAnew from error
         return response.ticket
 
+    async def _finish_choices(self) -> None:
+        """Tells the decode node which choices a stop string has ended, so that it computes no more
+        of them. One that does not hear it, or is older than the call, does no harm."""
+        stub = pb_grpc.DecodeStub(self._pipeline.channels.get(self._decode.info.address))
+        while True:
+            choice = await self._stopped.get()
+            request = pb.FinishChoiceRequest(request_id=self._run.request_id, choice=choice)
+            try:
+                await stub.FinishChoice(request, timeout=FINISH_TIMEOUT, metadata=self._metadata)
+            except (
+                grpc.aio.AioRpcError,
+                grpc.aio.UsageError,
+            ) as error:  # refused; a closed channel
+                logger.debug("%s: choice %d goes on: %s", self._run.request_id, choice, error)
+
     # ---- what nodes say ---------------------------------------------------------------------
 
     def _landed(self, landed: pb.Landed) -> None:
@@ -299,7 +318,8 @@ class Attempt:
         if any(token.token_id >= self._pipeline.vocab_size for token in event.tokens):
             message = f"{role} node: a token is outside the vocabulary"
             raise NodeError(message, code="PROTOCOL_ERROR", blame=Blame(role))
-        self._run.take(event, role, self._decode.info.fingerprint)
+        if self._run.take(event, role, self._decode.info.fingerprint):
+            self._stopped.put_nowait(event.choice)
 
     # ---- when they fail ---------------------------------------------------------------------
 

@@ -101,16 +101,18 @@ class Run:
         self.deadline.progress()
         self._moments.setdefault(moment, monotonic() - self._start)
 
-    def take(self, event: TokenEvent, role: str, version: str) -> None:
+    def take(self, event: TokenEvent, role: str, version: str) -> bool:
         """Tokens that a node of this role has made: their text is on its way to the client. What
-        comes for a choice after a stop string has ended it is dropped."""
+        comes for a choice after a stop string has ended it is dropped. Returns whether these have
+        ended a choice and the node does not know."""
         self.version = version
-        if event.choice in self._open:
+        if taken := event.choice in self._open:
             self.recovery.progress(role)
             self.deadline.token()
             self.deltas.put_nowait(self._delta(self._open[event.choice], event))
         if self.finished:
             self.ended.set()
+        return taken and event.choice not in self._open and event.finish_reason is None
 
     def _delta(self, stream: TextStream, event: TokenEvent) -> TextDelta:
         output = stream.push(

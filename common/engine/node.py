@@ -225,6 +225,11 @@ class EngineNode(ABC, Generic[S, T]):
         )
         return self.replicas[choose(each.offer(len(tokens), hashes) for each in able)]
 
+    @property
+    def sessions(self) -> Sequence[S]:
+        """Those that are not closed."""
+        return tuple(self._open)
+
     def close(self, session: S) -> None:
         """Ends a session in the background; until it is closed the node is not idle."""
         self.spawn(self._close(session))

@@ -17,7 +17,7 @@ import pytest
 import requests
 
 import reference
-from cluster import MODELS
+from cluster import MODELS, node_metrics
 from common.rpc.pb import inference_pb2 as pb
 from common.rpc.pb import inference_pb2_grpc as pb_grpc
 from warm import WarmCluster, shared
@@ -133,3 +133,21 @@ def test_no_request_hurts_another(cluster: WarmCluster) -> None:
     cluster.wait_idle()
     assert cluster.pids == before and not cluster.crashed()
     assert "Traceback" not in cluster.log() and "goes on elsewhere" not in cluster.log()
+
+
+def sampled(cluster: WarmCluster) -> float:
+    """Tokens that all nodes have drawn since they started."""
+    return sum(node_metrics(node)["pdserve:generation_tokens_total"] for node in cluster.nodes())
+
+
+def test_a_stop_string_ends_its_choice_on_the_node(cluster: WarmCluster) -> None:
+    """What nodes draw is what clients are told of, but for what is under way."""
+    cluster.wait_idle()
+    before, choices = sampled(cluster), 8
+    options = {"temperature": 0.9, "seed": 1, "n": choices, "ignore_eos": True, "stop": [" the"]}
+    answer = cluster.complete([5, 6, 7, 8], max_tokens=200, **options)
+    stopped = sum(each["finish_reason"] == "stop" for each in answer["choices"])
+    reported = answer["usage"]["completion_tokens"]
+    cluster.wait_idle()
+    assert stopped > choices / 2 and reported < 150 * choices
+    assert sampled(cluster) - before < reported + 15 * choices

@@ -224,6 +224,18 @@ class HandedOff(_message.Message):
     transfer_s: float
     def __init__(self, bytes: _Optional[int] = ..., transfer_s: _Optional[float] = ...) -> None: ...
 
+class FinishChoiceRequest(_message.Message):
+    __slots__ = ("request_id", "choice")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    choice: int
+    def __init__(self, request_id: _Optional[str] = ..., choice: _Optional[int] = ...) -> None: ...
+
+class FinishChoiceResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class DecodeRequest(_message.Message):
     __slots__ = ("job", "local_prefill")
     JOB_FIELD_NUMBER: _ClassVar[int]

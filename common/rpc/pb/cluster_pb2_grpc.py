@@ -282,6 +282,11 @@ class DecodeStub:
                 request_serializer=cluster__pb2.DecodeRequest.SerializeToString,
                 response_deserializer=cluster__pb2.DecodeEvent.FromString,
                 _registered_method=True)
+        self.FinishChoice = channel.unary_unary(
+                '/pdserve.v1.Decode/FinishChoice',
+                request_serializer=cluster__pb2.FinishChoiceRequest.SerializeToString,
+                response_deserializer=cluster__pb2.FinishChoiceResponse.FromString,
+                _registered_method=True)
 
 
 class DecodeServicer:
@@ -295,6 +300,14 @@ class DecodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FinishChoice(self, request, context):
+        """The router has all it wants of a choice whose `Run` goes on: a stop string, which nodes do
+        not know, has ended it. A node of an older version computes on, and nobody listens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -302,6 +315,11 @@ def add_DecodeServicer_to_server(servicer, server):
                     servicer.Run,
                     request_deserializer=cluster__pb2.DecodeRequest.FromString,
                     response_serializer=cluster__pb2.DecodeEvent.SerializeToString,
+            ),
+            'FinishChoice': grpc.unary_unary_rpc_method_handler(
+                    servicer.FinishChoice,
+                    request_deserializer=cluster__pb2.FinishChoiceRequest.FromString,
+                    response_serializer=cluster__pb2.FinishChoiceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -331,6 +349,33 @@ class Decode:
             '/pdserve.v1.Decode/Run',
             cluster__pb2.DecodeRequest.SerializeToString,
             cluster__pb2.DecodeEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FinishChoice(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Decode/FinishChoice',
+            cluster__pb2.FinishChoiceRequest.SerializeToString,
+            cluster__pb2.FinishChoiceResponse.FromString,
             options,
             channel_credentials,
             insecure,
