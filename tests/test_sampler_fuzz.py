@@ -1,5 +1,5 @@
 """The sampler against a slow one in plain float64 that shares no code with it: the same token for
-every row, and no token where there can be none. PDSERVE_FUZZ_ROWS says how many rows."""
+every row, and no token where there can be none. FUZZ_ROWS says how many rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from common.core.sampling import SamplingParams, check_sampling
 from common.engine.batch import StepSequence, TokenCounts
 from common.engine.sampler import FailedRow, sample
 
-ROWS = int(os.environ.get("PDSERVE_FUZZ_ROWS", 10_000))
+ROWS = int(os.environ.get("FUZZ_ROWS", 10_000))
 BATCH = 250
 LARGEST = 3.4028234663852886e38  # of float32
 NAN, INF = math.nan, math.inf

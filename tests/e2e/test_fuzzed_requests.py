@@ -1,5 +1,5 @@
 """Requests with odd values and odd types, over HTTP and gRPC, beside a steady load that must not
-notice: each is answered or refused, and no node fails. PDSERVE_FUZZ_REQUESTS says how many."""
+notice: each is answered or refused, and no node fails. FUZZ_REQUESTS says how many."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from common.rpc.pb import inference_pb2 as pb
 from common.rpc.pb import inference_pb2_grpc as pb_grpc
 from warm import WarmCluster, shared
 
-REQUESTS = int(os.environ.get("PDSERVE_FUZZ_REQUESTS", 300))
+REQUESTS = int(os.environ.get("FUZZ_REQUESTS", 300))
 NUM_TOKENS = 20
 STEADY = [tuple(5 + (37 * k + 7 * i) % 480 for i in range(20 + 30 * k)) for k in range(3)]
 NAN, INF = float("nan"), float("inf")
