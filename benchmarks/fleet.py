@@ -11,6 +11,7 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -142,8 +143,12 @@ class Fleet:
     def state(self) -> dict[str, Any]:
         """The router's `/v1/cluster`; every node has its `name` here, one that is not ours an
         empty one. Raises OSError."""
-        with urlopen(f"http://127.0.0.1:{self.ports['http']}/v1/cluster", timeout=10) as answer:
-            state: dict[str, Any] = json.load(answer)
+        url = f"http://127.0.0.1:{self.ports['http']}/v1/cluster"
+        try:
+            with urlopen(url, timeout=10) as answer:
+                state: dict[str, Any] = json.load(answer)
+        except HTTPException as error:  # it died while it answered
+            raise ConnectionError(f"{url}: {error!r}") from error
         for node in state["nodes"]:
             node["name"] = self._by_address.get(node["address"], "")
         return state

@@ -12,7 +12,7 @@ import grpc
 from google.protobuf.json_format import ParseDict
 
 from benchmarks.fleet import Fleet, free_port
-from benchmarks.soak.faults import Fault, Faults, Kind
+from benchmarks.soak.faults import Fault, Faults, Kind, NotNow
 from benchmarks.soak.hostile import answer
 from common.rpc.auth import TOKEN_KEY, ClusterKey
 from common.rpc.pb import cluster_pb2 as pb
@@ -76,8 +76,10 @@ class Liar:
 
 
 async def _a_node(fleet: Fleet, rng: random.Random) -> pb.NodeInfo:
-    """What a node that is known says of itself."""
+    """What a node that is known says of itself. Raises NotNow."""
     nodes = [node for node in (await asyncio.to_thread(fleet.state))["nodes"] if node["name"]]
+    if not nodes:
+        raise NotNow
     node = rng.choice(nodes)
     node["role"] = ROLES[node["role"]]
     return ParseDict(node, pb.NodeInfo(), ignore_unknown_fields=True)
