@@ -27,6 +27,7 @@ from functools import partial
 from math import ceil, inf
 from pathlib import Path
 from secrets import token_hex
+from threading import Thread
 from time import monotonic
 from typing import Any
 
@@ -99,7 +100,12 @@ async def run(fleet: Fleet, soak: Soak, load: Load) -> Report:
     async with gauge.watching():
         event = faults.carry_out(kinds, plan)
         tally = await load.during(
-            event, soak.requests, soak.hang_ups, soak.seed, excused=faults.excuses
+            event,
+            soak.requests,
+            soak.hang_ups,
+            soak.seed,
+            excused=faults.excuses,
+            look=lambda: Thread(target=fleet.print_stacks).start(),
         )
     seconds, leaked = monotonic() - start, await still_held(fleet)
     crashed = faults.crashed + fleet.crashed()

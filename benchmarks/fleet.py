@@ -173,6 +173,12 @@ class Fleet:
                 raise TimeoutError(f"not ready: {self.log_path.read_text()[-2000:]}")
             time.sleep(0.02)
 
+    def print_stacks(self) -> None:
+        """Every process that serves writes to the log what it is at."""
+        if ready := self.ready():  # one that has just started would die of the signal
+            for name in ready & self.pids.keys() | {"router"}:
+                self.send(name, signal.SIGUSR1)
+
     def running(self) -> set[str]:
         """Those that run, of those that should."""
         return {name for name, pid in list(self.pids.items()) if self.exit_code(pid) is None}

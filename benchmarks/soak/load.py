@@ -18,7 +18,8 @@ from benchmarks.fleet import Fleet
 from benchmarks.soak.asks import Ask
 from benchmarks.soak.client import Answer, Client, Lost, difference
 
-TIMEOUT = 120.0  # seconds after which a request hangs, which is as good as lost
+TIMEOUT = 60.0  # seconds after which a request hangs, which is as good as lost
+LAST_LOOK = 1.0  # seconds from then until its client leaves: processes may say what they are at
 CALM_CONCURRENCY = 32
 PATIENCE = 2.0  # seconds, at most, until a client that does so hangs up
 
@@ -85,18 +86,20 @@ class Load:
         hang_ups: float = 0.0,
         seed: int = 0,
         excused: Callable[[float], bool] = lambda since: False,
+        look: Callable[[], None] = lambda: None,
         tally: Tally | None = None,
     ) -> Tally:
         """`in_flight` clients ask one thing after the other until the event is over, and wait
         for their last answers; a share of the requests is hung up. `excused` says whether a
-        connection that has broken, of a request since then, may be the router's that died. An
-        event that looks at the `tally` brings its own."""
+        connection that has broken, of a request since then, may be the router's that died;
+        `look` is called when a request hangs, before its client leaves. An event that looks at
+        the `tally` brings its own."""
         tally = Tally() if tally is None else tally
         over = asyncio.Event()
 
         async def ask_on(rng: random.Random) -> None:
             while not over.is_set():
-                await self._ask(rng, rng.random() < hang_ups, tally, excused)
+                await self._ask(rng, rng.random() < hang_ups, tally, excused, look)
 
         async with asyncio.TaskGroup() as group:
             for number in range(in_flight):
@@ -111,17 +114,20 @@ class Load:
         hangs_up: bool,
         tally: Tally,
         excused: Callable[[float], bool],
+        look: Callable[[], None],
     ) -> None:
         number, since = rng.randrange(len(self.asks)), monotonic()
         ask = self.asks[number]
+        watch = asyncio.get_running_loop().call_later(TIMEOUT, look)
+        patience = rng.uniform(0, PATIENCE) if hangs_up else TIMEOUT + LAST_LOOK
         try:
-            async with asyncio.timeout(rng.uniform(0, PATIENCE) if hangs_up else TIMEOUT):
+            async with asyncio.timeout(patience):
                 answer = await self._client.send(ask)
         except TimeoutError:
             if hangs_up:
                 tally.hung_up += 1
             else:
-                tally.hung.append(f"{ask.way}: no end in {TIMEOUT:g} s")
+                tally.hung.append(f"{ask.way}, {len(ask.prompt)} tokens: no end in {TIMEOUT:g} s")
         except Lost as error:
             if error.broken and excused(since):
                 tally.router_died += 1
@@ -131,6 +137,8 @@ class Load:
             await asyncio.sleep(0.1)  # a cluster that refuses at once is not to be flooded
         else:
             tally.add(ask, answer, self.expected[number])
+        finally:
+            watch.cancel()
 
 
 @asynccontextmanager
