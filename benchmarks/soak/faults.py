@@ -218,6 +218,6 @@ async def kill_router(faults: Faults, fault: Fault) -> None:
 
 
 ROUTER_KINDS = {
-    "router-stop": Kind(stop_router, ("router",)),
+    "router-stop": Kind(stop_router, ("router",), weight=0.5),  # everybody waits
     "router-kill": Kind(kill_router, ("router",), weight=0.25),  # all that is in flight is lost,
 }

@@ -18,7 +18,7 @@ from benchmarks.fleet import Fleet
 from benchmarks.soak.asks import Ask
 from benchmarks.soak.client import Answer, Client, Lost, difference
 
-TIMEOUT = 60.0  # seconds after which a request hangs, which is as good as lost
+TIMEOUT = 120.0  # seconds after which a request hangs, which is as good as lost
 LAST_LOOK = 1.0  # seconds from then until its client leaves: processes may say what they are at
 CALM_CONCURRENCY = 32
 PATIENCE = 2.0  # seconds, at most, until a client that does so hangs up
