@@ -32,6 +32,11 @@ class KVPipe(ABC):
     def recv_tensor(self, tensor: torch.Tensor) -> None:
         """Fills a contiguous 1-D uint8 CPU tensor."""
 
+    def wait(self) -> None:  # noqa: B027 (optional)
+        """Until there is something to receive, for as long as it takes: the peer may be silent
+        between two frames, and nowhere else, where a pipe should give a silent peer up. Default:
+        it does not tell the two apart."""
+
     @abstractmethod
     def interrupt(self) -> None:
         """Makes a blocked call of the owning thread fail; called from any thread."""

@@ -33,7 +33,7 @@ from kv_transfer.connector import (
     SinkTransfer,
     SourceTransfer,
 )
-from kv_transfer.connectors import sockets
+from kv_transfer.connectors import sockets, tcp
 from kv_transfer.connectors.pipe_connector import PipeConnector, recv_frame, send_frame
 from kv_transfer.connectors.shm import Greeting, ShmConnector
 from kv_transfer.connectors.sockets import SocketPipe
@@ -271,6 +271,47 @@ def test_a_peer_that_stalls_for_good_is_lost(
         assert (failed.transfer_id, failed.code) == (ID[::-1], "PEER_LOST")
         assert (failed.blame, failed.retryable) == ("prefill", True)
         assert closed(pipe)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_peer_that_stalls_within_what_nobody_waits_for_is_lost(
+    rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch, wanted: bool
+) -> None:
+    """Within a header, or a payload that is drained; between frames it may be silent."""
+    monkeypatch.setattr(sockets, "STALL_S", 0.2)
+    sink = rank(TCPConnector)
+    sink.connector.accept(SinkTransfer(ID[::-1], 1, 0, (0, 1)))
+    with greeted(sink) as pipe:
+        time.sleep(0.5)
+        say(pipe, Frame(Kind.BEGIN, ID[::-1], 1, RECT))
+        frame, payload = data_frame(0, 4)
+        pipe.sock.sendall(frame.encode()[:-1] if wanted else frame.encode() + payload[:100])
+        failed = sink.expect(Failed, within=10)
+        assert (failed.transfer_id, failed.code, failed.blame) == (
+            ID[::-1], "PEER_LOST", "prefill",
+        )  # fmt: skip
+        assert closed(pipe)
+
+
+@pytest.mark.parametrize("kind", [TCPConnector, ShmConnector])
+def test_a_sink_that_stalls_for_good_is_lost(
+    rank: Callable[..., Rank], kind: type[KVConnector], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes no bytes, or does not say that it has read what was offered."""
+    monkeypatch.setattr(sockets, "STALL_S", 0.2)
+    monkeypatch.setattr(tcp, "BUFFER_NBYTES", 1 << 14)
+    sink, source = rank(kind), rank(kind)
+    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
+    over = threading.Event()
+    monkeypatch.setattr(type(sink.connector), "_take", lambda *_: over.wait())
+    submit(source, sink)
+    for first in range(0, 6000, 16):  # more than the socket buffers hold
+        source.connector.ready(ID, BlockRun(first, 16), tuple(range(16)), False)
+    failed = source.expect(Failed, within=10)
+    over.set()
+    assert (failed.code, failed.blame, failed.retryable) == ("PEER_LOST", "decode", True)
+    (link,) = source.connector._links._links.values()
+    wait_for(lambda: link._channel is None)
 
 
 def test_a_frame_that_the_source_did_not_hold_to_its_end_does_not_count(

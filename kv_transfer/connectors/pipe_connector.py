@@ -37,6 +37,12 @@ def recv_frame(pipe: KVPipe) -> Frame:
     return Frame.decode(recv_bytes(pipe, HEADER_NBYTES))
 
 
+def next_frame(pipe: KVPipe) -> Frame:
+    """Sink: when the source has something to say."""
+    pipe.wait()
+    return recv_frame(pipe)
+
+
 def recv_greeting(pipe: KVPipe, blame: Blame) -> tuple[Frame, bytes]:
     """The first frame of a connection, with its (small) payload.
 
@@ -219,7 +225,7 @@ class PipeConnector(LinkedConnector):
         welcome(pipe, self.context.fingerprint, fingerprint.decode(errors="replace"))
         mover = self.mover(pipe)
         while True:
-            frame = recv_frame(pipe)
+            frame = next_frame(pipe)
             if frame.nbytes > self.context.view.cache.nbytes:
                 raise bad_frame(f"{frame.nbytes} bytes are more than this rank's cache")
             if frame.kind is Kind.BEGIN and not frame.nbytes:

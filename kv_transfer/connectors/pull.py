@@ -29,6 +29,7 @@ from kv_transfer.connectors.links import Channel
 from kv_transfer.connectors.pipe_connector import (
     drain,
     expect_welcome,
+    next_frame,
     recv_frame,
     recv_greeting,
     send_frame,
@@ -114,7 +115,7 @@ class PullConnector(LinkedConnector):
         assert isinstance(pipe, SocketPipe)  # our own listener made it
         peer = self._meet(pipe)
         while True:
-            frame = recv_frame(pipe)
+            frame = next_frame(pipe)
             if frame.kind is Kind.BEGIN:
                 self.intake.begin(frame, pipe)
             elif frame.kind is Kind.OFFER:

@@ -2,12 +2,14 @@
 
 Inside a transfer's gate a thread waits for the peer for `TICK_S` at a time and looks whether the
 gate is still open: a transfer that is given up leaves its frame to scratch memory, and the
-connection to the others.
+connection to the others. Whatever else is moved, a peer that moves nothing for `STALL_S` is lost:
+only between two frames (`wait`) may it be silent for as long as it likes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
 import time
@@ -31,10 +33,10 @@ Move = Callable[[list[memoryview]], int]  # some bytes of the buffers; how many
 
 
 class SocketPipe(KVPipe):
-    """Owns `sock`, which is blocking but for the payload of blocks.
+    """Owns `sock`.
 
-    `alive` and `interrupt` are about the connection itself, whatever is spoken on it, and so go
-    past the methods of TLS sockets: those cannot peek, and fall back to plain text once shut.
+    `interrupt` is about the connection itself, whatever is spoken on it, and so goes past the
+    method of TLS sockets, which fall back to plain text once shut.
     """
 
     _most = IOV_MAX
@@ -42,6 +44,16 @@ class SocketPipe(KVPipe):
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(None)
         self.sock = sock
+        self._set_time_limit(STALL_S)
+
+    def wait(self) -> None:
+        self._poll(None)
+
+    def _poll(self, timeout: float | None) -> bool:
+        """Whether there is something to receive, or an end to be told of."""
+        poll = select.poll()
+        poll.register(self.sock, select.POLLIN)
+        return bool(poll.poll(timeout))
 
     def send_tensor(self, tensor: torch.Tensor) -> None:
         self._move(self._send, [memory_of_bytes(tensor)])
@@ -72,17 +84,18 @@ class SocketPipe(KVPipe):
 
     @contextmanager
     def _ticking(self) -> Iterator[None]:
-        """The body's calls return after `TICK_S`, with what they have moved so far. It is the
-        kernel that looks at the clock: Python's own time-outs come with non-blocking calls, each
-        of which would move little and name all buffers anew."""
-        self._set_time_limits(TICK_S)
+        """The body's calls return after `TICK_S`, with what they have moved so far."""
+        self._set_time_limit(TICK_S)
         try:
             yield
         finally:
-            self._set_time_limits(0.0)
+            self._set_time_limit(STALL_S)
 
-    def _set_time_limits(self, seconds: float) -> None:
-        limit = struct.pack("ll", 0, int(seconds * 1e6))  # struct timeval
+    def _set_time_limit(self, seconds: float) -> None:
+        """Of one call. It is the kernel that looks at the clock: Python's own time-outs come with
+        non-blocking calls, each of which would move little and name all buffers anew."""
+        whole = int(seconds)
+        limit = struct.pack("ll", whole, int((seconds - whole) * 1e6))  # struct timeval
         with contextlib.suppress(OSError):  # it is closed: the next call says so
             for name in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                 self.sock.setsockopt(socket.SOL_SOCKET, name, limit)
@@ -94,7 +107,7 @@ class SocketPipe(KVPipe):
         go on. Returns how many were.
 
         Raises:
-            ConnectionError: the peer closed before that, or moves nothing while this ticks.
+            ConnectionError: the peer closed before that, or moved nothing for STALL_S.
         """
         ends = list(accumulate(len(buffer) for buffer in buffers))
         position, since = 0, time.monotonic()
@@ -105,7 +118,7 @@ class SocketPipe(KVPipe):
             try:
                 moved = move(batch)
             except (BlockingIOError, TimeoutError) as error:
-                if time.monotonic() - since > STALL_S:
+                if time.monotonic() - since > STALL_S - TICK_S:
                     raise ConnectionError(f"nothing moved for {STALL_S:.0f} s") from error
                 continue
             if moved == 0:
@@ -117,13 +130,7 @@ class SocketPipe(KVPipe):
 
     def alive(self) -> bool:
         """A peer that is silent and has not closed. (It never speaks first.)"""
-        try:
-            socket.socket.recv(self.sock, 1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        return False
+        return not self._poll(0)
 
     def interrupt(self) -> None:
         with contextlib.suppress(OSError):  # it is closed already

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 
 from kv_transfer.blocks import ByteRuns
-from kv_transfer.connectors.sockets import STALL_S, TICK_S, SocketPipe
+from kv_transfer.connectors.sockets import SocketPipe
 from kv_transfer.gate import Gate
 
 CHUNK_NBYTES = 1 << 18
@@ -24,7 +23,6 @@ class TLSPipe(SocketPipe):
     def send_blocks(self, memory: memoryview, runs: ByteRuns, gate: Gate) -> bool:
         """Only the join is inside the gate: what TLS has begun to send it must be given again."""
         whole = True
-        self.sock.settimeout(STALL_S)
         for parts in _chunks(runs.slices(memory)):
             with gate.passage() as admitted:
                 chunk = b"".join(parts) if admitted else bytes(sum(map(len, parts)))
@@ -32,16 +30,14 @@ class TLSPipe(SocketPipe):
             self.sock.sendall(chunk)
             if self.on_moved is not None:
                 self.on_moved()
-        self.sock.settimeout(None)
         return whole
 
-    @contextmanager
-    def _ticking(self) -> Iterator[None]:
-        self.sock.settimeout(TICK_S)  # TLS sockets know no other time-out
-        try:
-            yield
-        finally:
-            self.sock.settimeout(None)
+    def wait(self) -> None:
+        if not self.sock.pending():  # decrypted already
+            super().wait()
+
+    def _set_time_limit(self, seconds: float) -> None:
+        self.sock.settimeout(seconds)  # TLS sockets know no other time-out
 
     def _send(self, buffers: list[memoryview]) -> int:
         return self.sock.send(buffers[0])
