@@ -94,8 +94,8 @@ class Log:
         self._trip("sampled", sequence)
         self.lines.append(("sampled", sequence.seq_id, finish.reason if finish else None))
 
-    def failed(self, sequence: Seq, reason: str) -> None:
-        self.lines.append(("failed", sequence.seq_id, reason))
+    def failed(self, sequence: Seq, reason: str, code: str) -> None:
+        self.lines.append((code, sequence.seq_id, reason))
 
     def _trip(self, event: str, sequence: Seq) -> None:
         if self.trips_over == (event, sequence.seq_id):
@@ -220,7 +220,7 @@ async def test_a_failed_row_ends_its_sequence_and_no_other() -> None:
         executor.failed = {bad.seq_id: "NaN"}
         for _ in range(2):
             await executor.finish_step()
-        assert ("failed", bad.seq_id, "NaN") in log.lines
+        assert ("SEQUENCE_FAILED", bad.seq_id, "NaN") in log.lines
         assert ("sampled", good.seq_id, FinishReason.LENGTH) in log.lines
         assert bad.status is Status.HELD and engine.scheduler.num_failed == 1
         await asyncio.wait_for(engine.stop(bad), SOON)
@@ -252,7 +252,8 @@ async def test_a_defect_in_one_sequences_work_ends_that_sequence(event: str) -> 
         engine.add(bad)
         engine.add(good)
         await executor.finish_step()
-        assert ("failed", bad.seq_id, "its node met a KeyError") in log.lines
+        reason = "its node met a KeyError; the traceback is in its log"
+        assert ("INTERNAL", bad.seq_id, reason) in log.lines
         assert ("sampled", good.seq_id, FinishReason.LENGTH) in log.lines
         await asyncio.wait_for(engine.stop(bad), SOON)
         engine.release(bad)

@@ -17,11 +17,13 @@ from benchmarks.soak.poisoned import TOKEN, poisoned
 from common.core.errors import Blame, InvalidRequest, NodeError, PdserveError
 from common.core.request import Choice, GenerateJob
 from common.core.sampling import SamplingParams
+from common.engine.sequence import Sequence
 from common.rpc.convert import job_to_pb
 from common.rpc.pb import cluster_pb2 as pb
 from common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from common.rpc.status import from_rpc_error
 from decode_node.node import DecodeNode
+from decode_node.session import DecodeSession
 from live_node import decode_node, eventually
 
 PROMPT = tuple(range(3, 40))
@@ -80,6 +82,33 @@ async def test_a_failed_row_ends_its_request_and_no_other(
     assert replica.scheduler.num_failed >= 3
     await eventually(lambda: replica.scheduler.pool.num_free == replica.scheduler.pool.num_blocks)
     assert await run(stub, GOOD) == alone and decode.ready() == (True, "ok")
+
+
+@pytest.mark.parametrize("event", ["admitted", "computed", "sampled"])
+async def test_a_defect_in_one_requests_work_is_not_the_nodes_end(
+    node: tuple[DecodeNode, pb_grpc.DecodeStub], monkeypatch: pytest.MonkeyPatch, event: str
+) -> None:
+    decode, stub = node
+    hear = getattr(DecodeSession, event)
+
+    def trips(session: DecodeSession, sequence: Sequence, *news: object) -> None:
+        hear(session, sequence, *news)
+        begun = event == "admitted" or sequence.num_tokens > len(PROMPT)
+        if sequence.request_id == "bad" and begun:
+            raise KeyError("a defect")
+
+    monkeypatch.setattr(DecodeSession, event, trips)
+    bad, *good = await asyncio.gather(
+        run(stub, replace(GOOD, request_id="bad")),
+        *(run(stub, GOOD) for _ in range(2)),
+        return_exceptions=True,
+    )
+    assert isinstance(bad, NodeError) and (bad.code, bad.blame) == ("INTERNAL", Blame.DECODE)
+    assert "request bad" in bad.message and "a defect" not in bad.message
+    assert good[0] == good[1] == await run(stub, GOOD)
+    (replica,) = decode.replicas
+    await eventually(lambda: replica.scheduler.pool.num_free == replica.scheduler.pool.num_blocks)
+    assert decode.ready() == (True, "ok")
 
 
 NAMES = ("in-the-prompt", "generated", "one-of-three")

@@ -40,9 +40,10 @@ class EngineListener(Protocol):
     def sampled(self, sequence: Sequence, token: SampledToken, finish: Finish | None) -> None:
         """A token was appended to the sequence; on `finish` it is HELD and computed no more."""
 
-    def failed(self, sequence: Sequence, reason: str) -> None:
-        """The sequence had no result in a step whose others had one; it is HELD and computed no
-        more."""
+    def failed(self, sequence: Sequence, reason: str, code: str) -> None:
+        """The sequence is HELD and computed no more. `code` is of the error it ends with:
+        SEQUENCE_FAILED, it had no result in a step whose others had one; INTERNAL, a defect in
+        what is made of its results."""
 
     def routed(self, load: ExpertLoad) -> None:
         """A step kept a mixture of experts that busy."""
@@ -230,12 +231,13 @@ class EngineCore:
             hear(*news)
         except Exception as error:
             logger.exception("a defect in the work of request %s", sequence.request_id)
-            self._fail(sequence, f"its node met a {type(error).__name__}")
+            reason = f"its node met a {type(error).__name__}; the traceback is in its log"
+            self._fail(sequence, reason, "INTERNAL")
 
-    def _fail(self, sequence: Sequence, reason: str) -> None:
+    def _fail(self, sequence: Sequence, reason: str, code: str = "SEQUENCE_FAILED") -> None:
         sequence.cancelled = True
         self.scheduler.fail(sequence)
-        self._listener.failed(sequence, reason)
+        self._listener.failed(sequence, reason, code)
 
     def _check(self, sequence: Sequence) -> Finish | None:
         finish = check_finish(sequence, self.scheduler.eos_token_ids, self._max_model_len)

@@ -126,8 +126,8 @@ class Replica(Generic[S, T]):
     def sampled(self, sequence: EngineSequence, token: SampledToken, finish: Finish | None) -> None:
         self._by_sequence[sequence.seq_id].sampled(sequence, token, finish)
 
-    def failed(self, sequence: EngineSequence, reason: str) -> None:
+    def failed(self, sequence: EngineSequence, reason: str, code: str) -> None:
         message = f"request {sequence.request_id}, choice {sequence.choice}: {reason}"
         logger.warning("%s%s; it ends here, the others go on", self.name, message)
-        error = NodeError(message, code="SEQUENCE_FAILED", blame=self.blame)
+        error = NodeError(message, code=code, blame=self.blame)
         self._by_sequence[sequence.seq_id].fail(error)
