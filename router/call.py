@@ -49,7 +49,7 @@ class Call:
         with self._typed_errors():
             event = await self._call.read()
         if event is None:  # gRPC's word for bytes that do not parse
-            raise self._protocol_error("a reply does not parse")
+            raise self.protocol_error("a reply does not parse")
         self._connected = True
         return None if event is EOF else event
 
@@ -57,8 +57,12 @@ class Call:
         """What the next event says, which must be of this kind."""
         event = await self.read()
         if event is None or not event.HasField(field):
-            raise self._protocol_error(f"the stream has no {field!r}")
+            raise self.protocol_error(f"the stream has no {field!r}")
         return getattr(event, field)
+
+    def protocol_error(self, what: str) -> NodeError:
+        """For what such a node never says."""
+        return NodeError(f"{self._peer} node: {what}", code="PROTOCOL_ERROR", blame=self._peer)
 
     # ---- inside -----------------------------------------------------------------------------
 
@@ -79,7 +83,7 @@ class Call:
             raise self._lost or self._peer_lost("the call was cancelled") from None
         except Exception as error:  # a reply that gRPC itself does not understand
             logger.exception("%s node %s", self._peer, self._node.info.node_id)
-            raise self._protocol_error(f"a reply makes no sense: {error!r}") from error
+            raise self.protocol_error(f"a reply makes no sense: {error!r}") from error
 
     def _typed(self, rpc_error: grpc.aio.AioRpcError) -> PdserveError:
         error = from_rpc_error(rpc_error, self._peer)
@@ -89,6 +93,3 @@ class Call:
 
     def _peer_lost(self, what: str) -> NodeError:
         return NodeError(f"{self._peer} node: {what}", code="PEER_LOST", blame=self._peer)
-
-    def _protocol_error(self, what: str) -> NodeError:
-        return NodeError(f"{self._peer} node: {what}", code="PROTOCOL_ERROR", blame=self._peer)

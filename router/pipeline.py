@@ -214,7 +214,8 @@ class Attempt:
         try:
             with self._call(pb_grpc.DecodeStub, self._decode, request) as call:
                 while (event := await call.read()) is not None:
-                    if event.HasField("reserved") and handing_off is None:
+                    self._check_order(call, event, handing_off is not None)
+                    if event.HasField("reserved"):
                         self._run.mark("reserved")
                         handing_off = group.create_task(self._hand_off(event.reserved))
                     elif event.HasField("landed"):
@@ -299,6 +300,19 @@ class Attempt:
 
     # ---- what nodes say ---------------------------------------------------------------------
 
+    def _check_order(self, call: Call, event: pb.DecodeEvent, reserved: bool) -> None:
+        """Reserved and landed come once each, in this order and before all tokens; a decode node
+        that computes the prompt tells neither."""
+        landed = self._decoding or self._local_prefill
+        unexpected = {
+            "reserved": reserved or self._local_prefill,
+            "landed": landed or not reserved,
+            "tokens": not landed,
+        }
+        kind = event.WhichOneof("event")  # None: a later version's
+        if kind is not None and unexpected.get(kind):
+            raise call.protocol_error(f"{kind!r} is out of order")
+
     def _landed(self, landed: pb.Landed) -> None:
         self._run.mark("transferred")
         self._run.transfer_bytes += landed.bytes
@@ -307,17 +321,19 @@ class Attempt:
 
     def _tell_first(self, token: pb.TokenEvent) -> None:
         """The prefill node's token, whoever tells it first."""
-        if self._first is None:
-            self._take(token, "prefill")
-            self._first = token
+        if self._first is not None:
+            return
+        if len(token.tokens) != 1 or token.choice != self._job.choices[0].index:
+            raise _bad_tokens("prefill", "it is not the one that was asked for")
+        self._take(token, "prefill")
+        self._first = token
 
     def _take(self, tokens: pb.TokenEvent, role: str) -> None:
         """A token that cannot be is the fault of the node that made it: once it is among the
         request's tokens, it would be the client's."""
         event = convert.event_from_pb(tokens)
-        if any(token.token_id >= self._pipeline.vocab_size for token in event.tokens):
-            message = f"{role} node: a token is outside the vocabulary"
-            raise NodeError(message, code="PROTOCOL_ERROR", blame=Blame(role))
+        if fault := self._run.fault_of(event, self._pipeline.vocab_size):
+            raise _bad_tokens(role, fault)
         if self._run.take(event, role, self._decode.info.fingerprint):
             self._stopped.put_nowait(event.choice)
 
@@ -354,6 +370,10 @@ class Attempt:
     def _call(self, stub: Any, node: Node, request: Any) -> Call:
         channel = self._pipeline.channels.get(node.info.address)
         return Call(stub, channel, node, request, self._metadata)
+
+
+def _bad_tokens(role: str, fault: str) -> NodeError:
+    return NodeError(f"{role} node: a token: {fault}", code="PROTOCOL_ERROR", blame=Blame(role))
 
 
 class PrefillFailed(Exception):

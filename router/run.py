@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from time import monotonic
 
 from common.config.schema import RoutingConfig
 from common.core.errors import Blame, NodeError
 from common.core.request import Choice, FinishReason, GenerateJob, Timeline, TokenEvent
+from common.core.sampling import SampledToken
 from common.text.stream import TextStream
 from common.text.tokenizer import Tokenizer
 from router.admission import Batch
@@ -101,6 +103,18 @@ class Run:
         self.deadline.progress()
         self._moments.setdefault(moment, monotonic() - self._start)
 
+    def fault_of(self, event: TokenEvent, vocab_size: int) -> str:
+        """Why no node that does its work tells these tokens; empty: one may."""
+        if event.choice not in self._outputs:
+            return f"there is no choice {event.choice}"
+        left = self._request.sampling.max_tokens - len(self._outputs[event.choice])
+        ended = event.finish_reason is not None or event.choice not in self._open
+        if (not ended and not 0 < len(event.tokens) < left) or len(event.tokens) > left:
+            return f"{len(event.tokens)} where {left} are left"
+        if any(token_id >= vocab_size for token in event.tokens for token_id in _ids(token)):
+            return "it is outside the vocabulary"
+        return ""
+
     def take(self, event: TokenEvent, role: str, version: str) -> bool:
         """Tokens that a node of this role has made: their text is on its way to the client. What
         comes for a choice after a stop string has ended it is dropped. Returns whether these have
@@ -152,3 +166,9 @@ class Run:
             self.token_gaps += [(now - self._last_token[choice]) / num_tokens] * num_tokens
         self._last_token[choice] = now
         self._num_tokens += num_tokens
+
+
+def _ids(token: SampledToken) -> Iterator[int]:
+    yield token.token_id
+    if token.logprobs is not None:
+        yield from (token_id for token_id, _ in token.logprobs.top)

@@ -4,7 +4,7 @@ position, hand over nothing, and do to a request whatever a test tells them."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,7 @@ class FakeNode:
         self.on_retarget: Fault | None = None
         self.on_landed: Fault | None = None
         self.token_offset = 0  # what it adds to every token it makes
+        self.tells: Callable[[Any], Iterable[Any]] = lambda event: (event,)  # in place of an event
         self.jobs: list[pb.Job] = []
         self.local_prefills = 0
         self.open = 0  # jobs under way
@@ -63,10 +64,11 @@ class FakeNode:
         self.server = grpc.aio.server()
 
     async def start(self) -> None:
-        run = self._prefill if self.role == pb.ROLE_PREFILL else self._decode
         service = "Prefill" if self.role == pb.ROLE_PREFILL else "Decode"
         request = pb.PrefillRequest if self.role == pb.ROLE_PREFILL else pb.DecodeRequest
-        methods = {"Run": grpc.unary_stream_rpc_method_handler(run, request.FromString, _bytes)}
+        methods = {
+            "Run": grpc.unary_stream_rpc_method_handler(self._run, request.FromString, _bytes)
+        }
         retarget = grpc.unary_unary_rpc_method_handler(
             self._retarget, pb.RetargetRequest.FromString, _bytes
         )
@@ -101,6 +103,13 @@ class FakeNode:
                 yield
         finally:
             self.open -= 1
+
+    async def _run(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        run = self._prefill if self.role == pb.ROLE_PREFILL else self._decode
+        async for event in run(request, context):
+            for each in (event,) if isinstance(event, bytes) else self.tells(event):
+                yield each
+                await asyncio.sleep(0)
 
     async def _before(self, count: int, context: Any) -> None:
         if (fault := self.on_token.get(count)) is not None:

@@ -6,8 +6,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing
+from itertools import repeat
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -25,6 +26,7 @@ from common.core.errors import (
 )
 from common.rpc import convert
 from common.rpc.pb import cluster_pb2 as pb
+from common.rpc.pb import inference_pb2
 from fake_nodes import FakeCluster, dies, fails, fake_cluster, hangs, says
 from router.breaker import BreakerState
 
@@ -254,6 +256,85 @@ async def test_a_token_that_cannot_be_is_its_nodes_and_not_the_clients(
         assert len(four[role].jobs) < 30
     states = {node.info.node_id: node.breaker.state.value for node in four.registry.nodes()}
     assert states == {name: "open" if name == role else "closed" for name in four.nodes}
+
+
+def _first_token(**changes: Any) -> Callable[[Any], Iterable[Any]]:
+    def tells(event: Any) -> Iterable[Any]:
+        token = event.first_token.token
+        for name, value in changes.items() if event.HasField("first_token") else ():
+            token.ClearField(name)
+            token.MergeFrom(pb.TokenEvent(**{name: value}))
+        return (event,)
+
+    return tells
+
+
+def _decoded(change: Callable[[pb.DecodeEvent], Iterable[Any]]) -> Callable[[Any], Iterable[Any]]:
+    return lambda event: change(event) if event.HasField("tokens") else (event,)
+
+
+def _never_ends(event: pb.DecodeEvent) -> Iterable[Any]:
+    ended, event.tokens.finish_reason = bool(event.tokens.finish_reason), 0
+    return repeat(event) if ended else (event,)
+
+
+def _of_choice_7(event: pb.DecodeEvent) -> Iterable[Any]:
+    event.tokens.choice = 7
+    return (event,)
+
+
+def _odd_logprob(event: pb.DecodeEvent) -> Iterable[Any]:
+    event.tokens.tokens[0].logprob = -1
+    event.tokens.tokens[0].top_logprobs.add(token_id=2**32 - 1, logprob=-1)
+    return (event,)
+
+
+ID = inference_pb2.Token(id=50)
+NOTHING = pb.DecodeEvent(tokens=pb.TokenEvent())
+RUDE: dict[str, tuple[str, Callable[[Any], Iterable[Any]]]] = {
+    "two first tokens": ("p0", lambda event: (event, event)),
+    "a first token of two": ("p0", _first_token(tokens=[ID, ID])),
+    "a first token of none": ("p0", _first_token(tokens=[])),
+    "a first token of another choice": ("p0", _first_token(choice=3)),
+    "handed off at once": ("p0", lambda _: (pb.PrefillEvent(handed_off=pb.HandedOff()),)),
+    "an event of none": ("p0", lambda _: (pb.PrefillEvent(),)),
+    "an unknown choice": ("d0", _decoded(_of_choice_7)),
+    "odd logprobs": ("d0", _decoded(_odd_logprob)),
+    "more than max_tokens": ("d0", _decoded(_never_ends)),
+    "tokens of nothing": ("d0", _decoded(lambda _: repeat(NOTHING))),
+    "tokens at once": ("d0", lambda _: (pb.DecodeEvent(tokens=pb.TokenEvent(tokens=[ID])),)),
+    "landed at once": ("d0", lambda _: (pb.DecodeEvent(landed=pb.Landed()),)),
+    "landed again": ("d0", lambda event: repeat(event) if event.HasField("landed") else (event,)),
+    "reserved again": ("d0", lambda event: repeat(event, 2)),
+}
+
+
+WORKED = {"two first tokens", "landed again", "more than max_tokens"}
+
+
+@pytest.mark.parametrize("rude", RUDE)
+async def test_a_node_that_tells_what_cannot_be_is_left(four: FakeCluster, rude: str) -> None:
+    """Its request goes on elsewhere, and its client sees nothing of it. One that makes no good
+    token soon gets no more; what is wrong with a first token, the decode node may tell, too, and
+    before."""
+    name, tells = RUDE[rude]
+    four[name].tells = tells
+    async with asyncio.timeout(20):
+        for _ in range(12):
+            stats = await four.ask()
+            assert stats.completion_tokens == 8
+    (node,) = (each for each in four.registry.nodes() if each.info.node_id == name)
+    assert len(four[name].jobs) >= 3
+    if not rude.startswith("a first token") and rude not in WORKED:
+        assert len(four[name].jobs) < 6 and node.breaker.state is not BreakerState.CLOSED
+
+
+async def test_what_comes_after_the_end_is_nobodys(four: FakeCluster) -> None:
+    four["d0"].tells = four["d1"].tells = lambda event: (event, event, event)[
+        : 3 if event.HasField("tokens") and event.tokens.finish_reason else 1
+    ]
+    for _ in range(4):
+        assert (await four.ask()).timeline.migrations == 0
 
 
 # ---- prefill and decode nodes that do not reach each other ----
