@@ -36,7 +36,8 @@ class Admission:
         timeout: float,
         max_client_share: float = 1.0,
     ) -> None:
-        self._places = FairShare(max_running, max_client_share)
+        self._places = FairShare(max_running, max_client_share, overdraw=True)
+        self._running = 0
         self._max_waiting = max_waiting
         self._max_client_share = max_client_share
         self._timeout = timeout
@@ -45,15 +46,18 @@ class Admission:
 
     @property
     def running(self) -> int:
-        return self._places.held
+        return self._running
 
     @property
     def waiting(self) -> int:
         return self._waiting.total()
 
     @asynccontextmanager
-    async def place(self, batch: Batch | None = None, num_tokens: int = 0) -> AsyncIterator[None]:
-        """Holds a place for one prompt, of `num_tokens`, of a batch.
+    async def place(
+        self, batch: Batch | None = None, num_tokens: int = 0, choices: int = 1
+    ) -> AsyncIterator[None]:
+        """Holds a place for each choice of one prompt, of `num_tokens`, of a batch, as far as the
+        client's share goes: choices are what nodes compute.
 
         Raises:
             Overloaded: the queue is full, or the client's share of it; only a batch's first
@@ -61,21 +65,24 @@ class Admission:
             Unavailable: no prompt of the batch got or had a place in time.
         """
         batch = Batch(num_tokens=num_tokens) if batch is None else batch
+        choices = min(choices, self._places.client_limit)
         if not batch.admitted:
-            self._check_room(batch)
+            self._check_room(batch, choices)
             batch.admitted = True
         with self._queued(batch.client, num_tokens):
-            await self._take(batch)
+            await self._take(batch, choices)
         batch.running += 1
+        self._running += 1
         try:
             yield
         finally:
+            self._running -= 1
             batch.running -= 1
-            self._places.give_back(batch.client)
+            self._places.give_back(batch.client, choices)
 
-    def _check_room(self, batch: Batch) -> None:
+    def _check_room(self, batch: Batch, choices: int) -> None:
         client = batch.client
-        if self._places.has_room(client):
+        if self._places.has_room(client, choices):
             return
         for waiting, limit, what in (
             (self._waiting, self._max_waiting, "requests"),
@@ -105,11 +112,11 @@ class Admission:
                 if not waiting[client]:
                     del waiting[client]
 
-    async def _take(self, batch: Batch) -> None:
+    async def _take(self, batch: Batch, choices: int) -> None:
         while True:
             try:
                 async with asyncio.timeout(self._timeout):
-                    return await self._places.take(batch.client)
+                    return await self._places.take(batch.client, choices)
             except TimeoutError:
                 if not batch.running:  # else the body proceeds, prompt by prompt
                     raise Unavailable(

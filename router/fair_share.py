@@ -17,8 +17,13 @@ class FairShare:
     The queues are bounded by whoever calls `take`.
     """
 
-    def __init__(self, capacity: int, max_client_share: float = 1.0) -> None:
+    def __init__(
+        self, capacity: int, max_client_share: float = 1.0, *, overdraw: bool = False
+    ) -> None:
+        """`overdraw`: a piece needs no more than the first unit of it to be free, so that none
+        has to wait, and others behind it, until there is room for a large one."""
         self.capacity = capacity
+        self._overdraw = overdraw
         self.client_limit = max(1, math.ceil(capacity * max_client_share))
         self.held = 0
         self._held_by: Counter[str] = Counter()
@@ -56,7 +61,8 @@ class FairShare:
         """A client that holds nothing may exceed its limit with one single piece."""
         own = self._held_by[client]
         room = own == 0 or own + amount <= self.client_limit
-        return room and self.held + min(amount, self.capacity) <= self.capacity
+        needed = 1 if self._overdraw else min(amount, self.capacity)
+        return room and self.held + needed <= self.capacity
 
     def _grant(self) -> None:
         while (client := self._next()) is not None:

@@ -58,9 +58,9 @@ class Run:
         return self._request.request_id
 
     @property
-    def admission(self) -> tuple[Batch, int]:
-        """What it takes a place as: the body it is part of, and its tokens."""
-        return self._request.batch, len(self._request.prompt_token_ids)
+    def admission(self) -> tuple[Batch, int, int]:
+        """What it takes places as: the body it is part of, its tokens and its choices."""
+        return self._request.batch, len(self._request.prompt_token_ids), self._request.n
 
     @property
     def job(self) -> GenerateJob:

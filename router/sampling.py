@@ -10,6 +10,7 @@ from typing import Any
 from common.core.errors import InvalidRequest
 from common.core.sampling import (
     MAX_CHOICES,
+    MAX_TOKENS_NAMED,
     SamplingParams,
     check_count,
     check_range,
@@ -57,7 +58,9 @@ def make_sampling(
         "logprobs": logprobs,
     }
     values = {name: value for name, value in given.items() if value is not None}
+    # Counted before anything is made of them: they may be millions.
     check_count("logit_bias", logit_bias or ())
+    check_count("stop_token_ids", stop_token_ids or ())
     params = SamplingParams(
         **values,
         logit_bias=_logit_bias(logit_bias or {}),
@@ -76,8 +79,9 @@ def make_choices(n: int | None) -> int:
 
 def make_stop(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     """Stop strings as a tuple without repeats."""
-    stops = (stop,) if isinstance(stop, str) else tuple(dict.fromkeys(stop or ()))
-    if len(stops) > MAX_STOPS:
+    given = (stop,) if isinstance(stop, str) else (stop or ())
+    stops = tuple(dict.fromkeys(given[: MAX_TOKENS_NAMED + 1]))
+    if len(stops) > MAX_STOPS or len(given) > MAX_TOKENS_NAMED:
         raise InvalidRequest(f"stop takes at most {MAX_STOPS} strings", param="stop")
     if any(not 0 < len(text) <= MAX_STOP_CHARS for text in stops):
         raise InvalidRequest(

@@ -39,7 +39,9 @@ from router.text_workers import TextWorkers
 logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING = 1.0  # seconds, at most
-_MAX_MESSAGE = 4 * 2**20  # bytes; as gRPC has it
+# Bytes: parameters at their bounds, and a prompt as long as most windows. gRPC holds one message
+# for each call, however many a client makes, and what it is parsed into is ten times as large.
+_MAX_MESSAGE = 2**18
 _GRPC_GRACE = 1.0  # seconds gRPC calls in flight get after the drain
 
 

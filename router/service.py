@@ -117,7 +117,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 max_tokens=self._model.fit_max_tokens(
                     len(token_ids), max_tokens, _DEFAULT_MAX_TOKENS, "prompt"
                 ),
-                logit_bias=dict(given.logit_bias),
+                logit_bias=given.logit_bias,
                 stop_token_ids=given.stop_token_ids,
                 ignore_eos=given.ignore_eos,
                 **options,

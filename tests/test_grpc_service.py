@@ -127,3 +127,18 @@ async def test_cancelling_closes_the_generation(
     call.cancel()
     await asyncio.wait_for(generator.closed.wait(), 30)
     assert generator.open == 0
+
+
+async def test_long_lists_are_counted_before_anything_is_made_of_them(
+    stub: inference_pb2_grpc.InferenceStub,
+) -> None:
+    for sampling in (
+        pb.SamplingParams(logit_bias=dict.fromkeys(range(2000), 1.0)),
+        pb.SamplingParams(stop_token_ids=[1] * 2000),
+        pb.SamplingParams(stop=["a"] * 2000),
+    ):
+        request = pb.GenerateRequest(text="hell", sampling=sampling)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            _ = [response async for response in stub.Generate(request)]
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "at most" in str(error.value.details())

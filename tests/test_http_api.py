@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import logging
 from collections.abc import AsyncIterator
@@ -20,7 +21,7 @@ from common.core.errors import ConfigError, DeadlineExceeded, NodeError, Overloa
 from common.text.tokenizer import Tokenizer
 from fakes_pipeline import FakeGenerator, byte_fallback_folder, byte_level_folder
 from router.http.app import make_app
-from router.http.front import FRONT, Front
+from router.http.front import BODIES, FRONT, Front
 from router.http.server import HTTPServer
 from router.served_model import ServedModel
 
@@ -721,3 +722,27 @@ async def test_tokenize_and_back(site: Site) -> None:
     assert tuple(chat["tokens"]) == site.tokenizer.apply_chat_template(CHAT)
     await check_error(await site.post("/tokenize", {}), 400, "prompt")
     await check_error(await site.post("/detokenize", {"tokens": [10**6]}), 400, "tokens")
+
+
+async def test_a_body_that_inflates_does_not_hold_the_loop(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever else is served has a turn between the pieces of it."""
+    bomb = gzip.compress(bytes(32 * 2**20))
+    monkeypatch.setattr(site.server.app[BODIES], "_max_body_size", 2**30)
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    running = asyncio.create_task(others())
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    url = site.url + "/v1/completions"
+    request = asyncio.create_task(site.session.post(url, data=bomb, headers=headers))
+    async with await request as response:
+        assert response.status == 400
+    running.cancel()
+    assert turns > 100

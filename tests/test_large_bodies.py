@@ -73,6 +73,13 @@ def test_prompts_are_counted_before_they_are_encoded(
     assert not no_encoding
 
 
+@pytest.mark.parametrize("end", [b"", b"\\", b"\\\\"])
+def test_a_string_that_never_ends_is_looked_at_once(text: TextModel, end: bytes) -> None:
+    """Two megabytes of escaped quotes; trying each of them as a beginning would take hours."""
+    with pytest.raises(InvalidRequest, match="not valid JSON"):
+        text.prepare("completion", b'{"prompt": "' + b'\\"' * MIB + end)
+
+
 def test_millions_of_lists_are_refused_before_they_are_parsed(
     text: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -381,6 +381,32 @@ async def test_one_client_leaves_places_and_room_in_the_queue_to_others():
     assert admission.running == admission.waiting == 0
 
 
+async def test_places_are_counted_by_choices_and_large_requests_hold_nobody_up():
+    admission = Admission(max_running=8, max_waiting=100, timeout=5, max_client_share=0.75)
+
+    async def ask(client, choices):
+        release = asyncio.Event()
+
+        async def holder():
+            async with admission.place(Batch(client), 0, choices):
+                await release.wait()
+
+        task = asyncio.create_task(holder())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return release, task
+
+    greedy = [await ask("greedy", 128) for _ in range(3)]
+    assert (admission.running, admission.waiting) == (1, 2)
+    others = [await ask(name, 1) for name in ("b", "c")]  # one request takes its client's share
+    assert (admission.running, admission.waiting) == (3, 2)
+    await end(*others, *greedy)
+    assert admission.running == admission.waiting == 0
+    one, two = await ask("a", 5), await ask("b", 128)  # begins with the three places left
+    assert (admission.running, admission.waiting) == (2, 0)
+    await end(one, two)
+
+
 async def test_clients_take_turns_at_free_places():
     admission = Admission(max_running=1, max_waiting=100, timeout=5)
     order = []

@@ -320,7 +320,9 @@ class RoutingConfig:
     local_prefill_threshold: int = option(
         0, "prompts of fewer tokens skip the prefill node (0: none do)", minimum=0
     )
-    max_concurrent_requests: int = option(256, "requests in flight", minimum=1)
+    max_concurrent_requests: int = option(
+        256, "choices (a request's n) that are computed at once", minimum=1
+    )
     max_queued_requests: int = option(256, "requests waiting for a place; more get 429", minimum=0)
     max_client_share: float = option(
         0.75,

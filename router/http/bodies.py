@@ -77,6 +77,7 @@ async def _read(request: web.Request, limit: int) -> bytearray:
                 if len(raw) > limit:
                     raise web.HTTPRequestEntityTooLarge(limit, len(raw))
                 timeout.reschedule(start + len(raw) / RATE)
+                await asyncio.sleep(0)  # what is there already comes without a pause otherwise
     except TimeoutError:
         raise web.HTTPRequestTimeout(text="the body comes too slowly") from None
     return raw

@@ -34,7 +34,8 @@ MAX_BODY_CHOICES = 4096  # prompts × n
 MAX_CONTAINERS = 2**16  # lists and objects
 MAX_VALUES = 2**21
 _SMALL = 64 * 1024  # bytes that cannot exceed either by much
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+# One that is never closed ends with the body: every escaped quote in it would be tried else.
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 
 BodyT = TypeVar("BodyT", bound=Body)
 
