@@ -19,7 +19,7 @@ async def watch(registry: Registry, channels: Channels, period: float) -> None:
     """Asks every node for its health, for ever; what it answers does not matter here."""
     while True:
         async with asyncio.TaskGroup() as group:
-            for node in registry.nodes():
+            for node in registry.in_use():
                 group.create_task(_ask(node, registry, channels))
         await asyncio.sleep(period)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
 from time import monotonic
 
 from common.core.errors import Blame, NodeError, PdserveError, RequestError, TransferError
@@ -23,15 +22,17 @@ class Recovery:
     """One request's failures so far.
 
     A request goes on as long as its deadline allows, with longer and longer pauses while no token
-    comes. It is *poison*, and ends, when it fails in the same way twice, or when more than
-    `limit` nodes in a row have died while they computed it: it must not kill them all.
+    comes. It is *poison*, and ends, when it fails in the same way twice without getting further,
+    or when more than `limit` nodes in a row have died while they computed it: it must not kill
+    them all. One that gets further after it failed was not poison: the node was at fault.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._tries = 0  # failures since the last token
         self._deaths: dict[str, float] = {}  # by role, since that role's last token
-        self._alike: Counter[str] = Counter()  # poisonous failures by their code
+        # Where it failed poisonously, by code; until it gets further there, on whatever node.
+        self._alike: dict[str, list[Node]] = {}
         self._transfer_failures = 0
         self.failures = 0
         self.last: PdserveError | None = None
@@ -46,6 +47,12 @@ class Recovery:
         """A node of this role has made a token."""
         self._tries = 0
         self._deaths.pop(role, None)
+        for code, nodes in self._alike.items():
+            self._alike[code] = [node for node in nodes if node.role != role]
+            if code == "SEQUENCE_FAILED":  # which counts as nobody's until then
+                for node in nodes:
+                    if node.role == role:
+                        node.breaker.failed()
 
     def failed(self, error: PdserveError, node: Node, computing: bool = True) -> None:
         """Notes a node's own failure; `computing`: it was at work for this request.
@@ -56,8 +63,9 @@ class Recovery:
         self._note(error)
         self.avoid.add(node.info.node_id)
         if error.code in POISONOUS:
-            self._alike[error.code] += 1
-            if self._alike[error.code] > 1:
+            alike = self._alike.setdefault(error.code, [])
+            alike.append(node)
+            if len(alike) > 1:
                 raise _poison("it failed twice in the same way", error)
         if error.code in DEATHS:
             deaths = self._deaths.get(node.role, 0.0) + (1 if computing else WAITING)

@@ -263,6 +263,11 @@ class Registry:
     def nodes(self) -> list[Node]:
         return list(self._nodes.values())
 
+    def in_use(self) -> list[Node]:
+        """Those of which requests of this router hope for something: a node that drains, too,
+        which sends no heartbeats any more."""
+        return self.nodes() + [node for node in self._leaving if node.in_flight]
+
     def usable(self, role: int) -> list[Node]:
         """Nodes of a role on which a request may be placed now."""
         return [node for node in self.alive(role) if node.load.healthy and node.breaker.allows()]

@@ -54,6 +54,31 @@ def test_a_request_that_only_waited_is_hardly_to_blame(node: Node) -> None:
     assert borne == LIMIT / WAITING
 
 
+ODD = NodeError("not a number", code="SEQUENCE_FAILED", blame=Blame.DECODE)
+
+
+def test_who_gets_further_elsewhere_is_no_poison(node: Node) -> None:
+    recovery = Recovery(LIMIT)
+    for _ in range(5):
+        recovery.failed(ODD, node)
+        recovery.progress("prefill")  # of which nothing follows for the decode node
+        recovery.progress(node.role)
+    recovery.failed(ODD, node)
+    recovery.progress("prefill")
+    with pytest.raises(NodeError, match="failed twice in the same way"):
+        recovery.failed(ODD, node)
+
+
+def test_a_node_that_fails_what_others_compute_is_at_fault(node: Node) -> None:
+    """A broken accelerator, say, whose every row is NaN: it fails fast and looks idle."""
+    for _ in range(RoutingConfig().breaker_failures):
+        assert node.breaker.allows()
+        recovery = Recovery(LIMIT)
+        recovery.failed(ODD, node)
+        recovery.progress(node.role)
+    assert not node.breaker.allows()
+
+
 def test_transfers_that_fail_end_in_a_local_prefill(node: Node) -> None:
     recovery = Recovery(LIMIT)
     recovery.parted(TransferError("torn"), node)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing
@@ -28,6 +29,7 @@ from common.rpc import convert
 from common.rpc.pb import cluster_pb2 as pb
 from common.rpc.pb import inference_pb2
 from fake_nodes import FakeCluster, dies, fails, fake_cluster, hangs, says
+from router import reach
 from router.breaker import BreakerState
 
 PARTED = NodeError("no route", code="PEER_LOST", blame=Blame.DECODE)
@@ -309,14 +311,13 @@ RUDE: dict[str, tuple[str, Callable[[Any], Iterable[Any]]]] = {
 }
 
 
-WORKED = {"two first tokens", "landed again", "more than max_tokens"}
+WORKED = {"landed again", "more than max_tokens"}
 
 
 @pytest.mark.parametrize("rude", RUDE)
 async def test_a_node_that_tells_what_cannot_be_is_left(four: FakeCluster, rude: str) -> None:
-    """Its request goes on elsewhere, and its client sees nothing of it. One that makes no good
-    token soon gets no more; what is wrong with a first token, the decode node may tell, too, and
-    before."""
+    """Its request goes on elsewhere, and its client sees nothing of it. A decode node that makes
+    no good token soon gets no more; what a prefill node says may come when all is over."""
     name, tells = RUDE[rude]
     four[name].tells = tells
     async with asyncio.timeout(20):
@@ -324,8 +325,8 @@ async def test_a_node_that_tells_what_cannot_be_is_left(four: FakeCluster, rude:
             stats = await four.ask()
             assert stats.completion_tokens == 8
     (node,) = (each for each in four.registry.nodes() if each.info.node_id == name)
-    assert len(four[name].jobs) >= 3
-    if not rude.startswith("a first token") and rude not in WORKED:
+    assert four[name].jobs
+    if name == "d0" and rude not in WORKED:
         assert len(four[name].jobs) < 6 and node.breaker.state is not BreakerState.CLOSED
 
 
@@ -395,7 +396,47 @@ async def test_a_decode_node_that_gave_the_blocks_up_is_asked_anew(pair: FakeClu
     await task
 
 
+async def test_a_node_that_freezes_while_it_drains_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sends no heartbeats any more, so only its silence towards the router tells."""
+    monkeypatch.setattr(reach, "ASK_TIMEOUT", 0.2)
+    names, beats = ("p0", "d0", "d1"), {"heartbeat_interval": 0.1, "heartbeat_timeout": 1.0}
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it accepts, and says nothing
+        async with fake_cluster(tmp_path, names, watched=True, **beats) as cluster:
+
+            async def freeze(context: Any) -> None:
+                node = next(n for n in cluster.registry.nodes() if n.info.node_id == "d0")
+                cluster.registry.deregister("d0")
+                node.info.address = f"127.0.0.1:{silent.getsockname()[1]}"
+                await hangs(context)
+
+            async def beat() -> None:
+                while True:
+                    for name in names:
+                        cluster.registry.heartbeat(name, pb.NodeLoad(healthy=True))
+                    await asyncio.sleep(0.1)
+
+            cluster["d0"].on_token = {3: freeze}
+            beating = asyncio.create_task(beat())
+            async with asyncio.timeout(10):
+                asked = [await cluster.ask() for _ in range(2)]
+            beating.cancel()
+            assert sum(stats.timeline.migrations for stats in asked) == 1
+
+
 # ---- poison ----
+
+
+@pytest.mark.parametrize("role", ["p", "d"])
+async def test_a_node_that_can_compute_nothing_is_left(four: FakeCluster, role: str) -> None:
+    """All its rows fail, those of others do not: no request is poison, and it gets no more."""
+    blame = Blame.PREFILL if role == "p" else Blame.DECODE
+    error = NodeError("r1: not a number", code="SEQUENCE_FAILED", blame=blame)
+    four[f"{role}0"].on_token = {0: fails(error)}
+    for _ in range(12):
+        await four.ask()
+    assert len(four[f"{role}0"].jobs) == 3
 
 
 @pytest.mark.parametrize("role", ["p", "d"])
