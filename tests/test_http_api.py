@@ -6,10 +6,12 @@ import asyncio
 import gzip
 import json
 import logging
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from time import monotonic
+from types import ModuleType
 from typing import Any
 
 import openai
@@ -20,6 +22,7 @@ from prometheus_client import CollectorRegistry, Counter
 from common.core.errors import ConfigError, DeadlineExceeded, NodeError, Overloaded, Unavailable
 from common.text.tokenizer import Tokenizer
 from fakes_pipeline import FakeGenerator, byte_fallback_folder, byte_level_folder
+from router.http import chat, completions
 from router.http.app import make_app
 from router.http.front import BODIES, FRONT, Front
 from router.http.server import HTTPServer
@@ -724,13 +727,13 @@ async def test_tokenize_and_back(site: Site) -> None:
     await check_error(await site.post("/detokenize", {"tokens": [10**6]}), 400, "tokens")
 
 
-async def test_a_body_that_inflates_does_not_hold_the_loop(
+async def test_bodies_that_inflate_do_not_hold_the_loop(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever else is served has a turn between the pieces of it."""
-    bomb = gzip.compress(bytes(32 * 2**20))
-    monkeypatch.setattr(site.server.app[BODIES], "_max_body_size", 2**30)
-    turns = 0
+    """Whoever else is served has a turn between the pieces of them."""
+    size = 8 * 2**20
+    monkeypatch.setattr(site.server.app[BODIES], "_max_body_size", size)
+    bomb, turns = gzip.compress(bytes(2 * size)), 0
 
     async def others() -> None:
         nonlocal turns
@@ -738,11 +741,36 @@ async def test_a_body_that_inflates_does_not_hold_the_loop(
             await asyncio.sleep(0)
             turns += 1
 
+    async def ask() -> None:
+        headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+        url = site.url + "/v1/completions"
+        async with site.session.post(url, data=bomb, headers=headers) as response:
+            assert response.status == 413
+
     running = asyncio.create_task(others())
-    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
-    url = site.url + "/v1/completions"
-    request = asyncio.create_task(site.session.post(url, data=bomb, headers=headers))
-    async with await request as response:
-        assert response.status == 400
+    await asyncio.gather(*(ask() for _ in range(16)))
     running.cancel()
-    assert turns > 100
+    assert turns > 100  # without them it is a dozen, however many bodies there are
+
+
+@pytest.mark.parametrize("module", [chat, completions])
+async def test_log_probabilities_of_whole_answers_are_worded_off_the_loop(
+    site: Site, monkeypatch: pytest.MonkeyPatch, module: ModuleType
+) -> None:
+    """128 choices of 1,000 tokens with 20 each would hold up everybody for half a minute."""
+    threads: set[int] = set()
+    name = "ChatWording" if module is chat else "CompletionWording"
+    real = getattr(module, name).choice
+
+    def choice(*args: Any) -> Any:
+        threads.add(threading.get_ident())
+        return real(*args)
+
+    monkeypatch.setattr(getattr(module, name), "choice", choice)
+    if module is chat:
+        answer = await site.chat(logprobs=True, top_logprobs=2, n=3)
+    else:
+        answer = await site.complete(logprobs=2, n=3)
+    assert [each["index"] for each in answer["choices"]] == [0, 1, 2]
+    assert all(each["logprobs"] for each in answer["choices"])
+    assert threads and threading.get_ident() not in threads

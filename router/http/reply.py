@@ -9,6 +9,7 @@ from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Protocol
 
+import msgspec
 from aiohttp import web
 
 from common.core.errors import PdserveError
@@ -69,8 +70,19 @@ class Reply:
             else:
                 choices.setdefault(self._index(prompt, update), []).append(update)
         body = self._envelope(self.wording.object_name)
-        body["choices"] = [self.wording.choice(i, _joined(choices[i])) for i in sorted(choices)]
+        body["choices"] = [await self._choice(i, choices.pop(i)) for i in sorted(choices)]
         return json_response(body | {"usage": self._usage()} | self._extension())
+
+    async def _choice(self, index: int, deltas: Sequence[TextDelta]) -> msgspec.Raw:
+        """The JSON of a whole choice. Of log-probabilities there may be a million, which takes
+        seconds: a thread words them."""
+
+        def encode() -> msgspec.Raw:
+            return msgspec.Raw(msgspec.json.encode(self.wording.choice(index, _joined(deltas))))
+
+        if any(token.logprobs for delta in deltas for token in delta.tokens[:1]):
+            return await asyncio.to_thread(encode)
+        return encode()
 
     async def _respond_stream(
         self, request: web.Request, updates: AsyncGenerator[Update, None]
