@@ -104,7 +104,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         if request.request_id and not is_plain(request.request_id):
             raise InvalidRequest("request_id must be a word of ASCII", param="request_id")
         self._model.check_name(request.model or None)
-        token_ids = await self._prompt(request)
+        token_ids = await self._prompt(request, client)
         given = request.sampling
         options = {name: getattr(given, name) for name in _OPTIONAL if given.HasField(name)}
         max_tokens = given.max_tokens if given.HasField("max_tokens") else None
@@ -128,21 +128,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             batch=Batch(client, len(token_ids)),
         )
 
-    async def _prompt(self, request: pb.GenerateRequest) -> Sequence[int]:
+    async def _prompt(self, request: pb.GenerateRequest, client: str) -> Sequence[int]:
         match request.WhichOneof("prompt"):
             case "text":
-                return await self._encode(request.text)
+                return await self._encode(request.text, client)
             case "token_ids":
                 return self._model.check_prompt(request.token_ids.ids, "token_ids")
             case _:
                 raise InvalidRequest("give text or token_ids", param="prompt")
 
-    async def _encode(self, text: str) -> Sequence[int]:
+    async def _encode(self, text: str, client: str) -> Sequence[int]:
         if len(text) <= INLINE:
             return self._model.encode(text, "prompt")
         if len(text) <= SMALL or self._workers is None:
             return await asyncio.to_thread(self._model.encode, text, "prompt")
-        return (await self._workers.prepare("tokenize", encode({"prompt": text}))).prompts[0]
+        body = encode({"prompt": text})
+        return (await self._workers.prepare("tokenize", body, client)).prompts[0]
 
 
 def _authorization(context: Context) -> str | None:

@@ -8,19 +8,23 @@ import os
 import socket
 import sys
 from array import array
+from collections import Counter
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from common.core import errors
 from common.core.errors import Overloaded, PdserveError
+from router.fair_share import FairShare
 from router.http.prepare import KINDS, Prepared, parse
 from router.text_worker import LENGTH, Reply, Spec
 
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 256  # bodies, whose bytes `router/http/bodies.py` bounds
+MAX_CLIENT_WAITING = 192  # of one client
 _TIMEOUT = 60.0  # seconds one body may take
 _STOP_TIMEOUT = 2.0
 _MAX_REPLY = 2**30  # bytes
@@ -31,29 +35,32 @@ class TextWorkers:
 
     def __init__(self, spec: Spec, size: int = 2) -> None:
         self._spec = msgspec.msgpack.encode(spec)
-        self._free = asyncio.Semaphore(size)
-        self._waiting = 0
+        self._free = FairShare(size)
+        self._waiting: Counter[str] = Counter()  # bodies, by client
         self._idle: list[_Worker] = []
         self._work: set[asyncio.Task[Reply]] = set()
 
-    async def prepare(self, kind: str, raw: bytes | bytearray) -> Prepared[Any]:
-        """As `TextModel.prepare`, in another process.
+    async def prepare(self, kind: str, raw: bytes | bytearray, client: str = "") -> Prepared[Any]:
+        """As `TextModel.prepare`, in another process; clients take turns.
 
         Raises:
             Overloaded: too many bodies wait.
             PdserveError: also when the process died of this body, or needs too long for it.
         """
-        if self._waiting >= MAX_WAITING:
-            raise Overloaded(f"{self._waiting} large bodies are waiting already", retry_after=1.0)
-        self._waiting += 1
+        waiting, own = self._waiting.total(), self._waiting[client]
+        if waiting >= MAX_WAITING or own >= MAX_CLIENT_WAITING:
+            raise Overloaded(f"{waiting} large bodies are waiting already", retry_after=1.0)
+        self._waiting[client] += 1
         try:
-            await self._free.acquire()
+            await self._free.take(client)
         finally:
-            self._waiting -= 1
+            self._waiting[client] -= 1
+            if not self._waiting[client]:
+                del self._waiting[client]
         # A client that leaves does not end the work: starting a process anew costs more.
         work = asyncio.create_task(self._ask(kind, raw))
         self._work.add(work)
-        work.add_done_callback(self._done)
+        work.add_done_callback(partial(self._done, client))
         reply = await asyncio.shield(work)
         if reply.error is not None:
             raise _error(**reply.error)
@@ -68,9 +75,9 @@ class TextWorkers:
         await asyncio.gather(*(worker.end() for worker in self._idle))
         self._idle.clear()
 
-    def _done(self, work: asyncio.Task[Reply]) -> None:
+    def _done(self, client: str, work: asyncio.Task[Reply]) -> None:
         self._work.discard(work)
-        self._free.release()
+        self._free.give_back(client)
         if not work.cancelled():
             work.exception()  # whoever asked may be gone
 

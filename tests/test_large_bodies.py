@@ -257,3 +257,26 @@ def test_large_bodies_leave_the_router_small_and_awake() -> None:
             assert set(figures.statuses) <= {"400", "503"}, figures
             assert figures.rss_peak < 400, figures
             assert figures.health_p50 < 50, figures
+
+
+async def test_clients_take_turns_at_the_text_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = TextWorkers(Spec(asdict(CONFIG), asdict(LogConfig())), size=1)
+    go, order = asyncio.Event(), []
+
+    async def ask(kind: str, raw: bytes) -> Any:
+        await go.wait()
+        order.append(raw.decode())
+        raise InvalidRequest("enough")
+
+    monkeypatch.setattr(workers, "_ask", ask)
+    limit = text_workers_module.MAX_CLIENT_WAITING
+    many = [asyncio.create_task(workers.prepare("tokenize", b"a", "a")) for _ in range(limit + 1)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await workers.prepare("tokenize", b"a", "a")
+    other = asyncio.create_task(workers.prepare("tokenize", b"b", "b"))
+    await asyncio.sleep(0)
+    go.set()
+    await asyncio.gather(other, *many, return_exceptions=True)
+    assert "b" in order[:3]
+    await workers.close()

@@ -64,18 +64,19 @@ class Front:
         """
         if "Content-Type" in request.headers and not _is_json(request.content_type):
             raise web.HTTPUnsupportedMediaType(text="the Content-Type must be application/json")
-        async with self._bodies(request).reading(request, self.client(request)) as raw:
-            prepared = await self._prepare(kind, raw)
+        client = self.client(request)
+        async with self._bodies(request).reading(request, client) as raw:
+            prepared = await self._prepare(kind, raw, client)
         self.unknown_fields.note(set(prepared.unknown))
         return prepared
 
-    async def _prepare(self, kind: str, raw: bytearray) -> Prepared[Any]:
+    async def _prepare(self, kind: str, raw: bytearray, client: str) -> Prepared[Any]:
         text = TextModel(self.model, self.trust_request_chat_template)
         if len(raw) <= INLINE:
             return text.prepare(kind, raw)
         if len(raw) <= SMALL or self.workers is None:
             return await asyncio.to_thread(text.prepare, kind, raw)
-        return await self.workers.prepare(kind, raw)
+        return await self.workers.prepare(kind, raw, client)
 
     def _bodies(self, request: web.Request) -> Bodies:
         return request.app[BODIES]
