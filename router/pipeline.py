@@ -199,7 +199,8 @@ class Attempt:
             PdserveError: the request cannot go on.
         """
         tokens = self._run.num_tokens if self._local_prefill else 0
-        with self._registry.using(self._decode, tokens) as use:
+        suspect = self._run.recovery.suspect(self._decode.role)
+        with self._registry.using(self._decode, tokens, suspect) as use:
             async with _first_cause() as group:
                 finishing = group.create_task(self._finish_choices())
                 decoding = group.create_task(self._run_decode(group, use))
@@ -251,10 +252,11 @@ class Attempt:
     async def _run_prefill(self, prefill: Node, ticket: pb.Ticket) -> None:
         request = pb.PrefillRequest(job=self._job, ticket=ticket, first_token=self._first)
         pair = prefill.info.node_id, self._decode.info.node_id
+        suspect = self._run.recovery.suspect(prefill.role)
         self._registry.pairs.placed(*pair)
         try:
             with (
-                self._registry.using(prefill, self._run.num_tokens) as use,
+                self._registry.using(prefill, self._run.num_tokens, suspect) as use,
                 self._call(pb_grpc.PrefillStub, prefill, request) as call,
             ):
                 first = await call.expect("first_token")

@@ -157,6 +157,8 @@ class Placement:
                 return (None,)
             prefills = self._registry.usable(pb.ROLE_PREFILL)
             if fitting := [node for node in prefills if self._works(node, decode)]:
+                if not (fitting := _apart(fitting, run, "prefill")):
+                    return None
                 return (self._prefill_policy(_without(fitting, run.recovery.avoid) or fitting),)
             return (None,) if self._find_decode(run) is not None else None
 
@@ -168,7 +170,7 @@ class Placement:
         a decode node can compute it, too."""
         decodes = [
             node
-            for node in self._registry.usable(pb.ROLE_DECODE)
+            for node in _apart(self._registry.usable(pb.ROLE_DECODE), run, "decode")
             if run.version in (None, node.info.fingerprint)
         ]
         if run.recovery.local_prefill or run.num_tokens < self._config.local_prefill_threshold:
@@ -209,3 +211,10 @@ class Placement:
 
 def _without(nodes: Sequence[Node], avoid: Collection[str]) -> list[Node]:
     return [node for node in nodes if node.info.node_id not in avoid]
+
+
+def _apart(nodes: Sequence[Node], run: Run, role: str) -> list[Node]:
+    """Those without another request of which one more death would be the end, if this is one: a
+    request that kills nodes must not be the end of those that were beside it each time."""
+    suspect = run.recovery.suspect(role)
+    return [node for node in nodes if suspect is None or node.suspect in (None, suspect)]

@@ -43,6 +43,12 @@ class Recovery:
         """Whether the KV should not travel any more."""
         return self._transfer_failures >= TRANSFER_FAILURES
 
+    def suspect(self, role: str) -> Recovery | None:
+        """Itself when one more death of a node of this role would be its end: whoever was there,
+        too, until now, the next time it shall be the only such request on its node."""
+        deaths = self._deaths.get(role, 0.0)
+        return self if deaths and deaths + 1 > self._limit else None
+
     def progress(self, role: str) -> None:
         """A node of this role has made a token."""
         self._tries = 0

@@ -63,6 +63,7 @@ class Node:
     # Tokens that it still has to prefill for each of them, in order of arrival.
     prefilling: dict[Use, int] = field(default_factory=dict)
     prefill_tokens: int = 0  # their sum
+    suspect: object = None  # of a request that has its last chance here
     lost: bool = False  # a call found nobody there since the last heartbeat
     silent: bool = False  # its heartbeats, or its answers, have stopped
     unreachable: str = ""  # why it does not answer us, though we may hear its heartbeats
@@ -83,9 +84,13 @@ class Node:
 class Use:
     """One request on a node, while it is there."""
 
-    def __init__(self, registry: Registry, node: Node, prefill_tokens: int) -> None:
+    def __init__(
+        self, registry: Registry, node: Node, prefill_tokens: int, suspect: object = None
+    ) -> None:
         self._registry = registry
         self._node = node
+        self._suspect = suspect
+        node.suspect = suspect or node.suspect
         self.had_its_turn = False  # when it failed, it was the first in line to be prefilled
         node.in_flight += 1
         node.breaker.placed()
@@ -94,8 +99,10 @@ class Use:
             node.prefill_tokens += prefill_tokens
 
     def worked(self) -> None:
-        """The node has made a token: nothing more is to prefill, and a breaker's trial is over."""
+        """The node has made a token: nothing more is to prefill, and a breaker's trial is over,
+        as is the suspicion that the request kills nodes."""
         self._prefilled()
+        self._cleared()
         self._node.breaker.succeeded()
 
     def failed(self, error: PdserveError) -> None:
@@ -105,7 +112,14 @@ class Use:
 
     def end(self) -> None:
         self._prefilled()
+        self._cleared()
         self._node.in_flight -= 1
+
+    def _cleared(self) -> None:
+        if self._suspect is not None and self._node.suspect is self._suspect:
+            self._node.suspect = None
+            self._registry.notify()
+        self._suspect = None
 
     def _prefilled(self) -> None:
         self._node.prefill_tokens -= self._node.prefilling.pop(self, 0)
@@ -152,7 +166,7 @@ class Registry:
                 info.pipeline_parallel_size, info.expert_parallel_size, info.data_parallel_size,
                 ", ".join(info.kv_connectors), info.fingerprint,
             )  # fmt: skip
-        self._notify()
+        self.notify()
 
     def _check_room(self) -> None:
         now = self._now()
@@ -194,7 +208,7 @@ class Registry:
         node.load, node.last_seen, node.lost = load, self._now(), False
         node.silent = node.silent and bool(node.unreachable)
         if revived:
-            self._notify()
+            self.notify()
         return True
 
     def answered(self, node: Node) -> None:
@@ -203,7 +217,7 @@ class Registry:
         if node.unreachable:
             logger.info("%s can be reached again", node.info.node_id)
             node.unreachable, node.silent = "", False
-            self._notify()
+            self.notify()
 
     def unanswered(self, node: Node, reason: str, refused: bool) -> None:
         """It did not; `refused`: there is no connection at all, so that there is no point in
@@ -224,11 +238,11 @@ class Registry:
             logger.info("%s deregistered", node_id)
 
     @contextmanager
-    def using(self, node: Node, prefill_tokens: int = 0) -> Iterator[Use]:
+    def using(self, node: Node, prefill_tokens: int = 0, suspect: object = None) -> Iterator[Use]:
         """A request on a node, which has so many tokens to prefill for it: counted while it
         lasts; how it ends is told to the breaker. A node that was not there is not used until
-        it is heard from again."""
-        use = Use(self, node, prefill_tokens)
+        it is heard from again. `suspect`: of all that may have killed nodes it is the one here."""
+        use = Use(self, node, prefill_tokens, suspect)
         try:
             yield use
         except PdserveError as error:
@@ -370,6 +384,7 @@ class Registry:
             "seconds_since_heartbeat": round(self._now() - node.last_seen, 3),
         }
 
-    def _notify(self) -> None:
+    def notify(self) -> None:
+        """Whoever waits for a node looks again."""
         self._changed.set()
         self._changed = asyncio.Event()

@@ -85,10 +85,10 @@ class FakeNode:
         await self.cluster.channels.get(self.address).channel_ready()
         self.register()
 
-    def register(self, address: str = "") -> None:
+    def register(self, address: str = "", instance: str = "") -> None:
         info = pb.NodeInfo(
             node_id=self.name, role=self.role, address=address or self.address,
-            fingerprint="f", kv_connectors=["tcp"],
+            fingerprint="f", kv_connectors=["tcp"], instance=instance,
         )  # fmt: skip
         self.cluster.registry.register(info, pb.NodeLoad(healthy=True))
 

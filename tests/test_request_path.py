@@ -8,7 +8,7 @@ import logging
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from itertools import repeat
 from pathlib import Path
 from time import monotonic
@@ -28,6 +28,7 @@ from common.core.errors import (
 from common.rpc import convert
 from common.rpc.pb import cluster_pb2 as pb
 from common.rpc.pb import inference_pb2
+from common.rpc.status import REQUEST_ID_KEY
 from fake_nodes import FakeCluster, dies, fails, fake_cluster, hangs, says
 from router import reach
 from router.breaker import BreakerState
@@ -467,6 +468,44 @@ async def test_a_prompt_that_kills_nodes_does_not_kill_them_all(tmp_path: Path, 
         error = await ends(cluster)
         assert error.code == "POISON_REQUEST"
         assert cluster.jobs(role) == 3
+
+
+async def test_those_beside_a_request_that_kills_nodes_are_no_poison(tmp_path: Path) -> None:
+    """Each time it comes, all that are there die with it before any has a token, and the node is
+    started again: nothing is known of the new one."""
+    async with fake_cluster(tmp_path, ("p0", "d0")) as cluster:
+        node, bad = cluster["d0"], cluster.request()
+        present: dict[str, asyncio.Event] = {}
+        starts = 0
+
+        async def token(context: Any) -> None:
+            nonlocal starts
+            request_id = dict(context.invocation_metadata())[REQUEST_ID_KEY]
+            died = present[request_id] = asyncio.Event()
+            if request_id != bad.request_id:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(died.wait(), 0.6)
+            else:
+                await asyncio.sleep(0.3)  # what else is in its step
+                starts += 1
+                for each in present.values():
+                    each.set()
+                present.clear()
+                asyncio.get_running_loop().call_later(0.3, node.register, "", f"start {starts}")
+            present.pop(request_id, None)
+            if died.is_set():
+                await dies(context)
+
+        node.on_token = {0: token}
+
+        async def poison() -> None:
+            async for _ in cluster.pipeline.generate(bad):
+                pass
+
+        asked = (cluster.ask() for _ in range(3))
+        results = await asyncio.gather(*asked, poison(), return_exceptions=True)
+        assert isinstance(results[-1], NodeError) and results[-1].code == "POISON_REQUEST"
+        assert not [each for each in results[:-1] if isinstance(each, BaseException)], results
 
 
 async def test_nodes_that_die_while_others_are_served_first_are_not_its_fault(
