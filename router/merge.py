@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
-from common.core.errors import Cancelled
+from common.core.errors import Cancelled, PdserveError
 
 T = TypeVar("T")
 
@@ -63,5 +63,9 @@ async def _pump(
                     )
                 queue.put_nowait((index, item))
         queue.put_nowait(None)
+    except asyncio.CancelledError:
+        # Perhaps the source's own: whoever waits for its items must not wait for ever.
+        queue.put_nowait(_Failure(PdserveError("the generation was cancelled")))
+        raise
     except Exception as error:
         queue.put_nowait(_Failure(error))

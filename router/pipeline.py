@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -202,11 +202,20 @@ class Attempt:
         suspect = self._run.recovery.suspect(self._decode.role)
         with self._registry.using(self._decode, tokens, suspect) as use:
             async with _first_cause() as group:
-                finishing = group.create_task(self._finish_choices())
-                decoding = group.create_task(self._run_decode(group, use))
+                finishing = group.create_task(self._part(self._finish_choices()))
+                decoding = group.create_task(self._part(self._run_decode(group, use)))
                 await self._run.ended.wait()
                 decoding.cancel()
                 finishing.cancel()
+
+    async def _part(self, work: Coroutine[Any, Any, None]) -> None:
+        """What a task of the group does. A failure after the last token is nobody's: the answer is
+        whole, and the group only waits for its tasks then."""
+        try:
+            await work
+        except Exception:
+            if not self._run.finished:
+                raise
 
     async def _run_decode(self, group: asyncio.TaskGroup, use: Use) -> None:
         """Reads the decode node's stream; the hand-off goes on beside it."""
@@ -218,7 +227,7 @@ class Attempt:
                     self._check_order(call, event, handing_off is not None)
                     if event.HasField("reserved"):
                         self._run.mark("reserved")
-                        handing_off = group.create_task(self._hand_off(event.reserved))
+                        handing_off = group.create_task(self._part(self._hand_off(event.reserved)))
                     elif event.HasField("landed"):
                         self._landed(event.landed)
                     elif event.HasField("tokens"):
@@ -227,6 +236,8 @@ class Attempt:
                 self._run.check_finished()
         except PdserveError as error:
             use.failed(error)
+            if self._run.finished:
+                return
             self._decode_failed(error, computing=self._decoding or use.had_its_turn)
             raise BeginAnew from error
         finally:
@@ -244,6 +255,8 @@ class Attempt:
                 await self._run_prefill(self._prefill, ticket)
                 return
             except PrefillFailed as failure:
+                if run.finished:
+                    return
                 self._prefill_failed(failure, self._prefill)
             self._prefill = None
             await run.recovery.pause(run.deadline)

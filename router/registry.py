@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from time import monotonic
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
@@ -27,6 +26,7 @@ from common.core.errors import (
 )
 from common.rpc.pb import cluster_pb2 as pb
 from router.breaker import BreakerState, CircuitBreaker, Pairs
+from router.clock import AwakeClock
 
 logger = logging.getLogger(__name__)
 
@@ -129,9 +129,10 @@ class Registry:
     """Nodes by id. A node whose heartbeats stop is not used, and forgotten after ten
     time-outs; when it comes back it registers again."""
 
-    def __init__(self, config: RoutingConfig, now: Callable[[], float] = monotonic) -> None:
+    def __init__(self, config: RoutingConfig, now: Callable[[], float] | None = None) -> None:
+        """`sweep` is to be called four times in each `--heartbeat-timeout`."""
         self._config = config
-        self._now = now
+        self._now = now = now or AwakeClock(config.heartbeat_timeout / 2)
         self._nodes: dict[str, Node] = {}
         self._leaving: list[Node] = []  # deregistered; what they have goes on
         self._changed = asyncio.Event()

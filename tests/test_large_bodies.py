@@ -186,8 +186,14 @@ async def workers() -> AsyncIterator[TextWorkers]:
     workers = TextWorkers(Spec(asdict(CONFIG), asdict(LogConfig())), size=1)
     yield workers
     await workers.close()
-    children = psutil.Process().children()
-    assert not [each for each in children if "router.text_worker" in each.cmdline()]
+    assert not [each for each in psutil.Process().children() if _prepares(each)]
+
+
+def _prepares(process: psutil.Process) -> bool:
+    try:
+        return "router.text_worker" in process.cmdline()
+    except psutil.NoSuchProcess:  # it has ended
+        return False
 
 
 CHAT = [{"role": "user", "content": "Tell me a story."}]

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing, suppress
 from itertools import repeat
 from pathlib import Path
@@ -32,6 +32,8 @@ from common.rpc.status import REQUEST_ID_KEY
 from fake_nodes import FakeCluster, dies, fails, fake_cluster, hangs, says
 from router import reach
 from router.breaker import BreakerState
+from router.merge import merge
+from router.pipeline import Attempt
 
 PARTED = NodeError("no route", code="PEER_LOST", blame=Blame.DECODE)
 
@@ -178,6 +180,33 @@ async def test_the_place_is_free_when_the_nodes_have_finished(pair: FakeCluster)
             while pair.pipeline.admission.running:
                 await asyncio.sleep(0.01)
         assert len([update async for update in updates]) == 8
+
+
+async def test_what_fails_after_the_last_token_is_nobody_s_failure(
+    pair: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request's tasks are only waited for then: a call that breaks just now, say."""
+
+    async def breaks(self: Attempt) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise lost(Blame.DECODE)
+
+    monkeypatch.setattr(Attempt, "_finish_choices", breaks)
+    async with asyncio.timeout(30):
+        stats = await pair.ask()
+    assert stats.completion_tokens == 8 and stats.timeline.migrations == 0
+
+
+async def test_a_generation_that_cancels_itself_ends_its_answer() -> None:
+    async def source() -> AsyncGenerator[int, None]:
+        yield 1
+        raise asyncio.CancelledError
+
+    async with asyncio.timeout(30):
+        with pytest.raises(PdserveError, match="cancelled"):
+            assert [item async for _, item in merge([source()])] == [1]
 
 
 # ---- going on elsewhere, for as long as the deadline allows ----

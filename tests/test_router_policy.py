@@ -12,6 +12,7 @@ from common.rpc.pb import cluster_pb2 as pb
 from common.rpc.server import Channels
 from router.admission import MAX_WAITING_TOKENS, Admission, Batch
 from router.breaker import BreakerState, CircuitBreaker
+from router.clock import AwakeClock
 from router.generation import GenerationRequest
 from router.placement import Placement, RoundRobin, least_load, why_not
 from router.registry import Node, Registry
@@ -91,6 +92,19 @@ async def test_an_unhealthy_or_deregistered_node_gets_nothing_new(registry):
     registry.deregister("d1")
     assert registry.usable(pb.ROLE_DECODE) == []
     assert registry.counts() == {("decode", "unhealthy"): 1}
+
+
+async def test_a_router_that_slept_takes_no_node_for_silent(clock):
+    registry = Registry(RoutingConfig(heartbeat_timeout=5), AwakeClock(2.5, clock))
+    add(registry, "d")
+    registry.sweep()
+    clock.time += 60  # stopped: heartbeats wait in its sockets
+    registry.sweep()
+    assert ids(registry.usable(pb.ROLE_DECODE)) == ["d"]
+    for _ in range(11):
+        clock.time += 0.5
+        registry.sweep()
+    assert registry.usable(pb.ROLE_DECODE) == []
 
 
 async def test_nodes_that_may_not_be_used_say_why(registry, clock):

@@ -18,7 +18,12 @@ from cluster import Cluster, Roles, Service, ended, text_of
 
 MODEL = "mistral"
 PROMPT = "Once upon a time there was a naïve girl named Zoë. She lived in an old mill"
-ROUTING = {"queue_timeout": 0.5, "max_concurrent_requests": 1, "max_queued_requests": 0}
+ROUTING = {
+    "queue_timeout": 0.5,
+    "request_timeout": 20,  # how long a stream waits for a decode node to come back
+    "max_concurrent_requests": 1,
+    "max_queued_requests": 0,
+}
 LONG = 400  # tokens, a second or two
 
 

@@ -52,7 +52,8 @@ def test_prefill_on_two_hosts(raylets: Raylets) -> None:
 
 
 def test_decode_on_two_hosts_until_one_of_them_dies(raylets: Raylets) -> None:
-    with WarmCluster(MODEL, 0, 0, router={"queue_timeout": 2}, warm=shared()) as cluster:
+    routing = {"queue_timeout": 2, "request_timeout": 20}
+    with WarmCluster(MODEL, 0, 0, router=routing, warm=shared()) as cluster:
         cluster.start_node("prefill")
         decode = cluster.start_node("decode", **on_ray(raylets, kv_host="auto", insecure=""))
         cluster.wait_nodes()
