@@ -294,9 +294,13 @@ class Attempt:
             error = from_rpc_error(rpc_error, Blame.DECODE)
             if error.code == "ALREADY_LANDED":
                 return None
-            self._decode_failed(error, computing=False)
-            raise BeginAnew from error
-        return response.ticket
+        else:
+            if response is not None:
+                return response.ticket
+            message = "decode node: the answer to Retarget does not parse"
+            error = NodeError(message, code="PROTOCOL_ERROR", blame=Blame.DECODE)
+        self._decode_failed(error, computing=False)
+        raise BeginAnew from error
 
     async def _finish_choices(self) -> None:
         """Tells the decode node which choices a stop string has ended, so that it computes no more

@@ -211,7 +211,7 @@ class FakeCluster:
 
     async def settled(self) -> None:
         """Nothing is held or counted any more, here and on the nodes."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while any(node.open for node in self.nodes.values()):
                 await asyncio.sleep(0.01)
         assert (self.pipeline.admission.running, self.pipeline.admission.waiting) == (0, 0)

@@ -20,7 +20,7 @@ MODEL = "mistral"
 PROMPT = "Once upon a time there was a naïve girl named Zoë. She lived in an old mill"
 ROUTING = {
     "queue_timeout": 0.5,
-    "request_timeout": 20,  # how long a stream waits for a decode node to come back
+    "request_timeout": 10,  # how long a stream waits for a decode node to come back
     "max_concurrent_requests": 1,
     "max_queued_requests": 0,
 }
