@@ -6,11 +6,13 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import secrets
 import signal
 import socket
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -215,10 +217,15 @@ def _held(address: str) -> int:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Below those that the kernel hands out, so that no other process gets it by chance before it
+    is taken."""
+    handed_out = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    lowest = int(handed_out[0])
+    while True:
+        port = lowest - 1 - secrets.randbelow(min(16_000, lowest - 1024))
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((host, port))
+            return port
 
 
 def flags(options: Mapping[str, Any]) -> list[str]:

@@ -58,8 +58,9 @@ def bind(host: str, port: int, purpose: str, flag: str) -> socket.socket:
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family)
-        # A restarted process takes its port again although connections to the last one linger.
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # A restarted process takes its port again although connections to the last one linger. One
+        # that the kernel chooses is nobody else's, and must stay so until somebody listens.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(port != 0))
         try:
             bound.bind(address)
         except OSError:

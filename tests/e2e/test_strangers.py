@@ -37,7 +37,8 @@ def guarded() -> Iterator[WarmCluster]:
 
 @pytest.fixture(scope="module")
 def unguarded() -> Iterator[WarmCluster]:
-    with WarmCluster(MODEL, 0, 0, router={"migration_limit": 0}, warm=shared()) as cluster:
+    routing = {"migration_limit": 0, "request_timeout": 2}
+    with WarmCluster(MODEL, 0, 0, router=routing, warm=shared()) as cluster:
         cluster.wait_for(lambda: cluster.get("/health").ok)
         yield cluster
 
