@@ -19,6 +19,7 @@ import aiohttp
 import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
+from benchmarks.fleet import free_port
 from common.config.schema import LogConfig
 from common.core.errors import ConfigError, TransferError
 from common.core.request import FinishReason, Timeline
@@ -323,8 +324,8 @@ async def test_a_taken_port_is_an_error_at_once() -> None:
 
 
 async def test_a_port_that_two_have_bound_is_the_first_listener_s() -> None:
-    first = bind_metrics("127.0.0.1", 0)
-    second = bind_metrics("127.0.0.1", first.getsockname()[1])
+    port = free_port()
+    first, second = bind_metrics("127.0.0.1", port), bind_metrics("127.0.0.1", port)
     registry = CollectorRegistry()
     server = await start_metrics_server(first, registry, lambda: (True, ""))
     try:
@@ -332,6 +333,11 @@ async def test_a_port_that_two_have_bound_is_the_first_listener_s() -> None:
             await start_metrics_server(second, registry, lambda: (True, ""))
     finally:
         await server.close()
+
+
+async def test_a_port_that_the_kernel_chose_is_nobody_elses() -> None:
+    with bind_metrics("127.0.0.1", 0) as chosen, pytest.raises(ConfigError, match="in use"):
+        bind_metrics("127.0.0.1", chosen.getsockname()[1])
 
 
 def test_ports_file(tmp_path: Path) -> None:
