@@ -53,8 +53,11 @@ async def http(fleet: Fleet) -> AsyncIterator[aiohttp.ClientSession]:
 
 
 @asynccontextmanager
-async def rpc(fleet: Fleet) -> AsyncIterator[pb_grpc.InferenceStub]:
-    address, credentials = f"127.0.0.1:{fleet.ports['grpc']}", fleet.credentials()
+async def calls(
+    fleet: Fleet, address: str, trusted: bool = False
+) -> AsyncIterator[grpc.aio.Channel]:
+    """Of one that has the cluster's secrets, or of a stranger, who may be a client."""
+    credentials = fleet.credentials(role=trusted)
     options = [("grpc.use_local_subchannel_pool", 1)]
     channel = (
         grpc.aio.secure_channel(address, credentials, options)
@@ -62,6 +65,12 @@ async def rpc(fleet: Fleet) -> AsyncIterator[pb_grpc.InferenceStub]:
         else grpc.aio.insecure_channel(address, options)
     )
     async with channel:
+        yield channel
+
+
+@asynccontextmanager
+async def rpc(fleet: Fleet) -> AsyncIterator[pb_grpc.InferenceStub]:
+    async with calls(fleet, f"127.0.0.1:{fleet.ports['grpc']}") as channel:
         yield pb_grpc.InferenceStub(channel)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -13,7 +12,7 @@ from google.protobuf.json_format import ParseDict
 
 from benchmarks.fleet import Fleet, free_port
 from benchmarks.soak.faults import Fault, Faults, Kind, NotNow
-from benchmarks.soak.hostile import answer
+from benchmarks.soak.hostile import answer, calls
 from common.rpc.auth import TOKEN_KEY, ClusterKey
 from common.rpc.pb import cluster_pb2 as pb
 from common.rpc.pb import cluster_pb2_grpc as pb_grpc
@@ -25,20 +24,6 @@ NOWHERE = "10.255.255.1"
 LONGEST_LIE = 10.0  # seconds
 TIMEOUT = 10.0  # seconds of one call
 FAKES = 4  # dead nodes at a time
-
-
-@asynccontextmanager
-async def calls(fleet: Fleet, address: str, trusted: bool) -> AsyncIterator[grpc.aio.Channel]:
-    """Of one that has the cluster's secrets, or of a stranger, who may be a client."""
-    credentials = fleet.credentials(role=trusted)
-    options = [("grpc.use_local_subchannel_pool", 1)]
-    channel = (
-        grpc.aio.secure_channel(address, credentials, options)
-        if credentials
-        else grpc.aio.insecure_channel(address, options)
-    )
-    async with channel:
-        yield channel
 
 
 class Liar:
