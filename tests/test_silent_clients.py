@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import socket
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -229,6 +230,24 @@ async def test_idle_connections_close(tmp_path: Path, monkeypatch: pytest.Monkey
         assert await ends(silent) == b""
 
 
+async def test_a_router_that_stood_still_keeps_its_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot know yet what waits in them."""
+    looked, check = asyncio.Event(), Connection.check
+    monkeypatch.setattr(Connection, "check", lambda *args: (check(*args), looked.set()))
+    async with serving(tmp_path, Talker(1), timeout_keep_alive=1) as server:
+        reader, writer = await connect(server.port)
+        request = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+        writer.write(request)
+        assert await reader.readuntil(b"\r\n") == b"HTTP/1.1 200 OK\r\n"
+        looked.clear()
+        time.sleep(1.6)  # noqa: ASYNC251: the loop itself is to stand still
+        await looked.wait()
+        writer.write(request)
+        assert (await ends(reader)).count(b"HTTP/1.1 200") == 1
+
+
 async def test_a_header_drop_by_drop_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,9 +326,10 @@ class Wire(asyncio.Transport):
 
 
 class Clocked:
-    def __init__(self) -> None:
+    def __init__(self, keep_alive: float = 5) -> None:
         self.time, self.wire = 0.0, Wire()
-        self.connection = Connection(asyncio.Protocol(), Limits(5, 30), lambda: self.time, set())
+        limits = Limits(keep_alive, 30)
+        self.connection = Connection(asyncio.Protocol(), limits, lambda: self.time, set())
         self.connection.connection_made(self.wire)
 
     def look(self, after: float) -> str:
@@ -329,6 +349,17 @@ async def test_a_slow_reader_is_not_hung_up_on() -> None:
             assert clocked.look(29) == ""
         assert clocked.look(29) == ""
         assert clocked.look(1) == "aborted"
+
+
+async def test_in_a_crowd_idle_connections_have_less_time() -> None:
+    clocked = Clocked(keep_alive=75)
+    with clocked.connection.answering():
+        pass
+    clocked.time += 6
+    clocked.connection.check()
+    assert clocked.wire.ended == ""
+    clocked.connection.check(crowded=True)
+    assert clocked.wire.ended == "closed"
 
 
 async def test_what_is_left_of_an_answer_may_take_its_time_too() -> None:

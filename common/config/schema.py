@@ -268,7 +268,12 @@ class ServerConfig:
         None, "file to write the ports to once they are open, as JSON", metavar="FILE"
     )
     timeout_keep_alive: float = option(
-        5.0, "seconds an HTTP connection may be idle before it is closed", minimum=0.1
+        # Longer than clients keep theirs (aiohttp 15 s, httpx 5 s, balancers 60 s): who closes
+        # first must be the one who would use it next, else a request meets a closed door.
+        75.0,
+        "seconds an HTTP connection may be idle before it is closed: longer than clients and load "
+        "balancers keep theirs",
+        minimum=0.1,
     )
     write_timeout: float = option(
         30.0,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,13 +21,15 @@ from aiohttp import web
 logger = logging.getLogger(__name__)
 
 HEADER_TIMEOUT = 10.0  # seconds from a header's first byte to its last
+CROWD = 0.25  # of the files that the process may open
+CROWDED_KEEP_ALIVE = 5.0  # seconds that a connection may be idle when so many are open
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Seconds."""
 
-    timeout_keep_alive: float = 5.0
+    timeout_keep_alive: float = 75.0
     write_timeout: float = 30.0
 
     @property
@@ -98,8 +101,8 @@ class Connection(asyncio.Protocol):
         """Waits while the client is behind; for how long, `check` decides."""
         await self._writable.wait()
 
-    def check(self) -> None:
-        """Ends the connection when its time is up."""
+    def check(self, crowded: bool = False) -> None:
+        """Ends the connection when its time is up, which comes sooner in a crowd."""
         unsent = self._transport.get_write_buffer_size()
         if self._requests and self._writable.is_set():
             return  # what is unsent may grow: nothing can be said
@@ -111,8 +114,14 @@ class Connection(asyncio.Protocol):
             if waited >= self._limits.write_timeout:
                 logger.info("%s took nothing for %.0f s: hung up", self._peer, waited)
                 self._transport.abort()
-        elif waited >= (HEADER_TIMEOUT if self._header else self._limits.timeout_keep_alive):
+        elif waited >= self._patience(crowded):
             self._transport.close()
+
+    def _patience(self, crowded: bool) -> float:
+        if self._header:
+            return HEADER_TIMEOUT
+        most = self._limits.timeout_keep_alive
+        return min(most, CROWDED_KEEP_ALIVE) if crowded else most
 
     @property
     def _peer(self) -> object:
@@ -129,5 +138,6 @@ async def watch(connections: set[Connection], limits: Limits) -> None:
     """Checks all connections until cancelled."""
     while True:
         await asyncio.sleep(limits.period)
+        crowded = len(connections) > CROWD * resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         for connection in list(connections):
-            connection.check()
+            connection.check(crowded)

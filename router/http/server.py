@@ -14,6 +14,7 @@ from aiohttp import web
 from common.config.schema import ServerConfig
 from common.core.errors import ConfigError
 from common.rpc.tls import load_cert_chain
+from router.clock import AwakeClock
 from router.http.app import TRAFFIC
 from router.http.connection import HEADER_TIMEOUT, Connection, Limits, watch
 
@@ -61,9 +62,11 @@ class HTTPServer:
         limits = limits or Limits()
         connections: set[Connection] = set()
         loop = asyncio.get_running_loop()
+        # A router that stood still finds requests in its sockets: they are no idle connections.
+        now = AwakeClock(2 * limits.period, loop.time)
         try:
             listener = await loop.create_server(
-                lambda: Connection(http(), limits, loop.time, connections),
+                lambda: Connection(http(), limits, now, connections),
                 host,
                 port,
                 ssl=tls,
