@@ -242,7 +242,7 @@ async def test_a_router_that_stood_still_keeps_its_connections(
         writer.write(request)
         assert await reader.readuntil(b"\r\n") == b"HTTP/1.1 200 OK\r\n"
         looked.clear()
-        time.sleep(1.6)  # noqa: ASYNC251: the loop itself is to stand still
+        time.sleep(1.6)  # noqa: ASYNC251  (the loop itself is to stand still)
         await looked.wait()
         writer.write(request)
         assert (await ends(reader)).count(b"HTTP/1.1 200") == 1
