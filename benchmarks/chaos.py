@@ -106,6 +106,7 @@ async def run(fleet: Fleet, soak: Soak, load: Load) -> Report:
             soak.seed,
             excused=faults.excuses,
             look=lambda: Thread(target=fleet.print_stacks).start(),
+            stood_still=faults.router_stood_still,
         )
     seconds, leaked = monotonic() - start, await still_held(fleet)
     crashed = faults.crashed + fleet.crashed()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-from common.core.errors import Blame, Cancelled, PdserveError, TransferError
+from common.core.errors import Blame, PdserveError, TransferError
 from common.core.ids import new_transfer_id
 from kv_transfer.commands import (
     Accept,
@@ -93,7 +93,7 @@ class KVSink:
         try:
             issued: Ticket = await asyncio.shield(entry.epoch.ticket)
         except asyncio.CancelledError:
-            self._fail(entry, SinkEvent.CANCEL, Cancelled("cancelled while blocks were reserved"))
+            self._fail(entry, SinkEvent.CANCEL, _cancelled("while blocks were reserved"))
             raise
         return issued
 
@@ -116,7 +116,7 @@ class KVSink:
         From then on the blocks are the caller's.
 
         Raises:
-            TransferError, Cancelled: it failed; `on_freed` was called before this raises.
+            TransferError: it failed; `on_freed` was called before this raises.
         """
         landing = self._arrivals.get(transfer_id)
         arrival: Arrival = await asyncio.shield(landing or self._find(transfer_id).arrival)
@@ -124,11 +124,11 @@ class KVSink:
         return arrival
 
     async def cancel(self, transfer_id: bytes) -> bool:
-        """The client left. Returns True once the blocks are free; False when they are the
-        waiter's already, who must free them. Unknown transfers are free."""
+        """Nobody waits for it any more. Returns True once the blocks are free; False when they are
+        the waiter's already, who must free them. Unknown transfers are free."""
         entry = self._live.get(transfer_id)
         if entry is not None:
-            self._fail(entry, SinkEvent.CANCEL, Cancelled("the client left during the hand-off"))
+            self._fail(entry, SinkEvent.CANCEL, _cancelled("during the hand-off"))
             await asyncio.wait([entry.arrival])
         self._arrivals.pop(transfer_id, None)
         outcome = self._finished.get(transfer_id)
@@ -438,3 +438,9 @@ def _check_epoch(epoch: int | None, current: int) -> None:
 
 def _stale(message: str) -> TransferError:
     return TransferError(message, code="STALE_EPOCH", blame=Blame.PREFILL, retryable=True)
+
+
+def _cancelled(when: str) -> TransferError:
+    """Whether its client left or its router cannot reach this node, a sink does not know."""
+    message = f"the call that waits for the KV ended {when}"
+    return TransferError(message, code="CANCELLED", blame=Blame.NETWORK, retryable=True)

@@ -90,7 +90,9 @@ class Recovery:
         self._transfer_failures += isinstance(error, TransferError)
 
     def _note(self, error: PdserveError) -> None:
+        # That the client left, only this router can know: a node's call was cut off.
         curable = error.blame in (Blame.PREFILL, Blame.DECODE, Blame.NETWORK)
+        curable |= error.code == "CANCELLED"
         if not curable or isinstance(error, RequestError):
             raise error
         self.failures += 1

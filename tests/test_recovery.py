@@ -7,7 +7,14 @@ from collections.abc import Callable
 import pytest
 
 from common.config.schema import RoutingConfig
-from common.core.errors import Blame, InvalidRequest, NodeError, PdserveError, TransferError
+from common.core.errors import (
+    Blame,
+    Cancelled,
+    InvalidRequest,
+    NodeError,
+    PdserveError,
+    TransferError,
+)
 from common.rpc.pb import cluster_pb2 as pb
 from router.recovery import WAITING, Recovery
 from router.registry import Node, Registry
@@ -38,6 +45,14 @@ def test_failures_in_a_row_end_it(node: Node) -> None:
     assert fails_after(recovery, lambda: recovery.failed(LOST, node)) == LIMIT
     assert recovery.failures == LIMIT + 1
     assert recovery.avoid == {"d"}
+
+
+@pytest.mark.parametrize("kind", [Cancelled, TransferError])
+def test_a_node_cannot_know_that_the_client_left(node: Node, kind: type[PdserveError]) -> None:
+    """It saw a call end; that the router is here shows that it was cut off."""
+    recovery = Recovery(LIMIT)
+    recovery.parted(kind("the call ended", code="CANCELLED"), node)
+    assert recovery.failures == 1
 
 
 def test_a_token_between_them_forgives_all(node: Node) -> None:

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -48,10 +48,13 @@ class Answer:
     migrations: int = 0
     times: list[float] = field(default_factory=list)  # when tokens came
 
-    @property
-    def longest_gap(self) -> float:
-        """Seconds between two events with tokens; 0 when there was one."""
-        return max((later - sooner for sooner, later in pairwise(self.times)), default=0.0)
+    def longest_gap(self, stood_still: Callable[[float, float], float]) -> float:
+        """Seconds between two events with tokens, without those in which nobody could bring them;
+        0 when there was one."""
+        return max(
+            (later - sooner - stood_still(sooner, later) for sooner, later in pairwise(self.times)),
+            default=0.0,
+        )
 
 
 def difference(expected: Answer, got: Answer) -> str:

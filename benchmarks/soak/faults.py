@@ -82,6 +82,7 @@ class Faults:
         self.busy: set[tuple[str, str]] = set()  # edges between nodes that are bad now
         # Times at which the router was killed, and at which clients no longer notice.
         self._deaths: list[tuple[float, float]] = []
+        self._stops: list[tuple[float, float]] = []  # when the router was frozen
 
     async def carry_out(self, kinds: dict[str, Kind], plan: Sequence[Fault]) -> None:
         """Returns when the last fault is over and every node is ready again."""
@@ -129,6 +130,17 @@ class Faults:
         self._deaths.append((since, math.inf))
         yield
         self._deaths[-1] = (since, monotonic() + SETTLE)
+
+    @contextmanager
+    def router_is_frozen(self) -> Iterator[None]:
+        since = monotonic()
+        self._stops.append((since, math.inf))
+        yield
+        self._stops[-1] = (since, monotonic())
+
+    def router_stood_still(self, since: float, until: float) -> float:
+        """Seconds between the two in which the router was frozen."""
+        return sum(max(0.0, min(until, end) - max(since, start)) for start, end in self._stops)
 
     def excuses(self, since: float) -> bool:
         """Whether a request from then until now may have been a router's that was killed."""
@@ -198,9 +210,10 @@ NODE_KINDS = {"kill": _on_a_node(kill), "stop": _on_a_node(stop), "restart": _on
 async def stop_router(faults: Faults, fault: Fault) -> None:
     """SIGSTOP, then SIGCONT: everybody waits, and nothing is lost."""
     name = faults.take("router", fault.random)
-    faults.fleet.send(name, signal.SIGSTOP)
-    await asyncio.sleep(fault.seconds)
-    faults.fleet.send(name, signal.SIGCONT)
+    with faults.router_is_frozen():
+        faults.fleet.send(name, signal.SIGSTOP)
+        await asyncio.sleep(fault.seconds)
+        faults.fleet.send(name, signal.SIGCONT)
     faults.well.add(name)
 
 

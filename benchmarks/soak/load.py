@@ -43,7 +43,13 @@ class Tally:
         failed = len(self.lost) + len(self.hung) + len(self.wrong)
         return self.completed + self.hung_up + self.router_died + failed
 
-    def add(self, ask: Ask, answer: Answer, expected: Sequence[Answer]) -> None:
+    def add(
+        self,
+        ask: Ask,
+        answer: Answer,
+        expected: Sequence[Answer],
+        stood_still: Callable[[float, float], float],
+    ) -> None:
         differences = [difference(each, answer) for each in expected]
         if all(differences):
             self.wrong.append(f"{ask.way} {ask.options}, {len(ask.prompt)} tokens: {differences}")
@@ -52,7 +58,7 @@ class Tally:
         self.tokens += answer.completion_tokens
         self.migrations += answer.migrations
         if answer.migrations and ask.way != "whole":
-            self.gaps.append(answer.longest_gap)
+            self.gaps.append(answer.longest_gap(stood_still))
 
 
 class Load:
@@ -88,18 +94,21 @@ class Load:
         excused: Callable[[float], bool] = lambda since: False,
         look: Callable[[], None] = lambda: None,
         tally: Tally | None = None,
+        stood_still: Callable[[float, float], float] = lambda since, until: 0.0,
     ) -> Tally:
         """`in_flight` clients ask one thing after the other until the event is over, and wait
         for their last answers; a share of the requests is hung up. `excused` says whether a
         connection that has broken, of a request since then, may be the router's that died;
         `look` is called when a request hangs, before its client leaves. An event that looks at
-        the `tally` brings its own."""
+        the `tally` brings its own. `stood_still` says for how long the router did between two
+        times, which is no node's recovery."""
         tally = Tally() if tally is None else tally
         over = asyncio.Event()
 
         async def ask_on(rng: random.Random) -> None:
             while not over.is_set():
-                await self._ask(rng, rng.random() < hang_ups, tally, excused, look)
+                hangs_up = rng.random() < hang_ups
+                await self._ask(rng, hangs_up, tally, excused, look, stood_still)
 
         async with asyncio.TaskGroup() as group:
             for number in range(in_flight):
@@ -115,6 +124,7 @@ class Load:
         tally: Tally,
         excused: Callable[[float], bool],
         look: Callable[[], None],
+        stood_still: Callable[[float, float], float],
     ) -> None:
         number, since = rng.randrange(len(self.asks)), monotonic()
         ask = self.asks[number]
@@ -136,7 +146,7 @@ class Load:
                 tally.lost.append(str(error))
             await asyncio.sleep(0.1)  # a cluster that refuses at once is not to be flooded
         else:
-            tally.add(ask, answer, self.expected[number])
+            tally.add(ask, answer, self.expected[number], stood_still)
         finally:
             watch.cancel()
 
