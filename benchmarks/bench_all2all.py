@@ -27,13 +27,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from common.config.schema import LogConfig
-from common.distributed.all2all import RoutedTokens, make_all2all
-from common.distributed.check import CheckConfig, CheckWorker
-from common.distributed.executor import WorkerSpec
-from common.distributed.group import GroupCoordinator
-from common.distributed.launch import make_executor
-from common.distributed.measure import time_calls
+from pdserve.common.config.schema import LogConfig
+from pdserve.common.distributed.all2all import RoutedTokens, make_all2all
+from pdserve.common.distributed.check import CheckConfig, CheckWorker
+from pdserve.common.distributed.executor import WorkerSpec
+from pdserve.common.distributed.group import GroupCoordinator
+from pdserve.common.distributed.launch import make_executor
+from pdserve.common.distributed.measure import time_calls
 
 EXCHANGES = ("allgather_reducescatter", "alltoallv")
 ROUTINGS = ("uniform", "skewed", "one rank")

@@ -67,7 +67,7 @@ def router(
     """A router without nodes, and its port."""
     with tempfile.TemporaryDirectory() as folder:
         ports = Path(folder, "ports.json")
-        command = [sys.executable, "-m", "router", "--model", model, "--port", "0"]
+        command = [sys.executable, "-m", "pdserve.router", "--model", model, "--port", "0"]
         command += ["--grpc-port", "0", "--registry-port", "0", "--ports-file", str(ports)]
         process = subprocess.Popen([*command, *options], stderr=stderr)
         try:

@@ -23,12 +23,12 @@ from limits import memcpy_limit
 from rich.console import Console
 from rich.table import Table
 
-from common.config.schema import LogConfig
-from common.distributed.check import CheckConfig, CheckWorker, Report
-from common.distributed.executor import WorkerSpec
-from common.distributed.launch import make_executor
-from common.distributed.measure import Figure, time_calls
-from common.distributed.parallel_state import (
+from pdserve.common.config.schema import LogConfig
+from pdserve.common.distributed.check import CheckConfig, CheckWorker, Report
+from pdserve.common.distributed.executor import WorkerSpec
+from pdserve.common.distributed.launch import make_executor
+from pdserve.common.distributed.measure import Figure, time_calls
+from pdserve.common.distributed.parallel_state import (
     get_parallel_state,
     tensor_model_parallel_all_reduce,
 )

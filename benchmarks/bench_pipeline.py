@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from common.config.schema import (
+from pdserve.common.config.schema import (
     CacheConfig,
     EngineConfig,
     LogConfig,
@@ -33,19 +33,19 @@ from common.config.schema import (
     ParallelConfig,
     SchedulerConfig,
 )
-from common.core.request import Choice, GenerateJob
-from common.core.sampling import SampledToken, SamplingParams
-from common.distributed.executor import Emit, Executor, WorkerSpec
-from common.distributed.launch import make_executor
-from common.engine.block_pool import BlockPool
-from common.engine.core import EngineCore
-from common.engine.messages import CacheShape, RankReady
-from common.engine.neighbours import Neighbours
-from common.engine.scheduler import Scheduler
-from common.engine.sequence import Finish
-from common.engine.sequence import Sequence as Seq
-from common.engine.worker import ModelWorker, WorkerConfig, build_worker, worker_specs
-from common.model.embedded import ensure_embedded_model
+from pdserve.common.core.request import Choice, GenerateJob
+from pdserve.common.core.sampling import SampledToken, SamplingParams
+from pdserve.common.demo_model.embedded import ensure_embedded_model
+from pdserve.common.distributed.executor import Emit, Executor, WorkerSpec
+from pdserve.common.distributed.launch import make_executor
+from pdserve.common.engine.block_pool import BlockPool
+from pdserve.common.engine.core import EngineCore
+from pdserve.common.engine.messages import CacheShape, RankReady
+from pdserve.common.engine.scheduler import Scheduler
+from pdserve.common.engine.sequence import Finish
+from pdserve.common.engine.sequence import Sequence as Seq
+from pdserve.common.worker.neighbours import Neighbours
+from pdserve.common.worker.worker import ModelWorker, WorkerConfig, build_worker, worker_specs
 
 ROUNDS = 3  # of each case; the fastest counts, since others use this host too
 

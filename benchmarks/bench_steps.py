@@ -20,13 +20,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from common.config.schema import SchedulerConfig
-from common.core.sampling import SampledToken, SamplingParams
-from common.engine.block_pool import BlockPool
-from common.engine.known_sequences import KnownSequences
-from common.engine.messages import StepDelta
-from common.engine.scheduler import Scheduler
-from common.engine.sequence import Sequence
+from pdserve.common.config.schema import SchedulerConfig
+from pdserve.common.core.sampling import SampledToken, SamplingParams
+from pdserve.common.engine.block_pool import BlockPool
+from pdserve.common.engine.messages import StepDelta
+from pdserve.common.engine.scheduler import Scheduler
+from pdserve.common.engine.sequence import Sequence
+from pdserve.common.worker.known_sequences import KnownSequences
 
 BLOCK_SIZE, VOCAB = 16, 128 * 1024
 TOKEN = SampledToken(7)

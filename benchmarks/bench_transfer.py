@@ -28,8 +28,8 @@ from limits import memcpy_limit, socket_limit
 from rich.console import Console
 from rich.table import Table
 
-from kv_transfer.commands import Accept, Command, Ready, Release, Reply, Submit, Verify
-from kv_transfer.connector import (
+from pdserve.kv_transfer.commands import Accept, Command, Ready, Release, Reply, Submit, Verify
+from pdserve.kv_transfer.connector import (
     BlockRun,
     Event,
     Failed,
@@ -38,10 +38,10 @@ from kv_transfer.connector import (
     SinkTransfer,
     SourceTransfer,
 )
-from kv_transfer.digest import Digester, RunDigest
-from kv_transfer.layout import CacheView, Piece, Rect
-from kv_transfer.rank import TransferRank
-from kv_transfer.selection import load_connector
+from pdserve.kv_transfer.digest import Digester, RunDigest
+from pdserve.kv_transfer.layout import CacheView, Piece, Rect
+from pdserve.kv_transfer.rank.transfer_rank import TransferRank
+from pdserve.kv_transfer.selection import load_connector
 
 CHUNK_BLOCKS = 32  # blocks announced at once: a prefill chunk of 512 tokens
 

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from common.core.plugins import import_string
+from pdserve.common.core.plugins import import_string
 
 CLONE_NEWNET = 0x40000000  # linux/sched.h
 ROUTER = "10.77.0.1"
@@ -141,7 +141,7 @@ def enter(pid: str, *then: str) -> None:
 
 def slow_steps(seconds: str) -> None:
     """A step of this process's engine takes this much longer, so that a test can keep up."""
-    from common.distributed.inprocess import InProcessExecutor
+    from pdserve.common.distributed.inprocess import InProcessExecutor
 
     step = InProcessExecutor.step
 

@@ -30,14 +30,14 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from common.config.schema import ModelConfig
-from common.core.errors import ConfigError
-from common.core.model_spec import ModelSpec
-from common.distributed.group import GroupCoordinator
-from common.model.attention import AttentionBatch
-from common.model.embedded import ensure_embedded_model
-from common.model.loader import load_model
-from common.model.placement import Placement
+from pdserve.common.config.schema import ModelConfig
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.demo_model.embedded import ensure_embedded_model
+from pdserve.common.distributed.group import GroupCoordinator
+from pdserve.common.model.attention import AttentionBatch
+from pdserve.common.model.loader import load_model
+from pdserve.common.model.sharding import Placement
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "models"))

@@ -20,8 +20,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from common.distributed import multiprocess, rank_main
-from common.distributed.rank_main import PR_SET_PDEATHSIG
+from pdserve.common.distributed import multiprocess, rank_main
+from pdserve.common.distributed.rank_main import PR_SET_PDEATHSIG
 
 NAME = "zygote"
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
@@ -49,7 +49,7 @@ class Zygote:
         theirs.close()
 
     async def spawn(self, directory: Path, rank: int) -> ForkedRank:
-        """In the place of `common.distributed.multiprocess.spawn`."""
+        """In the place of `pdserve.common.distributed.multiprocess.spawn`."""
         read, write = os.pipe()
         socket.send_fds(self._orders, [f"{rank} {directory}".encode()], [read])
         os.close(read)

@@ -21,10 +21,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from common.core.plugins import import_string
+from pdserve.common.core.plugins import import_string
 
 ROLES = ("router", "prefill_node", "decode_node")
-MORE = ("common.engine.worker", "kv_transfer.connectors.shm", "kv_transfer.connectors.tcp")
+MORE = (
+    "pdserve.common.worker.worker",
+    "pdserve.kv_transfer.connectors.shm",
+    "pdserve.kv_transfer.connectors.tcp",
+)
 FORKED_RANKS = "benchmarks.warm_ranks:use"
 
 
@@ -86,7 +90,7 @@ _codes: dict[int, int | None] = {}  # of all that were started; None: it runs
 
 
 def main() -> int:
-    for module in (*(f"{role}.__main__" for role in ROLES), *MORE, "benchmarks.warm_ranks"):
+    for module in (*(f"pdserve.{role}.__main__" for role in ROLES), *MORE, "benchmarks.warm_ranks"):
         import_module(module)
     signal.signal(signal.SIGCHLD, _reap)
     answers: dict[str, Callable[..., Any]] = {"start": _start, "exit_code": _exit_code}
@@ -134,7 +138,7 @@ def _become(role: str, flags: list[str], log: str, before: list[str]) -> Any:
         if before:
             import_string(before[0])(*before[1:])
         zygote = import_string(FORKED_RANKS)()
-        code = int(import_module(f"{role}.__main__").main(flags))
+        code = int(import_module(f"pdserve.{role}.__main__").main(flags))
         zygote.close()
     except Exception:
         traceback.print_exc()

@@ -8,16 +8,16 @@ from typing import Protocol
 
 import grpc
 
-from common.core.errors import Blame, TransferError
-from common.core.request import GenerateJob
-from common.core.sampling import MAX_LOGPROBS
-from common.rpc import convert
-from common.rpc.pb import cluster_pb2 as pb
-from common.rpc.pb import cluster_pb2_grpc as pb_grpc
-from common.rpc.status import serving
-from decode_node.session import DecodeSession
-from decode_node.sinks import Sinks
-from kv_transfer.digest import RunDigest
+from pdserve.common.core.errors import Blame, TransferError
+from pdserve.common.core.request import GenerateJob
+from pdserve.common.core.sampling import MAX_LOGPROBS
+from pdserve.common.rpc import convert
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
+from pdserve.common.rpc.status import serving
+from pdserve.decode_node.node import Sinks
+from pdserve.decode_node.session import DecodeSession
+from pdserve.kv_transfer.digest import RunDigest
 
 
 class SessionHost(Protocol):

@@ -14,15 +14,15 @@ from collections.abc import AsyncGenerator, Awaitable
 from time import monotonic
 from typing import TypeVar
 
-from common.core.errors import PdserveError
-from common.core.request import Choice, FinishReason, GenerateJob, TokenEvent
-from common.core.sampling import SampledToken
-from common.engine.replica import Replica
-from common.engine.sequence import Finish, Sequence, Status
-from common.obs.metrics import NodeMetrics
-from common.rpc import convert
-from common.rpc.pb import cluster_pb2 as pb
-from kv_transfer.sink import KVSink
+from pdserve.common.core.errors import PdserveError
+from pdserve.common.core.request import Choice, FinishReason, GenerateJob, TokenEvent
+from pdserve.common.core.sampling import SampledToken
+from pdserve.common.engine.sequence import Finish, Sequence, Status
+from pdserve.common.node.replica import Replica
+from pdserve.common.obs.metrics import NodeMetrics
+from pdserve.common.rpc import convert
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.kv_transfer.control.sink import KVSink
 
 T = TypeVar("T")
 

@@ -15,23 +15,23 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from common.config.schema import (
+from pdserve.common.config.schema import (
     ClusterConfig,
     RouterConfig,
     RoutingConfig,
     SchedulerConfig,
     WorkerNodeConfig,
 )
-from common.config.sources import Option, options
-from common.engine.block_pool import BlockPool
-from common.engine.collector import SchedulerCollector
-from common.engine.scheduler import Scheduler
-from common.obs.metrics import NodeMetrics, RouterMetrics
-from common.rpc.server import Channels
-from kv_transfer.protocol import SINK, SOURCE
-from router.pipeline import Pipeline
-from router.registry import Registry
-from router.server import PipelineCollector
+from pdserve.common.config.sources import Option, options
+from pdserve.common.engine.block_pool import BlockPool
+from pdserve.common.engine.scheduler import Scheduler
+from pdserve.common.node.load import SchedulerCollector
+from pdserve.common.obs.metrics import NodeMetrics, RouterMetrics
+from pdserve.common.rpc.server import Channels
+from pdserve.kv_transfer.control.protocol import SINK, SOURCE
+from pdserve.router.pipeline import Pipeline
+from pdserve.router.registry import Registry
+from pdserve.router.server import PipelineCollector
 
 FOLDER = Path(__file__).parent
 PAGES = ("operate.md", "internals.md")

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kv_transfer.layout import CacheView, Rect
+from pdserve.kv_transfer.layout import CacheView, Rect
 
 # numpy copies rows of words half again as fast as rows of bytes
 WORD = 8

@@ -11,8 +11,8 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from common.core.errors import Blame, TransferError
-from kv_transfer.connector import (
+from pdserve.common.core.errors import Blame, TransferError
+from pdserve.kv_transfer.connector import (
     BlockRun,
     Event,
     Failed,
@@ -22,8 +22,8 @@ from kv_transfer.connector import (
     SinkTransfer,
     SourceTransfer,
 )
-from kv_transfer.digest import RunDigest
-from kv_transfer.frame import bad_frame
+from pdserve.kv_transfer.connectors.base.frame import bad_frame
+from pdserve.kv_transfer.digest import RunDigest
 
 T = TypeVar("T")
 

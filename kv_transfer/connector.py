@@ -34,7 +34,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kv_transfer.layout import CacheView, Piece
+from pdserve.kv_transfer.layout import CacheView, Piece
 
 if TYPE_CHECKING:
     from collections.abc import Callable

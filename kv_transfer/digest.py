@@ -17,12 +17,12 @@ from functools import cached_property
 import torch
 import xxhash
 
-from common.core.errors import Blame, TransferError
-from common.rpc.pb import cluster_pb2
-from kv_transfer.blocks import byte_runs, gather, memory_of, piece_nbytes
-from kv_transfer.connector import BlockRun, SinkTransfer
-from kv_transfer.frame import bad_frame
-from kv_transfer.layout import CacheView, Rect
+from pdserve.common.core.errors import Blame, TransferError
+from pdserve.common.rpc.pb import cluster_pb2
+from pdserve.kv_transfer.blocks import byte_runs, gather, memory_of, piece_nbytes
+from pdserve.kv_transfer.connector import BlockRun, SinkTransfer
+from pdserve.kv_transfer.connectors.base.frame import bad_frame
+from pdserve.kv_transfer.layout import CacheView, Rect
 
 STEP_NBYTES = 32 << 20  # hashed in a few milliseconds
 

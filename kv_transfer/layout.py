@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from common.core.errors import Blame, ConfigError, TransferError
+from pdserve.common.core.errors import Blame, ConfigError, TransferError
 
 if TYPE_CHECKING:
     import torch

@@ -1,5 +1,5 @@
 """The small plugin interface: a pipe between two ranks. Whoever implements `KVPipe` and
-`PipeTransport` has a connector: see `kv_transfer/connectors/pipe_connector.py`.
+`PipeTransport` has a connector: see `kv_transfer/connectors/base/pipe_connector.py`.
 
 A pipe belongs to one thread at each end. Errors are OSError (the peer is gone) or
 TransferError (typed). All transfers between two ranks share one (or `streams`): none is
@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kv_transfer.blocks import ByteRuns
-from kv_transfer.gate import Gate
+from pdserve.kv_transfer.blocks import ByteRuns
+from pdserve.kv_transfer.gate import Gate
 
 
 class KVPipe(ABC):

@@ -6,16 +6,16 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common.config.schema import TransferConfig
-from common.core.errors import ConfigError
-from common.core.plugins import resolve
-from kv_transfer.connector import API_VERSION, Capabilities, KVConnector
+from pdserve.common.config.schema import TransferConfig
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.plugins import resolve
+from pdserve.kv_transfer.connector import API_VERSION, Capabilities, KVConnector
 
 BUILTIN = {
-    "cuda_ipc": "kv_transfer.connectors.cuda_ipc:CudaIpcConnector",
-    "nccl": "kv_transfer.connectors.nccl:NCCLConnector",
-    "shm": "kv_transfer.connectors.shm:ShmConnector",
-    "tcp": "kv_transfer.connectors.tcp:TCPConnector",
+    "cuda_ipc": "pdserve.kv_transfer.connectors.cuda_ipc:CudaIpcConnector",
+    "nccl": "pdserve.kv_transfer.connectors.nccl.connector:NCCLConnector",
+    "shm": "pdserve.kv_transfer.connectors.shm:ShmConnector",
+    "tcp": "pdserve.kv_transfer.connectors.tcp:TCPConnector",
 }
 ENTRY_POINTS = "pdserve.kv_connectors"
 # What `auto` stands for, by the device of the cache; the best first. cuda_ipc and nccl have not

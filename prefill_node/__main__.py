@@ -1,17 +1,17 @@
-"""`python -m prefill_node`: the prefill role alone, on any host."""
+"""`python -m pdserve.prefill_node`: the prefill role alone, on any host."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 
-from common.engine.main import run_node
+from pdserve.common.node.main import run_node
 
 DESCRIPTION = "A prefill node: computes prompts and hands their KV to decode nodes."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_node("prefill", "prefill_node.node:PrefillNode", DESCRIPTION, argv)
+    return run_node("prefill", "pdserve.prefill_node.node:PrefillNode", DESCRIPTION, argv)
 
 
 if __name__ == "__main__":

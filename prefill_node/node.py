@@ -8,26 +8,26 @@ from typing import Any
 
 import grpc
 
-from common.config.schema import WorkerNodeConfig
-from common.core.errors import Blame, NodeError, PdserveError
-from common.core.request import GenerateJob, TokenEvent
-from common.engine.kv_cache import cache_bytes, resized
-from common.engine.messages import RankReady
-from common.engine.node import EngineNode
-from common.engine.replica import Call
-from common.engine.worker import ExtensionConfig
-from common.rpc.pb import cluster_pb2 as pb
-from common.rpc.pb import cluster_pb2_grpc as pb_grpc
-from common.rpc.status import from_rpc_error
-from kv_transfer.digest import RunDigest
-from kv_transfer.layout import Rect, fingerprint
-from kv_transfer.rank import FACTORY, rank_config
-from kv_transfer.selection import Connectors, choose_connectors
-from kv_transfer.source import KVSource
-from kv_transfer.ticket import Ticket
-from prefill_node.peers import DecodePeers, why_unreachable
-from prefill_node.service import PrefillService
-from prefill_node.session import PrefillSession
+from pdserve.common.config.schema import WorkerNodeConfig
+from pdserve.common.core.errors import Blame, NodeError, PdserveError
+from pdserve.common.core.request import GenerateJob, TokenEvent
+from pdserve.common.engine.messages import RankReady
+from pdserve.common.node.node import EngineNode
+from pdserve.common.node.replica import Call
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
+from pdserve.common.rpc.status import from_rpc_error
+from pdserve.common.worker.kv_cache import cache_bytes, resized
+from pdserve.common.worker.worker import ExtensionConfig
+from pdserve.kv_transfer.control.source import KVSource
+from pdserve.kv_transfer.control.ticket import Ticket
+from pdserve.kv_transfer.digest import RunDigest
+from pdserve.kv_transfer.layout import Rect, fingerprint
+from pdserve.kv_transfer.rank.transfer_rank import FACTORY, rank_config
+from pdserve.kv_transfer.selection import Connectors, choose_connectors
+from pdserve.prefill_node.peers import DecodePeers, why_unreachable
+from pdserve.prefill_node.service import PrefillService
+from pdserve.prefill_node.session import PrefillSession
 
 CALL_TIMEOUT = 30.0  # seconds, whatever lease a ticket may promise
 

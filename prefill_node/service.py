@@ -8,14 +8,14 @@ from typing import Protocol
 
 import grpc
 
-from common.core.errors import Blame
-from common.core.request import GenerateJob, TokenEvent
-from common.rpc import convert
-from common.rpc.pb import cluster_pb2 as pb
-from common.rpc.pb import cluster_pb2_grpc as pb_grpc
-from common.rpc.status import serving
-from kv_transfer.ticket import Ticket
-from prefill_node.session import PrefillSession
+from pdserve.common.core.errors import Blame
+from pdserve.common.core.request import GenerateJob, TokenEvent
+from pdserve.common.rpc import convert
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
+from pdserve.common.rpc.status import serving
+from pdserve.kv_transfer.control.ticket import Ticket
+from pdserve.prefill_node.session import PrefillSession
 
 
 class SessionHost(Protocol):

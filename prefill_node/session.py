@@ -15,17 +15,17 @@ import asyncio
 from collections.abc import AsyncGenerator
 from time import monotonic
 
-from common.core.errors import PdserveError
-from common.core.request import GenerateJob, TokenEvent
-from common.core.sampling import SampledToken
-from common.engine.replica import Replica
-from common.engine.sequence import Finish, Sequence
-from common.obs.metrics import NodeMetrics
-from common.rpc import convert
-from common.rpc.pb import cluster_pb2 as pb
-from kv_transfer.connector import BlockRun
-from kv_transfer.source import Handoff, KVSource
-from kv_transfer.ticket import Ticket
+from pdserve.common.core.errors import PdserveError
+from pdserve.common.core.request import GenerateJob, TokenEvent
+from pdserve.common.core.sampling import SampledToken
+from pdserve.common.engine.sequence import Finish, Sequence
+from pdserve.common.node.replica import Replica
+from pdserve.common.obs.metrics import NodeMetrics
+from pdserve.common.rpc import convert
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.kv_transfer.connector import BlockRun
+from pdserve.kv_transfer.control.source import Handoff, KVSource
+from pdserve.kv_transfer.control.ticket import Ticket
 
 
 class PrefillSession:

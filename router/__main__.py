@@ -1,4 +1,4 @@
-"""`python -m router`: the router alone, on any host."""
+"""`python -m pdserve.router`: the router alone, on any host."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from common.config.schema import ModelConfig, RouterConfig
-from common.config.sources import parse
-from common.core.errors import ConfigError, PdserveError
-from common.core.host import allow_open_files, refusals
-from common.core.plugins import import_string
-from common.obs.exit_limit import exit_within
-from common.obs.logging import setup_logging
-from router.server import serve
+from pdserve.common.config.schema import ModelConfig, RouterConfig
+from pdserve.common.config.sources import parse
+from pdserve.common.core.errors import ConfigError, PdserveError
+from pdserve.common.core.host import allow_open_files, refusals
+from pdserve.common.core.plugins import import_string
+from pdserve.common.obs.logging import setup_logging
+from pdserve.common.obs.process import exit_within
+from pdserve.router.server import serve
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,9 @@ def _resolve_model(config: ModelConfig) -> ModelConfig:
     imported."""
     if config.model is not None:
         return config
-    resolved: ModelConfig = import_string("common.model.default_model:resolve_model")(config)
+    resolved: ModelConfig = import_string("pdserve.common.demo_model.embedded:resolve_model")(
+        config
+    )
     return resolved
 
 

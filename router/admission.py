@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
-from common.core.errors import Overloaded, Unavailable
-from router.fair_share import FairShare
+from pdserve.common.core.errors import Overloaded, Unavailable
+from pdserve.router.fair_share import FairShare
 
 MAX_WAITING_TOKENS = 2**22  # prompt tokens in the queue; each takes four bytes
 

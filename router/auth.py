@@ -6,7 +6,7 @@ import hmac
 import ipaddress
 from hashlib import sha256
 
-from common.core.errors import ConfigError, InvalidRequest, Unauthenticated
+from pdserve.common.core.errors import ConfigError, InvalidRequest, Unauthenticated
 
 HEADER = "authorization"
 MAX_CACHE_SALT = 1024  # characters

@@ -11,9 +11,9 @@ from typing import Any
 import grpc
 from grpc.aio import EOF  # type: ignore[attr-defined]
 
-from common.core.errors import Blame, NodeError, PdserveError
-from common.rpc.status import from_rpc_error
-from router.registry import Node
+from pdserve.common.core.errors import Blame, NodeError, PdserveError
+from pdserve.common.rpc.status import from_rpc_error
+from pdserve.router.registry import Node
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from time import monotonic
 
-from common.core.errors import DeadlineExceeded
+from pdserve.common.core.errors import DeadlineExceeded
 
 
 class Deadline:

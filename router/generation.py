@@ -6,9 +6,9 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from common.core.request import FinishReason, Timeline
-from common.core.sampling import SampledToken, SamplingParams
-from router.admission import Batch
+from pdserve.common.core.request import FinishReason, Timeline
+from pdserve.common.core.sampling import SampledToken, SamplingParams
+from pdserve.router.admission import Batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
-from common.core.errors import Cancelled, PdserveError
+from pdserve.common.core.errors import Cancelled, PdserveError
 
 T = TypeVar("T")
 

@@ -26,22 +26,22 @@ from typing import Any
 
 import grpc
 
-from common.config.schema import RoutingConfig
-from common.core.errors import Blame, NodeError, PdserveError, TransferError
-from common.obs.logging import request_id_var
-from common.obs.metrics import RouterMetrics
-from common.rpc import convert
-from common.rpc.pb import cluster_pb2 as pb
-from common.rpc.pb import cluster_pb2_grpc as pb_grpc
-from common.rpc.server import Channels
-from common.rpc.status import REQUEST_ID_KEY, from_rpc_error
-from common.text.tokenizer import Tokenizer
-from router.admission import Admission
-from router.call import Call
-from router.generation import GenerationRequest, GenerationStats, TextDelta
-from router.placement import Placement
-from router.registry import PARTED_CODES, Node, Registry, Use
-from router.run import Run
+from pdserve.common.config.schema import RoutingConfig
+from pdserve.common.core.errors import Blame, NodeError, PdserveError, TransferError
+from pdserve.common.obs.logging import request_id_var
+from pdserve.common.obs.metrics import RouterMetrics
+from pdserve.common.rpc import convert
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
+from pdserve.common.rpc.server import Channels
+from pdserve.common.rpc.status import REQUEST_ID_KEY, from_rpc_error
+from pdserve.common.text.tokenizer import Tokenizer
+from pdserve.router.admission import Admission
+from pdserve.router.call import Call
+from pdserve.router.generation import GenerationRequest, GenerationStats, TextDelta
+from pdserve.router.placement import Placement
+from pdserve.router.registry import PARTED_CODES, Node, Registry, Use
+from pdserve.router.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ FINISH_TIMEOUT = 5.0  # seconds a decode node gets to hear that a choice has end
 
 
 class Pipeline:
-    """Implements `router.generation.Generator` on the registered nodes."""
+    """Implements `pdserve.router.generation.Generator` on the registered nodes."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Pipeline:
     async def generate(
         self, request: GenerationRequest
     ) -> AsyncGenerator[TextDelta | GenerationStats, None]:
-        """As `router.generation.Generator.generate`."""
+        """As `pdserve.router.generation.Generator.generate`."""
         run = Run(request, self._tokenizer, self._config)
         serving = asyncio.create_task(self._serve(run))
         serving.add_done_callback(lambda _: run.deltas.put_nowait(None))

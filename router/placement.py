@@ -14,12 +14,12 @@ from itertools import count, product
 from time import monotonic
 from typing import TypeVar
 
-from common.config.schema import RoutingConfig
-from common.core.errors import Unavailable
-from common.rpc.pb import cluster_pb2 as pb
-from router.deadline import Deadline
-from router.registry import Node, Registry
-from router.run import Run
+from pdserve.common.config.schema import RoutingConfig
+from pdserve.common.core.errors import Unavailable
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.router.deadline import Deadline
+from pdserve.router.registry import Node, Registry
+from pdserve.router.run import Run
 
 T = TypeVar("T")
 Policy = Callable[[Sequence[Node]], Node]

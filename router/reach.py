@@ -9,8 +9,8 @@ import asyncio
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.rpc.server import Channels
-from router.registry import Node, Registry
+from pdserve.common.rpc.server import Channels
+from pdserve.router.registry import Node, Registry
 
 ASK_TIMEOUT = 2.0  # seconds
 

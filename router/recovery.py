@@ -6,9 +6,9 @@ import asyncio
 import random
 from time import monotonic
 
-from common.core.errors import Blame, NodeError, PdserveError, RequestError, TransferError
-from router.deadline import Deadline
-from router.registry import Node
+from pdserve.common.core.errors import Blame, NodeError, PdserveError, RequestError, TransferError
+from pdserve.router.deadline import Deadline
+from pdserve.router.registry import Node
 
 TRANSFER_FAILURES = 2  # of one request, after which the decode node computes the prompt itself
 WAITING = 0.125  # what a death counts for of a node that did not compute the request just then

@@ -15,8 +15,8 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from common.config.schema import RoutingConfig
-from common.core.errors import (
+from pdserve.common.config.schema import RoutingConfig
+from pdserve.common.core.errors import (
     Blame,
     NodeError,
     Overloaded,
@@ -24,9 +24,9 @@ from common.core.errors import (
     TransferError,
     Unavailable,
 )
-from common.rpc.pb import cluster_pb2 as pb
-from router.breaker import BreakerState, CircuitBreaker, Pairs
-from router.clock import AwakeClock
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.router.breaker import BreakerState, CircuitBreaker, Pairs
+from pdserve.router.clock import AwakeClock
 
 logger = logging.getLogger(__name__)
 

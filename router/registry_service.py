@@ -7,13 +7,13 @@ from typing import Any
 
 import grpc
 
-from common.core.errors import ClusterAuthError, InvalidRequest
-from common.core.printable import printable
-from common.rpc.auth import caller_var
-from common.rpc.pb import cluster_pb2 as pb
-from common.rpc.pb import cluster_pb2_grpc as pb_grpc
-from common.rpc.status import serving
-from router.registry import ROLE_NAMES, Registry
+from pdserve.common.core.errors import ClusterAuthError, InvalidRequest
+from pdserve.common.core.printable import printable
+from pdserve.common.rpc.auth import caller_var
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
+from pdserve.common.rpc.status import serving
+from pdserve.router.registry import ROLE_NAMES, Registry
 
 MAX_MESSAGE_NBYTES = 1 << 20
 MAX_REASON_LENGTH = 1000  # what is longer is cut

@@ -6,16 +6,16 @@ import asyncio
 from collections.abc import Iterator
 from time import monotonic
 
-from common.config.schema import RoutingConfig
-from common.core.errors import Blame, NodeError
-from common.core.request import Choice, FinishReason, GenerateJob, Timeline, TokenEvent
-from common.core.sampling import SampledToken
-from common.text.stream import TextStream
-from common.text.tokenizer import Tokenizer
-from router.admission import Batch
-from router.deadline import Deadline
-from router.generation import GenerationRequest, GenerationStats, TextDelta
-from router.recovery import Recovery
+from pdserve.common.config.schema import RoutingConfig
+from pdserve.common.core.errors import Blame, NodeError
+from pdserve.common.core.request import Choice, FinishReason, GenerateJob, Timeline, TokenEvent
+from pdserve.common.core.sampling import SampledToken
+from pdserve.common.text.stream import TextStream
+from pdserve.common.text.tokenizer import Tokenizer
+from pdserve.router.admission import Batch
+from pdserve.router.deadline import Deadline
+from pdserve.router.generation import GenerationRequest, GenerationStats, TextDelta
+from pdserve.router.recovery import Recovery
 
 
 class Run:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from common.core.errors import InvalidRequest
-from common.core.sampling import (
+from pdserve.common.core.errors import InvalidRequest
+from pdserve.common.core.sampling import (
     MAX_CHOICES,
     MAX_TOKENS_NAMED,
     SamplingParams,

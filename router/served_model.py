@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.config.schema import ModelConfig
-from common.core.errors import InvalidRequest, ModelNotFound
-from common.core.model_spec import ModelSpec
-from common.core.sampling import MAX_TOKENS, check_token_ids
-from common.text.tokenizer import Tokenizer
+from pdserve.common.config.schema import ModelConfig
+from pdserve.common.core.errors import InvalidRequest, ModelNotFound
+from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.core.sampling import MAX_TOKENS, check_token_ids
+from pdserve.common.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -12,29 +12,29 @@ from dataclasses import asdict
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from common.config.schema import RouterConfig
-from common.core.ids import new_node_id
-from common.obs.metrics import RouterMetrics
-from common.obs.ports import write_ports
-from common.rpc.auth import ROUTER
-from common.rpc.credentials import Credentials
-from common.rpc.lifecycle import pass_on, serve_until_stopped
-from common.rpc.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
-from common.rpc.server import Channels, GrpcServer
-from router import reach
-from router.auth import APIKeys
-from router.http.app import make_app
-from router.http.bodies import Bodies
-from router.http.connection import Limits
-from router.http.front import Front
-from router.http.server import HTTPServer, https_context
-from router.pipeline import Pipeline
-from router.registry import Registry
-from router.registry_service import MAX_MESSAGE_NBYTES, ElsewhereRegistry, RegistryService
-from router.served_model import load_served_model
-from router.service import InferenceServicer
-from router.text_worker import Spec
-from router.text_workers import TextWorkers
+from pdserve.common.config.schema import RouterConfig
+from pdserve.common.core.ids import new_node_id
+from pdserve.common.obs.metrics import RouterMetrics
+from pdserve.common.obs.process import write_ports
+from pdserve.common.rpc.auth import ROUTER
+from pdserve.common.rpc.credentials import Credentials
+from pdserve.common.rpc.lifecycle import pass_on, serve_until_stopped
+from pdserve.common.rpc.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
+from pdserve.common.rpc.server import Channels, GrpcServer
+from pdserve.router import reach
+from pdserve.router.auth import APIKeys
+from pdserve.router.http.app import make_app
+from pdserve.router.http.bodies import Bodies
+from pdserve.router.http.connection import Limits
+from pdserve.router.http.front import Front
+from pdserve.router.http.server import HTTPServer, https_context
+from pdserve.router.pipeline import Pipeline
+from pdserve.router.registry import Registry
+from pdserve.router.registry_service import MAX_MESSAGE_NBYTES, ElsewhereRegistry, RegistryService
+from pdserve.router.served_model import load_served_model
+from pdserve.router.service import InferenceServicer
+from pdserve.router.text_worker import Spec
+from pdserve.router.text_workers import TextWorkers
 
 logger = logging.getLogger(__name__)
 

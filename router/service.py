@@ -12,23 +12,23 @@ from urllib.parse import unquote
 import grpc
 from msgspec.json import encode
 
-from common.core.errors import Cancelled, InvalidRequest
-from common.core.ids import is_plain, new_request_id
-from common.obs.logging import request_id_var
-from common.rpc import convert
-from common.rpc.pb import inference_pb2 as pb
-from common.rpc.pb import inference_pb2_grpc
-from common.rpc.status import serving
-from router.admission import Batch
-from router.auth import HEADER as AUTHORIZATION
-from router.auth import APIKeys
-from router.generation import GenerationRequest, GenerationStats, Generator, TextDelta
-from router.http.bodies import SMALL
-from router.http.front import INLINE
-from router.merge import merge
-from router.sampling import make_choices, make_sampling, make_stop
-from router.served_model import ServedModel
-from router.text_workers import TextWorkers
+from pdserve.common.core.errors import Cancelled, InvalidRequest
+from pdserve.common.core.ids import is_plain, new_request_id
+from pdserve.common.obs.logging import request_id_var
+from pdserve.common.rpc import convert
+from pdserve.common.rpc.pb import inference_pb2 as pb
+from pdserve.common.rpc.pb import inference_pb2_grpc
+from pdserve.common.rpc.status import serving
+from pdserve.router.admission import Batch
+from pdserve.router.auth import HEADER as AUTHORIZATION
+from pdserve.router.auth import APIKeys
+from pdserve.router.generation import GenerationRequest, GenerationStats, Generator, TextDelta
+from pdserve.router.http.bodies import SMALL
+from pdserve.router.http.front import INLINE
+from pdserve.router.merge import merge
+from pdserve.router.sampling import make_choices, make_sampling, make_stop
+from pdserve.router.served_model import ServedModel
+from pdserve.router.text_workers import TextWorkers
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

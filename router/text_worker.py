@@ -1,4 +1,4 @@
-"""The process that prepares large bodies: `python -m router.text_worker FD`, which a router starts.
+"""A router's process that prepares large bodies: `python -m pdserve.router.text_worker FD`.
 
     router ── spec ──▶                       once: the model's options
            ── kind, raw body ──▶  prepare
@@ -22,11 +22,11 @@ from typing import Any
 
 import msgspec
 
-from common.config.schema import LogConfig, ModelConfig
-from common.core.errors import InvalidRequest, PdserveError
-from common.obs.logging import setup_logging
-from router.http.prepare import Prepared, TextModel
-from router.served_model import load_served_model
+from pdserve.common.config.schema import LogConfig, ModelConfig
+from pdserve.common.core.errors import InvalidRequest, PdserveError
+from pdserve.common.obs.logging import setup_logging
+from pdserve.router.http.prepare import Prepared, TextModel
+from pdserve.router.served_model import load_served_model
 
 logger = logging.getLogger(__name__)
 

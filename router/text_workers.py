@@ -15,11 +15,11 @@ from typing import Any
 
 import msgspec
 
-from common.core import errors
-from common.core.errors import Overloaded, PdserveError
-from router.fair_share import FairShare
-from router.http.prepare import KINDS, Prepared, parse
-from router.text_worker import LENGTH, Reply, Spec
+from pdserve.common.core import errors
+from pdserve.common.core.errors import Overloaded, PdserveError
+from pdserve.router.fair_share import FairShare
+from pdserve.router.http.prepare import KINDS, Prepared, parse
+from pdserve.router.text_worker import LENGTH, Reply, Spec
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class _Worker:
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "router.text_worker", str(theirs.fileno())),
+                *(sys.executable, "-m", "pdserve.router.text_worker", str(theirs.fileno())),
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
                 # The work of one body is one thread's: clients share the cores.

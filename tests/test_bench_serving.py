@@ -14,7 +14,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from paths import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import bench_serving
 from serving.arrivals import gamma_arrivals, trace_arrivals

@@ -10,10 +10,10 @@ from types import ModuleType
 
 import pytest
 
-from common.config.sources import ROLE_CONFIGS, options
-from common.obs.metrics import RouterMetrics
+from paths import ROOT
+from pdserve.common.config.sources import ROLE_CONFIGS, options
+from pdserve.common.obs.metrics import RouterMetrics
 
-ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
 

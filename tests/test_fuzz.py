@@ -25,18 +25,18 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from common.config.schema import ClusterConfig, RouterConfig, WorkerNodeConfig
-from common.config.sources import _YAMLFile, parse
-from common.core.errors import InvalidRequest, RequestError, TransferError
-from common.core.request import GenerateJob
-from common.engine.job_check import check_job
-from common.rpc import convert
-from common.rpc.pb import cluster_pb2, inference_pb2
-from common.text.tokenizer import Tokenizer
 from fakes_pipeline import FakeGenerator, byte_level_folder
 from kv_fakes import Geometry, shared_cache
-from kv_transfer.commands import Reply, decode_event
-from kv_transfer.connector import (
+from pdserve.common.config.schema import ClusterConfig, RouterConfig, WorkerNodeConfig
+from pdserve.common.config.sources import _YAMLFile, parse
+from pdserve.common.core.errors import InvalidRequest, RequestError, TransferError
+from pdserve.common.core.request import GenerateJob
+from pdserve.common.node.replica import check_job
+from pdserve.common.rpc import convert
+from pdserve.common.rpc.pb import cluster_pb2, inference_pb2
+from pdserve.common.text.tokenizer import Tokenizer
+from pdserve.kv_transfer.commands import Reply, decode_event
+from pdserve.kv_transfer.connector import (
     BlockRun,
     Event,
     Failed,
@@ -46,19 +46,19 @@ from kv_transfer.connector import (
     SinkTransfer,
     SourceTransfer,
 )
-from kv_transfer.connectors.shm import Greeting, ShmConnector
-from kv_transfer.connectors.sockets import SocketPipe
-from kv_transfer.connectors.tcp import Endpoint, Options, TCPConnector, TCPTransport
-from kv_transfer.digest import Digester, RunDigest
-from kv_transfer.frame import HEADER_NBYTES, Frame, Kind
-from kv_transfer.layout import CacheView, Piece, Rect, plan
-from kv_transfer.rank import TransferRank
-from kv_transfer.ticket import Ticket
-from router.http.app import make_app
-from router.http.front import Front
-from router.http.server import HTTPServer
-from router.served_model import ServedModel
-from router.service import InferenceServicer
+from pdserve.kv_transfer.connectors.base.frame import HEADER_NBYTES, Frame, Kind
+from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
+from pdserve.kv_transfer.connectors.shm import Greeting, ShmConnector
+from pdserve.kv_transfer.connectors.tcp import Endpoint, Options, TCPConnector, TCPTransport
+from pdserve.kv_transfer.control.ticket import Ticket
+from pdserve.kv_transfer.digest import Digester, RunDigest
+from pdserve.kv_transfer.layout import CacheView, Piece, Rect, plan
+from pdserve.kv_transfer.rank.transfer_rank import TransferRank
+from pdserve.router.http.app import make_app
+from pdserve.router.http.front import Front
+from pdserve.router.http.server import HTTPServer
+from pdserve.router.served_model import ServedModel
+from pdserve.router.service import InferenceServicer
 
 settings.register_profile(
     "fuzz",

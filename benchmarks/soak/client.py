@@ -16,8 +16,8 @@ import aiohttp
 import grpc
 
 from benchmarks.soak.asks import Ask
-from common.rpc.pb import inference_pb2 as pb
-from common.rpc.pb import inference_pb2_grpc as pb_grpc
+from pdserve.common.rpc.pb import inference_pb2 as pb
+from pdserve.common.rpc.pb import inference_pb2_grpc as pb_grpc
 
 TIMELINE = {"X-Pdserve-Timeline": "1"}
 LOGPROB_TOLERANCE = 1e-3  # batches differ, and with them the order of sums

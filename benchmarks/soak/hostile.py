@@ -20,8 +20,8 @@ import grpc
 from benchmarks.fleet import Fleet
 from benchmarks.soak.faults import Fault, Faults, Kind
 from benchmarks.soak.poisoned import TOKEN
-from common.rpc.pb import inference_pb2 as pb
-from common.rpc.pb import inference_pb2_grpc as pb_grpc
+from pdserve.common.rpc.pb import inference_pb2 as pb
+from pdserve.common.rpc.pb import inference_pb2_grpc as pb_grpc
 
 ADDRESS = "127.0.0.66"  # theirs: what clients are given a share of may go by it
 PATIENCE = 60.0  # seconds after which an attack that has no answer hangs

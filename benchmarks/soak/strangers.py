@@ -13,9 +13,9 @@ from google.protobuf.json_format import ParseDict
 from benchmarks.fleet import Fleet, free_port
 from benchmarks.soak.faults import Fault, Faults, Kind, NotNow
 from benchmarks.soak.hostile import answer, calls
-from common.rpc.auth import TOKEN_KEY, ClusterKey
-from common.rpc.pb import cluster_pb2 as pb
-from common.rpc.pb import cluster_pb2_grpc as pb_grpc
+from pdserve.common.rpc.auth import TOKEN_KEY, ClusterKey
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 
 ADMITTED = "admitted"  # a stranger, by a cluster that has a way to know: a failure
 ROLES = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE}

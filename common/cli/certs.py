@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from common.core.errors import ConfigError
+from pdserve.common.core.errors import ConfigError
 
 PrivateKey = ec.EllipticCurvePrivateKey
 

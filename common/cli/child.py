@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from common.config.sources import PREFIX
+from pdserve.common.config.sources import PREFIX
 
 Write = Callable[[str, str], None]
 """Shows a line of a named process."""

@@ -24,9 +24,9 @@ from typing import Any
 
 import aiohttp
 
-from common.cli.child import Child, ChildSpec, Write
-from common.cli.placement import Placement
-from common.config.schema import (
+from pdserve.common.cli.child import Child, ChildSpec, Write
+from pdserve.common.cli.host_share import Placement
+from pdserve.common.config.schema import (
     AuthConfig,
     ClusterConfig,
     NodeConfig,
@@ -34,14 +34,14 @@ from common.config.schema import (
     ServerConfig,
     WorkerNodeConfig,
 )
-from common.config.sources import to_environment, to_flags
-from common.core.errors import ConfigError, NodeError, PdserveError
-from common.obs.ports import read_ports
+from pdserve.common.config.sources import to_environment, to_flags
+from pdserve.common.core.errors import ConfigError, NodeError, PdserveError
+from pdserve.common.obs.process import read_ports
 
 PROGRAMS: Mapping[str, Sequence[str]] = {
-    "router": (sys.executable, "-m", "router"),
-    "prefill": (sys.executable, "-m", "prefill_node"),
-    "decode": (sys.executable, "-m", "decode_node"),
+    "router": (sys.executable, "-m", "pdserve.router"),
+    "prefill": (sys.executable, "-m", "pdserve.prefill_node"),
+    "decode": (sys.executable, "-m", "pdserve.decode_node"),
 }
 POLL_INTERVAL = 0.1
 FIRST_BACKOFF, LAST_BACKOFF = 1.0, 30.0  # seconds, doubled with every death in a row

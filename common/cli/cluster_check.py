@@ -14,12 +14,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from common.config.schema import LogConfig
-from common.core.errors import ConfigError, NodeError
-from common.distributed.check import CheckConfig, CheckWorker, Report
-from common.distributed.executor import WorkerSpec
-from common.distributed.launch import make_executor
-from common.distributed.parallel_state import group_layout
+from pdserve.common.config.schema import LogConfig
+from pdserve.common.core.errors import ConfigError, NodeError
+from pdserve.common.distributed.check import CheckConfig, CheckWorker, Report
+from pdserve.common.distributed.executor import WorkerSpec
+from pdserve.common.distributed.launch import make_executor
+from pdserve.common.distributed.parallel_state import group_layout
 
 SIZES = (1 << 10, 16 << 10, 256 << 10, 4 << 20)
 STOP_TIMEOUT = 5.0  # seconds
@@ -112,7 +112,7 @@ def _join(config: CheckConfig, world: int, options: argparse.Namespace) -> bytes
 
 def _spec(config: CheckConfig, rank: int, world: int, init_method: str = "") -> WorkerSpec:
     return WorkerSpec(
-        factory="common.distributed.check:CheckWorker",
+        factory="pdserve.common.distributed.check:CheckWorker",
         rank=rank,
         world_size=world,
         init_method=init_method,

@@ -14,13 +14,13 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from common.cli.cluster import Cluster, client_session
-from common.cli.up import catch_signals, log_writer, model_name, placements, with_model
-from common.config.schema import ClusterConfig, LogConfig, ServerConfig, option
-from common.config.sources import parse
-from common.core.errors import NodeError, PdserveError
-from common.core.request import Timeline
-from common.obs.metrics import time_per_output_token
+from pdserve.common.cli.cluster import Cluster, client_session
+from pdserve.common.cli.up import catch_signals, log_writer, model_name, placements, with_model
+from pdserve.common.config.schema import ClusterConfig, LogConfig, ServerConfig, option
+from pdserve.common.config.sources import parse
+from pdserve.common.core.errors import NodeError, PdserveError
+from pdserve.common.core.request import Timeline
+from pdserve.common.obs.metrics import time_per_output_token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,31 +11,40 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from common.config.sources import CONFIG_EXIT_CODE
-from common.core.errors import ConfigError
-from common.core.host import refusals
-from common.core.plugins import import_string
+from pdserve.common.config.sources import CONFIG_EXIT_CODE
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.host import refusals
+from pdserve.common.core.plugins import import_string
 
 COMMANDS = {
     "Whole clusters": {
-        "up": ("common.cli.up:main", "router and nodes on this host, in one readable log"),
-        "demo": ("common.cli.demo:main", "start a cluster, ask it a question, show the timeline"),
+        "up": ("pdserve.common.cli.up:main", "router and nodes on this host, in one readable log"),
+        "demo": (
+            "pdserve.common.cli.demo:main",
+            "start a cluster, ask it a question, show the timeline",
+        ),
     },
     "Roles": {
-        "router": ("router.__main__:main", "HTTP and gRPC front that places requests on nodes"),
-        "prefill": ("prefill_node.__main__:main", "node that computes prompts"),
-        "decode": ("decode_node.__main__:main", "node that generates tokens"),
+        "router": (
+            "pdserve.router.__main__:main",
+            "HTTP and gRPC front that places requests on nodes",
+        ),
+        "prefill": ("pdserve.prefill_node.__main__:main", "node that computes prompts"),
+        "decode": ("pdserve.decode_node.__main__:main", "node that generates tokens"),
     },
     "Tools": {
-        "plan": ("common.cli.plan:main", "what fits on which GPUs: weights, KV, sequences"),
+        "plan": ("pdserve.common.cli.plan:main", "what fits on which GPUs: weights, KV, sequences"),
         "cluster-check": (
-            "common.cli.cluster_check:main",
+            "pdserve.common.cli.cluster_check:main",
             "check and measure the collectives between ranks",
         ),
-        "certs": ("common.cli.certs:main", "make a trial CA and a certificate for the roles"),
-        "bench": ("common.cli.main:bench", "load generator (from a source checkout)"),
-        "model": ("common.cli.model:main", "unpack the embedded model, or check a FOLDER"),
-        "version": ("common.cli.main:show_version", "print the version"),
+        "certs": (
+            "pdserve.common.cli.certs:main",
+            "make a trial CA and a certificate for the roles",
+        ),
+        "bench": ("pdserve.common.cli.main:bench", "load generator (from a source checkout)"),
+        "model": ("pdserve.common.cli.model:main", "unpack the embedded model, or check a FOLDER"),
+        "version": ("pdserve.common.cli.main:show_version", "print the version"),
     },
 }
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from common.core.errors import ConfigError
-from common.core.model_spec import ModelSpec
-from common.model.embedded import embedded_folder, ensure_embedded_model
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.demo_model.embedded import embedded_folder, ensure_embedded_model
 
 
 def main(argv: Sequence[str]) -> int:

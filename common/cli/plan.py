@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from common.cli.topology import Topology, read_topology
-from common.config.schema import (
+from pdserve.common.cli.topology import Topology, read_topology
+from pdserve.common.config.schema import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
@@ -20,11 +20,11 @@ from common.config.schema import (
     PlanConfig,
     SchedulerConfig,
 )
-from common.config.sources import parse
-from common.core.errors import ConfigError
-from common.core.model_spec import ModelSpec
-from common.model.kv_budget import format_bytes, parse_bytes
-from common.model.role_plan import NodeSetup, RolePlan, plan_role
+from pdserve.common.config.sources import parse
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.planning.kv_budget import format_bytes, parse_bytes
+from pdserve.common.planning.role_plan import NodeSetup, RolePlan, plan_role
 
 ROLES = ("prefill", "decode")
 FOOTNOTES = """\

@@ -14,15 +14,15 @@ from typing import IO, cast
 from rich.console import Console
 from rich.text import Text
 
-from common.cli.child import Write
-from common.cli.cluster import Cluster
-from common.cli.placement import Placement, place, visible_gpus
-from common.config.schema import ClusterConfig, ParallelConfig
-from common.config.sources import parse
-from common.core.cgroup import usable_cores
-from common.core.errors import ConfigError, PdserveError
-from common.obs.log_writer import LogWriter
-from common.obs.stacks import dump_stacks_on_signal
+from pdserve.common.cli.child import Write
+from pdserve.common.cli.cluster import Cluster
+from pdserve.common.cli.host_share import Placement, place, visible_gpus
+from pdserve.common.config.schema import ClusterConfig, ParallelConfig
+from pdserve.common.config.sources import parse
+from pdserve.common.core.errors import ConfigError, PdserveError
+from pdserve.common.core.host import usable_cores
+from pdserve.common.obs.log_writer import LogWriter
+from pdserve.common.obs.process import dump_stacks_on_signal
 
 STDERR = 2
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green")
@@ -106,7 +106,7 @@ def with_model(config: ClusterConfig, console: Console) -> ClusterConfig:
     if config.engine.model.model is not None:
         return config
     # Costs an import of torch, which supervising a cluster does not need.
-    from common.cli.model import unpack
+    from pdserve.common.cli.model import unpack
 
     path = unpack(console)
     model = replace(config.engine.model, model=str(path))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.core.errors import ConfigError
+from pdserve.common.core.errors import ConfigError
 
 
 def option(default: Any, help: str, **extra: Any) -> Any:

@@ -21,8 +21,8 @@ from typing import IO, Any, NoReturn, TypeVar, get_args, get_origin, get_type_hi
 import configargparse
 import yaml
 
-from common.config.schema import ClusterConfig, RouterConfig, WorkerNodeConfig
-from common.core.errors import ConfigError
+from pdserve.common.config.schema import ClusterConfig, RouterConfig, WorkerNodeConfig
+from pdserve.common.core.errors import ConfigError
 
 Config = TypeVar("Config")
 

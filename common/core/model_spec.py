@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from common.core.errors import ConfigError
-from common.core.moe_spec import MIXTRAL, QWEN2_MOE, QWEN3_MOE, MoEFamily, MoESpec
-from common.core.quantization import QUANTIZATIONS, Quantization
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.moe_spec import MIXTRAL, QWEN2_MOE, QWEN3_MOE, MoEFamily, MoESpec
+from pdserve.common.core.quantization import QUANTIZATIONS, Quantization
 
 DTYPES = ("float32", "bfloat16", "float16")
 

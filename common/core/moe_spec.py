@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from common.core.errors import ConfigError
+from pdserve.common.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

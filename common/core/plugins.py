@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
-from common.core.errors import ConfigError
+from pdserve.common.core.errors import ConfigError
 
 
 def import_string(path: str) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from common.core.errors import ConfigError
+from pdserve.common.core.errors import ConfigError
 
 SUPPORTED = (
     "AWQ checkpoints (version gemm, 4 bits, zero_point), GPTQ checkpoints (4 or 8 bits, "

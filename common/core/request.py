@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from common.core.sampling import SampledToken, SamplingParams
+from pdserve.common.core.sampling import SampledToken, SamplingParams
 
 
 class FinishReason(StrEnum):

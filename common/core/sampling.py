@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.core.errors import InvalidRequest
+from pdserve.common.core.errors import InvalidRequest
 
 MAX_TOKENS = 2**31 - 1  # to ask for; a context window is shorter
 MAX_CHOICES = 128  # of one prompt

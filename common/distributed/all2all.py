@@ -20,13 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.core.plugins import resolve
-from common.distributed.group import GroupCoordinator
+from pdserve.common.core.plugins import resolve
+from pdserve.common.distributed.group import GroupCoordinator
 
 BUILTIN = {
-    "replicated": "common.distributed.all2all:Replicated",
-    "allgather_reducescatter": "common.distributed.all2all:AllGatherReduceScatter",
-    "alltoallv": "common.distributed.all2all:AllToAllV",
+    "replicated": "pdserve.common.distributed.all2all:Replicated",
+    "allgather_reducescatter": "pdserve.common.distributed.all2all:AllGatherReduceScatter",
+    "alltoallv": "pdserve.common.distributed.all2all:AllToAllV",
 }
 ENTRY_POINTS = "pdserve.all2all_managers"
 

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from common.distributed.environment import host_identity, init_distributed_environment
-from common.distributed.executor import Emit, Extension, WorkerSpec
-from common.distributed.group import GroupCoordinator
-from common.distributed.measure import OPERATIONS, Check, Figure, measure, verify
-from common.distributed.parallel_state import (
+from pdserve.common.distributed.environment import host_identity, init_distributed_environment
+from pdserve.common.distributed.executor import Emit, Extension, WorkerSpec
+from pdserve.common.distributed.group import GroupCoordinator
+from pdserve.common.distributed.measure import OPERATIONS, Check, Figure, measure, verify
+from pdserve.common.distributed.parallel_state import (
     Layout,
     ParallelState,
     initialize_model_parallel,
 )
-from common.distributed.surroundings import Surroundings, advice, look_around
+from pdserve.common.distributed.surroundings import Surroundings, advice, look_around
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Report:
 
 
 class CheckWorker:
-    """One rank (see `common.distributed.executor.Worker`)."""
+    """One rank (see `pdserve.common.distributed.executor.Worker`)."""
 
     def __init__(self, spec: WorkerSpec, emit: Emit) -> None:
         """Raises ConfigError if the sizes do not fit the world, NodeError if the ranks do not

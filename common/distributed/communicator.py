@@ -24,14 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.core.errors import NodeError
-from common.core.plugins import resolve
+from pdserve.common.core.errors import NodeError
+from pdserve.common.core.plugins import resolve
 
 BUILTIN = {
-    "gloo": "common.distributed.gloo:GlooCommunicator",
-    "shm": "common.distributed.shm:ShmCommunicator",
-    "nccl": "common.distributed.nccl:NCCLCommunicator",
-    "symm_mem": "common.distributed.nccl:SymmMemCommunicator",
+    "gloo": "pdserve.common.distributed.torch_communicator:GlooCommunicator",
+    "shm": "pdserve.common.distributed.shm:ShmCommunicator",
+    "nccl": "pdserve.common.distributed.nccl:NCCLCommunicator",
+    "symm_mem": "pdserve.common.distributed.nccl:SymmMemCommunicator",
 }
 ENTRY_POINTS = "pdserve.device_communicators"
 

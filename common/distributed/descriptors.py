@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
-from common.distributed.communicator import CommunicatorContext
+from pdserve.common.distributed.communicator import CommunicatorContext
 
 _KEY = "descriptors"
 _RANK = struct.Struct("<I")

@@ -17,13 +17,13 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from common.distributed.communicator import (
+from pdserve.common.distributed.communicator import (
     CommunicatorContext,
     DeviceCommunicator,
     make_communicator,
     rank_lost,
 )
-from common.distributed.group import CPU, GroupCoordinator
+from pdserve.common.distributed.group import CPU, GroupCoordinator
 
 LOOPBACK = "127.0.0.1"
 _FIRST_CHANCE = timedelta(seconds=1)

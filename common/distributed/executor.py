@@ -17,14 +17,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from common.config.schema import LogConfig
+from pdserve.common.config.schema import LogConfig
 
 Emit = Callable[[bytes], None]
 
 
 class Extension(Protocol):
     """Lives beside a worker and shares its memory; speaks bytes. For pdserve this is the rank
-    half of the KV transfer (`kv_transfer/rank.py`); this layer does not know that."""
+    half of the KV transfer (`kv_transfer/rank/transfer_rank.py`); this layer does not know that."""
 
     def handle(self, message: bytes) -> bytes:
         """Serves one call from the node. Must return fast and may be called while a step runs."""

@@ -19,12 +19,11 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from common.core.errors import NodeError, PdserveError
-from common.distributed import wire
-from common.distributed.executor import Executor, WorkerSpec
-from common.distributed.failure import decode_failure
-from common.distributed.wire import Kind, Link
-from common.obs.logging import write_log
+from pdserve.common.core.errors import NodeError, PdserveError
+from pdserve.common.distributed import wire
+from pdserve.common.distributed.executor import Executor, WorkerSpec
+from pdserve.common.distributed.wire import Kind, Link, decode_failure
+from pdserve.common.obs.logging import write_log
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from common.core.errors import NodeError
-from common.distributed.communicator import DeviceCommunicator, rank_lost
-from common.distributed.tensor_dict import TensorDict, from_outline, outline
+from pdserve.common.core.errors import NodeError
+from pdserve.common.distributed.communicator import DeviceCommunicator, rank_lost
+from pdserve.common.distributed.tensor_dict import TensorDict, from_outline, outline
 
 T = TypeVar("T")
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from common.core.errors import NodeError
-from common.core.plugins import import_string
-from common.distributed.executor import Executor, Worker, WorkerSpec
-from common.distributed.failure import typed
+from pdserve.common.core.errors import NodeError
+from pdserve.common.core.plugins import import_string
+from pdserve.common.distributed.executor import Executor, Worker, WorkerSpec
+from pdserve.common.distributed.wire import typed
 
 logger = logging.getLogger(__name__)
 

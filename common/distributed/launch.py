@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from common.config.schema import ParallelConfig
-from common.core.errors import ConfigError
-from common.distributed.executor import Executor, WorkerSpec
-from common.distributed.inprocess import InProcessExecutor
-from common.distributed.multiprocess import MultiprocessExecutor
+from pdserve.common.config.schema import ParallelConfig
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.distributed.executor import Executor, WorkerSpec
+from pdserve.common.distributed.inprocess import InProcessExecutor
+from pdserve.common.distributed.multiprocess import MultiprocessExecutor
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def _ray_answers(address: str | None) -> bool:
 
 def _ray_executor(specs: Sequence[WorkerSpec], parallel: ParallelConfig, device: str) -> Executor:
     _connect_to_ray(parallel.ray_address)
-    from common.distributed.ray_executor import RayExecutor
+    from pdserve.common.distributed.ray_executor import RayExecutor
 
     return RayExecutor(specs, parallel.tensor_parallel_size, device)
 
@@ -74,7 +74,7 @@ def _ray_executor(specs: Sequence[WorkerSpec], parallel: ParallelConfig, device:
 def _connect_to_ray(address: str | None) -> None:
     """Ray takes a second to import: nobody else shall wait for it."""
     try:
-        from common.distributed.ray_cluster import connect
+        from pdserve.common.distributed.ray_cluster import connect
     except ModuleNotFoundError as error:
         raise ConfigError(f"Ray is not there ({error}): pip install 'pdserve[ray]'") from error
     connect(address)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.core.errors import NodeError
-from common.distributed.group import GroupCoordinator
+from pdserve.common.core.errors import NodeError
+from pdserve.common.distributed.group import GroupCoordinator
 
 DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float16),

@@ -17,9 +17,9 @@ from pathlib import Path
 import msgspec
 import zmq.asyncio
 
-from common.distributed import wire
-from common.distributed.executor import WorkerSpec
-from common.distributed.fanout import FanOutExecutor, Launcher
+from pdserve.common.distributed import wire
+from pdserve.common.distributed.executor import WorkerSpec
+from pdserve.common.distributed.fanout import FanOutExecutor, Launcher
 
 
 class MultiprocessExecutor(FanOutExecutor):
@@ -71,7 +71,14 @@ class LocalProcesses(Launcher):
 
 async def spawn(directory: Path, rank: int) -> Process:
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "common.distributed.rank_main", str(directory), str(rank)),
+        *(
+            sys.executable,
+            "-P",
+            "-m",
+            "pdserve.common.distributed.rank_main",
+            str(directory),
+            str(rank),
+        ),
         stdin=PIPE,  # its end tells the rank that this process is gone
         stdout=2,  # whatever a rank prints goes to standard error
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},

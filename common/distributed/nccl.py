@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.core.errors import ConfigError
-from common.distributed.communicator import CommunicatorContext
-from common.distributed.torch_communicator import TorchCommunicator
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.distributed.communicator import CommunicatorContext
+from pdserve.common.distributed.torch_communicator import TorchCommunicator
 
 
 class NCCLCommunicator(TorchCommunicator):

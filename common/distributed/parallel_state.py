@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from common.core.errors import ConfigError, NodeError
-from common.distributed.environment import DistributedEnvironment
-from common.distributed.group import GroupCoordinator
+from pdserve.common.core.errors import ConfigError, NodeError
+from pdserve.common.distributed.environment import DistributedEnvironment
+from pdserve.common.distributed.group import GroupCoordinator
 
 logger = logging.getLogger(__name__)
 

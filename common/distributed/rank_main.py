@@ -1,4 +1,4 @@
-"""A rank's process: `python -m common.distributed.rank_main DIRECTORY RANK`, or a Ray actor.
+"""A rank: `python -m pdserve.common.distributed.rank_main DIRECTORY RANK`, or a Ray actor.
 
 It builds its worker, answers steps on the main thread and calls to the extension on another,
 and ends when it is told to or when its node is gone. Terminal and supervisor signals are the
@@ -22,13 +22,12 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from common.core.errors import NodeError
-from common.core.plugins import import_string
-from common.distributed import wire
-from common.distributed.executor import Worker, WorkerSpec
-from common.distributed.failure import encode_failure
-from common.distributed.wire import Kind, Link, NodeAddress
-from common.obs.logging import setup_logging
+from pdserve.common.core.errors import NodeError
+from pdserve.common.core.plugins import import_string
+from pdserve.common.distributed import wire
+from pdserve.common.distributed.executor import Worker, WorkerSpec
+from pdserve.common.distributed.wire import Kind, Link, NodeAddress, encode_failure
+from pdserve.common.obs.logging import setup_logging
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from common.core.errors import ConfigError
+from pdserve.common.core.errors import ConfigError
 
 _PROBE = 3.0  # seconds a connection to the cluster's head may take
 _ROOM = 20.0  # seconds after which there is no room; ranks of a node that ended may linger

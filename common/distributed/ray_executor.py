@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,14 +21,15 @@ from ray.exceptions import ActorUnavailableError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from common.distributed import ray_cluster
-from common.distributed.environment import MeetingPoint
-from common.distributed.executor import WorkerSpec
-from common.distributed.fanout import FanOutExecutor, Launcher
-from common.distributed.ray_rank import RayRank
-from common.distributed.wire import NodeAddress
+from pdserve.common.distributed import ray_cluster
+from pdserve.common.distributed.environment import MeetingPoint
+from pdserve.common.distributed.executor import WorkerSpec
+from pdserve.common.distributed.fanout import FanOutExecutor, Launcher
+from pdserve.common.distributed.rank_main import run_rank
+from pdserve.common.distributed.wire import NodeAddress
 
 logger = logging.getLogger(__name__)
+
 
 # Of the node's environment, what its ranks inherit; the rest is the business of their hosts.
 _INHERITED = ("NCCL_", "GLOO_", "TORCH_", "OMP_")
@@ -130,3 +131,20 @@ def _describe(error: BaseException) -> str:
         return "was lost: its host, or the raylet there, is gone"
     # Ray's last line has what it knows of the cause, and then general advice.
     return f"died: {str(error).splitlines()[-1].partition(' Some common causes')[0]}"
+
+
+# ---- a rank as a Ray actor: Ray carries plain bytes only, code is what each host has ----
+
+
+class RayRank:
+    """`run` is called once and returns when the rank has ended."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        os.environ.update(environment)
+
+    def run(self, spec: bytes, node: bytes) -> int:
+        """Both are msgpack: a `WorkerSpec`, a `NodeAddress`."""
+        return run_rank(
+            msgspec.msgpack.decode(spec, type=WorkerSpec),
+            msgspec.msgpack.decode(node, type=NodeAddress),
+        )

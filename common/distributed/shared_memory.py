@@ -28,9 +28,9 @@ import time
 import torch
 from torch import Tensor
 
-from common.core.cgroup import usable_cores
-from common.distributed.communicator import rank_lost
-from common.distributed.descriptors import Descriptors
+from pdserve.common.core.host import usable_cores
+from pdserve.common.distributed.communicator import rank_lost
+from pdserve.common.distributed.descriptors import Descriptors
 
 SLOT_BYTES = 1 << 20
 _LINE = 16  # uint32 words in a cache line

@@ -14,12 +14,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from common.core.errors import ConfigError, NodeError
-from common.distributed import descriptors
-from common.distributed.communicator import CommunicatorContext
-from common.distributed.gloo import GlooCommunicator
-from common.distributed.shared_memory import SLOT_BYTES, SharedMemory, make_segment
-from common.distributed.torch_communicator import as_bytes, row_bytes
+from pdserve.common.core.errors import ConfigError, NodeError
+from pdserve.common.distributed import descriptors
+from pdserve.common.distributed.communicator import CommunicatorContext
+from pdserve.common.distributed.shared_memory import SLOT_BYTES, SharedMemory, make_segment
+from pdserve.common.distributed.torch_communicator import GlooCommunicator, as_bytes, row_bytes
 
 Read = Callable[[list[Tensor], slice], None]
 """Takes what it wants from the slots (by rank) of one round, which hold this part of the whole."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from common.core.cgroup import usable_cores
+from pdserve.common.core.host import usable_cores
 
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
 NAMES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")

@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from common.core.errors import NodeError
+from pdserve.common.core.errors import NodeError
 
 TensorDict = Mapping[str, Any]
 """Values are tensors, or what msgpack knows: None, bool, int, float, str, bytes, list, dict."""

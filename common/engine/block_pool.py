@@ -11,10 +11,37 @@ content and hash until they are allocated again (LRU), so the prefix cache costs
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from common.core.hashing import BlockHash
+# ---- chained block hashes ----
+
+BlockHash = bytes  # 16 bytes
+
+
+def hash_blocks(
+    token_ids: Sequence[int],
+    block_size: int,
+    known: Sequence[BlockHash] = (),
+    cache_salt: str = "",
+) -> list[BlockHash]:
+    """Hashes of all full blocks of `token_ids`; `known` are the hashes of the first blocks
+    when they are already computed."""
+    hashes = list(known)
+    parent = hashes[-1] if hashes else _root(cache_salt)
+    for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
+        tokens = array("I", token_ids[start : start + block_size]).tobytes()
+        parent = hashlib.blake2b(tokens, key=parent, digest_size=16).digest()
+        hashes.append(parent)
+    return hashes
+
+
+def _root(cache_salt: str) -> bytes:
+    if not cache_salt:
+        return b""
+    return hashlib.blake2b(cache_salt.encode(), digest_size=16, person=b"cache_salt").digest()
 
 
 class BlockPool:

@@ -17,13 +17,13 @@ from typing import Protocol
 
 import msgspec
 
-from common.core.request import Choice, GenerateJob
-from common.core.sampling import SampledToken
-from common.distributed.executor import Executor
-from common.engine.messages import ExpertLoad, StepDelta, StepOutput
-from common.engine.scheduler import Scheduler
-from common.engine.sequence import Finish, Sequence, Status, check_finish
-from common.engine.watchdog import Work
+from pdserve.common.core.request import Choice, GenerateJob
+from pdserve.common.core.sampling import SampledToken
+from pdserve.common.distributed.executor import Executor
+from pdserve.common.engine.messages import ExpertLoad, StepDelta, StepOutput
+from pdserve.common.engine.scheduler import Scheduler
+from pdserve.common.engine.sequence import Finish, Sequence, Status, check_finish
+from pdserve.common.engine.watchdog import Work
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.core.sampling import SampledToken, SamplingParams
+from pdserve.common.core.sampling import SampledToken, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,12 +26,37 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 
-from common.config.schema import SchedulerConfig
-from common.core.sampling import SampledToken
-from common.engine.block_pool import BlockPool
-from common.engine.messages import NewSequence, SequenceDelta, StepDelta
-from common.engine.prompt_share import share
-from common.engine.sequence import Sequence, Status
+from pdserve.common.config.schema import SchedulerConfig
+from pdserve.common.core.sampling import SampledToken
+from pdserve.common.engine.block_pool import BlockPool
+from pdserve.common.engine.messages import NewSequence, SequenceDelta, StepDelta
+from pdserve.common.engine.sequence import Sequence, Status
+
+
+def share(left: list[int], budget: int, turn: int = 0) -> list[int]:
+    """How many of `budget` tokens each prompt gets. `left` are the tokens that each still needs,
+    the prompt that was admitted first comes first; `turn` counts steps.
+
+    The oldest one gets half at least, so that nobody starves it; the other half goes to those
+    that need less than it, the shortest first, so that they need not wait for its end. What these
+    leave goes to all in order of age. Everybody becomes the oldest one day: a prompt is computed
+    after at most twice the steps it would take if all older ones came before it. Prompts of one
+    length are computed one after the other, which serves them better than all at once.
+    """
+    shares = [0] * len(left)
+    if not left:
+        return shares
+    shorter = sorted((n, i) for i, n in enumerate(left) if n < left[0])
+    # Of an odd budget, and be it of one token, the odd one goes to either in turn.
+    half = (budget + turn % 2) // 2 if shorter else budget
+    shares[0] = min(left[0], half)
+    budget -= shares[0]
+    for index in (*(i for _, i in shorter), *range(len(left))):
+        more = min(left[index] - shares[index], budget)
+        shares[index] += more
+        budget -= more
+    return shares
+
 
 LOOK_BEHIND = 64
 """Sequences behind the head of the queue that are looked at when it does not fit."""

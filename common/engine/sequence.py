@@ -6,9 +6,9 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from common.core.hashing import BlockHash, hash_blocks
-from common.core.request import FinishReason
-from common.core.sampling import SampledToken, SamplingParams
+from pdserve.common.core.request import FinishReason
+from pdserve.common.core.sampling import SampledToken, SamplingParams
+from pdserve.common.engine.block_pool import BlockHash, hash_blocks
 
 
 class Status(Enum):

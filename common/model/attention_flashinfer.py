@@ -1,8 +1,8 @@
 """Paged attention by FlashInfer (arXiv:2501.01005), for NVIDIA GPUs.
 
 Written against FlashInfer's documented `plan`/`run` interface. The project's tests run on
-CPUs and do not execute this file; `tests/test_model.py` compares it with the torch backend
-where a GPU and FlashInfer are present.
+CPUs and do not execute this file; `tests/common/model/test_model.py` compares it with the torch
+backend where a GPU and FlashInfer are present.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.model.attention import AttentionBackend, AttentionBatch, AttentionShape, SlotMapping
+from pdserve.common.model.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionShape,
+    SlotMapping,
+)
 
 WORKSPACE_BYTES = 128 * 2**20  # FlashInfer's recommendation
 LAYOUT = "HND"  # blocks are [kv_heads, block_size, head_dim]

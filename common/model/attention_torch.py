@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.model.attention import (
+from pdserve.common.model.attention import (
     AttentionBackend,
     AttentionBatch,
     BlockIds,

@@ -15,22 +15,22 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from common.core.model_spec import ModelSpec
-from common.distributed.group import GroupCoordinator
-from common.model.attention import AttentionBackend, AttentionContext, AttentionShape
-from common.model.backends import make_backend
-from common.model.layers import (
+from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.distributed.group import GroupCoordinator
+from pdserve.common.model.attention import AttentionBackend, AttentionContext, AttentionShape
+from pdserve.common.model.backends import make_backend
+from pdserve.common.model.layers import (
     ParallelLMHead,
     QKVParallelLinear,
     RMSNorm,
+    RotaryEmbedding,
     RowParallelLinear,
     VocabParallelEmbedding,
+    rotate,
 )
-from common.model.mlp import MLP
-from common.model.moe import MoE
-from common.model.placement import Placement, Shard, shards_of
-from common.model.rope import RotaryEmbedding, rotate
-from common.model.stages import Stage
+from pdserve.common.model.mlp import MLP, MoE
+from pdserve.common.model.sharding import Placement, Shard, shards_of
+from pdserve.common.model.stages import Stage
 
 EMBEDDING = "model.embed_tokens"
 

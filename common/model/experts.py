@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.core.moe_spec import MoESpec
-from common.distributed.all2all import RoutedTokens, occurrences
-from common.model.placement import Placement, Shard
+from pdserve.common.core.moe_spec import MoESpec
+from pdserve.common.distributed.all2all import RoutedTokens, occurrences
+from pdserve.common.model.sharding import Placement, Shard
 
 
 class FusedExperts:

@@ -15,13 +15,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from common.config.schema import ModelConfig
-from common.core.errors import ConfigError
-from common.core.model_spec import ModelSpec
-from common.distributed.group import GroupCoordinator
-from common.model.decoder import CausalLM
-from common.model.placement import Placement, Shard
-from common.model.stages import Stage
+from pdserve.common.config.schema import ModelConfig
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.distributed.group import GroupCoordinator
+from pdserve.common.model.decoder import CausalLM
+from pdserve.common.model.sharding import Placement, Shard
+from pdserve.common.model.stages import Stage
 
 OnProgress = Callable[[int, int], None]  # (bytes done, bytes in total)
 

@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from common.core.errors import ConfigError
-from common.model.placement import Shard
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.model.sharding import Shard
 
 WORD_BITS = 32
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word AutoAWQ puts each of eight outputs

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from common.core.errors import ConfigError
-from common.model.loader import weight_files
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.model.loader import weight_files
 
 _PAGE = 4096  # bytes read of each tensor
 _HEADER_LENGTH_BYTES = 8  # a safetensors file begins with its header's length, little-endian

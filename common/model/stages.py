@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from common.core.errors import ConfigError
+from pdserve.common.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@
                     of inputs of an output channel: AWQ and GPTQ checkpoints
 
 Quantized matrices are turned into the dtype anew for each product, which takes time but no
-lasting memory. `common/model/footprint.py` knows the bytes of each.
+lasting memory. `common/planning/footprint.py` knows the bytes of each.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.core.errors import ConfigError
-from common.core.quantization import Quantization
-from common.model.packing import PackedMatrix, pack_nibbles, unpack_nibbles
-from common.model.placement import Placement, Shard
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.quantization import Quantization
+from pdserve.common.model.packing import PackedMatrix, pack_nibbles, unpack_nibbles
+from pdserve.common.model.sharding import Placement, Shard
 
 INT8_MAX = 127
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from common.core.host import bind, no_port
+from pdserve.common.core.host import bind, no_port
 
 _PURPOSE = ("metrics", "--metrics-port")
 

@@ -14,10 +14,10 @@ from datetime import UTC, datetime
 from io import TextIOBase
 from typing import Any, ClassVar
 
-from common.config.schema import LogConfig
-from common.core.printable import cut, json_printable, printable
-from common.obs.log_writer import LogWriter
-from common.obs.stacks import dump_stacks_on_signal
+from pdserve.common.config.schema import LogConfig
+from pdserve.common.core.printable import cut, json_printable, printable
+from pdserve.common.obs.log_writer import LogWriter
+from pdserve.common.obs.process import dump_stacks_on_signal
 
 _STDERR = 2
 MAX_MESSAGE_LENGTH = 8192  # characters of a message, or of a line of a traceback

@@ -18,8 +18,8 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from common.core.errors import TransferError
-from common.core.request import FinishReason, Timeline
+from pdserve.common.core.errors import TransferError
+from pdserve.common.core.request import FinishReason, Timeline
 
 TOKEN_SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10,

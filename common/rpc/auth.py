@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from common.core.errors import ClusterAuthError, ConfigError
+from pdserve.common.core.errors import ClusterAuthError, ConfigError
 
 TOKEN_KEY = "pdserve-token"  # the metadata's name
 WINDOW_S = 30.0

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from common.core.errors import InvalidRequest
-from common.core.request import Choice, FinishReason, GenerateJob, Timeline, TokenEvent
-from common.core.sampling import SampledToken, SamplingParams, TokenLogprobs
-from common.rpc.pb import cluster_pb2 as cluster
-from common.rpc.pb import inference_pb2 as inference
+from pdserve.common.core.errors import InvalidRequest
+from pdserve.common.core.request import Choice, FinishReason, GenerateJob, Timeline, TokenEvent
+from pdserve.common.core.sampling import SampledToken, SamplingParams, TokenLogprobs
+from pdserve.common.rpc.pb import cluster_pb2 as cluster
+from pdserve.common.rpc.pb import inference_pb2 as inference
 
 _FINISH_TO_PB = {
     None: inference.FINISH_REASON_UNSPECIFIED,

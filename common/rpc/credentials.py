@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from common.config.schema import AuthConfig, TLSConfig
-from common.core.errors import ConfigError
-from common.rpc.auth import ClusterKey
-from common.rpc.guard import Guard
-from common.rpc.server import Channels
-from common.rpc.tls import TLS
+from pdserve.common.config.schema import AuthConfig, TLSConfig
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.rpc.auth import ClusterKey
+from pdserve.common.rpc.guard import Guard
+from pdserve.common.rpc.server import Channels
+from pdserve.common.rpc.tls import TLS
 
 
 @dataclass(frozen=True, slots=True)

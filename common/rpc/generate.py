@@ -1,4 +1,4 @@
-"""Generates `common/rpc/pb/` from `proto/`: `python -m common.rpc.generate [OUT_DIR]`.
+"""Generates `common/rpc/pb/` from `proto/`: `python -m pdserve.common.rpc.generate [OUT_DIR]`.
 
 The stubs are committed; a test generates them again and compares.
 """
@@ -26,7 +26,10 @@ def generate(out: Path) -> None:
     for path in out.glob("*_pb2*.py*"):
         # protoc writes top-level imports; the stubs live inside a package.
         text = re.sub(
-            r"^import (\w+_pb2)", r"from common.rpc.pb import \1", path.read_text(), flags=re.M
+            r"^import (\w+_pb2)",
+            r"from pdserve.common.rpc.pb import \1",
+            path.read_text(),
+            flags=re.M,
         )
         path.write_text(text)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import grpc
 
-from common.core.errors import ClusterAuthError
-from common.rpc.auth import (
+from pdserve.common.core.errors import ClusterAuthError
+from pdserve.common.rpc.auth import (
     OPEN,
     TOKEN_KEY,
     Caller,
@@ -21,8 +21,8 @@ from common.rpc.auth import (
     check_role,
     missing_here,
 )
-from common.rpc.status import abort
-from common.rpc.tls import certified_roles
+from pdserve.common.rpc.status import abort
+from pdserve.common.rpc.tls import certified_roles
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import signal
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from common.core.errors import PdserveError
+from pdserve.common.core.errors import PdserveError
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from common.core.errors import ConfigError
-from common.core.host import bind
-from common.rpc.guard import Guard, SignedChannel
-from common.rpc.tls import TLS
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.host import bind
+from pdserve.common.rpc.guard import Guard, SignedChannel
+from pdserve.common.rpc.tls import TLS
 
 # Either end of a link that is cut without a word knows it after 15 seconds: a client's call fails,
 # a server's is cancelled, which frees its blocks.

@@ -10,11 +10,11 @@ from typing import Any
 
 import grpc
 
-from common.core import errors
-from common.core.errors import Blame, PdserveError
-from common.core.ids import is_plain, new_request_id
-from common.core.printable import MAX_PEER_TEXT, peer_code, printable
-from common.obs.logging import request_id_var
+from pdserve.common.core import errors
+from pdserve.common.core.errors import Blame, PdserveError
+from pdserve.common.core.ids import is_plain, new_request_id
+from pdserve.common.core.printable import MAX_PEER_TEXT, peer_code, printable
+from pdserve.common.obs.logging import request_id_var
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ the window is a handful of tokens, so the cost per token is constant.
 
 from __future__ import annotations
 
-from common.text.tokenizer import Tokenizer
+from pdserve.common.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 # A character is at most four bytes, so a longer wait means bytes that never were UTF-8.

@@ -18,7 +18,7 @@ from jinja2 import TemplateError
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from common.core.errors import ConfigError, InvalidRequest
+from pdserve.common.core.errors import ConfigError, InvalidRequest
 
 _RESERVED = frozenset(signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")

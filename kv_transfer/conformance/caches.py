@@ -11,7 +11,7 @@ from functools import cached_property
 
 import torch
 
-from kv_transfer.layout import CacheView, Rect
+from pdserve.kv_transfer.layout import CacheView, Rect
 
 FREE = -7.0  # what blocks hold that nobody may write
 

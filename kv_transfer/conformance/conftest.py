@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kv_transfer.conformance.ends import Target
-from kv_transfer.conformance.kit import Kit, Processes
+from pdserve.kv_transfer.conformance.ends import Target
+from pdserve.kv_transfer.conformance.kit import Kit, Processes
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from common.core.plugins import resolve
-from kv_transfer.conformance.caches import MemoryCache
-from kv_transfer.connector import (
+from pdserve.common.core.plugins import resolve
+from pdserve.kv_transfer.conformance.caches import MemoryCache
+from pdserve.kv_transfer.connector import (
     BlockRun,
     Event,
     Failed,
@@ -19,7 +19,7 @@ from kv_transfer.connector import (
     SinkTransfer,
     SourceTransfer,
 )
-from kv_transfer.selection import BUILTIN, ENTRY_POINTS
+from pdserve.kv_transfer.selection import BUILTIN, ENTRY_POINTS
 
 QUICK_S = 2.0  # what must not block has returned by then, on a busy machine too
 ARRIVAL_S = 10.0  # whatever must happen has happened by then

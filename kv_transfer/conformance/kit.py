@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from kv_transfer.conformance.caches import Geometry, MemoryCache
-from kv_transfer.conformance.ends import End, LocalEnd, Target
-from kv_transfer.conformance.nodes import Node, Pair
-from kv_transfer.conformance.remote import Process, RemoteEnd
-from kv_transfer.connector import Capabilities
-from kv_transfer.layout import Rect
+from pdserve.kv_transfer.conformance.caches import Geometry, MemoryCache
+from pdserve.kv_transfer.conformance.ends import End, LocalEnd, Target
+from pdserve.kv_transfer.conformance.nodes import Node, Pair
+from pdserve.kv_transfer.conformance.remote import Process, RemoteEnd
+from pdserve.kv_transfer.connector import Capabilities
+from pdserve.kv_transfer.layout import Rect
 
 GEOMETRY = Geometry()
 

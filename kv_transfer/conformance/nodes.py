@@ -9,11 +9,11 @@ from typing import Generic, TypeVar
 
 import torch
 
-from kv_transfer.blocks import piece_nbytes
-from kv_transfer.conformance.caches import FREE, Geometry
-from kv_transfer.conformance.ends import ARRIVAL_S, SETTLE_S, End
-from kv_transfer.connector import BlockRun, Landed, Sent, SinkTransfer, SourceTransfer
-from kv_transfer.layout import Rect, plan
+from pdserve.kv_transfer.blocks import piece_nbytes
+from pdserve.kv_transfer.conformance.caches import FREE, Geometry
+from pdserve.kv_transfer.conformance.ends import ARRIVAL_S, SETTLE_S, End
+from pdserve.kv_transfer.connector import BlockRun, Landed, Sent, SinkTransfer, SourceTransfer
+from pdserve.kv_transfer.layout import Rect, plan
 
 E = TypeVar("E", bound=End)
 S = TypeVar("S", bound=End)

@@ -1,6 +1,6 @@
 """The other process: serves a connector as it is told, one line of JSON at a time.
 
-    python -m kv_transfer.conformance.peer FD      a connected socket
+    python -m pdserve.kv_transfer.conformance.peer FD      a connected socket
 
 It ends when the socket does, and is killed by some checks before that.
 """
@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 import torch
 
-from common.core.plugins import resolve
-from kv_transfer.conformance.caches import Geometry, MemoryCache
-from kv_transfer.connector import (
+from pdserve.common.core.plugins import resolve
+from pdserve.kv_transfer.conformance.caches import Geometry, MemoryCache
+from pdserve.kv_transfer.connector import (
     BlockRun,
     Event,
     Failed,
@@ -30,8 +30,8 @@ from kv_transfer.connector import (
     SinkTransfer,
     SourceTransfer,
 )
-from kv_transfer.layout import Rect
-from kv_transfer.selection import BUILTIN, ENTRY_POINTS
+from pdserve.kv_transfer.layout import Rect
+from pdserve.kv_transfer.selection import BUILTIN, ENTRY_POINTS
 
 EVENTS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Progress, Landed, Sent, Failed)}
 

@@ -12,8 +12,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="connector that kv_transfer.conformance checks: a built-in name, an entry point "
-        "of pdserve.kv_connectors or module:Class; may be given several times",
+        help="connector that pdserve.kv_transfer.conformance checks: a built-in name, an entry "
+        "point of pdserve.kv_connectors or module:Class; may be given several times",
     )
     group.addoption(
         "--kv-connector-config",

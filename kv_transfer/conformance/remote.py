@@ -14,10 +14,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from kv_transfer.conformance.caches import MemoryCache
-from kv_transfer.conformance.ends import End, Target
-from kv_transfer.conformance.peer import EVENTS, Announcement, Order, Report, Setup
-from kv_transfer.connector import BlockRun, Event, SinkTransfer, SourceTransfer
+from pdserve.kv_transfer.conformance.caches import MemoryCache
+from pdserve.kv_transfer.conformance.ends import End, Target
+from pdserve.kv_transfer.conformance.peer import EVENTS, Announcement, Order, Report, Setup
+from pdserve.kv_transfer.connector import BlockRun, Event, SinkTransfer, SourceTransfer
 
 START_S = 60.0  # a process has loaded everything by then
 ANSWER_S = 15.0  # and does what it is told
@@ -30,7 +30,7 @@ class Process:
         ours, theirs = socket.socketpair()
         path = os.pathsep.join(filter(None, sys.path))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "kv_transfer.conformance.peer", str(theirs.fileno())],
+            [sys.executable, "-m", "pdserve.kv_transfer.conformance.peer", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             env={**os.environ, "PYTHONPATH": path},
         )

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from common.core.errors import Blame, ConfigError, TransferError
-from kv_transfer.conformance.ends import DEATH_S, LocalEnd
-from kv_transfer.conformance.kit import Kit
-from kv_transfer.conformance.nodes import Pair, settle
-from kv_transfer.connector import (
+from pdserve.common.core.errors import Blame, ConfigError, TransferError
+from pdserve.kv_transfer.conformance.ends import DEATH_S, LocalEnd
+from pdserve.kv_transfer.conformance.kit import Kit
+from pdserve.kv_transfer.conformance.nodes import Pair, settle
+from pdserve.kv_transfer.connector import (
     API_VERSION,
     BlockRun,
     Capabilities,
@@ -21,7 +21,7 @@ from kv_transfer.connector import (
     Sent,
     SourceTransfer,
 )
-from kv_transfer.layout import Piece
+from pdserve.kv_transfer.layout import Piece
 
 ID, OTHER = b"transfer-id-0001", b"transfer-id-0002"
 
@@ -48,7 +48,7 @@ def outcome(end: LocalEnd, endpoint: bytes) -> Failed | TransferError:
 def test_declarations(kit: Kit) -> None:
     """The class is a KVConnector of this API version and declares who moves the data."""
     kind: Any = kit.target.load()
-    assert issubclass(kind, KVConnector), "derive from kv_transfer.connector.KVConnector"
+    assert issubclass(kind, KVConnector), "derive from pdserve.kv_transfer.connector.KVConnector"
     assert kind.api_version == API_VERSION, "written for another version of the interface"
     assert isinstance(kind.capabilities, Capabilities), "declare `capabilities` on the class"
     assert kind.capabilities.push or kind.capabilities.pull, "who moves the data? push or pull"

@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from kv_transfer.conformance.caches import FREE, Geometry
-from kv_transfer.conformance.ends import LocalEnd
-from kv_transfer.conformance.kit import Kit
-from kv_transfer.conformance.nodes import Pair, eventually, scattered, settle
-from kv_transfer.connector import BlockRun, Landed
+from pdserve.kv_transfer.conformance.caches import FREE, Geometry
+from pdserve.kv_transfer.conformance.ends import LocalEnd
+from pdserve.kv_transfer.conformance.kit import Kit
+from pdserve.kv_transfer.conformance.nodes import Pair, eventually, scattered, settle
+from pdserve.kv_transfer.connector import BlockRun, Landed
 
 ID, OTHER = b"transfer-id-0001", b"transfer-id-0002"
 BIG = Geometry(block_size=16, head_dim=64, num_blocks=128)  # 16 MiB: transfers take a while

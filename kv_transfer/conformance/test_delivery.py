@@ -7,10 +7,18 @@ from functools import partial
 
 import pytest
 
-from kv_transfer.conformance.caches import FREE
-from kv_transfer.conformance.kit import Kit
-from kv_transfer.conformance.nodes import eventually, scattered, settle
-from kv_transfer.connector import BlockRun, Event, Failed, Landed, Progress, Sent, SourceTransfer
+from pdserve.kv_transfer.conformance.caches import FREE
+from pdserve.kv_transfer.conformance.kit import Kit
+from pdserve.kv_transfer.conformance.nodes import eventually, scattered, settle
+from pdserve.kv_transfer.connector import (
+    BlockRun,
+    Event,
+    Failed,
+    Landed,
+    Progress,
+    Sent,
+    SourceTransfer,
+)
 
 ID = b"transfer-id-0001"
 NUM_BLOCKS = 256

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from kv_transfer.conformance.caches import Geometry
-from kv_transfer.conformance.kit import Kit
-from kv_transfer.conformance.nodes import Pair, scattered
-from kv_transfer.layout import Rect, rank_rects
+from pdserve.kv_transfer.conformance.caches import Geometry
+from pdserve.kv_transfer.conformance.kit import Kit
+from pdserve.kv_transfer.conformance.nodes import Pair, scattered
+from pdserve.kv_transfer.layout import Rect, rank_rects
 
 ID = b"transfer-id-0001"
 LAYERS = 4

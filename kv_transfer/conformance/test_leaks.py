@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from kv_transfer.conformance.caches import FREE, MemoryCache
-from kv_transfer.conformance.ends import CLOSE_S, LocalEnd, Target
-from kv_transfer.conformance.kit import GEOMETRY, Kit
-from kv_transfer.conformance.nodes import Node, Pair, eventually, scattered, settle
-from kv_transfer.connector import BlockRun
+from pdserve.kv_transfer.conformance.caches import FREE, MemoryCache
+from pdserve.kv_transfer.conformance.ends import CLOSE_S, LocalEnd, Target
+from pdserve.kv_transfer.conformance.kit import GEOMETRY, Kit
+from pdserve.kv_transfer.conformance.nodes import Node, Pair, eventually, scattered, settle
+from pdserve.kv_transfer.connector import BlockRun
 
 UNDER_WAY = b"under-way-at-end"
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from common.core.errors import Blame
-from kv_transfer.conformance.caches import FREE, Geometry
-from kv_transfer.conformance.ends import CLOSE_S, DEATH_S, End, LocalEnd
-from kv_transfer.conformance.kit import Kit
-from kv_transfer.conformance.nodes import Pair, eventually, scattered, settle
-from kv_transfer.conformance.remote import RemoteEnd
-from kv_transfer.conformance.test_calls import check_typed
-from kv_transfer.connector import BlockRun, Failed, Landed, Sent
+from pdserve.common.core.errors import Blame
+from pdserve.kv_transfer.conformance.caches import FREE, Geometry
+from pdserve.kv_transfer.conformance.ends import CLOSE_S, DEATH_S, End, LocalEnd
+from pdserve.kv_transfer.conformance.kit import Kit
+from pdserve.kv_transfer.conformance.nodes import Pair, eventually, scattered, settle
+from pdserve.kv_transfer.conformance.remote import RemoteEnd
+from pdserve.kv_transfer.conformance.test_calls import check_typed
+from pdserve.kv_transfer.connector import BlockRun, Failed, Landed, Sent
 
 pytestmark = pytest.mark.usefixtures("processes")
 

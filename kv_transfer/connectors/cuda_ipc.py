@@ -1,7 +1,7 @@
 """KV blocks between the GPUs of one host: the sink opens the source's cache by its CUDA IPC
 handle and copies the blocks device to device, one copy over NVLink or PCIe.
 
-The protocol is that of `kv_transfer/connectors/pull.py`. CUDA maps another process's memory
+The protocol is that of `kv_transfer/connectors/base/pull.py`. CUDA maps another process's memory
 writable only; the sink never writes to it. Its logic is tested on CPU tensors; on GPUs it has
 not been run yet.
 """
@@ -14,15 +14,15 @@ from typing import Any, ClassVar
 import msgspec
 import torch
 
-from common.core.errors import ConfigError
-from kv_transfer.blocks import gather, scatter
-from kv_transfer.connector import Capabilities, RankContext
-from kv_transfer.connectors import pull
-from kv_transfer.connectors.pipe_connector import refused, send_frame
-from kv_transfer.connectors.sockets import SocketPipe
-from kv_transfer.connectors.staging import OwnStream, parts
-from kv_transfer.frame import Frame, Kind, bad_frame
-from kv_transfer.layout import CacheView, Rect
+from pdserve.common.core.errors import ConfigError
+from pdserve.kv_transfer.blocks import gather, scatter
+from pdserve.kv_transfer.connector import Capabilities, RankContext
+from pdserve.kv_transfer.connectors.base import pull
+from pdserve.kv_transfer.connectors.base.frame import Frame, Kind, bad_frame
+from pdserve.kv_transfer.connectors.base.pipe_connector import refused, send_frame
+from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
+from pdserve.kv_transfer.connectors.base.staging import OwnStream, parts
+from pdserve.kv_transfer.layout import CacheView, Rect
 
 # What torch calls a shared storage: device, handle, bytes, offset, a reference counter (handle
 # and offset), an event to wait for and whether to.

@@ -2,7 +2,7 @@
 
 The source passes a read-only descriptor of the memory file behind its cache; nothing has a
 name in /dev/shm, and nobody can write into another process's memory. The protocol is that of
-`kv_transfer/connectors/pull.py`.
+`kv_transfer/connectors/base/pull.py`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any, ClassVar
 import msgspec
 from numpy.typing import NDArray
 
-from common.core.errors import Blame, ConfigError
-from kv_transfer.blocks import copy_blocks, memory_of, piece_nbytes, words
-from kv_transfer.connector import Capabilities, RankContext
-from kv_transfer.connectors import pull
-from kv_transfer.connectors.pipe_connector import GREETING_S, send_frame
-from kv_transfer.connectors.sockets import SocketPipe
-from kv_transfer.connectors.time_limit import time_limit
-from kv_transfer.frame import Frame, Kind, bad_frame
-from kv_transfer.layout import CacheView, Rect
+from pdserve.common.core.errors import Blame, ConfigError
+from pdserve.kv_transfer.blocks import copy_blocks, memory_of, piece_nbytes, words
+from pdserve.kv_transfer.connector import Capabilities, RankContext
+from pdserve.kv_transfer.connectors.base import pull
+from pdserve.kv_transfer.connectors.base.frame import Frame, Kind, bad_frame
+from pdserve.kv_transfer.connectors.base.pipe_connector import GREETING_S, send_frame
+from pdserve.kv_transfer.connectors.base.server import time_limit
+from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
+from pdserve.kv_transfer.layout import CacheView, Rect
 
 
 class Greeting(pull.Greeting):

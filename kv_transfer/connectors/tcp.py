@@ -10,13 +10,12 @@ from typing import Annotated, Any
 
 import msgspec
 
-from common.config.schema import TLSConfig
-from common.core.errors import Blame, ConfigError, TransferError
-from common.rpc.tls import TLS
-from kv_transfer.connectors.pipe_connector import PipeConnector
-from kv_transfer.connectors.sockets import SocketPipe
-from kv_transfer.connectors.tls_pipe import TLSPipe
-from kv_transfer.pipe import PipeListener, PipeTransport
+from pdserve.common.config.schema import TLSConfig
+from pdserve.common.core.errors import Blame, ConfigError, TransferError
+from pdserve.common.rpc.tls import TLS
+from pdserve.kv_transfer.connectors.base.pipe_connector import PipeConnector
+from pdserve.kv_transfer.connectors.base.sockets import SocketPipe, TLSPipe
+from pdserve.kv_transfer.pipe import PipeListener, PipeTransport
 
 CONNECT_TIMEOUT_S = 5.0
 UNACKED_TIMEOUT_MS = 30_000  # a peer behind a cut link is lost after so long

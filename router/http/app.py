@@ -10,18 +10,25 @@ from dataclasses import dataclass, field
 from aiohttp import hdrs, web
 from prometheus_client import CollectorRegistry
 
-from common.core.errors import InvalidRequest
-from common.obs.logging import request_id_var
-from router.auth import HEADER as AUTHORIZATION
-from router.http import chat, completions, info, tokenize
-from router.http.bodies import Bodies
-from router.http.connection import connection_of
-from router.http.errors import as_typed, error_response, http_error_response, stopping
-from router.http.front import BODIES, FRONT, Front
-from router.http.info import REGISTRY
-from router.http.reply import TIMELINE_HEADER
-from router.http.request_id import HEADER as REQUEST_ID
-from router.http.request_id import adopt
+from pdserve.common.core.errors import InvalidRequest
+from pdserve.common.core.ids import is_plain, new_request_id
+from pdserve.common.obs.logging import request_id_var
+from pdserve.router.auth import HEADER as AUTHORIZATION
+from pdserve.router.http import chat, completions, info
+from pdserve.router.http.bodies import Bodies
+from pdserve.router.http.connection import connection_of
+from pdserve.router.http.errors import as_typed, error_response, http_error_response, stopping
+from pdserve.router.http.front import BODIES, FRONT, Front
+from pdserve.router.http.info import REGISTRY
+from pdserve.router.http.reply import TIMELINE_HEADER
+
+REQUEST_ID = "X-Request-Id"  # the name under which a client knows its request
+
+
+def adopt(given: str) -> str:
+    """The client's own id, if it is a plain word, or a new one."""
+    return given if is_plain(given) else new_request_id("req")
+
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -66,8 +73,8 @@ def make_app(
         [
             web.post("/v1/completions", completions.create_completion),
             web.post("/v1/chat/completions", chat.create_chat_completion),
-            web.post("/tokenize", tokenize.tokenize),
-            web.post("/detokenize", tokenize.detokenize),
+            web.post("/tokenize", info.tokenize),
+            web.post("/detokenize", info.detokenize),
             web.get("/v1/models", info.list_models),
             web.get("/v1/models/{model:.+}", info.get_model),
             web.get("/v1/cluster", info.cluster),

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 from aiohttp import hdrs, web
 
-from common.core.errors import Overloaded, Unavailable
-from router.fair_share import FairShare
+from pdserve.common.core.errors import Overloaded, Unavailable
+from pdserve.router.fair_share import FairShare
 
 SMALL = 64 * 1024  # bytes of a body that counts for nothing, and is prepared by a thread
 MAX_WAITING = 256  # bodies; what a connection has received of one that waits is some 100 KiB

@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 
 from aiohttp import web
 
-from common.core.ids import new_request_id
-from common.text.tokenizer import Tokenizer
-from router.admission import Batch
-from router.generation import TextDelta
-from router.http.front import FRONT
-from router.http.generation_body import make_request, reply_options
-from router.http.logprobs import chat_logprobs
-from router.http.reply import Reply
+from pdserve.common.core.ids import new_request_id
+from pdserve.common.text.tokenizer import Tokenizer
+from pdserve.router.admission import Batch
+from pdserve.router.generation import TextDelta
+from pdserve.router.http.front import FRONT
+from pdserve.router.http.generation_body import make_request, reply_options
+from pdserve.router.http.logprobs import chat_logprobs
+from pdserve.router.http.reply import Reply
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:

@@ -7,16 +7,16 @@ from typing import Any, ClassVar
 
 from aiohttp import web
 
-from common.core.ids import new_request_id
-from common.text.tokenizer import Tokenizer
-from router.admission import Batch
-from router.generation import GenerationRequest, TextDelta
-from router.http.front import FRONT, Front
-from router.http.generation_body import make_request, reply_options
-from router.http.logprobs import CompletionLogprobs
-from router.http.reply import Reply
-from router.http.schema import CompletionBody
-from router.sampling import make_choices
+from pdserve.common.core.ids import new_request_id
+from pdserve.common.text.tokenizer import Tokenizer
+from pdserve.router.admission import Batch
+from pdserve.router.generation import GenerationRequest, TextDelta
+from pdserve.router.http.front import FRONT, Front
+from pdserve.router.http.generation_body import make_request, reply_options
+from pdserve.router.http.logprobs import CompletionLogprobs
+from pdserve.router.http.reply import Reply
+from pdserve.router.http.schema import CompletionBody
+from pdserve.router.sampling import make_choices
 
 DEFAULT_MAX_TOKENS = 16
 

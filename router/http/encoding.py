@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from router.http.connection import connection_of
+from pdserve.router.http.connection import connection_of
 
 _SSE_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",

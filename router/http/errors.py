@@ -11,10 +11,10 @@ from typing import Any
 from aiohttp import web
 from pydantic import ValidationError
 
-from common.core.errors import InvalidRequest, PdserveError, Unavailable
-from common.obs.logging import request_id_var
-from router.http.encoding import json_response
-from router.http.schema import SHAPES
+from pdserve.common.core.errors import InvalidRequest, PdserveError, Unavailable
+from pdserve.common.obs.logging import request_id_var
+from pdserve.router.http.encoding import json_response
+from pdserve.router.http.schema import SHAPES
 
 logger = logging.getLogger(__name__)
 

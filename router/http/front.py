@@ -9,13 +9,13 @@ from typing import Any
 
 from aiohttp import web
 
-from router.auth import HEADER as AUTHORIZATION
-from router.auth import APIKeys
-from router.generation import Generator
-from router.http.bodies import SMALL, Bodies
-from router.http.prepare import Prepared, TextModel
-from router.served_model import ServedModel
-from router.text_workers import TextWorkers
+from pdserve.router.auth import HEADER as AUTHORIZATION
+from pdserve.router.auth import APIKeys
+from pdserve.router.generation import Generator
+from pdserve.router.http.bodies import SMALL, Bodies
+from pdserve.router.http.prepare import Prepared, TextModel
+from pdserve.router.served_model import ServedModel
+from pdserve.router.text_workers import TextWorkers
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Front:
         return self.keys.client(request.headers.get(AUTHORIZATION), request.remote)
 
     async def prepare(self, request: web.Request, kind: str) -> Prepared[Any]:
-        """The JSON body, of one of `router.http.prepare.KINDS`, as what it asks.
+        """The JSON body, of one of `pdserve.router.http.prepare.KINDS`, as what it asks.
 
         Raises:
             PdserveError: as `TextModel.prepare`, or there is no room for it.

@@ -7,12 +7,12 @@ from typing import Any
 
 from aiohttp import web
 
-from router.admission import Batch
-from router.generation import GenerationRequest
-from router.http.front import Front
-from router.http.reply import TIMELINE_HEADER
-from router.http.schema import GenerationBody
-from router.sampling import make_choices, make_sampling, make_stop
+from pdserve.router.admission import Batch
+from pdserve.router.generation import GenerationRequest
+from pdserve.router.http.front import Front
+from pdserve.router.http.reply import TIMELINE_HEADER
+from pdserve.router.http.schema import GenerationBody
+from pdserve.router.sampling import make_choices, make_sampling, make_stop
 
 
 def make_request(

@@ -9,11 +9,27 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from common.core.errors import Unavailable
-from router.http.encoding import json_response
-from router.http.errors import error_response
-from router.http.front import FRONT
-from router.served_model import ServedModel
+from pdserve.common.core.errors import Unavailable
+from pdserve.router.http.encoding import json_response
+from pdserve.router.http.errors import error_response
+from pdserve.router.http.front import FRONT
+from pdserve.router.served_model import ServedModel
+
+# ---- /tokenize and /detokenize, in vLLM's shapes ----
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    front = request.app[FRONT]
+    (tokens,) = (await front.prepare(request, "tokenize")).prompts
+    return json_response(
+        {"tokens": list(tokens), "count": len(tokens), "max_model_len": front.model.max_model_len}
+    )
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    (text,) = (await request.app[FRONT].prepare(request, "detokenize")).texts
+    return json_response({"prompt": text})
+
 
 REGISTRY = web.AppKey("registry", CollectorRegistry)
 

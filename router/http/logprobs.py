@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from common.core.sampling import SampledToken
-from common.text.tokenizer import Tokenizer
+from pdserve.common.core.sampling import SampledToken
+from pdserve.common.text.tokenizer import Tokenizer
 
 _FLOOR = -9999.0  # JSON has no -Infinity
 

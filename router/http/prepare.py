@@ -12,10 +12,10 @@ from typing import Any, Generic, TypeVar, cast
 
 from pydantic import ValidationError
 
-from common.core.errors import InvalidRequest
-from common.core.sampling import check_range
-from router.http.errors import from_validation
-from router.http.schema import (
+from pdserve.common.core.errors import InvalidRequest
+from pdserve.common.core.sampling import check_range
+from pdserve.router.http.errors import from_validation
+from pdserve.router.http.schema import (
     Body,
     ChatBody,
     ChatTemplateBody,
@@ -25,8 +25,8 @@ from router.http.schema import (
     Message,
     TokenizeBody,
 )
-from router.sampling import make_choices
-from router.served_model import ServedModel
+from pdserve.router.sampling import make_choices
+from pdserve.router.served_model import ServedModel
 
 MAX_PROMPTS = 1024  # of one body; each waits for a place of its own
 MAX_BODY_CHOICES = 4096  # prompts × n

@@ -12,11 +12,11 @@ from typing import Any, ClassVar, Protocol
 import msgspec
 from aiohttp import web
 
-from common.core.errors import PdserveError
-from router.generation import GenerationRequest, GenerationStats, Generator, TextDelta
-from router.http.encoding import EventStream, json_response
-from router.http.errors import as_typed, error_body, stopping
-from router.merge import merge
+from pdserve.common.core.errors import PdserveError
+from pdserve.router.generation import GenerationRequest, GenerationStats, Generator, TextDelta
+from pdserve.router.http.encoding import EventStream, json_response
+from pdserve.router.http.errors import as_typed, error_body, stopping
+from pdserve.router.merge import merge
 
 TIMELINE_HEADER = "X-Pdserve-Timeline"
 

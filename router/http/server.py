@@ -11,12 +11,12 @@ from pathlib import Path
 
 from aiohttp import web
 
-from common.config.schema import ServerConfig
-from common.core.errors import ConfigError
-from common.rpc.tls import load_cert_chain
-from router.clock import AwakeClock
-from router.http.app import TRAFFIC
-from router.http.connection import HEADER_TIMEOUT, Connection, Limits, watch
+from pdserve.common.config.schema import ServerConfig
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.rpc.tls import load_cert_chain
+from pdserve.router.clock import AwakeClock
+from pdserve.router.http.app import TRAFFIC
+from pdserve.router.http.connection import HEADER_TIMEOUT, Connection, Limits, watch
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 import reference
 from callers import KINDS, call, fresh_prompt, storm
 from cluster import Cluster, ended, node_metrics, text_of
+from paths import HELPERS
 
 MODEL = "llama-gqa"
 DELAY = 0.1  # seconds before a run of blocks is delivered; a run is at most 64 tokens
@@ -21,9 +21,9 @@ NUM_TOKENS = 12
 
 
 def slow(**config: Any) -> dict[str, Any]:
-    """Options of a cluster whose KV travels with tests/e2e/slow_connector.py."""
+    """Options of a cluster whose KV travels with tests/helpers/slow_connector.py."""
     return {
-        "environment": {"PYTHONPATH": str(Path(__file__).parent)},
+        "environment": {"PYTHONPATH": str(HELPERS)},
         "kv_connector": "slow_connector:SlowTCP",
         "kv_connector_config": json.dumps(config),
     }

@@ -20,8 +20,8 @@ import pytest
 
 import reference
 from cluster import Cluster, Service, node_metrics, text_of
-from common.rpc.pb import inference_pb2 as pb
-from common.rpc.pb import inference_pb2_grpc
+from pdserve.common.rpc.pb import inference_pb2 as pb
+from pdserve.common.rpc.pb import inference_pb2_grpc
 from story_grammar import make_corpus
 from warm import WarmCluster, shared
 
@@ -136,7 +136,7 @@ def check_exact(cluster: Service, cases: list[tuple[int, ...]]) -> None:
 @pytest.mark.parametrize("connector", ["shm", "tcp"])
 def test_the_demo_model_equals_transformers(connector: str) -> None:
     """First in this file, because it takes longest: the other test process has work meanwhile."""
-    embedded = pytest.importorskip("common.model.embedded")
+    embedded = pytest.importorskip("pdserve.common.demo_model.embedded")
     try:
         folder = embedded.ensure_embedded_model()
     except embedded.ConfigError as error:

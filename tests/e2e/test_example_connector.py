@@ -8,8 +8,9 @@ from pathlib import Path
 
 import reference
 from cluster import Cluster
+from paths import ROOT
 
-SOURCE = Path(__file__).parents[2] / "examples" / "connector_file" / "src"
+SOURCE = ROOT / "examples" / "connector_file" / "src"
 CONNECTOR = "pdserve_file_connector.connector:FileConnector"
 NUM_TOKENS = 24
 TEXT = "the small fox walked over the hill and said to the bird that it was late "

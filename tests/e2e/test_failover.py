@@ -14,16 +14,19 @@ import pytest
 
 import reference
 from benchmarks.warm_start import alive
-from common.rpc.pb import inference_pb2 as pb
-from common.rpc.pb import inference_pb2_grpc as pb_grpc
+from pdserve.common.rpc.pb import inference_pb2 as pb
+from pdserve.common.rpc.pb import inference_pb2_grpc as pb_grpc
 from warm import WarmCluster
 
 PROMPT = tuple(range(5, 155))  # three chunks
 NUM_TOKENS = 24
 MORE_BLOCKS = 400  # than the others': least-load placement prefers the node that is to die
-SINK, D = "kv_transfer.sink:KVSink", "decode_node.session:DecodeSession"
-HANDOFF, P = "kv_transfer.source:Handoff", "prefill_node.session:PrefillSession"
-PEER = "prefill_node.node:DecodePeer"
+SINK, D = "pdserve.kv_transfer.control.sink:KVSink", "pdserve.decode_node.session:DecodeSession"
+HANDOFF, P = (
+    "pdserve.kv_transfer.control.source:Handoff",
+    "pdserve.prefill_node.session:PrefillSession",
+)
+PEER = "pdserve.prefill_node.node:DecodePeer"
 
 STEPS = [
     *[("decode", f"{D}.{method}", 1) for method in ("events", "admitted", "_reserve", "_land")],

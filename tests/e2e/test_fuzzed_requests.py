@@ -18,8 +18,8 @@ import requests
 
 import reference
 from cluster import MODELS, node_metrics
-from common.rpc.pb import inference_pb2 as pb
-from common.rpc.pb import inference_pb2_grpc as pb_grpc
+from pdserve.common.rpc.pb import inference_pb2 as pb
+from pdserve.common.rpc.pb import inference_pb2_grpc as pb_grpc
 from warm import WarmCluster, shared
 
 REQUESTS = int(os.environ.get("FUZZ_REQUESTS", 300))

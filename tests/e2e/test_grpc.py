@@ -11,8 +11,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 import reference
 from cluster import Cluster
-from common.rpc.pb import inference_pb2 as pb
-from common.rpc.pb import inference_pb2_grpc as pb_grpc
+from pdserve.common.rpc.pb import inference_pb2 as pb
+from pdserve.common.rpc.pb import inference_pb2_grpc as pb_grpc
 
 MODEL = "qwen2"
 PROMPT = "Once upon a time there was a naïve girl named Zoë. She lived in an old mill"

@@ -208,8 +208,8 @@ def wait_for_another(cluster: Cluster, role: str, pid: int) -> None:
 # ---- options nobody can serve with ----------------------------------------------------------
 
 UP = (str(Path(sys.executable).with_name("pdserve")), "up", "--port=0")
-PREFILL = (sys.executable, "-m", "prefill_node")
-ROUTER = (sys.executable, "-m", "router", "--port=0", "--grpc-port=0", "--registry-port=0")
+PREFILL = (sys.executable, "-m", "pdserve.prefill_node")
+ROUTER = (sys.executable, "-m", "pdserve.router", "--port=0", "--grpc-port=0", "--registry-port=0")
 WRONG = [
     ((*UP, "--model={model}", "--frobnicate"), 2, "--frobnicate"),
     ((*UP, "--model={model}", "--block-size=0"), 2, "--block-size"),

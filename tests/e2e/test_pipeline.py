@@ -104,6 +104,13 @@ def test_a_stage_dies_and_its_node_with_it(cluster: WarmCluster) -> None:
     ],
 )
 def test_a_layout_that_cannot_be_is_refused(flags: list[str], message: str) -> None:
-    command = [sys.executable, "-m", "decode_node", "--model", str(MODELS / "qwen2"), *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "pdserve.decode_node",
+        "--model",
+        str(MODELS / "qwen2"),
+        *flags,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and message in done.stderr, done.stderr

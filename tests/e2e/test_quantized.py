@@ -10,13 +10,13 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.quantized_folder import Scheme, quantize_folder
 from cluster import MODELS
-from common.config.schema import ModelConfig
-from common.core.model_spec import ModelSpec
-from common.distributed.group import GroupCoordinator
-from common.model.decoder import CausalLM
-from common.model.kv_budget import format_bytes
-from common.model.loader import load_model
-from common.model.placement import Placement
+from pdserve.common.config.schema import ModelConfig
+from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.distributed.group import GroupCoordinator
+from pdserve.common.model.decoder import CausalLM
+from pdserve.common.model.loader import load_model
+from pdserve.common.model.sharding import Placement
+from pdserve.common.planning.kv_budget import format_bytes
 from tiny_engine import CPU, greedy, single_threaded_inference
 from warm import WarmCluster, shared
 

@@ -11,9 +11,10 @@ import pytest
 
 pytest.importorskip("ray")
 
+from test_exact import prompts
+
 import reference
 from raylets import Raylets
-from test_exact import prompts
 from warm import WarmCluster, shared
 
 NUM_TOKENS = 12

@@ -17,10 +17,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import reference
 from cluster import Cluster
-from common.config.schema import TLSConfig
-from common.rpc.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
-from common.rpc.tls import TLS
-from kv_transfer.frame import Frame, Kind
+from pdserve.common.config.schema import TLSConfig
+from pdserve.common.rpc.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
+from pdserve.common.rpc.tls import TLS
+from pdserve.kv_transfer.connectors.base.frame import Frame, Kind
 
 KEY = "correct-horse"
 CHAT = [{"role": "user", "content": "Tell me about a girl named Zoë, a mill and a naïve fox."}]

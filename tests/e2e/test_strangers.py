@@ -13,12 +13,12 @@ from typing import Any
 import grpc
 import pytest
 
-from common.core.request import GenerateJob
-from common.core.sampling import SamplingParams
-from common.rpc.auth import TOKEN_KEY, ClusterKey
-from common.rpc.convert import job_to_pb
-from common.rpc.pb import cluster_pb2 as pb
-from common.rpc.pb import cluster_pb2_grpc as pb_grpc
+from pdserve.common.core.request import GenerateJob
+from pdserve.common.core.sampling import SamplingParams
+from pdserve.common.rpc.auth import TOKEN_KEY, ClusterKey
+from pdserve.common.rpc.convert import job_to_pb
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from warm import WarmCluster, shared
 
 MODEL = "mistral"

@@ -1,4 +1,4 @@
-from common.rpc.pb import inference_pb2 as _inference_pb2
+from pdserve.common.rpc.pb import inference_pb2 as _inference_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from common.rpc.pb import cluster_pb2 as cluster__pb2
+from pdserve.common.rpc.pb import cluster_pb2 as cluster__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__

@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from common.core.errors import ConfigError
-from kv_transfer.connector import (
+from pdserve.common.core.errors import ConfigError
+from pdserve.kv_transfer.connector import (
     BlockRun,
     Capabilities,
     KVConnector,

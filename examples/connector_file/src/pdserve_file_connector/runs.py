@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import torch
 
-from kv_transfer.layout import Rect
+from pdserve.kv_transfer.layout import Rect
 
 MAX_HEADER_NBYTES = 4096
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import msgspec
 
-from kv_transfer.blocks import piece_nbytes, scatter
-from kv_transfer.connector import Event, Failed, Landed, Progress, SinkTransfer
-from kv_transfer.gate import Gate
-from kv_transfer.layout import CacheView
+from pdserve.kv_transfer.blocks import piece_nbytes, scatter
+from pdserve.kv_transfer.connector import Event, Failed, Landed, Progress, SinkTransfer
+from pdserve.kv_transfer.gate import Gate
+from pdserve.kv_transfer.layout import CacheView
 from pdserve_file_connector.folder import is_alive
 from pdserve_file_connector.runs import Header, read_data, read_header
 

@@ -13,10 +13,10 @@ from typing import Annotated
 
 import msgspec
 
-from kv_transfer.blocks import gather
-from kv_transfer.connector import BlockRun, Event, Failed, Progress, Sent, SourceTransfer
-from kv_transfer.gate import Gate
-from kv_transfer.layout import CacheView, Piece
+from pdserve.kv_transfer.blocks import gather
+from pdserve.kv_transfer.connector import BlockRun, Event, Failed, Progress, Sent, SourceTransfer
+from pdserve.kv_transfer.gate import Gate
+from pdserve.kv_transfer.layout import CacheView, Piece
 from pdserve_file_connector.folder import NAME, is_alive
 from pdserve_file_connector.runs import Header, write_run
 

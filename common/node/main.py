@@ -1,0 +1,50 @@
+"""The main function of a node's process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from pdserve.common.config.schema import WorkerNodeConfig
+from pdserve.common.config.sources import parse
+from pdserve.common.core.errors import ConfigError, PdserveError
+from pdserve.common.core.host import allow_open_files, refusals
+from pdserve.common.core.plugins import import_string
+from pdserve.common.obs.logging import setup_logging
+from pdserve.common.obs.process import exit_within
+
+logger = logging.getLogger(__name__)
+
+# Of a node: its ranks and libraries take some 60, routers and peers some for each of them.
+OPEN_FILES = 512
+
+
+def run_node(role: str, node: str, description: str, argv: Sequence[str] | None = None) -> int:
+    """Runs a node until a signal; returns the exit code: 0 drained, 1 failed, 2 it cannot start
+    as configured. `node` is the import string of an `EngineNode`."""
+    config = parse(WorkerNodeConfig, prog=f"pdserve {role}", description=description, argv=argv)
+    setup_logging(role, config.log)
+    _wait_passively()
+    try:
+        with refusals():
+            allow_open_files(OPEN_FILES)
+            return asyncio.run(_serve(import_string(node), config))
+    except PdserveError as error:
+        logger.error("%s", error)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+def _wait_passively() -> None:
+    """torch's threads sleep while they wait for each other. By default they look for it, for
+    milliseconds, at the expense of the other nodes of this host. OpenMP reads this when torch is
+    loaded, so the node's class is named and not imported until here."""
+    if "GOMP_SPINCOUNT" not in os.environ:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+async def _serve(node: Any, config: WorkerNodeConfig) -> int:
+    code: int = await node(config).serve(stopping=exit_within)
+    return code

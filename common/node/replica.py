@@ -1,0 +1,161 @@
+"""A replica: one copy of the model in a node, with ranks, KV blocks, queue and loop of its own.
+
+Replicas of a node share its endpoint and nothing else. A job is given to one of them when it is
+opened, and stays there: a sequence's KV is in the blocks of one replica.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from pdserve.common.config.schema import SchedulerConfig
+from pdserve.common.core.errors import Blame, InvalidRequest, NodeError, PdserveError
+from pdserve.common.core.request import GenerateJob
+from pdserve.common.core.sampling import (
+    MAX_CHOICES,
+    SampledToken,
+    check_range,
+    check_sampling,
+    check_token_ids,
+)
+from pdserve.common.engine.block_pool import BlockHash
+from pdserve.common.engine.core import EngineCore
+from pdserve.common.engine.messages import ExpertLoad, RankReady
+from pdserve.common.engine.sequence import Finish
+from pdserve.common.engine.sequence import Sequence as EngineSequence
+from pdserve.common.engine.watchdog import Watchdog
+from pdserve.common.node.host import Ranks
+from pdserve.common.node.load import Offer, offer_of
+
+logger = logging.getLogger(__name__)
+
+
+class Session(Protocol):
+    """One job on a replica."""
+
+    def admitted(self, sequence: EngineSequence) -> None: ...
+    def computed(self, sequence: EngineSequence) -> None: ...
+    def sampled(
+        self, sequence: EngineSequence, token: SampledToken, finish: Finish | None
+    ) -> None: ...
+    def fail(self, error: PdserveError) -> None:
+        """Its job ends with this error."""
+
+    async def close(self) -> None: ...
+
+
+class Transfers(Protocol):
+    """The role's half of the KV hand-off, for the ranks of one replica."""
+
+    @property
+    def counts(self) -> Mapping[str, int]: ...
+    def on_event(self, rank: int, message: bytes) -> None: ...
+    async def close(self) -> None: ...
+
+
+S = TypeVar("S", bound=Session)
+T = TypeVar("T", bound=Transfers)
+Call = Callable[[int, bytes], Awaitable[bytes]]
+
+
+class Replica(Generic[S, T]):
+    """Owns its ranks, and knows the sessions that it was given."""
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        blame: Blame,
+        ranks: Ranks,
+        config: SchedulerConfig,
+        max_model_len: int,
+        make_transfers: Callable[[Sequence[RankReady], Call], T],
+        routed: Callable[[ExpertLoad], None],
+    ) -> None:
+        """`name` begins messages about it; empty: the node has no other replica. `blame` is the
+        node's."""
+        self.index = index
+        self.name = name
+        self.blame = blame
+        self.ranks = ranks
+        self.routed = routed
+        self.scheduler = ranks.scheduler
+        self.engine = EngineCore(ranks.executor, ranks.scheduler, self, max_model_len)
+        self.transfers = make_transfers(ranks.ready, self.engine.call)
+        self.watchdog = Watchdog(config.engine_stall_timeout)
+        self.sessions: set[S] = set()
+        self._by_sequence: dict[int, S] = {}
+        ranks.executor.on_event(self.transfers.on_event)
+
+    def offer(self, num_tokens: int, hashes: Sequence[BlockHash]) -> Offer:
+        """What a job would find here."""
+        return offer_of(self.index, self.scheduler, num_tokens, hashes)
+
+    @property
+    def complaint(self) -> str:
+        """Why it could not produce a token; empty: it could."""
+        return self.name + self.watchdog.reason if self.watchdog.reason else ""
+
+    def is_healthy(self) -> bool:
+        return not self.watchdog.reason
+
+    def look(self) -> bool:
+        """Has the watchdog judge; whether the replica has come to a standstill since."""
+        stalled = self.watchdog.stalled
+        self.watchdog.look(self.engine.work())
+        return self.watchdog.stalled and not stalled
+
+    # ---- sessions ---------------------------------------------------------------------------
+
+    def adopt(self, sequence: EngineSequence, session: S) -> None:
+        """From now on the engine's events about the sequence go to the session."""
+        self._by_sequence[sequence.seq_id] = session
+
+    def forget(self, session: S) -> None:
+        """The session is closed."""
+        self.sessions.discard(session)
+        self._by_sequence = {i: s for i, s in self._by_sequence.items() if s is not session}
+
+    def fail_sessions(self, error: PdserveError) -> None:
+        for session in self.sessions:
+            session.fail(error)
+
+    # ---- the engine's listener --------------------------------------------------------------
+
+    def admitted(self, sequence: EngineSequence) -> None:
+        self._by_sequence[sequence.seq_id].admitted(sequence)
+
+    def computed(self, sequence: EngineSequence) -> None:
+        self._by_sequence[sequence.seq_id].computed(sequence)
+
+    def sampled(self, sequence: EngineSequence, token: SampledToken, finish: Finish | None) -> None:
+        self._by_sequence[sequence.seq_id].sampled(sequence, token, finish)
+
+    def failed(self, sequence: EngineSequence, reason: str, code: str) -> None:
+        message = f"request {sequence.request_id}, choice {sequence.choice}: {reason}"
+        logger.warning("%s%s; it ends here, the others go on", self.name, message)
+        error = NodeError(message, code=code, blame=self.blame)
+        self._by_sequence[sequence.seq_id].fail(error)
+
+
+# ---- jobs are checked before anything is spent on them ----
+
+
+def check_job(job: GenerateJob, vocab_size: int, max_model_len: int) -> None:
+    """Raises InvalidRequest for a job this node cannot do; a router should have known."""
+    longest = max(len(choice.output_token_ids) for choice in job.choices)
+    if len(job.prompt_token_ids) + longest >= max_model_len:
+        raise InvalidRequest(
+            f"the prompt has {len(job.prompt_token_ids)} tokens; this node's maximum context "
+            f"length is {max_model_len} tokens, prompt and completion together",
+            param="prompt",
+        )
+    if len(job.choices) > MAX_CHOICES:
+        raise InvalidRequest(f"{len(job.choices)} choices are more than {MAX_CHOICES}", param="n")
+    check_sampling(job.sampling, vocab_size)
+    check_token_ids(job.prompt_token_ids, vocab_size, "prompt")
+    for choice in job.choices:
+        check_range("choice", choice.index, 0, MAX_CHOICES - 1)
+        check_token_ids(choice.output_token_ids, vocab_size, "prompt")

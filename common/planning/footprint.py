@@ -1,0 +1,220 @@
+"""Bytes of a model's parts on one rank: weights, KV, activations, communication.
+
+Pure arithmetic over a `ModelSpec`, without torch. It says again, in numbers, what
+`common/model/layers.py`, `weights.py`, `mlp.py` and `decoder.py` allocate;
+`tests/common/planning/test_plan.py` holds the two together. Below, H is the hidden size, D the head
+dimension, h and k a rank's query and KV heads, I its part of the intermediate size, V the
+vocabulary, b the bytes of the dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.core.moe_spec import MoESpec
+from pdserve.common.model.stages import Stage
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+# What a GPU holds beside what torch allocates for weights, activations and KV. Estimates, and the
+# only figures here that follow from no shape: they differ with GPU, driver and library. A node
+# measures them at start.
+CONTEXT_BYTES = 640 * 2**20  # CUDA context and kernels, cuBLAS' and FlashInfer's workspaces
+COMMUNICATOR_BYTES = 512 * 2**20  # NCCL's buffers, where there is more than one rank
+
+SAMPLER_BYTES = 20  # per logit: float32, and its float64 distribution twice
+
+
+GROUP_INDEX_BYTES = 4  # which group an input is of, where a checkpoint says so
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A rank's part of a linear layer's weight: `parts` matrices of the checkpoint, fused."""
+
+    name: str  # of the first one's module
+    rows: int  # outputs
+    columns: int  # inputs, of `inputs` that the whole has
+    inputs: int
+    parts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """`spec` in `dtype` over `tp` ranks per stage; figures are of rank 0, which holds most.
+
+    The whole model is `Footprint(spec, dtype)` with `Stage.whole(spec.num_layers)`.
+    """
+
+    spec: ModelSpec
+    dtype: str
+    tp: int = 1
+    ep: int = 1  # ranks of `tp` over which experts are spread
+
+    @property
+    def item(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def _heads(self) -> int:
+        return self.spec.num_heads // self.tp
+
+    @property
+    def _kv_heads(self) -> int:
+        start, end = self.spec.kv_head_range(0, self.tp)
+        return end - start
+
+    # ---- weights ----
+
+    def weights(self, stage: Stage) -> int:
+        spec, vocab_rows = self.spec, -(-self.spec.vocab_size // self.tp)
+        table = vocab_rows * spec.hidden_size * self.item
+        total = sum(map(self._layer_weights, range(stage.start, stage.end)))
+        if stage.first:
+            total += table
+        if stage.last:
+            total += spec.hidden_size * self.item
+            total += 0 if spec.tie_word_embeddings and stage.first else table
+        return total
+
+    def idle_weights(self) -> int:
+        """Of a whole model: those of the experts that a token does not visit."""
+        if (moe := self.spec.moe) is None:
+            return 0
+        idle = len(moe.sparse_layers) * (moe.num_experts - moe.top_k)
+        return idle * self._expert_weights(moe)
+
+    def _layer_weights(self, layer: int) -> int:
+        spec, hidden = self.spec, self.spec.hidden_size
+        qkv = self._heads * spec.head_dim + 2 * self._kv_heads * spec.head_dim
+        vectors = 2 * hidden + spec.qkv_bias * qkv + spec.o_bias * hidden
+        vectors += spec.qk_norm * 2 * spec.head_dim
+        attention = self._stored(self._attention(layer)) + vectors * self.item
+        if spec.moe is not None and spec.is_sparse(layer):
+            return attention + self._moe_weights(spec.moe)
+        return attention + self._mlp_weights(f"model.layers.{layer}.mlp", spec.intermediate_size)
+
+    def _mlp_weights(self, name: str, inner: int, split: int | None = None) -> int:
+        """`split`: the ranks that share it; all of `tp` unless told otherwise."""
+        split, hidden = split or self.tp, self.spec.hidden_size
+        vectors = self.spec.mlp_bias * (2 * inner // split + hidden)
+        return self._stored(self._mlp(name, inner, split)) + vectors * self.item
+
+    def _moe_weights(self, moe: MoESpec) -> int:
+        """The router (and the gate of a shared expert) is whole on each rank, in the dtype."""
+        rows, total = moe.num_experts, moe.num_experts // self.ep * self._expert_weights(moe)
+        if inner := moe.shared_intermediate_size:
+            rows, total = rows + 1, total + self._mlp_weights("shared_expert", inner)
+        return total + rows * self.spec.hidden_size * self.item
+
+    def _expert_weights(self, moe: MoESpec) -> int:
+        return self._mlp_weights("experts", moe.intermediate_size, self.tp // self.ep)
+
+    def _expert_inner(self, moe: MoESpec) -> int:
+        return moe.intermediate_size // (self.tp // self.ep)
+
+    def _attention(self, layer: int) -> Iterator[Matrix]:
+        spec, hidden = self.spec, self.spec.hidden_size
+        name, queries = f"model.layers.{layer}.self_attn", spec.num_heads * spec.head_dim
+        qkv = self._heads * spec.head_dim + 2 * self._kv_heads * spec.head_dim
+        yield Matrix(f"{name}.q_proj", qkv, hidden, hidden, parts=3)
+        yield Matrix(f"{name}.o_proj", hidden, queries // self.tp, queries)
+
+    def _mlp(self, name: str, inner: int, split: int) -> Iterator[Matrix]:
+        hidden = self.spec.hidden_size
+        yield Matrix(f"{name}.gate_proj", 2 * inner // split, hidden, hidden, parts=2)
+        yield Matrix(f"{name}.down_proj", hidden, inner // split, inner)
+
+    def _stored(self, matrices: Iterable[Matrix]) -> int:
+        return sum(map(self._matrix, matrices))
+
+    def _matrix(self, matrix: Matrix) -> int:
+        numbers, kind = matrix.rows * matrix.columns, self.spec.quantization
+        if kind is None or not kind.covers(matrix.name):
+            return numbers * self.item
+        if kind.method == "int8":
+            return numbers + matrix.rows * self.item
+        first, last = kind.groups(0, matrix.columns, matrix.inputs)
+        groups = matrix.rows * (last - first)  # each with a scale and a byte for its zero point
+        index = matrix.parts * matrix.columns * GROUP_INDEX_BYTES if kind.desc_act else 0
+        return numbers * kind.bits // 8 + groups * (self.item + 1) + index
+
+    # ---- KV ----
+
+    def kv_per_token(self, stage: Stage) -> int:
+        """2 (key, value) × layers × KV heads of the rank × head dimension × bytes. Where ranks
+        outnumber KV heads, each still holds one."""
+        return 2 * stage.num_layers * self._kv_heads * self.spec.head_dim * self.item
+
+    # ---- activations ----
+
+    def activations(self, stage: Stage, tokens: int, sequences: int) -> int:
+        """The most a step of `tokens` tokens needs beside weights and KV, if it samples for each
+        of its `sequences`: an estimate that counts tensors alive at once and no allocator's
+        rounding or kernel's workspace. Larger of the layers' and the sampler's peaks."""
+        angles, ids = self.spec.head_dim * self.item, 4 * 8  # token, position, block and slot
+        layers = tokens * (self._layer_activations() * self.item + angles + ids) + self._dense()
+        return max(layers, self._sampling(tokens, sequences)) if stage.last else layers
+
+    def _layer_activations(self) -> int:
+        """Numbers per token at the larger of two peaks. In the MLP: the residual, its normed
+        copy, gate and up, their product and one more; and what the layer's attention left:
+        q, k, v and its output. In the next layer's attention: the same leftovers while new
+        queries and keys are turned. Of experts the worst case: all that a token visits are here."""
+        spec, hidden = self.spec, self.spec.hidden_size
+        h, k = self._heads * spec.head_dim, self._kv_heads * spec.head_dim
+        leftovers = 3 * h + 3 * k
+        mlp = 2 * hidden + max(self._mlp_peaks())
+        attention = 2 * hidden + 3 * h + 4 * k + spec.qk_norm * (h + k)
+        return leftovers + max(mlp, attention)
+
+    def _mlp_peaks(self) -> Iterator[int]:
+        """Beside the residual and its normed copy."""
+        spec, hidden = self.spec, self.spec.hidden_size
+        if spec.has_dense_layers:
+            inner = spec.intermediate_size // self.tp
+            yield 3 * inner + max(inner, hidden)
+        if (moe := spec.moe) is None:
+            return
+        if inner := moe.shared_intermediate_size // self.tp:
+            yield 3 * inner + max(inner, hidden)
+        # The layer's result, copies of tokens that came from other ranks, and what a token
+        # has in the grouped products, `top_k` times.
+        inner, came = self._expert_inner(moe), self.ep > 1
+        peaks = (hidden + 2 * inner, 4 * inner, inner + hidden, 2 * hidden + hidden // moe.top_k)
+        yield (1 + came) * hidden + moe.top_k * max(peaks)
+
+    def _dense(self) -> int:
+        """The largest quantized matrix, in the dtype for the time of its product; with `desc_act`
+        also the scales of one of its parts, spread over the inputs."""
+        if (kind := self.spec.quantization) is None:
+            return 0
+        mlp = self._mlp("model.layers.0.mlp", self.spec.intermediate_size, self.tp)
+        sizes = (
+            each.rows * each.columns * (1 + kind.desc_act / each.parts)
+            for each in chain(self._attention(0), mlp)
+        )
+        return int(max(sizes)) * self.item
+
+    def _sampling(self, tokens: int, sequences: int) -> int:
+        return tokens * self.spec.hidden_size * self.item + (
+            sequences * self.spec.vocab_size * SAMPLER_BYTES
+        )
+
+    # ---- communication ----
+
+    def all_reduces(self, num_layers: int, tokens: int) -> int:
+        """Bytes a rank gives to the all-reduces of a step: two in each layer, after attention
+        and after the MLP, of `[tokens, H]` (Megatron-LM, arXiv:1909.08053). Those of the
+        embedding and the logits are once per step, not per layer, and not counted."""
+        if self.tp == 1:
+            return 0
+        return 2 * num_layers * tokens * self.spec.hidden_size * self.item
+
+
+def overhead(world_size: int) -> int:
+    """What a GPU of a node of `world_size` ranks holds beside the model: an estimate."""
+    return CONTEXT_BYTES + (COMMUNICATOR_BYTES if world_size > 1 else 0)

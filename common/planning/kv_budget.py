@@ -1,0 +1,80 @@
+"""How many KV blocks a rank gets: pure arithmetic, which nodes do at start with what they
+measured and `pdserve plan` does beforehand with what it expects."""
+
+from __future__ import annotations
+
+import re
+
+from pdserve.common.config.schema import EngineConfig
+from pdserve.common.core.errors import ConfigError
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def parse_bytes(text: str, flag: str = "--kv-cache-memory") -> int:
+    """Bytes in "2GiB", "512 MB" or "4096".
+
+    Raises:
+        ConfigError: another form; the message names `flag`.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", text.strip().lower())
+    if match is None:
+        raise ConfigError(f"{flag} {text!r} is not a size such as 2GiB or 512MB")
+    return int(float(match[1]) * _UNITS[match[2] or ""])
+
+
+def format_bytes(count: int) -> str:
+    """For people: "27.51 GiB", "1.5 MiB" or "96 KiB"."""
+    if abs(count) >= 2**30:
+        return f"{count / 2**30:.2f} GiB"
+    if abs(count) >= 2**20:
+        return f"{count / 2**20:.1f} MiB"
+    return f"{count / 2**10:.4g} KiB"
+
+
+def gpu_cache_bytes(total: int, utilization: float, others: int, peak: int) -> int:
+    """What a GPU of `total` bytes leaves for KV beside `others` (what torch does not hold: the
+    driver's context, communicators, other processes) and `peak` (the most torch holds: weights
+    and the largest step's activations). Negative when they do not fit."""
+    return int(total * utilization) - others - peak
+
+
+def plan_num_blocks(
+    config: EngineConfig, block_bytes: int, max_model_len: int, available_bytes: int, device: str
+) -> int:
+    """How many blocks a rank has room for: as many as --num-gpu-blocks-override or
+    --kv-cache-memory say, else what fits into `available_bytes`. On a CPU, where memory is
+    shared with everything else, no more than the scheduler can use at once."""
+    cache = config.cache
+    if cache.num_gpu_blocks_override is not None:
+        return cache.num_gpu_blocks_override
+    if cache.kv_cache_memory is not None:
+        return parse_bytes(cache.kv_cache_memory) // block_bytes
+    fitting = max(0, available_bytes) // block_bytes
+    if device == "cuda":
+        return fitting
+    usable = config.scheduler.max_num_seqs * blocks_per_sequence(config, max_model_len)
+    return min(fitting, usable)
+
+
+def blocks_per_sequence(config: EngineConfig, max_model_len: int) -> int:
+    """Blocks a sequence of the greatest length holds."""
+    return -(-max_model_len // config.cache.block_size)
+
+
+def check_num_blocks(config: EngineConfig, num_blocks: int, max_model_len: int) -> None:
+    """Raises ConfigError if not even one sequence of the greatest length fits."""
+    needed = blocks_per_sequence(config, max_model_len)
+    if num_blocks >= needed:
+        return
+    cache = config.cache
+    if cache.num_gpu_blocks_override is not None:
+        mend = f"raise --num-gpu-blocks-override to {needed}"
+    elif cache.kv_cache_memory is not None:
+        mend = f"raise --kv-cache-memory (now {cache.kv_cache_memory})"
+    else:
+        mend = "give more memory (--kv-cache-memory, --gpu-memory-utilization)"
+    raise ConfigError(
+        f"the KV cache has {num_blocks} blocks of {cache.block_size} tokens, but one sequence of "
+        f"--max-model-len {max_model_len} needs {needed}: {mend}, or lower --max-model-len"
+    )

@@ -1,0 +1,266 @@
+"""Whether a role's node fits on GPUs of a given size, how much KV it has room for, and, if it
+does not fit, what would mend it. Pure: nothing is loaded and no GPU is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+from pdserve.common.config.schema import EngineConfig
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.core.quantization import QUANTIZATIONS
+from pdserve.common.model.stages import Stage, parse_partition, pipeline_stages
+from pdserve.common.planning.footprint import Footprint, overhead
+from pdserve.common.planning.kv_budget import (
+    blocks_per_sequence,
+    format_bytes,
+    gpu_cache_bytes,
+    plan_num_blocks,
+)
+
+MAX_MENDED_SIZE = 64  # ranks per dimension that a mend may propose
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSetup:
+    """A node as it would be started. `engine` carries the node's own options."""
+
+    spec: ModelSpec
+    engine: EngineConfig
+    max_model_len: int
+    gpu_memory: int  # bytes of each GPU
+
+    @property
+    def tp(self) -> int:
+        return self.engine.parallel.tensor_parallel_size
+
+    @property
+    def pp(self) -> int:
+        return self.engine.parallel.pipeline_parallel_size
+
+    @property
+    def ep(self) -> int:
+        return self.engine.parallel.expert_parallel_size
+
+    @property
+    def dtype(self) -> str:
+        dtype = self.engine.model.dtype
+        return self.spec.dtype if dtype == "auto" else dtype
+
+    @property
+    def footprint(self) -> Footprint:
+        return Footprint(self.spec, self.dtype, self.tp, self.ep)
+
+    @property
+    def whole(self) -> Footprint:
+        """Of the model on one rank."""
+        return Footprint(self.spec, self.dtype)
+
+    def stages(self) -> tuple[Stage, ...]:
+        partition = parse_partition(self.engine.parallel.pipeline_partition)
+        return pipeline_stages(self.spec.num_layers, self.pp, partition)
+
+    def check(self) -> None:
+        """Raises ConfigError if a node would refuse these options, whatever its memory."""
+        self.spec.check_max_model_len(self.max_model_len)
+        self.spec.validate_tensor_parallel(self.tp)
+        self.spec.validate_expert_parallel(self.tp, self.ep)
+        self.stages()
+
+
+@dataclass(frozen=True, slots=True)
+class RankBudget:
+    """One GPU of a stage, in bytes. The KV cache gets what is left, in whole blocks."""
+
+    stage: int
+    num_layers: int
+    usable: int  # --gpu-memory-utilization of the GPU
+    weights: int
+    activations: int  # peak of the largest step; an estimate
+    overhead: int  # context, workspaces, communicators; an estimate
+    left_for_kv: int  # negative: even without KV it does not fit
+    kv_per_token: int
+    kv_per_sequence: int  # of max_model_len tokens, in whole blocks
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class RolePlan:
+    """What one node of a role would hold. `rank` is of the stage that has the fewest blocks,
+    which is what every stage then uses; bytes unless the name says otherwise."""
+
+    role: str  # "prefill" or "decode"
+    tensor_parallel_size: int
+    expert_parallel_size: int
+    pipeline_partition: tuple[int, ...]  # layers of each stage
+    dtype: str
+    quantization: str | None  # "int8" or "int4", of linear layers
+    parameters: int
+    active_parameters: int  # that compute one token; fewer where there are experts
+    parameter_bytes: int  # parameters × bits of a weight, as if all were quantised alike
+    weights: int  # of the whole model, stored once
+    kv_per_token: int  # of the whole model
+    rank: RankBudget
+    num_tokens: int
+    max_concurrent_sequences: int  # of max_model_len tokens, at most --max-num-seqs
+    step_tokens: int  # of the role's usual largest step
+    all_reduce_per_token: int
+    all_reduce_per_step: int
+    fits: bool
+    reason: str
+    mends: tuple[str, ...]  # each of them alone makes it fit
+
+
+def plan_role(role: str, setup: NodeSetup) -> RolePlan:
+    """
+    Raises:
+        ConfigError: a node would refuse the options, whatever its memory.
+    """
+    setup.check()
+    rank, whole = tightest_rank(setup), Stage.whole(setup.spec.num_layers)
+    problem = _problem(setup, rank)
+    scheduler, footprint = setup.engine.scheduler, setup.footprint
+    # A decode step is a token of each sequence; a prefill step a chunk of prompts.
+    prefill = role == "prefill"
+    step_tokens = scheduler.max_num_batched_tokens if prefill else scheduler.max_num_seqs
+    numbers = Footprint(replace(setup.spec, quantization=None), "float32")
+    parameters = numbers.weights(whole) // 4
+    kind = setup.spec.quantization
+    bits = kind.bits if kind else 8 * footprint.item
+    sequences = rank.num_blocks // blocks_per_sequence(setup.engine, setup.max_model_len)
+    return RolePlan(
+        role=role,
+        tensor_parallel_size=setup.tp,
+        expert_parallel_size=setup.ep,
+        pipeline_partition=tuple(stage.num_layers for stage in setup.stages()),
+        dtype=setup.dtype,
+        quantization=f"int{bits}" if kind else None,
+        parameters=parameters,
+        active_parameters=parameters - numbers.idle_weights() // 4,
+        parameter_bytes=parameters * bits // 8,
+        weights=setup.whole.weights(whole),
+        kv_per_token=setup.whole.kv_per_token(whole),
+        rank=rank,
+        num_tokens=rank.num_blocks * setup.engine.cache.block_size,
+        max_concurrent_sequences=min(sequences, scheduler.max_num_seqs),
+        step_tokens=step_tokens,
+        all_reduce_per_token=footprint.all_reduces(setup.spec.num_layers, 1),
+        all_reduce_per_step=footprint.all_reduces(setup.spec.num_layers, step_tokens),
+        fits=problem is None,
+        reason=problem or _room(rank),
+        mends=tuple(_mends(setup, rank)) if problem else (),
+    )
+
+
+def tightest_rank(setup: NodeSetup) -> RankBudget:
+    """The rank with the fewest blocks; among equals, with the least left."""
+    budgets = [_budget(setup, index, stage) for index, stage in enumerate(setup.stages())]
+    return min(budgets, key=lambda budget: (budget.num_blocks, budget.left_for_kv))
+
+
+def _budget(setup: NodeSetup, index: int, stage: Stage) -> RankBudget:
+    footprint, engine = setup.footprint, setup.engine
+    scheduler, utilization = engine.scheduler, engine.cache.gpu_memory_utilization
+    weights = footprint.weights(stage)
+    activations = footprint.activations(
+        stage, scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    )
+    others = overhead(setup.tp * setup.pp)
+    left = gpu_cache_bytes(setup.gpu_memory, utilization, others, weights + activations)
+    kv_per_token = footprint.kv_per_token(stage)
+    block_bytes = kv_per_token * engine.cache.block_size
+    return RankBudget(
+        stage=index,
+        num_layers=stage.num_layers,
+        usable=int(setup.gpu_memory * utilization),
+        weights=weights,
+        activations=activations,
+        overhead=others,
+        left_for_kv=left,
+        kv_per_token=kv_per_token,
+        kv_per_sequence=block_bytes * blocks_per_sequence(engine, setup.max_model_len),
+        num_blocks=plan_num_blocks(engine, block_bytes, setup.max_model_len, left, "cuda"),
+    )
+
+
+# ---- verdict ----
+
+
+def _problem(setup: NodeSetup, rank: RankBudget) -> str | None:
+    """Why it does not fit; None if it does."""
+    usable, left = format_bytes(rank.usable), format_bytes(rank.left_for_kv)
+    if rank.left_for_kv <= 0:
+        needed = rank.weights + rank.activations + rank.overhead
+        return (
+            f"weights of {format_bytes(rank.weights)}, with activations and overhead "
+            f"{format_bytes(needed)}, exceed the {usable} that one GPU may give"
+        )
+    taken = rank.num_blocks * setup.engine.cache.block_size * rank.kv_per_token
+    if taken > rank.left_for_kv:
+        return f"the KV cache of {format_bytes(taken)} exceeds the {left} that are left for it"
+    blocks = blocks_per_sequence(setup.engine, setup.max_model_len)
+    if rank.num_blocks < blocks:
+        return (
+            f"{left} left for KV hold {rank.num_blocks} blocks, but one sequence of "
+            f"{setup.max_model_len} tokens needs {blocks}"
+        )
+    return None
+
+
+def _room(rank: RankBudget) -> str:
+    weights, usable = format_bytes(rank.weights), format_bytes(rank.usable)
+    left = format_bytes(rank.left_for_kv)
+    return f"weights take {weights} of the {usable} that one GPU may give; {left} are left for KV"
+
+
+def _mends(setup: NodeSetup, rank: RankBudget) -> Iterator[str]:
+    """Single changes after which it fits: the least of each dimension, every quantization."""
+    yield from _first(_more_tp(setup))
+    yield from _first(_more_pp(setup))
+    if setup.spec.quantization is None and setup.spec.moe is None:
+        for name in QUANTIZATIONS:
+            changed = replace(setup, spec=setup.spec.quantized(name))
+            yield from _first([(f"--quantization {name}", changed)])
+    if setup.engine.cache.kv_cache_memory is not None:
+        cache = replace(setup.engine.cache, kv_cache_memory=None)
+        changed = replace(setup, engine=replace(setup.engine, cache=cache))
+        yield from _first([("leave out --kv-cache-memory", changed)])
+    if tokens := rank.num_blocks * setup.engine.cache.block_size:
+        yield from _first([(f"--max-model-len {tokens}", replace(setup, max_model_len=tokens))])
+
+
+def _first(changes: Iterable[tuple[str, NodeSetup]]) -> Iterator[str]:
+    """The first change, if any, with which a node would start."""
+    yield from islice((text for text, setup in changes if _fits(setup)), 1)
+
+
+def _fits(setup: NodeSetup) -> bool:
+    try:
+        setup.check()
+    except ConfigError:
+        return False
+    return _problem(setup, tightest_rank(setup)) is None
+
+
+def _more_tp(setup: NodeSetup) -> Iterator[tuple[str, NodeSetup]]:
+    for size in _doubled(setup.tp):
+        yield f"--tp {size}", _parallel(setup, tensor_parallel_size=size)
+
+
+def _more_pp(setup: NodeSetup) -> Iterator[tuple[str, NodeSetup]]:
+    for size in _doubled(setup.pp):
+        changed = _parallel(setup, pipeline_parallel_size=size, pipeline_partition=None)
+        yield f"--pp {size}", changed
+
+
+def _parallel(setup: NodeSetup, **changes: Any) -> NodeSetup:
+    parallel = replace(setup.engine.parallel, **changes)
+    return replace(setup, engine=replace(setup.engine, parallel=parallel))
+
+
+def _doubled(size: int) -> Iterator[int]:
+    while (size := 2 * size) <= MAX_MENDED_SIZE:
+        yield size

@@ -1,0 +1,147 @@
+"""One step of one rank: flatten the batch, run the model, sample the rows that ask for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pdserve.common.core.sampling import SamplingParams
+from pdserve.common.engine.messages import ExpertLoad, StepOutput
+from pdserve.common.model.attention import AttentionBatch
+from pdserve.common.model.decoder import CausalLM
+from pdserve.common.worker.batch import StepBatch, StepSequence
+from pdserve.common.worker.neighbours import Neighbours
+from pdserve.common.worker.sampler import FailedRow, sample
+
+
+class ModelRunner:
+    """Computes steps of `model` over `cache`
+    (`[layers, 2, num_blocks, kv_heads, block_size, head_dim]`). Keeps no sequence state."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        cache: torch.Tensor,
+        device: torch.device,
+        samples: bool,
+        neighbours: Neighbours | None = None,
+    ) -> None:
+        """`samples` is true on the one rank whose tokens are used; `neighbours` are the other
+        stages, where there are any."""
+        self.model = model
+        self.cache = cache
+        self.device = device
+        self.samples = samples
+        self.neighbours = neighbours
+
+    @torch.inference_mode()
+    def run(self, batch: StepBatch) -> StepOutput:
+        """Writes the batch's KV into the cache and draws the tokens it asks for.
+
+        All ranks must run the same batches in the same order: each is a chain of collectives.
+        """
+        inputs = flatten(batch.sequences, block_size=self.cache.shape[4])
+        context = self.model.attention.prepare(inputs.attention)
+        hidden = self.model.forward(
+            self._inputs(inputs.token_ids),
+            torch.tensor(inputs.positions, device=self.device),
+            context,
+            self.cache,
+        )
+        if not self.model.stage.last:
+            self._others.send(hidden)
+            return StepOutput(batch.step, ())
+        if not inputs.sampled:
+            return StepOutput(batch.step, (), self._expert_load())
+        logits = self.model.compute_logits(hidden[inputs.last_rows])
+        if not self.samples:
+            return StepOutput(batch.step, ())
+        ids = [sequence.seq_id for sequence in inputs.sampled]
+        rows = list(zip(ids, sample(logits, inputs.sampled), strict=True))
+        return StepOutput(
+            batch.step,
+            tuple((i, row) for i, row in rows if not isinstance(row, FailedRow)),
+            self._expert_load(),
+            tuple((i, row.reason) for i, row in rows if isinstance(row, FailedRow)),
+        )
+
+    def _expert_load(self) -> ExpertLoad | None:
+        """Of the step just computed; only the rank that answers tells."""
+        loads = self.model.expert_loads() if self.samples else None
+        return None if loads is None else fold(loads, self.model.expert_parallel_size)
+
+    def _inputs(self, token_ids: list[int]) -> torch.Tensor:
+        """What the stage begins with."""
+        if self.model.stage.first:
+            return torch.tensor(token_ids, device=self.device)
+        return self._others.receive(len(token_ids))
+
+    @property
+    def _others(self) -> Neighbours:
+        assert self.neighbours is not None, "a stage that is not alone has neighbours"
+        return self.neighbours
+
+    def warm_up(self, num_tokens: int, num_seqs: int) -> None:
+        """Runs a made-up step, so that kernels are chosen and memory is taken before the first
+        request. Overwrites the first blocks of the cache: call it while none is held."""
+        self.run(made_up_batch(num_tokens, num_seqs, block_size=self.cache.shape[4]))
+
+
+@dataclass(frozen=True, slots=True)
+class FlatBatch:
+    """A step's sequences end to end."""
+
+    token_ids: list[int]
+    positions: list[int]
+    attention: AttentionBatch
+    sampled: list[StepSequence]
+    last_rows: list[int]  # the row of each sampled sequence's last token
+
+
+def flatten(sequences: tuple[StepSequence, ...], block_size: int) -> FlatBatch:
+    token_ids: list[int] = []
+    positions: list[int] = []
+    sampled: list[StepSequence] = []
+    last_rows: list[int] = []
+    for sequence in sequences:
+        token_ids += sequence.token_ids
+        positions += range(sequence.start, sequence.start + len(sequence.token_ids))
+        if sequence.sampling is not None:
+            sampled.append(sequence)
+            last_rows.append(len(token_ids) - 1)
+    attention = AttentionBatch(
+        query_lens=[len(sequence.token_ids) for sequence in sequences],
+        starts=[sequence.start for sequence in sequences],
+        block_tables=[sequence.block_table for sequence in sequences],
+        block_size=block_size,
+    )
+    return FlatBatch(token_ids, positions, attention, sampled, last_rows)
+
+
+def made_up_batch(num_tokens: int, num_seqs: int, block_size: int) -> StepBatch:
+    """`num_seqs` prompts of together at least `num_tokens` tokens, all in the same
+    `made_up_blocks` blocks: what they compute does not matter."""
+    length = -(-num_tokens // num_seqs)
+    blocks = tuple(range(made_up_blocks(num_tokens, num_seqs, block_size)))
+    sequences = (
+        StepSequence(seq_id, (0,) * length, 0, blocks, SamplingParams())
+        for seq_id in range(num_seqs)
+    )
+    return StepBatch(0, tuple(sequences))
+
+
+def made_up_blocks(num_tokens: int, num_seqs: int, block_size: int) -> int:
+    return -(-num_tokens // (num_seqs * block_size))
+
+
+# ---- the experts' load ----
+
+
+def fold(loads: Tensor, ep: int) -> ExpertLoad:
+    """`loads`: int64 `[layers, experts]`, tokens that visited each expert; `ep` ranks hold equal
+    shares of the experts."""
+    by_rank = loads.sum(0).view(ep, -1).sum(1)
+    balancedness = loads.float().mean(1) / loads.amax(1).clamp(min=1)
+    return ExpertLoad(tuple(by_rank.tolist()), float(balancedness.mean()))

@@ -1,0 +1,295 @@
+"""From logits to tokens: one row per sequence, each row independent of its neighbours.
+
+    logits ─ adjust (bias, penalties, bans) ─┬─ greedy rows: argmax
+                                             └─ others: top-k ─ temperature ─ top-p ─ min-p ─ draw
+
+A pure function of its inputs: the random number of a draw is keyed by (seed, position), so the
+same sequence draws the same tokens in any batch, on any rank and any node.
+
+It is total: whatever logits and parameters are, each row ends as a token of the vocabulary that
+may be chosen, or as a `FailedRow`. All after the model is float64, in which no parameter that fits
+into 32 bits makes a float32 logit overflow; what is NaN or infinite nevertheless stays in its row.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pdserve.common.core.sampling import SampledToken, SamplingParams, TokenLogprobs
+from pdserve.common.worker.batch import StepSequence, TokenCounts
+
+logger = logging.getLogger(__name__)
+
+
+# ---- random numbers without state: a function of (seed, position) ----
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+
+def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, ...]:
+    """Four random 32-bit words for a 128-bit counter and a 64-bit key (32-bit words each)."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        product0 = _MULTIPLIERS[0] * c0
+        product1 = _MULTIPLIERS[1] * c2
+        c0, c1, c2, c3 = (
+            (product1 >> 32) ^ c1 ^ k0,
+            product1 & _MASK,
+            (product0 >> 32) ^ c3 ^ k1,
+            product0 & _MASK,
+        )
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+    return c0, c1, c2, c3
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) with 53 random bits, for a seed and a position of up to 64 bits."""
+    counter = (position & _MASK, position >> 32 & _MASK, 0, 0)
+    high, low, _, _ = philox4x32(counter, (seed & _MASK, seed >> 32 & _MASK))
+    return ((high << 32 | low) >> 11) * 2.0**-53
+
+
+_TOP_P_WIDTH = 256  # nuclei are nearly always this small: look here before sorting more
+
+
+@dataclass(frozen=True, slots=True)
+class FailedRow:
+    """A row for which there is no token."""
+
+    reason: str
+
+
+def sample(
+    logits: torch.Tensor, sequences: Sequence[StepSequence]
+) -> list[SampledToken | FailedRow]:
+    """One token per row.
+
+    Args:
+        logits: `[B, vocab]` float32; not modified.
+        sequences: row i's; all have `sampling`.
+    """
+    try:
+        return _sample(logits, sequences)
+    except Exception as error:  # which row it is of, a smaller batch will tell
+        if len(sequences) == 1:
+            logger.exception("sequence %d cannot be sampled", sequences[0].seq_id)
+            return [FailedRow(f"its sampling failed with a {type(error).__name__}")]
+    half = len(sequences) // 2
+    return sample(logits[:half], sequences[:half]) + sample(logits[half:], sequences[half:])
+
+
+def _sample(
+    logits: torch.Tensor, sequences: Sequence[StepSequence]
+) -> list[SampledToken | FailedRow]:
+    params = [params_of(sequence) for sequence in sequences]
+    best, tokens = logits.max(dim=-1)  # prefers NaN to any number
+    tops: list[float] = best.tolist()
+    if math.inf in tops:
+        logits = logits.clamp(max=torch.finfo(logits.dtype).max)
+    ids: list[int] = tokens.tolist()
+    rows = [row for row, p in enumerate(params) if not p.greedy or _adjusts(sequences[row], p)]
+    possible = [top > -math.inf for top in tops]  # false for NaN
+    if rows:
+        found = _choose(
+            logits[rows].double(), [sequences[row] for row in rows], [params[row] for row in rows]
+        )
+        for row, (token, chosen) in zip(rows, found, strict=True):
+            ids[row], possible[row] = int(token), possible[row] and bool(chosen)
+    logprobs = _logprobs(logits, ids, params)
+    return [
+        SampledToken(ids[row], logprobs[row]) if possible[row] else FailedRow(_why(tops[row]))
+        for row in range(len(ids))
+    ]
+
+
+def _why(top: float) -> str:
+    if math.isnan(top):
+        return "the model computed NaN logits"
+    return "there is no token that may be chosen"
+
+
+def params_of(sequence: StepSequence) -> SamplingParams:
+    if sequence.sampling is None:
+        raise ValueError(f"sequence {sequence.seq_id} has nothing to sample")
+    return sequence.sampling
+
+
+def _choose(
+    scores: torch.Tensor, sequences: Sequence[StepSequence], params: Sequence[SamplingParams]
+) -> list[list[float]]:
+    """For each row of float64 `scores`, which are modified: the token, and 1 unless nothing
+    allows it."""
+    scores = adjust(scores, sequences, params)
+    best, tokens = scores.max(dim=-1)
+    chosen = best > -torch.inf
+    if drawn := [row for row, p in enumerate(params) if not p.greedy]:
+        tokens[drawn], chosen[drawn] = draw(
+            scores if len(drawn) == len(params) else scores[drawn],
+            [params[row] for row in drawn],
+            [sequences[row] for row in drawn],
+        )
+    pairs: list[list[float]] = torch.stack((tokens.double(), chosen.double()), dim=1).tolist()
+    return pairs
+
+
+# ---- adjusting logits ----
+
+
+def _adjusts(sequence: StepSequence, params: SamplingParams) -> bool:
+    return params.penalised or bool(params.logit_bias) or bool(sequence.banned_token_ids)
+
+
+def adjust(
+    logits: torch.Tensor, sequences: Sequence[StepSequence], params: Sequence[SamplingParams]
+) -> torch.Tensor:
+    """Logits after bias, penalties and bans, in place."""
+    penalised = [row for row, p in enumerate(params) if p.penalised]
+    biases = [(row, t, bias) for row, p in enumerate(params) for t, bias in p.logit_bias.items()]
+    banned = [(row, t) for row, sequence in enumerate(sequences) for t in sequence.banned_token_ids]
+    vocab = logits.shape[1]
+    # Ids come from clients; those that name no token have no effect.
+    if biases := [entry for entry in biases if 0 <= entry[1] < vocab]:
+        rows, tokens, values = zip(*biases, strict=True)
+        logits[list(rows), list(tokens)] += logits.new_tensor(values)
+    if penalised:
+        logits[penalised] = _penalise(
+            logits[penalised],
+            [sequences[row] for row in penalised],
+            [params[row] for row in penalised],
+        )
+    if banned := [entry for entry in banned if 0 <= entry[1] < vocab]:
+        rows, tokens = zip(*banned, strict=True)
+        logits[list(rows), list(tokens)] = -torch.inf
+    return logits
+
+
+def _penalise(
+    logits: torch.Tensor, sequences: Sequence[StepSequence], params: Sequence[SamplingParams]
+) -> torch.Tensor:
+    """Repetition penalty over prompt and output (Keskar et al., "CTRL", 2019: scores move
+    towards minus infinity by a factor); frequency and presence penalties over the output
+    alone, as OpenAI defines them."""
+    known = [counts_of(sequence) for sequence in sequences]
+    counts = torch.stack([each.output for each in known])
+    seen = (counts > 0) | torch.stack([each.prompt for each in known])
+    repetition = _column([p.repetition_penalty for p in params], logits)
+    logits = torch.where(
+        seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits
+    )
+    logits -= _column([p.frequency_penalty for p in params], logits) * counts
+    logits -= _column([p.presence_penalty for p in params], logits) * (counts > 0)
+    return logits
+
+
+def counts_of(sequence: StepSequence) -> TokenCounts:
+    if sequence.counts is None:
+        raise ValueError(f"sequence {sequence.seq_id} has penalties and no counts")
+    return sequence.counts
+
+
+# ---- drawing ----
+
+
+def draw(
+    logits: torch.Tensor, params: Sequence[SamplingParams], sequences: Sequence[StepSequence]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws by inverting the cumulative distribution, in float64 so that its tail counts:
+    the first token whose cumulative probability exceeds the row's random number. Returns the
+    tokens and whether each may be drawn at all."""
+    probs = filtered_probs(logits, params)
+    cumulative = probs.cumsum(dim=-1)
+    # Positions count from the sequence's start, so a resumed sequence goes on where it was.
+    numbers = _column([uniform(s.seed, s.start + len(s.token_ids)) for s in sequences], cumulative)
+    tokens = torch.searchsorted(cumulative, numbers * cumulative[:, -1:], right=True)
+    tokens.clamp_(max=probs.shape[1] - 1)  # a row of NaN exceeds nothing
+    return tokens.squeeze(1), probs.gather(1, tokens).squeeze(1) > 0
+
+
+def filtered_probs(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """What each token may be drawn with, float64 `[B, vocab]`; rows need not sum to 1.
+
+    top-k keeps the k most likely tokens, top-p (Holtzman et al., 2019) the fewest of these
+    whose share is at least p, min-p those at least p times as likely as the most likely.
+    Filters are thresholds: tokens exactly as likely as the last one kept stay too, so the
+    result depends on no sorting order. Works in place where `logits` are float64: at their size
+    a copy is not nothing.
+    """
+    # Before anything is rounded: what is to be told apart by it may lie close together.
+    logits = _filter_top_k(logits.double(), params)
+    # The most likely at 0: nothing overflows, whatever the temperature.
+    logits.sub_(logits.amax(dim=-1, keepdim=True))
+    logits.div_(_column([p.temperature for p in params], logits))
+    probs = logits.exp_()
+    probs.div_(probs.sum(dim=-1, keepdim=True))
+    probs = _filter_top_p(probs, params)
+    if any(p.min_p > 0 for p in params):
+        most = probs.amax(dim=-1, keepdim=True)
+        least = most * _column([min(p.min_p, 1.0) for p in params], probs)
+        probs.masked_fill_(probs < least, 0.0)
+    return probs
+
+
+def _filter_top_k(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    vocab = logits.shape[1]
+    rows = [row for row, p in enumerate(params) if 0 < p.top_k < vocab]
+    if not rows:
+        return logits
+    ks = torch.tensor([params[row].top_k for row in rows], device=logits.device)
+    values = logits[rows].topk(int(ks.max()), dim=-1).values
+    least = values.gather(1, ks.unsqueeze(1) - 1)
+    logits[rows] = logits[rows].masked_fill(logits[rows] < least, -torch.inf)
+    return logits
+
+
+def _filter_top_p(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    rows = [row for row, p in enumerate(params) if p.top_p < 1.0]
+    if not rows:
+        return probs
+    share = _column([params[row].top_p for row in rows], probs)
+    subset = probs[rows]
+    width = _TOP_P_WIDTH
+    while True:
+        values = subset.topk(min(width, subset.shape[1]), dim=-1).values
+        before = values.cumsum(dim=-1) - values
+        if width >= subset.shape[1] or bool((before[:, -1:] >= share).all()):
+            break
+        width *= 16
+    kept = (before < share).sum(dim=-1, keepdim=True).clamp(min=1)
+    least = values.gather(1, kept - 1)
+    probs[rows] = subset.masked_fill(subset < least, 0.0)
+    return probs
+
+
+# ---- log-probabilities ----
+
+
+def _logprobs(
+    logits: torch.Tensor, ids: Sequence[int], params: Sequence[SamplingParams]
+) -> list[TokenLogprobs | None]:
+    """Of the model's own distribution, before any adjustment, for the rows that ask."""
+    result: list[TokenLogprobs | None] = [None] * len(ids)
+    rows = [row for row, p in enumerate(params) if p.logprobs is not None]
+    if not rows:
+        return result
+    logprobs = logits[rows].log_softmax(dim=-1)
+    chosen = logprobs[range(len(rows)), [ids[row] for row in rows]].tolist()
+    width = min(max(params[row].logprobs or 0 for row in rows), logits.shape[1])
+    values, tokens = (part.tolist() for part in logprobs.topk(width, dim=-1))
+    for i, row in enumerate(rows):
+        top = zip(tokens[i], values[i], strict=True)
+        result[row] = TokenLogprobs(chosen[i], tuple(top)[: params[row].logprobs])
+    return result
+
+
+def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+    """`[len(values), 1]`, of the dtype and device of `like`."""
+    return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(1)

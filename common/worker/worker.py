@@ -1,0 +1,343 @@
+"""A rank: device, group, weights, cache, runner and extension, built in this order.
+
+`build_worker` is what a `WorkerSpec` of the engine names; `worker_specs` makes those specs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import msgspec
+import torch
+
+from pdserve.common.config.schema import EngineConfig, LogConfig, ParallelConfig
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.host import usable_cores
+from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.core.plugins import import_string
+from pdserve.common.distributed.all2all import make_all2all
+from pdserve.common.distributed.environment import (
+    DistributedEnvironment,
+    init_distributed_environment,
+    is_loopback,
+)
+from pdserve.common.distributed.executor import Emit, Extension, WorkerSpec
+from pdserve.common.distributed.group import GroupCoordinator
+from pdserve.common.distributed.parallel_state import (
+    ParallelState,
+    initialize_model_parallel,
+)
+from pdserve.common.engine.messages import CacheShape, RankReady, StepDelta
+from pdserve.common.model.backends import choose_dtype, dtype_name
+from pdserve.common.model.decoder import CausalLM
+from pdserve.common.model.loader import load_model
+from pdserve.common.model.sharding import Placement
+from pdserve.common.model.stages import Stage, parse_partition, pipeline_stages
+from pdserve.common.planning.kv_budget import check_num_blocks, format_bytes, plan_num_blocks
+from pdserve.common.worker.known_sequences import KnownSequences
+from pdserve.common.worker.kv_cache import KVCache, cache_bytes, resized
+from pdserve.common.worker.memory import available_bytes, check_ram
+from pdserve.common.worker.neighbours import Neighbours
+from pdserve.common.worker.runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+class CacheExtension(Extension, Protocol):
+    """An extension that works on the rank's KV cache. Its factory is called as
+    `factory(cache_tensor, cache_shape, shared_fd, rank, host, config, emit)`; the cache and the
+    descriptor stay the rank's and outlive the extension; `host` is an address of the rank's."""
+
+    def info(self) -> bytes:
+        """What the rank announces for it in `RankReady.extension_info`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExtensionConfig:
+    """Which extension a rank hosts: an import string, bytes only its factory reads, and --kv-host:
+    the address it binds to."""
+
+    factory: str
+    config: bytes = b""
+    host: str = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """`WorkerSpec.config` of the engine's ranks. `engine.model.model` is a folder's path."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    extension: ExtensionConfig | None = None
+
+
+def worker_specs(
+    config: WorkerConfig, role: str = "node", log: LogConfig | None = None, replica: int = 0
+) -> list[WorkerSpec]:
+    """One spec per rank of the replica's stages, for `make_executor`. The first rank of the last
+    stage draws the tokens."""
+    parallel = config.engine.parallel
+    size = parallel.world_size
+    return [
+        WorkerSpec(
+            factory="pdserve.common.worker.worker:build_worker",
+            rank=rank,
+            world_size=size,
+            answer_rank=size - parallel.tensor_parallel_size,
+            local_rank=replica * size + rank,
+            local_world_size=parallel.world_size_across_dp,
+            init_method="",
+            config=msgspec.to_builtins(config, builtin_types=(bytes,)),
+            role=role if parallel.data_parallel_size == 1 else f"{role}.{replica}",
+            log=log or LogConfig(),
+        )
+        for rank in range(size)
+    ]
+
+
+def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
+    """Builds rank `spec.rank`. Blocks until all ranks are here and weights are loaded.
+
+    Raises:
+        ConfigError: the model, its files or the memory do not allow this configuration.
+        NodeError: another rank did not come, died meanwhile, or has another dtype or context
+            window.
+    """
+    config = msgspec.convert(spec.config, WorkerConfig)
+    engine = config.engine
+    device = choose_device(engine.parallel.device, spec.local_rank)
+    model_spec, max_model_len = _read_model(engine)
+    environment, state = _meet(spec, engine, device)
+    replicas = engine.parallel.data_parallel_size
+    _set_threads(engine.parallel.cpu_threads, replicas * environment.num_neighbours)
+    extension_config = config.extension and at_home(config.extension, environment)
+    dtype = choose_dtype(engine.model.dtype, model_spec.dtype, device)
+    # Each host chooses by what its CPU can do, and reads its own copy of the folder.
+    state.world.agree([dtype_name(dtype), max_model_len], "dtype and context window")
+    stage = stages_of(model_spec, engine.parallel)[state.pp.rank]
+    all2all = make_all2all(engine.parallel.all2all_backend, state.ep)
+    placement = Placement(state.tp, device, dtype, all2all)
+    model = load_model(model_spec, engine.model, placement, stage, _Progress(spec.rank))
+    neighbours = Neighbours(state, model_spec.hidden_size, dtype)
+    shape = _cache_shape(model, engine, state.tp)
+    room = available_bytes(engine, model, shape, max_model_len, device, neighbours)
+    cache = _allocate(engine, shape, max_model_len, room, state.world, device)
+    samples = spec.rank == spec.answer_rank
+    runner = ModelRunner(model, cache.tensor, device, samples, neighbours)
+    _warm_up(runner, engine)
+    extension = _build_extension(extension_config, cache, spec.rank, emit)
+    return ModelWorker(spec.rank, state, runner, cache, extension)
+
+
+class ModelWorker:
+    """One rank, ready to step (see `pdserve.common.distributed.executor.Worker`)."""
+
+    def __init__(
+        self,
+        rank: int,
+        state: ParallelState,
+        runner: ModelRunner,
+        cache: KVCache,
+        extension: CacheExtension | None,
+    ) -> None:
+        self._rank = rank
+        self._state = state
+        self.runner = runner
+        self._cache = cache
+        self._extension = extension
+        self._known = KnownSequences(
+            cache.shape.block_size, runner.model.spec.vocab_size, runner.device, runner.samples
+        )
+        self._decoder = msgspec.msgpack.Decoder(StepDelta)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    @property
+    def extension(self) -> CacheExtension | None:
+        return self._extension
+
+    def ready(self) -> bytes:
+        ready = RankReady(
+            rank=self._rank,
+            cache=self._cache.shape,
+            weights_bytes=self.runner.model.weights_bytes,
+            device=str(self.runner.device),
+            extension_info=self._extension.info() if self._extension else b"",
+        )
+        return self._encoder.encode(ready)
+
+    def step(self, message: bytes) -> bytes:
+        batch = self._known.apply(self._decoder.decode(message))
+        return self._encoder.encode(self.runner.run(batch))
+
+    def close(self) -> None:
+        self._state.close()
+        self._cache.close()
+
+
+# ---- the stages of build_worker ----
+
+
+def device_type(requested: str) -> str:
+    """--device resolved, "cpu" or "cuda": auto is what this host has."""
+    if requested == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return requested
+
+
+def choose_device(requested: str, rank: int) -> torch.device:
+    """--device resolved: rank r of a host computes on GPU r, or on the CPU. Replica i of w ranks
+    has the node's ranks i·w … (i + 1)·w - 1.
+
+    Raises:
+        ConfigError: there is no such GPU.
+    """
+    if device_type(requested) == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if rank >= count:
+        raise ConfigError(
+            f"rank {rank} of the node has no GPU of its own (found {count}): lower "
+            "--tensor-parallel-size, --pipeline-parallel-size or --data-parallel-size, join hosts "
+            "to a Ray cluster (--distributed-executor-backend), or pass --device cpu"
+        )
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _set_threads(requested: int, num_neighbours: int) -> None:
+    """`num_neighbours` ranks share the cores that this process may use."""
+    torch.set_num_threads(requested or max(1, usable_cores() // num_neighbours))
+
+
+def at_home(config: ExtensionConfig, environment: DistributedEnvironment) -> ExtensionConfig:
+    """`config` with this rank's address for the host "auto".
+
+    Raises:
+        ConfigError: only this host could reach the extension, and the ranks are on several.
+    """
+    if config.host == "auto":
+        return replace(config, host=environment.address_for_others)
+    if len(set(environment.hosts)) > 1 and is_loopback(config.host):
+        raise ConfigError(
+            f"--kv-host {config.host} is reached from its own host only, and this node's ranks are "
+            "on several: pass --kv-host auto"
+        )
+    return config
+
+
+def _meet(
+    spec: WorkerSpec, engine: EngineConfig, device: torch.device
+) -> tuple[DistributedEnvironment, ParallelState]:
+    parallel = engine.parallel
+    environment = init_distributed_environment(
+        spec.rank,
+        spec.world_size,
+        spec.init_method,
+        device,
+        parallel.distributed_timeout,
+        parallel.device_communicator,
+    )
+    return environment, initialize_model_parallel(
+        environment,
+        parallel.tensor_parallel_size,
+        parallel.pipeline_parallel_size,
+        parallel.expert_parallel_size,
+    )
+
+
+def stages_of(spec: ModelSpec, parallel: ParallelConfig) -> tuple[Stage, ...]:
+    """Raises ConfigError if the model's layers cannot be cut so."""
+    partition = parse_partition(parallel.pipeline_partition)
+    return pipeline_stages(spec.num_layers, parallel.pipeline_parallel_size, partition)
+
+
+def _read_model(engine: EngineConfig) -> tuple[ModelSpec, int]:
+    """The model's spec and the context window to serve."""
+    if engine.model.model is None:
+        raise ConfigError("--model must name a checkpoint folder")
+    if not os.path.isdir(engine.model.model):
+        raise ConfigError(
+            f"host {socket.gethostname()} has no folder {engine.model.model}: the model must be "
+            "at the same place on every host of a node"
+        )
+    spec = ModelSpec.from_folder(engine.model.model)
+    max_model_len = engine.model.max_model_len or spec.max_position_embeddings
+    spec.check_max_model_len(max_model_len)
+    return spec, max_model_len
+
+
+class _Progress:
+    """Logs loading at each quarter, on rank 0."""
+
+    def __init__(self, rank: int) -> None:
+        self._quiet = rank != 0
+        self._quarters = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        quarters = 4 * done // max(total, 1)
+        if quarters > self._quarters and not self._quiet:
+            logger.info("loading weights: %d %% of %s", 25 * quarters, format_bytes(total))
+        self._quarters = quarters
+
+
+def _cache_shape(model: CausalLM, engine: EngineConfig, group: GroupCoordinator) -> CacheShape:
+    """This rank's cache, of one block: its size is not known yet."""
+    spec, stage = model.spec, model.stage
+    head_start, head_end = spec.kv_head_range(group.rank, group.size)
+    return CacheShape(
+        layer_start=stage.start,
+        layer_end=stage.end,
+        head_start=head_start,
+        head_end=head_end,
+        num_blocks=1,
+        block_size=engine.cache.block_size,
+        head_dim=spec.head_dim,
+        dtype=dtype_name(model.dtype),
+    )
+
+
+def _allocate(
+    engine: EngineConfig,
+    shape: CacheShape,
+    max_model_len: int,
+    room: int,
+    group: GroupCoordinator,
+    device: torch.device,
+) -> KVCache:
+    """As many blocks as the rank of the node with the least room has."""
+    num_blocks = plan_num_blocks(engine, cache_bytes(shape), max_model_len, room, device.type)
+    everywhere = group.all_gather(torch.tensor([num_blocks], device=device), dim=0)
+    num_blocks = int(everywhere.min())
+    check_num_blocks(engine, num_blocks, max_model_len)
+    shape = resized(shape, num_blocks)
+    if device.type == "cpu":
+        check_ram(cache_bytes(shape))
+    if group.rank == 0:
+        tokens, size = num_blocks * shape.block_size, format_bytes(cache_bytes(shape))
+        logger.info("# KV blocks: %d (= %d tokens, %s per rank)", num_blocks, tokens, size)
+    return KVCache.allocate(shape, device)
+
+
+def _warm_up(runner: ModelRunner, engine: EngineConfig) -> None:
+    """On a GPU with the largest step; a CPU has no kernels to choose: a short one shows that
+    the ranks compute together."""
+    if runner.device.type == "cuda":
+        scheduler = engine.scheduler
+        runner.warm_up(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+    else:
+        runner.warm_up(num_tokens=engine.cache.block_size, num_seqs=1)
+
+
+def _build_extension(
+    config: ExtensionConfig | None, cache: KVCache, rank: int, emit: Emit
+) -> CacheExtension | None:
+    if config is None:
+        return None
+    extension: CacheExtension = import_string(config.factory)(
+        cache.tensor, cache.shape, cache.fd, rank, config.host, config.config, emit
+    )
+    return extension

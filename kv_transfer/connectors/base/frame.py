@@ -1,0 +1,91 @@
+"""What connectors say to each other: fixed-size headers, each followed by `nbytes` of payload.
+
+source                                  sink
+HELLO  payload: who I am        ──▶
+                                ◀──     WELCOME, or REFUSED (payload: code: why)
+MEET  payload: my address       ◀─▶     and mine: so a group of the two forms       (group)
+BEGIN  a piece of a transfer    ──▶     this connection answers for it (also a keepalive)
+DATA   payload: the KV bytes    ──▶     into the blocks                              (push)
+OFFER  payload: my block ids    ──▶     reads them from my memory                    (pull)
+                                ◀──     TAKEN
+CONFIRM  count 1: I held them   ──▶     after either: it counts; 0: it does not
+
+A connection is shared by transfers and outlives them. One that is given up in the midst of a DATA
+frame ends inside it: the source fills it up with other bytes and confirms 0, the sink receives
+what is left of it beside the blocks.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+from pdserve.common.core.errors import Blame, TransferError
+from pdserve.kv_transfer.layout import WIRE_VERSION, Rect
+
+MAGIC = b"pdKV"
+# magic, version, kind, transfer id, epoch, rectangle, first block, blocks, payload bytes
+_HEADER = struct.Struct("!4sHH16sI4IIIQ")
+HEADER_NBYTES = _HEADER.size
+MAX_GREETING = 4096  # bytes a peer may say before it is known
+
+
+class Kind(IntEnum):
+    HELLO = 1
+    WELCOME = 2
+    REFUSED = 3
+    BEGIN = 4
+    DATA = 5
+    OFFER = 6
+    TAKEN = 7
+    CONFIRM = 8
+    MEET = 9
+
+
+NOWHERE = Rect(0, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One header. `first … first+count-1` are logical blocks, counted from the prompt's start."""
+
+    kind: Kind
+    transfer_id: bytes = bytes(16)
+    epoch: int = 0
+    rect: Rect = NOWHERE
+    first: int = 0
+    count: int = 0
+    nbytes: int = 0
+
+    def encode(self) -> bytes:
+        rect = self.rect
+        return _HEADER.pack(
+            MAGIC,
+            WIRE_VERSION,
+            self.kind,
+            self.transfer_id,
+            self.epoch,
+            *(rect.layer_start, rect.layer_end, rect.head_start, rect.head_end),
+            self.first,
+            self.count,
+            self.nbytes,
+        )
+
+    @classmethod
+    def decode(cls, header: bytes) -> Frame:
+        """Raises TransferError BAD_FRAME on what is not a header of this wire version."""
+        if len(header) != HEADER_NBYTES:
+            raise bad_frame(f"a header of {len(header)} bytes")
+        magic, version, kind, transfer_id, epoch, *rest = _HEADER.unpack(header)
+        if magic != MAGIC or version != WIRE_VERSION:
+            raise bad_frame(f"magic {magic!r}, wire version {version} ≠ {WIRE_VERSION}")
+        try:
+            known = Kind(kind)
+        except ValueError as error:
+            raise bad_frame(f"unknown kind {kind}") from error
+        return cls(known, transfer_id, epoch, Rect(*rest[:4]), *rest[4:])
+
+
+def bad_frame(message: str, blame: Blame = Blame.PREFILL) -> TransferError:
+    return TransferError(f"bad frame: {message}", code="BAD_FRAME", blame=blame, retryable=False)

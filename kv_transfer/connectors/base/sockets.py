@@ -1,0 +1,200 @@
+"""A pipe over a connected stream socket (TCP or Unix), straight from and into the blocks.
+
+Inside a transfer's gate a thread waits for the peer for `TICK_S` at a time and looks whether the
+gate is still open: a transfer that is given up leaves its frame to scratch memory, and the
+connection to the others. Whatever else is moved, a peer that moves nothing for `STALL_S` is lost:
+only between two frames (`wait`) may it be silent for as long as it likes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import ssl
+import struct
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+
+import torch
+
+from pdserve.kv_transfer.blocks import ByteRuns
+from pdserve.kv_transfer.gate import Gate
+from pdserve.kv_transfer.pipe import KVPipe, memory_of_bytes
+
+IOV_MAX = 1024  # buffers one system call takes (Linux)
+SCRATCH_NBYTES = 1 << 20
+TICK_S = 0.05
+STALL_S = 30.0  # a peer that moves nothing of a frame for so long is lost
+
+Move = Callable[[list[memoryview]], int]  # some bytes of the buffers; how many
+
+
+class SocketPipe(KVPipe):
+    """Owns `sock`.
+
+    `interrupt` is about the connection itself, whatever is spoken on it, and so goes past the
+    method of TLS sockets, which fall back to plain text once shut.
+    """
+
+    _most = IOV_MAX
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.settimeout(None)
+        self.sock = sock
+        self._set_time_limit(STALL_S)
+
+    def wait(self) -> None:
+        self._poll(None)
+
+    def _poll(self, timeout: float | None) -> bool:
+        """Whether there is something to receive, or an end to be told of."""
+        poll = select.poll()
+        poll.register(self.sock, select.POLLIN)
+        return bool(poll.poll(timeout))
+
+    def send_tensor(self, tensor: torch.Tensor) -> None:
+        self._move(self._send, [memory_of_bytes(tensor)])
+
+    def recv_tensor(self, tensor: torch.Tensor) -> None:
+        self._move(self._recv, [memory_of_bytes(tensor)])
+
+    def send_blocks(self, memory: memoryview, runs: ByteRuns, gate: Gate) -> bool:
+        return self._move_blocks(self._send, memory, runs, gate)
+
+    def recv_blocks(self, memory: memoryview, runs: ByteRuns, gate: Gate) -> bool:
+        return self._move_blocks(self._recv, memory, runs, gate)
+
+    def _move_blocks(self, move: Move, memory: memoryview, runs: ByteRuns, gate: Gate) -> bool:
+        with self._ticking():
+            with gate.passage() as admitted:
+                buffers = runs.slices(memory) if admitted else []
+                moved = self._move(move, buffers, lambda: gate.is_open)
+            rest = int(runs.lengths.sum()) - moved
+            self._move(move, scratch(rest))
+        return rest == 0
+
+    def _send(self, buffers: list[memoryview]) -> int:
+        return self.sock.sendmsg(buffers)
+
+    def _recv(self, buffers: list[memoryview]) -> int:
+        return self.sock.recvmsg_into(buffers, 0, socket.MSG_WAITALL)[0]
+
+    @contextmanager
+    def _ticking(self) -> Iterator[None]:
+        """The body's calls return after `TICK_S`, with what they have moved so far."""
+        self._set_time_limit(TICK_S)
+        try:
+            yield
+        finally:
+            self._set_time_limit(STALL_S)
+
+    def _set_time_limit(self, seconds: float) -> None:
+        """Of one call. It is the kernel that looks at the clock: Python's own time-outs come with
+        non-blocking calls, each of which would move little and name all buffers anew."""
+        whole = int(seconds)
+        limit = struct.pack("ll", whole, int((seconds - whole) * 1e6))  # struct timeval
+        with contextlib.suppress(OSError):  # it is closed: the next call says so
+            for name in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                self.sock.setsockopt(socket.SOL_SOCKET, name, limit)
+
+    def _move(
+        self, move: Move, buffers: list[memoryview], may_go_on: Callable[[], bool] = lambda: True
+    ) -> int:
+        """Moves at most `_most` buffers at a time until all bytes of all are moved, or it may not
+        go on. Returns how many were.
+
+        Raises:
+            ConnectionError: the peer closed before that, or moved nothing for STALL_S.
+        """
+        ends = list(accumulate(len(buffer) for buffer in buffers))
+        position, since = 0, time.monotonic()
+        while ends and position < ends[-1] and may_go_on():
+            index = bisect_right(ends, position)
+            batch = buffers[index : index + self._most]
+            batch[0] = batch[0][position - ends[index] + len(batch[0]) :]
+            try:
+                moved = move(batch)
+            except (BlockingIOError, TimeoutError) as error:
+                if time.monotonic() - since > STALL_S - TICK_S:
+                    raise ConnectionError(f"nothing moved for {STALL_S:.0f} s") from error
+                continue
+            if moved == 0:
+                raise ConnectionError("the peer closed the connection")
+            position, since = position + moved, time.monotonic()
+            if self.on_moved is not None:
+                self.on_moved()
+        return position
+
+    def alive(self) -> bool:
+        """A peer that is silent and has not closed. (It never speaks first.)"""
+        return not self._poll(0)
+
+    def interrupt(self) -> None:
+        with contextlib.suppress(OSError):  # it is closed already
+            socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+def scratch(nbytes: int) -> list[memoryview]:
+    """Buffers of so many bytes altogether, over one small piece of zeroed memory."""
+    memory = memoryview(bytearray(min(nbytes, SCRATCH_NBYTES)))
+    whole, rest = divmod(nbytes, SCRATCH_NBYTES)
+    return [memory] * whole + [memory[:rest]] * bool(rest)
+
+
+# ---- the same inside TLS ----
+
+CHUNK_NBYTES = 1 << 18
+
+
+class TLSPipe(SocketPipe):
+    """Owns an `ssl.SSLSocket`. One that was accepted shakes hands when it first receives, on
+    its own thread: a stranger cannot keep others from being accepted."""
+
+    sock: ssl.SSLSocket
+    _most = 1
+
+    def send_blocks(self, memory: memoryview, runs: ByteRuns, gate: Gate) -> bool:
+        """Only the join is inside the gate: what TLS has begun to send it must be given again."""
+        whole = True
+        for parts in _chunks(runs.slices(memory)):
+            with gate.passage() as admitted:
+                chunk = b"".join(parts) if admitted else bytes(sum(map(len, parts)))
+            whole = whole and admitted
+            self.sock.sendall(chunk)
+            if self.on_moved is not None:
+                self.on_moved()
+        return whole
+
+    def wait(self) -> None:
+        if not self.sock.pending():  # decrypted already
+            super().wait()
+
+    def _set_time_limit(self, seconds: float) -> None:
+        self.sock.settimeout(seconds)  # TLS sockets know no other time-out
+
+    def _send(self, buffers: list[memoryview]) -> int:
+        return self.sock.send(buffers[0])
+
+    def _recv(self, buffers: list[memoryview]) -> int:
+        return self.sock.recv_into(buffers[0])
+
+
+def _chunks(buffers: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+    """The buffers in order, in groups of at least CHUNK_NBYTES but for the last."""
+    waiting: list[memoryview] = []
+    size = 0
+    for buffer in buffers:
+        waiting.append(buffer)
+        size += len(buffer)
+        if size >= CHUNK_NBYTES:
+            yield waiting
+            waiting, size = [], 0
+    if waiting:
+        yield waiting

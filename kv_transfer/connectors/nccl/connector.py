@@ -1,0 +1,166 @@
+"""KV blocks through torch.distributed: each pair of ranks has a communicator of its own, gloo
+between CPU caches, NCCL between CUDA caches.
+
+A TCP connection carries the headers (`base/frame.py`) and tells when the peer is gone; only the
+payload of DATA goes through the group, staged in contiguous parts, in the clear. On CUDA all of it
+runs on a stream of the connection's own. With gloo this is tested; on GPUs it has not been run yet.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from pdserve.common.core.errors import Blame, ConfigError
+from pdserve.kv_transfer.blocks import gather, piece_nbytes, scatter
+from pdserve.kv_transfer.connector import RankContext
+from pdserve.kv_transfer.connectors.base.frame import Frame, bad_frame
+from pdserve.kv_transfer.connectors.base.pipe_connector import Mover, PipeConnector
+from pdserve.kv_transfer.connectors.base.server import time_limit
+from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
+from pdserve.kv_transfer.connectors.base.staging import OwnStream, parts
+from pdserve.kv_transfer.connectors.nccl.group import MEET_S, PairGroup, PairStore, Side, join
+from pdserve.kv_transfer.connectors.tcp import Options as TCPOptions
+from pdserve.kv_transfer.connectors.tcp import TCPListener, TCPTransport
+from pdserve.kv_transfer.gate import Gate
+from pdserve.kv_transfer.layout import CacheView
+from pdserve.kv_transfer.pipe import KVPipe, PipeListener, PipeTransport
+
+
+class Options(msgspec.Struct, forbid_unknown_fields=True):
+    """`--kv-connector-config` of the nccl connector."""
+
+    stall_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
+    """A peer that takes longer for one part (64 MiB at most) is lost."""
+
+
+class NCCLConnector(PipeConnector):
+    """Raises ConfigError when this build of torch lacks the backend for the cache's device."""
+
+    def __init__(self, context: RankContext, config: Mapping[str, Any]) -> None:
+        super().__init__(context, config)
+        on_gpu = context.view.cache.device.type == "cuda"
+        if not (dist.is_nccl_available() if on_gpu else dist.is_gloo_available()):
+            backend = "NCCL" if on_gpu else "gloo"
+            raise ConfigError(f"this torch has no {backend}: choose --kv-connector tcp")
+
+    def transport(self, config: Mapping[str, Any]) -> PipeTransport:
+        try:
+            self._options = msgspec.convert(dict(config), Options)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"--kv-connector-config of nccl: {error}") from error
+        return GroupTransport()
+
+    def mover(self, pipe: KVPipe) -> GroupMover:
+        assert isinstance(pipe, GroupPipe)  # our own transport made it
+        view = self.context.view
+        return GroupMover(view, pipe.meet(self._options.stall_s, view.cache.device))
+
+
+class GroupPipe(SocketPipe):
+    """A pair's connection, and its group once both have met."""
+
+    def __init__(self, sock: socket.socket, side: Side) -> None:
+        super().__init__(sock)
+        self._side = side
+        self._group: PairGroup | None = None
+
+    def meet(self, stall_s: float, device: torch.device) -> PairGroup:
+        """Raises OSError when the other rank is gone, TransferError when it does not come within
+        MEET_S seconds or says something else."""
+        peer = Blame.DECODE if self._side is Side.SOURCE else Blame.PREFILL
+        store = PairStore(self, peer)
+        with time_limit(self, MEET_S, peer):
+            self._group = join(store, self._side, self.sock, stall_s, device)
+            store.finish()
+        return self._group
+
+    def interrupt(self) -> None:
+        super().interrupt()
+        if (group := self._group) is not None:
+            group.interrupt()
+
+    def close(self) -> None:
+        super().interrupt()
+        if self._group is not None:
+            self._group.close()
+        super().close()
+
+
+class GroupTransport(TCPTransport):
+    def __init__(self) -> None:
+        super().__init__(TCPOptions())
+
+    def listen(self, host: str) -> PipeListener:
+        return GroupListener(host, TCPOptions())
+
+    def dial(self, endpoint: bytes) -> GroupPipe:
+        return GroupPipe(super().dial(endpoint).sock, Side.SOURCE)
+
+
+class GroupListener(TCPListener):
+    def accept(self) -> GroupPipe:
+        return GroupPipe(super().accept().sock, Side.SINK)
+
+
+class GroupMover(Mover):
+    """Stages parts in the cache's own device memory. The blocks are read before a part is sent
+    and written after it came whole, so that what happens to the group cannot reach them, nor what
+    happens to the transfer the group."""
+
+    def __init__(self, view: CacheView, group: PairGroup) -> None:
+        self._view = view
+        self._group = group
+        self._stream = OwnStream(view.cache.device)
+
+    def send(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
+        whole = True
+        with self._stream.active():
+            for part in parts(self._view.cache, frame.rect, frame.count):
+                with gate.passage() as admitted:
+                    if admitted:
+                        staged = gather(self._view, frame.rect, block_ids[part])
+                        self._stream.synchronize()
+                whole = whole and admitted
+                data = staged.view(torch.uint8).reshape(-1) if admitted else self._part(frame, part)
+                self._group.send(data)
+        return whole
+
+    def recv(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
+        whole = True
+        with self._stream.active():
+            for part in parts(self._view.cache, frame.rect, frame.count):
+                staged = self._recv_part(frame, part)
+                with gate.passage() as admitted:
+                    if admitted:
+                        scatter(self._view, frame.rect, block_ids[part], staged)
+                        self._stream.synchronize()
+                whole = whole and admitted
+        return whole
+
+    def drain(self, frame: Frame) -> None:
+        """Raises TransferError BAD_FRAME: gloo ends a process that takes less than is sent."""
+        rect = frame.rect
+        if not rect.area or rect.intersect(self._view.rect) != rect:
+            raise bad_frame(f"{rect} is not within this rank's {self._view.rect}")
+        if frame.nbytes != piece_nbytes(self._view.cache, rect, frame.count):
+            raise bad_frame(f"{frame.nbytes} bytes for {frame.count} blocks")
+        with self._stream.active():
+            for part in parts(self._view.cache, rect, frame.count):
+                self._recv_part(frame, part)
+
+    def _recv_part(self, frame: Frame, part: slice) -> torch.Tensor:
+        staged = self._part(frame, part)
+        self._group.recv(staged)
+        return staged
+
+    def _part(self, frame: Frame, part: slice) -> torch.Tensor:
+        """Memory for a part; zeros, which are nobody's KV."""
+        cache = self._view.cache
+        nbytes = piece_nbytes(cache, frame.rect, part.stop - part.start)
+        return torch.zeros(nbytes, dtype=torch.uint8, device=cache.device)

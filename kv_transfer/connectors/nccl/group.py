@@ -1,0 +1,226 @@
+"""A communicator of two ranks, the source and the sink, over torch.distributed: gloo between
+CPUs, NCCL between GPUs. torch's default group is not used, so every pair has its own.
+
+No wait is without an end. A part that takes longer than `stall_s`, a peer that is gone and an
+`interrupt` are all a ConnectionError, after which the group is of no more use.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from pdserve.common.core.errors import Blame
+from pdserve.kv_transfer.connectors.base.frame import Frame, Kind, bad_frame
+from pdserve.kv_transfer.connectors.base.pipe_connector import recv_greeting, send_frame
+from pdserve.kv_transfer.pipe import KVPipe
+
+MEET_S = 5.0  # within which both ranks must come
+BREAK_TAG = 1  # of a receive that nobody answers
+
+
+class Side(IntEnum):
+    """A rank's number in its pair."""
+
+    SOURCE = 0
+    SINK = 1
+
+
+class PairGroup(ABC):
+    """Belongs to one thread, but for `interrupt`. `group` is a torch.distributed backend."""
+
+    def __init__(self, group: Any, side: Side, stall_s: float) -> None:
+        self._group = group
+        self._peer = 1 - side
+        self._stall = timedelta(seconds=stall_s)
+        self._moving: torch.Tensor | None = None
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """Returns when the contiguous tensor may change again."""
+        self._move(self._group.send, tensor)
+
+    def recv(self, tensor: torch.Tensor) -> None:
+        """Returns when the contiguous tensor is filled. It must be of the size that is sent."""
+        self._move(self._group.recv, tensor)
+
+    def _move(
+        self, start: Callable[[list[torch.Tensor], int, int], Any], data: torch.Tensor
+    ) -> None:
+        self._moving = data  # if the wait fails, its memory is in use until the group is left
+        with connection_errors():
+            self._wait(start([data], self._peer, 0))
+        self._moving = None
+
+    @abstractmethod
+    def _wait(self, work: Any) -> None: ...
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """Makes a blocked call fail; called from any thread, the socket being shut already."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leaves the group; the peer's calls fail."""
+
+
+class GlooPair(PairGroup):
+    """Between CPU tensors. Binds to the address that `sock`, the pair's connection, has here."""
+
+    def __init__(self, store: dist.Store, side: Side, sock: socket.socket, stall_s: float) -> None:
+        # torch has no public name for gloo's options, which say what address to bind to
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        host = sock.getsockname()[0]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout = timedelta(seconds=MEET_S)
+        options._threads = 1
+        super().__init__(dist.ProcessGroupGloo(store, side, 2, options), side, stall_s)
+
+    def _wait(self, work: Any) -> None:
+        work.wait(self._stall)
+
+    def interrupt(self) -> None:
+        # gloo's own abort and shutdown end no wait (torch 2.13), but a receive that times out
+        # breaks the pair for whoever else waits on it
+        if (group := self._group) is None:
+            return
+        with suppress(RuntimeError):
+            nothing = torch.empty(1, dtype=torch.uint8)
+            group.recv([nothing], self._peer, BREAK_TAG).wait(timedelta(milliseconds=1))
+
+    def close(self) -> None:
+        self.interrupt()
+        self._group = None
+
+
+class NcclPair(PairGroup):
+    """Between CUDA tensors. NCCL does not notice a peer that is gone: `sock` tells."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        side: Side,
+        sock: socket.socket,
+        stall_s: float,
+        device: torch.device,
+    ) -> None:
+        # Else torch's watchdog or monitor ends the whole process when a peer is lost. They are
+        # read as a group is made: the model's own group, older than ours, keeps what it had.
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=stall_s)
+        super().__init__(dist.ProcessGroupNCCL(store, side, 2, options), side, stall_s)
+        self._hangup = select.poll()
+        self._hangup.register(sock, select.POLLRDHUP)
+        try:
+            self._introduce(torch.zeros(1, dtype=torch.uint8, device=device))
+        except BaseException:
+            self.close()
+            raise
+
+    def _introduce(self, token: torch.Tensor) -> None:
+        """NCCL connects at the first send: here, where a failure is a failure to connect."""
+        if self._peer == Side.SINK:
+            self.send(token)
+        else:
+            self.recv(token)
+
+    def _wait(self, work: Any) -> None:
+        end = time.monotonic() + self._stall.total_seconds()
+        while not work.is_completed():
+            if self._hangup.poll(1):
+                raise ConnectionError("the peer closed the connection")
+            if time.monotonic() > end:
+                raise ConnectionError(f"nothing came for {self._stall.total_seconds()} s")
+        work.wait(self._stall)  # raises what NCCL found
+
+    def interrupt(self) -> None:
+        """The shut socket is enough: `_wait` polls it."""
+
+    def close(self) -> None:
+        self._group.abort()
+        self._group = None
+
+
+def join(
+    store: dist.Store, side: Side, sock: socket.socket, stall_s: float, device: torch.device
+) -> PairGroup:
+    """Blocks until both ranks are there. Raises what the store does, or ConnectionError."""
+    with connection_errors():
+        if device.type == "cuda":
+            return NcclPair(store, side, sock, stall_s, device)
+        return GlooPair(store, side, sock, stall_s)
+
+
+@contextmanager
+def connection_errors() -> Iterator[None]:
+    """torch reports a lost or silent peer as a RuntimeError (DistError is one)."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConnectionError(str(error).splitlines()[0]) from error
+
+
+# ---- how the two find each other: over the connection they have ----
+
+DONE = ""  # the key that ends the meeting
+
+
+class PairStore(dist.Store):
+    """Belongs to one thread while the group forms; then it is local. `peer` is the other side's
+    role. Raises OSError when the peer is gone, TransferError when it says something else; both
+    pass through torch as they are."""
+
+    def __init__(self, pipe: KVPipe, peer: Blame) -> None:
+        super().__init__()
+        self._pipe: KVPipe | None = pipe
+        self._peer = peer
+        self._known: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._known[key] = value.encode() if isinstance(value, str) else bytes(value)
+        if self._pipe is not None:
+            said = msgspec.msgpack.encode((key, self._known[key]))
+            send_frame(self._pipe, Frame(Kind.MEET), said)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._known[key]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        while not self.check(keys):
+            self._hear()
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._known for key in keys)
+
+    def finish(self) -> None:
+        """Both ends have what they need: the connection is free for other frames."""
+        assert self._pipe is not None  # it was not called before
+        send_frame(self._pipe, Frame(Kind.MEET), msgspec.msgpack.encode((DONE, b"")))
+        self.wait([DONE])
+        self._pipe = None
+
+    def _hear(self) -> None:
+        if self._pipe is None:
+            raise ConnectionError("the pair has met")
+        frame, payload = recv_greeting(self._pipe, self._peer)
+        if frame.kind is not Kind.MEET:
+            raise bad_frame(f"{frame.kind.name} where MEET was due", self._peer)
+        try:
+            key, value = msgspec.msgpack.decode(payload, type=tuple[str, bytes])
+        except msgspec.DecodeError as error:
+            raise bad_frame(f"meeting: {error}", self._peer) from error
+        self._known[key] = value

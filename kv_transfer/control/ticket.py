@@ -1,0 +1,125 @@
+"""The ticket: a decode node's permission to write into blocks it holds for one job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.common.core.errors import Blame, TransferError
+from pdserve.common.rpc.pb import cluster_pb2
+from pdserve.kv_transfer.connectors.base.frame import MAX_GREETING, bad_frame
+from pdserve.kv_transfer.layout import Rect
+
+MAX_LEASE_S = 86_400.0
+MAX_RANKS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class RankEndpoint:
+    """One sink rank's share of the KV cache and where it takes data."""
+
+    rank: int
+    rect: Rect
+    endpoint: bytes  # opaque to all but the connectors
+
+    def to_proto(self) -> cluster_pb2.RankEndpoint:
+        return cluster_pb2.RankEndpoint(
+            rank=self.rank,
+            layer_start=self.rect.layer_start,
+            layer_end=self.rect.layer_end,
+            head_start=self.rect.head_start,
+            head_end=self.rect.head_end,
+            endpoint=self.endpoint,
+        )
+
+    @classmethod
+    def from_proto(cls, message: cluster_pb2.RankEndpoint) -> RankEndpoint:
+        rect = Rect(message.layer_start, message.layer_end, message.head_start, message.head_end)
+        if not rect.area or rect.layer_end < rect.layer_start:
+            raise TransferError(
+                f"rank {message.rank} announces the empty {rect}",
+                code="LAYOUT_MISMATCH",
+                retryable=False,
+                blame=Blame.DECODE,
+            )
+        return cls(message.rank, rect, message.endpoint)
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Fields as in `cluster.proto`. Blocks `first_block … num_blocks-1` are wanted. Tickets of
+    one transfer differ in the epoch alone."""
+
+    transfer_id: bytes
+    epoch: int
+    lease_s: float
+    address: str
+    fingerprint: str
+    block_size: int
+    num_tokens: int
+    first_block: int
+    endpoints: tuple[RankEndpoint, ...]
+    digests: bool
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all tokens."""
+        return -(-self.num_tokens // self.block_size)
+
+    def to_proto(self) -> cluster_pb2.Ticket:
+        return cluster_pb2.Ticket(
+            transfer_id=self.transfer_id,
+            epoch=self.epoch,
+            lease_s=self.lease_s,
+            address=self.address,
+            fingerprint=self.fingerprint,
+            block_size=self.block_size,
+            num_tokens=self.num_tokens,
+            first_block=self.first_block,
+            endpoints=[endpoint.to_proto() for endpoint in self.endpoints],
+            digests=self.digests,
+        )
+
+    @classmethod
+    def from_proto(cls, message: cluster_pb2.Ticket) -> Ticket:
+        """Raises TransferError (BAD_FRAME, LAYOUT_MISMATCH) on a ticket that makes no sense."""
+        ticket = cls(
+            transfer_id=message.transfer_id,
+            epoch=message.epoch,
+            lease_s=message.lease_s,
+            address=message.address,
+            fingerprint=message.fingerprint,
+            block_size=message.block_size,
+            num_tokens=message.num_tokens,
+            first_block=message.first_block,
+            endpoints=tuple(RankEndpoint.from_proto(each) for each in message.endpoints),
+            digests=message.digests,
+        )
+        ticket._check()
+        return ticket
+
+    def _check(self) -> None:
+        faults = [
+            (
+                len(self.transfer_id) != 16,
+                f"a transfer id of {len(self.transfer_id)} bytes, not 16",
+            ),
+            (not 0 < self.lease_s <= MAX_LEASE_S, f"a lease of {self.lease_s} s"),
+            (self.block_size < 1, f"a block size of {self.block_size}"),
+            (self.num_tokens < 1, "no tokens"),
+            (not 0 < len(self.endpoints) <= MAX_RANKS, f"{len(self.endpoints)} endpoints"),
+            (
+                any(len(each.endpoint) > MAX_GREETING for each in self.endpoints),
+                f"an endpoint of more than {MAX_GREETING} bytes",
+            ),
+        ]
+        for wrong, fault in faults:
+            if wrong:
+                raise bad_frame(f"the ticket has {fault}", Blame.DECODE)
+        if self.first_block > self.num_blocks:
+            raise bad_frame(
+                f"the ticket's first block {self.first_block} is past its {self.num_blocks} blocks",
+                Blame.DECODE,
+            )
+        ranks = [endpoint.rank for endpoint in self.endpoints]
+        if ranks != list(range(len(ranks))):
+            raise bad_frame(f"the ticket's ranks are {ranks}", Blame.DECODE)

@@ -1,0 +1,237 @@
+"""The rank half of the KV transfer: its connectors behind the executor's bytes.
+
+It is the `Extension` of `common/distributed/executor.py`: it lives in each rank, beside the
+cache, and is served while a step computes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+import torch
+
+from pdserve.common.config.schema import TLSConfig
+from pdserve.common.core.errors import ConfigError, TransferError
+from pdserve.kv_transfer.commands import (
+    Accept,
+    Command,
+    Fault,
+    Quiesce,
+    Ready,
+    Release,
+    Reply,
+    Submit,
+    Verify,
+    decode_command,
+    encode_event,
+)
+from pdserve.kv_transfer.connector import KVConnector, RankContext, SinkTransfer, SourceTransfer
+from pdserve.kv_transfer.connectors.multi.connector import MultiConnector
+from pdserve.kv_transfer.digest import Digester, RunDigest, Verification
+from pdserve.kv_transfer.layout import CacheView, Rect
+from pdserve.kv_transfer.selection import Connectors, load_connector
+
+logger = logging.getLogger(__name__)
+
+
+class CacheShape(Protocol):
+    """What is needed of `pdserve.common.engine.messages.CacheShape`."""
+
+    @property
+    def layer_start(self) -> int: ...
+    @property
+    def layer_end(self) -> int: ...
+    @property
+    def head_start(self) -> int: ...
+    @property
+    def head_end(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RankConfig:
+    """What a rank needs to build its connectors; msgpack in the worker's configuration."""
+
+    connectors: Connectors
+    fingerprint: str
+    source: bool = False  # a source announces no endpoint
+
+
+FACTORY = "pdserve.kv_transfer.rank.transfer_rank:build_rank"  # what a worker imports
+
+
+def rank_config(connectors: Connectors, fingerprint: str, tls: TLSConfig, *, source: bool) -> bytes:
+    """The bytes `build_rank` wants, for a node's options. KV that leaves the host is encrypted
+    where gRPC is, unless the connector cannot or was told not to, which is logged.
+
+    Raises:
+        ConfigError: a connector shall use TLS and the node has no certificate.
+    """
+    spelt_out = {
+        name: connector_options(_encrypted(name, options, tls), tls)
+        for name, options in connectors.items()
+    }
+    return msgspec.msgpack.encode(RankConfig(spelt_out, fingerprint, source))
+
+
+def _encrypted(name: str, options: Mapping[str, Any], tls: TLSConfig) -> Mapping[str, Any]:
+    """The options of a connector, with TLS where nothing was said of it."""
+    if tls.tls_cert is None or load_connector(name).capabilities.same_host:
+        return options
+    if name == "tcp" and not any(key.startswith("tls") for key in options):
+        return {**options, "tls": True}
+    if name != "tcp" or options.get("tls") is False:
+        logger.warning("gRPC is encrypted, but KV that goes by %s is not", name)
+    return options
+
+
+def connector_options(options: Mapping[str, Any], tls: TLSConfig) -> dict[str, Any]:
+    """`--kv-connector-config` with `"tls": true` spelt out as the node's own files: a connector
+    sees no options but these."""
+    rest = {name: value for name, value in options.items() if name != "tls"}
+    if options.get("tls", False) is False:
+        return rest
+    if tls.tls_cert is None or options["tls"] is not True:
+        raise ConfigError(
+            '--kv-connector-config: "tls" is true or false; true needs --tls-cert, --tls-key and '
+            "--tls-ca"
+        )
+    return {**asdict(tls), **rest}
+
+
+class TransferRank:
+    """Serves one rank's connector, and makes the digests it need not know of."""
+
+    def __init__(self, connector: KVConnector, source: bool) -> None:
+        context = connector.context
+        self._connector = connector
+        self._digester = Digester(context.view, context.fingerprint)
+        self._sinks: dict[bytes, SinkTransfer] = {}
+        self._sources: dict[bytes, SourceTransfer] = {}
+        self._verifications: dict[bytes, Verification] = {}  # of sinks
+        self._endpoint = b"" if source else connector.endpoint()
+
+    def info(self) -> bytes:
+        """The endpoint sources reach this rank at; empty for a source."""
+        return self._endpoint
+
+    def handle(self, message: bytes) -> bytes:
+        try:
+            reply = self._serve(decode_command(message))
+        except TransferError as error:
+            fault = Fault(error.message, error.code, error.blame.value, error.retryable)
+            reply = Reply(error=fault)
+        return msgspec.msgpack.encode(reply)
+
+    def _serve(self, command: Command) -> Reply:
+        match command:
+            case Accept(transfer):
+                self._connector.accept(transfer)
+                self._sinks[transfer.transfer_id] = transfer
+            case Submit(transfer):
+                self._connector.submit(transfer)
+                self._sources[transfer.transfer_id] = transfer
+            case Ready():
+                self._connector.ready(
+                    command.transfer_id, command.run, command.block_ids, command.last
+                )
+                return Reply(digests=self._digest(command))
+            case Verify():
+                return self._verify(command)
+            case Quiesce(transfer_id):
+                self._forget(transfer_id)
+                self._connector.quiesce(transfer_id)
+            case Release(transfer_id):
+                self._forget(transfer_id)
+                self._connector.release(transfer_id)
+        return Reply()
+
+    def _digest(self, ready: Ready) -> tuple[RunDigest, ...]:
+        """Made while the connector delivers the run."""
+        transfer = self._sources.get(ready.transfer_id)
+        if transfer is None or not ready.digest or not ready.run.count:
+            return ()
+        ids = (transfer.transfer_id, transfer.epoch)
+        return tuple(
+            RunDigest(
+                piece.sink_rank,
+                piece.rect,
+                ready.run,
+                self._digester.digest(*ids, piece.rect, ready.run, ready.block_ids),
+            )
+            for piece, _ in transfer.pieces
+        )
+
+    def _verify(self, command: Verify) -> Reply:
+        transfer = self._sinks.get(command.transfer_id)
+        if transfer is None:
+            raise _stopped()
+        if not command.goes_on:
+            begun = self._digester.verify(transfer, command.digests)
+            self._verifications[command.transfer_id] = begun
+        verification = self._verifications.get(command.transfer_id)
+        if verification is None or command.goes_on not in (0, verification.transfer.epoch):
+            raise _stopped()
+        return Reply(digests=tuple(verification.step()), left=verification.left)
+
+    def _forget(self, transfer_id: bytes) -> None:
+        self._verifications.pop(transfer_id, None)
+        self._sinks.pop(transfer_id, None)
+        self._sources.pop(transfer_id, None)
+
+    def close(self, deadline: float) -> None:
+        self._connector.close(deadline)
+
+
+def _stopped() -> TransferError:
+    return TransferError("the transfer was stopped", code="UNKNOWN_TRANSFER")
+
+
+def build_rank(
+    cache: torch.Tensor,
+    shape: CacheShape,
+    shared_fd: int | None,
+    rank: int,
+    host: str,
+    config: bytes,
+    emit: Callable[[bytes], None],
+) -> TransferRank:
+    """The factory a worker calls once its cache is allocated. `config` is a msgpack
+    `RankConfig`; `host` is what connectors bind to; `shared_fd` is the memory file whose first byte
+    is the cache's.
+
+    Raises:
+        ConfigError: no such connector, an unknown option, another API version, or the cache is
+            not where a connector can reach it.
+    """
+    settings = msgspec.msgpack.decode(config, type=RankConfig)
+    rect = Rect(shape.layer_start, shape.layer_end, shape.head_start, shape.head_end)
+    context = RankContext(
+        view=CacheView(cache, rect, shared_fd),
+        bind_host=host,
+        fingerprint=settings.fingerprint,
+        emit=lambda event: emit(encode_event(event)),
+    )
+    children = {name: load_connector(name) for name in settings.connectors}
+    if settings.source:
+        check_readable(children, context.view)
+    makers = {
+        name: partial(kind, config=settings.connectors[name]) for name, kind in children.items()
+    }
+    return TransferRank(MultiConnector(context, makers), settings.source)
+
+
+def check_readable(children: Mapping[str, type[KVConnector]], view: CacheView) -> None:
+    """Raises ConfigError if the sinks of a child could not read this source's CPU cache."""
+    if view.cache.device.type != "cpu" or view.shared_fd is not None:
+        return
+    for name, kind in children.items():
+        if kind.capabilities.pull and kind.capabilities.same_host:
+            raise ConfigError(
+                f"connector {name!r} needs the cache in shared memory, which this one is not; "
+                "choose another --kv-connector, such as tcp"
+            )

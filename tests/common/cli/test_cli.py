@@ -1,0 +1,103 @@
+"""The command and the demo."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+from paths import HELPERS
+from pdserve.common.cli import cluster
+from pdserve.common.cli.demo import main as demo
+from pdserve.common.cli.main import COMMANDS, main
+
+FAKE_ROLE = str(HELPERS / "fake_role.py")
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for group, commands in COMMANDS.items():
+        assert f"{group}:" in text
+        for name in commands:
+            assert f"  {name} " in text
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version"]) == main(["--version"]) == 0
+    assert capsys.readouterr().out == f"pdserve {version('pdserve')}\n" * 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [(["prefil"], "did you mean prefill?"), ([], "usage: pdserve"), (["zzz"], "pdserve --help")],
+)
+def test_an_unknown_command(argv: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2
+    assert hint in capsys.readouterr().err
+
+
+def test_a_config_error_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(COMMANDS["Roles"], "router", ("nowhere:main", ""))
+    assert main(["router"]) == 2
+    assert capsys.readouterr().err.startswith("pdserve router: error: cannot import 'nowhere:main'")
+
+
+@pytest.mark.parametrize("command", ["up", "demo"])
+def test_help_of_a_command_says_whose_it_is(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main([command, "--help"])
+    assert exit.value.code == 0
+    assert f"usage: pdserve {command} [options]" in capsys.readouterr().out
+
+
+def test_the_command_imports_no_torch() -> None:
+    imports = "import sys, pdserve.common.cli.main, pdserve.common.cli.up"
+    code = f"{imports}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.fixture
+def fake_roles(monkeypatch: pytest.MonkeyPatch) -> None:
+    for role in cluster.PROGRAMS:
+        monkeypatch.setitem(cluster.PROGRAMS, role, (sys.executable, FAKE_ROLE, role))
+
+
+def test_demo_streams_the_answer_and_shows_the_timeline(
+    fake_roles: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo(["--model=/models/tiny", "--prompt=Why [is] it blue?"]) == 0
+    text = capsys.readouterr().out
+    assert "> Why [is] it blue?" in text
+    assert "Blue light." in text
+    rows = {line.split("│")[1].strip(): line for line in text.splitlines() if "│" in line}
+    assert "1.0 ms" in rows["queue"]
+    assert "50.0 ms" in rows["prefill"]
+    assert "9 tokens, 4 of them cached" in rows["prefill"]
+    assert "1.00 MiB at 1.05 GB/s" in rows["KV transfer"]
+    assert "100.0 ms" in rows["decode"]
+    assert "52.0 ms" in rows["TTFT"]
+    assert "50.0 ms" in rows["TPOT"]
+
+
+@pytest.mark.parametrize(
+    ("role", "mode", "reason"),
+    [("ROUTER", "failing", "HTTP 500"), ("DECODE", "crash", "ended with exit code 3")],
+)
+def test_a_failed_demo_says_why(
+    role: str,
+    mode: str,
+    reason: str,
+    fake_roles: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(f"FAKE_{role}", mode)
+    assert demo(["--model=/models/tiny"]) == 1
+    assert reason in capsys.readouterr().out

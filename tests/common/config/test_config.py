@@ -1,0 +1,233 @@
+"""Where options come from, and that a misspelt one is never dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.common.config.schema import (
+    ClusterConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    RouterConfig,
+    TransferConfig,
+    WorkerNodeConfig,
+)
+from pdserve.common.config.sources import ROLE_CONFIGS, options, parse, to_flags
+
+
+def load(cls: type, *argv: str, env: Mapping[str, str] | None = None) -> Any:
+    return parse(cls, prog="pdserve test", argv=argv, environ=env or {})
+
+
+def refused(
+    capsys: pytest.CaptureFixture[str],
+    cls: type,
+    *argv: str,
+    env: Mapping[str, str] | None = None,
+) -> str:
+    """The one line with which the process ends."""
+    with pytest.raises(SystemExit) as exit:
+        load(cls, *argv, env=env)
+    assert exit.value.code == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("pdserve test: error: ")
+    assert output.err.count("\n") == 1
+    return output.err
+
+
+def yaml_file(folder: Path, text: str) -> str:
+    path = folder / "pdserve.yaml"
+    path.write_text(text)
+    return f"--config={path}"
+
+
+def test_defaults_are_the_dataclass_s() -> None:
+    for cls in ROLE_CONFIGS:
+        assert load(cls) == cls()
+
+
+def test_a_flag_beats_the_environment_which_beats_the_file(tmp_path: Path) -> None:
+    file = yaml_file(tmp_path, "port: 1\nhost: from-file\nseed: 3\n")
+    env = {"PDSERVE_PORT": "2", "PDSERVE_HOST": "from-env"}
+    config = load(RouterConfig, file, "--port=4", env=env)
+    assert (config.server.port, config.server.host, config.model.seed) == (4, "from-env", 3)
+
+
+def test_the_file_may_be_named_by_a_variable(tmp_path: Path) -> None:
+    path = yaml_file(tmp_path, "port: 9000").removeprefix("--config=")
+    assert load(RouterConfig, env={"PDSERVE_CONFIG": path}).server.port == 9000
+
+
+def test_an_empty_variable_is_an_absent_one() -> None:
+    assert load(RouterConfig, env={"PDSERVE_MAX_MODEL_LEN": ""}) == RouterConfig()
+
+
+@pytest.mark.parametrize(
+    ("argv", "env", "expected"),
+    [
+        ([], {}, True),
+        (["--no-enable-prefix-caching"], {}, False),
+        ([], {"PDSERVE_ENABLE_PREFIX_CACHING": "false"}, False),
+        (["--enable-prefix-caching"], {"PDSERVE_ENABLE_PREFIX_CACHING": "0"}, True),
+    ],
+)
+def test_booleans(argv: list[str], env: dict[str, str], expected: bool) -> None:
+    config = load(WorkerNodeConfig, *argv, env=env)
+    assert config.engine.cache.enable_prefix_caching is expected
+
+
+def test_a_boolean_in_the_file_is_below_the_environment(tmp_path: Path) -> None:
+    file = yaml_file(tmp_path, "enable-prefix-caching: false")
+    assert not load(WorkerNodeConfig, file).engine.cache.enable_prefix_caching
+    env = {"PDSERVE_ENABLE_PREFIX_CACHING": "true"}
+    assert load(WorkerNodeConfig, file, env=env).engine.cache.enable_prefix_caching
+
+
+def test_short_names() -> None:
+    assert load(WorkerNodeConfig, "-tp", "4").engine.parallel.tensor_parallel_size == 4
+
+
+def test_json_from_a_flag_and_a_mapping_from_the_file(tmp_path: Path) -> None:
+    expected = {"streams": 2, "name": "yes"}
+    flag = load(WorkerNodeConfig, '--kv-connector-config={"streams": 2, "name": "yes"}')
+    file = load(
+        WorkerNodeConfig,
+        yaml_file(tmp_path, 'kv-connector-config:\n  streams: 2\n  name: "yes"\n'),
+    )
+    assert flag.transfer.kv_connector_config == file.transfer.kv_connector_config == expected
+
+
+def test_yaml_words_stay_words(tmp_path: Path) -> None:
+    file = yaml_file(tmp_path, "restart: no\nserved-model-name: 0x10\nmax-model-len: null\n")
+    config = load(ClusterConfig, file)
+    assert config.restart == "no"
+    assert config.engine.model.served_model_name == "0x10"
+    assert config.engine.model.max_model_len is None
+
+
+def test_an_owner_s_default_beats_the_part_s() -> None:
+    """`up` takes a free gRPC port where a router alone takes 8001."""
+    assert load(ClusterConfig).server.grpc_port == load(ClusterConfig).server.registry_port == 0
+    assert load(RouterConfig).server.grpc_port == 8001
+    assert load(RouterConfig).server.registry_port == 8002
+    assert load(ClusterConfig, "--port=9").server.grpc_port == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "env", "hint"),
+    [
+        (["--prot=1"], {}, "unknown option --prot; did you mean --port?"),
+        (["--max_model_len", "5"], {}, "did you mean --max-model-len?"),
+        (["--max-model", "5"], {}, "unknown option --max-model;"),
+        (["stray"], {}, "unknown option stray"),
+        ([], {"PDSERVE_PROT": "1"}, "unknown variable PDSERVE_PROT; did you mean PDSERVE_PORT?"),
+        (["--port=x"], {}, "--port: 'x' is not a whole number"),
+        (["--port=70000"], {}, "--port: 70000 is more than 65535"),
+        (["--port=-1"], {}, "--port: -1 is less than 0"),
+        (["--queue-timeout=nan"], {}, "--queue-timeout: nan is not a finite number"),
+        ([], {"PDSERVE_BREAKER_FAILURES": "0"}, "--breaker-failures: 0 is less than 1"),
+        (["--log-level=loud"], {}, "--log-level: invalid choice: 'loud'"),
+        (["--heartbeat-timeout=1"], {}, "must exceed --heartbeat-interval"),
+        (["--config=/nowhere.yaml"], {}, "/nowhere.yaml"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_one_line(
+    argv: list[str], env: dict[str, str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert hint in refused(capsys, RouterConfig, *argv, env=env)
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("prot: 1", "unknown option --prot; did you mean --port?"),
+        ("max_model_len: 1", "did you mean --max-model-len?"),
+        ("port: [1, 2]", "port can't be set to a list"),
+        ("port: many", "--port: 'many' is not a whole number"),
+        ("- port", "not a mapping of options"),
+        ("port: {", "pdserve.yaml: while parsing"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused(
+    text: str, hint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert hint in refused(capsys, RouterConfig, yaml_file(tmp_path, text))
+
+
+def test_json_that_is_no_object_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("[1]", "{"):
+        line = refused(capsys, WorkerNodeConfig, f"--kv-connector-config={text}")
+        assert "is not a JSON object" in line
+
+
+def test_a_variable_of_another_role_is_no_error() -> None:
+    env = {"PDSERVE_KV_CONNECTOR": "tcp", "PDSERVE_CACHE": "/tmp", "OTHER": "1"}
+    assert load(RouterConfig, env=env) == RouterConfig()
+
+
+def test_flags_make_an_equal_config() -> None:
+    config = WorkerNodeConfig(
+        engine=EngineConfig(
+            model=ModelConfig(model="-odd name", max_model_len=128),
+            parallel=ParallelConfig(tensor_parallel_size=2, distributed_timeout=1.5),
+        ),
+        transfer=TransferConfig(kv_connector_config={"a": ["b", 1]}),
+    )
+    assert load(WorkerNodeConfig, *to_flags(config)) == config
+    assert to_flags(WorkerNodeConfig()) == []
+
+
+def test_flags_of_off_and_on() -> None:
+    config = load(WorkerNodeConfig, "--no-enable-prefix-caching")
+    assert to_flags(config) == ["--no-enable-prefix-caching"]
+
+
+def test_help_names_every_option_its_default_and_its_variable(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as exit:
+        load(ClusterConfig, "--help", env={"PDSERVE_PORT": "not read"})
+    assert exit.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for option in options(ClusterConfig()):
+        assert option.flag in text
+        assert f"{option.env}]" in text
+    assert "HTTP port (0: a free one) [default: 8000; PDSERVE_PORT]" in text
+    for title in ("Cluster:", "HTTP and gRPC front:", "KV cache:", "Routing:"):
+        assert title in text
+
+
+@pytest.mark.parametrize("cls", ROLE_CONFIGS)
+def test_names_are_unique_within_a_role_and_defaults_pass_their_own_checks(cls: type) -> None:
+    found = list(options(cls()))
+    assert len({option.name for option in found}) == len(found)
+    for option in found:
+        assert option.metadata["help"]
+        if option.kind in (int, float) and option.default is not None:
+            assert option.convert(str(option.default)) == option.default
+        if (choices := option.metadata.get("choices")) is not None:
+            assert option.default in choices or (option.optional and option.default is None)
+
+
+@pytest.mark.parametrize("cls", ROLE_CONFIGS)
+def test_every_number_has_a_least_value(cls: type) -> None:
+    unbounded = [
+        option.name
+        for option in options(cls())
+        if option.kind in (int, float) and "minimum" not in option.metadata
+    ]
+    assert unbounded == []
+
+
+def test_configs_are_frozen() -> None:
+    for cls in ROLE_CONFIGS:
+        config = cls()
+        parts = [config, *(getattr(config, item.name) for item in fields(config))]
+        assert all(type(part).__dataclass_params__.frozen for part in parts if is_dataclass(part))

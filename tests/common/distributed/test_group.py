@@ -1,0 +1,511 @@
+"""Groups: their layout, their collectives over 2 and 4 processes, and an end to every wait."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import pytest
+import torch
+
+from pdserve.common.core.errors import ConfigError, NodeError
+from pdserve.common.distributed import parallel_state
+from pdserve.common.distributed.descriptors import Descriptors
+from pdserve.common.distributed.environment import init_distributed_environment
+from pdserve.common.distributed.group import GroupCoordinator
+from pdserve.common.distributed.measure import DTYPES, measure, verify
+from pdserve.common.distributed.parallel_state import (
+    ParallelState,
+    describe,
+    group_layout,
+    initialize_model_parallel,
+)
+from pdserve.common.distributed.shared_memory import SLOT_BYTES, SharedMemory, make_segment
+from pdserve.common.distributed.tensor_dict import from_outline, outline
+from ranks import Ranks
+
+T = TypeVar("T")
+CPU = torch.device("cpu")
+TRANSPORTS = [(2, "shm"), (2, "gloo"), (4, "shm"), (4, "gloo")]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    processes = Ranks(4, tmp_path_factory.mktemp("ranks"))
+    yield processes
+    processes.close()
+
+
+@pytest.fixture(params=TRANSPORTS, ids=lambda each: f"{each[1]}-{each[0]}")
+def run(request: pytest.FixtureRequest, ranks: Ranks) -> Callable[..., list[Any]]:
+    """Runs a function on each rank of a tensor-parallel group, over one of the transports."""
+    size, communicator = request.param
+    return lambda work, *args: ranks.run(work, *args, tp=size, communicator=communicator)
+
+
+# ---- layout ----
+
+
+def test_the_layout_of_four_gpus() -> None:
+    assert group_layout(4, tp=2, pp=2) == {
+        "world": [[0, 1, 2, 3]],
+        "tp": [[0, 1], [2, 3]],
+        "pp": [[0, 2], [1, 3]],
+        "ep": [[0], [1], [2], [3]],
+    }
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "ep", "expected"),
+    [
+        (4, 1, 4, [[0, 1, 2, 3]]),
+        (4, 1, 2, [[0, 2], [1, 3]]),
+        (2, 2, 2, [[0, 1], [2, 3]]),
+        (4, 2, 2, [[0, 2], [1, 3], [4, 6], [5, 7]]),
+    ],
+)
+def test_experts_lie_on_the_ranks_of_a_tensor_parallel_group(
+    tp: int, pp: int, ep: int, expected: list[list[int]]
+) -> None:
+    assert group_layout(tp * pp, tp, pp, ep)["ep"] == expected
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("pp", [1, 2, 3])
+def test_every_rank_is_in_one_group_of_each_kind(tp: int, pp: int) -> None:
+    for groups in group_layout(tp * pp, tp, pp, ep=tp).values():
+        assert sorted(rank for group in groups for rank in group) == list(range(tp * pp))
+
+
+@pytest.mark.parametrize(("sizes", "hint"), [((3, 2, 1, 1), "3 ranks"), ((4, 4, 1, 3), "divide")])
+def test_sizes_that_do_not_fit(sizes: tuple[int, ...], hint: str) -> None:
+    with pytest.raises(ConfigError, match=hint):
+        group_layout(*sizes)
+
+
+# ---- collectives ----
+
+
+def test_a_group_of_one_needs_nobody() -> None:
+    group = GroupCoordinator()
+    tensor = torch.tensor([1.0, 2.0])
+    assert group.all_reduce(tensor) is tensor
+    assert group.all_gather(tensor, dim=0) is tensor
+    assert group.reduce_scatter(tensor, dim=0) is tensor
+    assert group.gather(tensor) is tensor
+    assert group.broadcast(tensor) is tensor
+    assert group.broadcast_tensor_dict({"a": 1}) == {"a": 1}
+    group.agree(1, "it")
+    group.barrier()
+    group.close()
+
+
+def _verify(state: ParallelState) -> list[tuple[str, str]]:
+    checks = verify(state.tp)
+    assert {check.dtype for check in checks} == {str(d).removeprefix("torch.") for d in DTYPES}
+    return [(f"{each.operation} {each.dtype}", each.error) for each in checks if each.error]
+
+
+def test_every_collective_of_every_dtype_is_right(run: Callable[..., list[Any]]) -> None:
+    """Also of tensors that are not contiguous, and of empty ones."""
+    assert not any(run(_verify))
+
+
+def _reduce_in_place(state: ParallelState) -> bool:
+    tensor = torch.zeros(3, 4)
+    column = tensor[:, 1]
+    assert state.tp.all_reduce(column.fill_(1.0)) is column
+    return bool((column == state.tp.size).all() and tensor.sum() == 3 * state.tp.size)
+
+
+def test_all_reduce_is_in_place(run: Callable[..., list[Any]]) -> None:
+    assert all(run(_reduce_in_place))
+
+
+def _random_sum(state: ParallelState) -> tuple[bytes, bool]:
+    parts = torch.randn(state.tp.size, 5, 333, generator=torch.Generator().manual_seed(0))
+    expected = parts[0].clone()
+    for part in parts[1:]:
+        expected += part
+    total = state.tp.all_reduce(parts[state.tp.rank].clone())
+    torch.testing.assert_close(total, expected)
+    return total.numpy().tobytes(), torch.equal(total, expected)
+
+
+def test_sums_are_bit_identical_on_all_ranks(run: Callable[..., list[Any]]) -> None:
+    assert len({total for total, _ in run(_random_sum)}) == 1
+
+
+def test_shared_memory_sums_in_the_order_of_ranks(ranks: Ranks) -> None:
+    assert all(exact for _, exact in ranks.run(_random_sum, tp=4, communicator="shm"))
+
+
+def _large(state: ParallelState) -> None:
+    """Several slots long, in parts that do not divide evenly."""
+    group, count = state.tp, 3 * SLOT_BYTES // 4 + 4
+    numbers = torch.arange(count, dtype=torch.float32) % 1000
+    assert torch.equal(group.all_reduce(numbers.clone()), numbers * group.size)
+    share = count // group.size
+    mine = group.reduce_scatter(numbers, 0)
+    assert torch.equal(mine, numbers[group.rank * share :][:share] * group.size)
+    rows = group.all_gather((numbers + group.rank)[None], 0)
+    assert torch.equal(rows, torch.stack([numbers + rank for rank in range(group.size)]))
+    received = group.broadcast(numbers + group.rank, src=1)
+    assert torch.equal(received, numbers + 1)
+
+
+def test_tensors_larger_than_a_slot(run: Callable[..., list[Any]]) -> None:
+    run(_large)
+
+
+def _uneven(state: ParallelState, width: int) -> None:
+    """Rank r sends `(r + 2 p) % 5` rows to rank p, each its own numbers; with many columns several
+    slots long."""
+    group = state.tp
+
+    def rows(source: int, target: int) -> torch.Tensor:
+        numbers = torch.arange((source + 2 * target) % 5 * width, dtype=torch.float32) % 1000
+        return numbers.view(-1, width) + 10_000 * source + 100_000 * target
+
+    leaving = [rows(group.rank, peer) for peer in range(group.size)]
+    coming = [rows(peer, group.rank) for peer in range(group.size)]
+    counts = [[len(part) for part in parts] for parts in (leaving, coming)]
+    assert torch.equal(group.all_to_all(torch.cat(leaving), *counts), torch.cat(coming))
+
+
+@pytest.mark.parametrize("width", [1, 5, 200_000])
+def test_all_to_all_of_uneven_parts(width: int, run: Callable[..., list[Any]]) -> None:
+    run(_uneven, width)
+
+
+def _nothing_to_anyone(state: ParallelState) -> None:
+    group, nothing = state.tp, [0] * state.tp.size
+    for shape in ((0, 4), (0, 0)):
+        assert group.all_to_all(torch.ones(shape), nothing, nothing).shape == shape
+    everything = [0] * (group.size - 1) + [3]  # all to the last rank, nothing to all others
+    received = group.all_to_all(
+        torch.full((3, 2), 1.0 * group.rank), everything, everything[group.rank :][:1] * group.size
+    )
+    last = group.rank == group.size - 1
+    assert received[:, 0].tolist() == [rank for rank in range(group.size) if last for _ in range(3)]
+    with pytest.raises(ValueError, match="3 rows cannot be sent as"):
+        group.all_to_all(torch.ones(3), [1] * group.size, [1] * (group.size - 3))
+
+
+def test_all_to_all_of_nothing(run: Callable[..., list[Any]]) -> None:
+    run(_nothing_to_anyone)
+
+
+def test_rows_that_were_not_expected_are_an_error(tmp_path: Path) -> None:
+    def work(state: ParallelState) -> str:
+        with pytest.raises(NodeError) as caught:
+            state.tp.all_to_all(torch.ones(2, 3), [1, 1], [1, 1 + state.tp.rank])
+            state.tp.barrier()  # who got what it expected hears of it here
+        return caught.value.message
+
+    assert "rank 1 sends 12 bytes, not 24" in on_threads(tmp_path, 2, work, timeout=1.0)[1]
+
+
+def _tensor_dict() -> dict[str, Any]:
+    return {
+        "hidden": torch.arange(12.0).view(3, 4)[:, ::2].to(torch.bfloat16),
+        "step": 7,
+        "nothing": torch.empty(0, 5, dtype=torch.bool),
+        "names": ["a", {"b": None}],
+        "ids": torch.arange(3),
+        "scalar": torch.tensor(2, dtype=torch.int32),
+    }
+
+
+def _exchange_dicts(state: ParallelState) -> None:
+    group, items = state.tp, _tensor_dict()
+    _assert_equal(group.broadcast_tensor_dict(items if group.rank == 1 else None, src=1))
+    if group.rank == 0:
+        group.send_tensor_dict(items, dst=1)
+    if group.rank == 1:
+        _assert_equal(group.recv_tensor_dict(src=0))
+
+
+def _assert_equal(items: dict[str, Any]) -> None:
+    expected = _tensor_dict()
+    assert list(items) == list(expected)
+    for key, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert items[key].dtype == value.dtype and torch.equal(items[key], value)
+        else:
+            assert items[key] == value
+
+
+def test_tensor_dicts(run: Callable[..., list[Any]]) -> None:
+    run(_exchange_dicts)
+
+
+@pytest.mark.parametrize("dtype", ["float31", "__class__"])
+def test_an_unsound_outline_is_an_error(dtype: str) -> None:
+    body, _ = outline({"x": torch.ones(1)})
+    with pytest.raises(NodeError, match="no dtype"):
+        from_outline(body.replace(b"\xa7float32", msgspec.msgpack.encode(dtype)), CPU)
+    with pytest.raises(NodeError, match="outline"):
+        from_outline(body[:-1], CPU)
+
+
+def _bytes(state: ParallelState) -> list[bytes]:
+    return state.tp.all_gather_bytes(b"x" * state.tp.rank)
+
+
+def test_bytes_of_any_length(run: Callable[..., list[Any]]) -> None:
+    for found in run(_bytes):
+        assert found == [b"x" * rank for rank in range(len(found))]
+
+
+def _disagree(state: ParallelState) -> tuple[str, str]:
+    state.tp.agree({"b": 1, "a": [2]}, "the weather")
+    with pytest.raises(NodeError) as caught:
+        state.tp.agree(0 if state.tp.rank < state.tp.size - 1 else 5, "the block count")
+    state.tp.barrier()  # nothing is broken
+    return caught.value.code, caught.value.message
+
+
+def test_ranks_that_disagree_are_named(ranks: Ranks) -> None:
+    for code, message in ranks.run(_disagree, tp=4, communicator="shm"):
+        assert code == "RANKS_DISAGREE"
+        assert message.endswith("disagree on the block count: ranks 0, 1, 2: 0; rank 3: 5")
+
+
+def _shares_that_do_not_fit(state: ParallelState) -> None:
+    with pytest.raises(ValueError, match="cannot share 3"):
+        state.tp.reduce_scatter(torch.ones(3), 0)
+
+
+def test_unequal_shares_are_refused(ranks: Ranks) -> None:
+    ranks.run(_shares_that_do_not_fit, tp=2, communicator="shm")
+
+
+def _pipeline(state: ParallelState) -> tuple[float, int, int]:
+    """Two stages of two ranks: a sum, an activation to the next stage, a sum there."""
+    hidden = state.tp.all_reduce(torch.full((2, 3), state.world.rank + 1.0))
+    if state.pp.rank == 0:
+        state.pp.send(hidden, dst=1)
+    else:
+        hidden = state.tp.all_reduce(hidden * 0 + state.pp.recv((2, 3), torch.float32, src=0))
+    return float(hidden[0, 0]), state.tp.rank, state.pp.rank
+
+
+def test_tensor_and_pipeline_parallel_groups_side_by_side(ranks: Ranks) -> None:
+    assert ranks.run(_pipeline, tp=2, pp=2) == [(3, 0, 0), (3, 1, 0), (6, 0, 1), (6, 1, 1)]
+
+
+def _measure(state: ParallelState) -> float:
+    return measure(state.tp, "send, recv", 4096, seconds=0.01).gb_per_s
+
+
+def test_speed_is_positive(run: Callable[..., list[Any]]) -> None:
+    assert all(speed > 0 for speed in run(_measure))
+
+
+# ---- the standard names ----
+
+
+def _standard_names(state: ParallelState) -> tuple[int, ...]:
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    whole = torch.ones(1, size)
+    total = parallel_state.tensor_model_parallel_all_reduce(whole.clone())
+    share = parallel_state.tensor_model_parallel_reduce_scatter(whole)
+    joined = parallel_state.tensor_model_parallel_all_gather(share)
+    assert torch.equal(total, joined)
+    return (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        int(total[0, 0]),
+    )
+
+
+def test_the_standard_names_speak_for_the_last_state(tmp_path: Path) -> None:
+    found = on_threads(tmp_path, 4, _standard_names, tp=2, pp=2)
+    assert found == [(0, 0, 2, 2), (1, 0, 2, 2), (0, 1, 2, 2), (1, 1, 2, 2)]
+
+
+def test_without_a_state_the_standard_names_say_so() -> None:
+    def ask() -> None:
+        with pytest.raises(NodeError, match="call initialize_model_parallel"):
+            parallel_state.get_tensor_model_parallel_rank()
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(ask).result()
+
+
+def test_rank_0_tells_the_layout(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    on_threads(tmp_path, 4, describe, tp=2, pp=2)
+    assert caplog.text.count("tp groups: [0, 1] [2, 3]  (shared memory") == 1
+    assert caplog.text.count("pp groups: [0, 2] [1, 3]") == 1
+
+
+def on_threads(
+    folder: Path, size: int, work: Callable[[ParallelState], T], timeout: float = 20.0, **sizes: int
+) -> list[T]:
+    """Groups are objects, so ranks may be threads."""
+
+    def rank(number: int) -> T:
+        where = f"file://{folder}/rendezvous"
+        environment = init_distributed_environment(number, size, where, timeout=timeout)
+        tp, pp = sizes.get("tp", size), sizes.get("pp", 1)
+        state = initialize_model_parallel(environment, tp, pp, sizes.get("ep", 1))
+        try:
+            return work(state)
+        finally:
+            state.close()
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(rank, range(size)))
+
+
+# ---- an end to every wait ----
+
+
+def test_an_absent_peer_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(NodeError, match="could not meet") as caught:
+        init_distributed_environment(0, 2, f"file://{tmp_path}/rendezvous", timeout=0.5)
+    assert caught.value.code == "RANK_LOST"
+
+
+def test_a_silent_peer_is_an_error_after_the_timeout(tmp_path: Path) -> None:
+    over = threading.Event()
+
+    def work(state: ParallelState) -> str:
+        if state.tp.rank == 0:
+            over.wait(10)
+            return "silent"
+        started = time.monotonic()
+        with pytest.raises(NodeError) as caught:
+            state.tp.all_reduce(torch.ones(1))
+        assert time.monotonic() - started > 0.4
+        with pytest.raises(NodeError) as again:  # the group is of no use any more
+            state.tp.barrier()
+        assert again.value is caught.value
+        with pytest.raises(NodeError, match="the group is closed"):  # it has the same ranks
+            state.world.barrier()
+        with pytest.raises(NodeError, match="the group is closed"):
+            state.ep.send(torch.ones(1), 0)
+        over.set()
+        return f"{caught.value.code} {caught.value.message}"
+
+    silent, message = on_threads(tmp_path, 2, work, timeout=0.5, ep=2)
+    assert silent == "silent"
+    assert message.startswith("RANK_LOST") and "rank 0 did not come in time" in message
+
+
+def _until_lost(state: ParallelState) -> tuple[str, str, float]:
+    """Collectives without end."""
+    while True:
+        try:
+            state.world.all_reduce(torch.ones(100))
+        except NodeError as error:
+            return error.code, error.message, time.monotonic()
+
+
+def _receive_from_the_last(state: ParallelState) -> tuple[str, str, float]:
+    try:
+        state.world.recv((1000,), torch.float32, src=state.world.size - 1)
+        raise AssertionError("who should have sent this?")
+    except NodeError as error:
+        return error.code, error.message, time.monotonic()
+
+
+def _hello(state: ParallelState) -> None:
+    state.world.barrier()
+
+
+@pytest.mark.parametrize(
+    ("communicator", "work"),
+    [("shm", _until_lost), ("gloo", _until_lost), ("shm", _receive_from_the_last)],
+)
+def test_a_killed_rank_is_an_error_in_all_others(
+    communicator: str, work: Callable[..., Any], tmp_path: Path
+) -> None:
+    names = set(os.listdir("/dev/shm"))
+    processes = Ranks(4, tmp_path)
+    try:
+        processes.run(_hello, tp=4, communicator=communicator)
+        count = processes.start(work, tp=4, communicator=communicator)
+        if work is _receive_from_the_last:
+            processes.signal(3, signal.SIGSTOP)  # it must not wait for itself
+        time.sleep(0.3)
+        killed = time.monotonic()
+        processes.signal(3, signal.SIGKILL)
+        for code, message, heard in processes.results(range(count - 1), seconds=10):
+            assert code == "RANK_LOST"
+            assert 0 <= heard - killed < 5.0
+            if communicator == "shm" and work is _until_lost:
+                assert "is gone" in message
+    finally:
+        processes.close()
+    assert set(os.listdir("/dev/shm")) <= names, "something was left behind"
+
+
+def test_a_closed_group_keeps_no_descriptor(tmp_path: Path) -> None:
+    on_threads(tmp_path, 2, _hello)  # what torch opens once
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(3):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        on_threads(folder, 2, _hello)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+# ---- the meeting place in memory ----
+
+
+def two_views() -> tuple[SharedMemory, SharedMemory]:
+    segment, pipes = make_segment(2), [os.pipe(), os.pipe()]
+    own = [write for _, write in pipes]
+
+    def view(rank: int) -> SharedMemory:
+        living = [os.dup(read) for read, _ in pipes]
+        return SharedMemory(rank, (4, 7), Descriptors(os.dup(segment), living, own[rank]))
+
+    views = view(0), view(1)
+    for fd in (segment, *(read for read, _ in pipes)):
+        os.close(fd)
+    return views
+
+
+def test_who_has_published_before_its_death_is_not_missed() -> None:
+    first, second = two_views()
+    with suppress(NodeError):
+        second.meet(deadline=0.0)  # publishes its slot, waits in vain
+    second.close()
+    first.meet(time.monotonic() + 5)
+    with pytest.raises(NodeError, match="rank 7 is gone"):
+        first.meet(time.monotonic() + 5)
+    first.close()
+
+
+def test_who_came_last_may_die_before_it_says_so() -> None:
+    first, second = two_views()
+    with ThreadPoolExecutor(1) as thread:
+        meeting = thread.submit(first.meet, time.monotonic() + 5)
+        time.sleep(0.1)
+        second._words[16] = 1  # all it did: publish; nobody was told
+        second.close()
+        meeting.result(timeout=30)
+    first.close()
+
+
+def test_a_segment_cannot_shrink() -> None:
+    segment = make_segment(2)
+    with pytest.raises(PermissionError):
+        os.ftruncate(segment, 0)
+    os.close(segment)

@@ -1,0 +1,304 @@
+"""The Ray executor with a toy worker on a cluster of two raylets; what it is made of, without."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from test_executor import eventually
+from test_runner import config
+
+from benchmarks.fleet import free_port
+from pdserve.common.config.schema import ParallelConfig
+from pdserve.common.core.errors import ConfigError, NodeError
+from pdserve.common.distributed import wire
+from pdserve.common.distributed.environment import (
+    DistributedEnvironment,
+    MeetingPoint,
+    init_distributed_environment,
+)
+from pdserve.common.distributed.launch import choose_backend, make_executor
+from pdserve.common.distributed.wire import Link, NodeAddress
+from pdserve.common.worker.worker import ExtensionConfig, at_home, build_worker, worker_specs
+from ray_toy import places, toys
+from raylets import Raylets, alive
+from toy_worker import specs
+
+ray = pytest.importorskip("ray")
+zmq = pytest.importorskip("zmq")
+
+from pdserve.common.distributed import ray_cluster, ray_executor  # noqa: E402
+from pdserve.common.distributed.ray_executor import RayExecutor  # noqa: E402
+
+# ---- without a cluster ----
+
+
+@pytest.mark.parametrize(
+    ("requested", "ranks", "room", "answers", "backend"),
+    [
+        ("auto", 1, 1, True, ""),
+        ("auto", 4, 4, True, "mp"),
+        ("auto", 4, 2, True, "ray"),
+        ("auto", 4, 2, False, "mp"),
+        ("auto", 1, 0, True, "ray"),
+        ("auto", 1, 0, False, ""),
+        ("mp", 1, 0, True, "mp"),
+        ("ray", 1, 8, False, "ray"),
+    ],
+)
+def test_backend(requested: str, ranks: int, room: int, answers: bool, backend: str) -> None:
+    assert choose_backend(requested, ranks, room, lambda: answers) == backend
+
+
+RAY = ParallelConfig(distributed_executor_backend="ray", ray_address=f"127.0.0.1:{free_port()}")
+
+
+def test_no_cluster_is_told_at_once() -> None:
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match="ray start --head"):
+        make_executor(specs(2), RAY)
+    assert time.monotonic() - started < 10
+
+
+def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "pdserve.common.distributed.ray_cluster")
+    with pytest.raises(ConfigError, match=r"pip install 'pdserve\[ray\]'"):
+        make_executor(specs(2), RAY)
+
+
+def test_ranks_meet_at_a_store_of_the_node() -> None:
+    meeting = MeetingPoint("127.0.0.1")
+    with ThreadPoolExecutor(4) as pool:
+        join = [
+            pool.submit(init_distributed_environment, r, 4, meeting.init_method) for r in range(4)
+        ]
+        environments = [each.result() for each in join]
+    assert all(len(each.hosts) == 4 and each.num_neighbours == 4 for each in environments)
+    assert {each.address for each in environments} == {"127.0.0.1"}
+
+
+def ranks_on(*hosts: str, address: str = "10.0.0.3") -> DistributedEnvironment:
+    import torch
+
+    return DistributedEnvironment(
+        0, len(hosts), torch.device("cpu"), 1.0, "auto", hosts=hosts, address=address
+    )
+
+
+def test_the_kv_host_of_a_rank() -> None:
+    auto = ExtensionConfig("x", host="auto")
+    assert at_home(auto, ranks_on("a", "b")).host == "10.0.0.3"
+    elsewhere = at_home(auto, ranks_on("a", address="127.0.0.1")).host
+    assert elsewhere == ranks_on("a", address="127.0.0.1").address_for_others
+    assert at_home(ExtensionConfig("x"), ranks_on("a", "a")).host == "127.0.0.1"
+    assert at_home(ExtensionConfig("x", host="10.0.0.9"), ranks_on("a", "b")).host == "10.0.0.9"
+    for loopback in ("127.0.0.1", "localhost", "::1"):
+        with pytest.raises(ConfigError, match="pass --kv-host auto"):
+            at_home(ExtensionConfig("x", host=loopback), ranks_on("a", "b"))
+
+
+def test_a_host_without_the_model_is_named() -> None:
+    (spec,) = worker_specs(config())
+    spec.config["engine"]["model"]["model"] = "/no/such/folder"
+    with pytest.raises(ConfigError, match=f"host {os.uname().nodename} has no folder /no/such"):
+        build_worker(spec, lambda event: None)
+
+
+def test_nobody_is_heard_who_does_not_know_the_key() -> None:
+    with zmq.Context() as context:
+        node = context.socket(zmq.ROUTER)
+        address = ray_executor._listen(node, "127.0.0.1")
+        stranger, _ = zmq.curve_keypair()
+        for number, key in enumerate(("", stranger.decode(), address.key)):
+            peer = context.socket(zmq.DEALER)
+            peer.linger = 0
+            if key:
+                peer.curve_serverkey = key.encode()
+                peer.curve_publickey, peer.curve_secretkey = zmq.curve_keypair()
+            peer.connect(address.url)
+            peer.send(b"%d" % number)
+        assert node.poll(5000) and node.recv_multipart()[1] == b"2"
+        assert not node.poll(500)
+        context.destroy(linger=0)
+
+
+RANK = """
+import sys
+from pdserve.common.distributed.rank_main import run_rank
+from pdserve.common.distributed.wire import NodeAddress
+from toy_worker import specs
+run_rank(specs(1)[0], NodeAddress(*sys.argv[1:]))
+"""
+
+
+def test_a_rank_ends_with_the_connection_to_its_node() -> None:
+    context = zmq.Context()
+    node = context.socket(zmq.ROUTER)
+    address: NodeAddress = ray_executor._listen(node, "127.0.0.1")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    rank = subprocess.Popen([sys.executable, "-c", RANK, address.url, address.key], env=environment)
+    built = wire.start_number(0, Link.OUT)
+    while wire.HEADER.unpack(node.recv_multipart()[1])[2] != built:
+        pass
+    assert rank.poll() is None
+    context.destroy(linger=0)
+    assert rank.wait(5) == 1
+
+
+# ---- on a cluster ----
+
+
+@pytest.fixture(scope="module")
+def raylets() -> Iterator[Raylets]:
+    with pytest.MonkeyPatch.context() as patch, Raylets() as cluster:
+        patch.setenv("NCCL_DEBUG", "WARN")
+        ray_cluster.connect(cluster.address)
+        yield cluster
+        ray.shutdown()
+
+
+@pytest.fixture
+def all_free(raylets: Raylets) -> Iterator[None]:
+    """Afterwards no actor and no placement group holds anything."""
+    yield
+    deadline = time.monotonic() + 10
+    while ray.available_resources().get("CPU") != 4:
+        assert time.monotonic() < deadline, ray.available_resources()
+        time.sleep(0.1)
+
+
+@pytest.mark.usefixtures("all_free")
+async def test_a_stage_is_on_one_host_and_stages_are_on_several() -> None:
+    executor = RayExecutor(toys(4), 2, "cpu")
+    heard: list[tuple[int, bytes]] = []
+    executor.on_event(lambda rank, event: heard.append((rank, event)))
+    try:
+        ranks = await places(executor)
+        pids, nodes, worlds = zip(*ranks, strict=True)
+        assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
+        assert worlds == (4,) * 4
+        steps = await asyncio.gather(*(executor.step(b"%d" % i) for i in range(3)))
+        assert steps == [b"step 0 0", b"step 0 1", b"step 0 2"]
+        assert await executor.call(3, b"emit") == b"call 3 emit"
+        assert heard == [(3, b"event")]
+    finally:
+        await executor.shutdown(5.0)
+    await eventually(lambda: not any(map(alive, pids)))
+
+
+@pytest.mark.usefixtures("all_free")
+async def test_a_dead_actor_is_named() -> None:
+    executor = RayExecutor(toys(2), 1, "cpu")
+    deaths: list[tuple[int, str]] = []
+    executor.on_death(lambda rank, reason: deaths.append((rank, reason)))
+    try:
+        pids = [pid for pid, _, _ in await places(executor)]
+        step = asyncio.create_task(executor.step(b"wait"))
+        await executor.call(0, b"x")  # the step is on its way
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(NodeError, match=r"rank 1 \(host .*\) died: .*worker process has died"):
+            await step
+        await eventually(lambda: not any(map(alive, pids)))
+    finally:
+        await executor.shutdown(5.0)
+    assert [rank for rank, _ in deaths] == [1]
+
+
+@pytest.mark.usefixtures("all_free")
+async def test_a_start_that_fails_leaves_nothing() -> None:
+    executor = RayExecutor(toys(2, fail_rank=1), 1, "cpu")
+    with pytest.raises(ConfigError, match="no such folder"):
+        await executor.start()
+
+
+@pytest.mark.usefixtures("all_free")
+async def test_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_cluster, "_ROOM", 0.5)
+    with pytest.raises(
+        ConfigError, match=r"no room for 1 x 3 CPU .* has 2, .* has 2; free in all: 4"
+    ):
+        await RayExecutor(toys(3), 3, "cpu").start()
+
+
+NODE = """
+import asyncio, sys
+from ray_toy import places, toys
+from pdserve.common.distributed.ray_cluster import connect
+from pdserve.common.distributed.ray_executor import RayExecutor
+
+async def main():
+    executor = RayExecutor(toys(2), 1, "cpu")
+    died = asyncio.get_running_loop().create_future()
+    executor.on_death(lambda rank, reason: died.set_result(reason))
+    pids = [pid for pid, _, _ in await places(executor)]
+    print("NODE", *pids, flush=True)
+    print("NODE", await died, flush=True)
+    await executor.shutdown(5.0)
+
+connect(sys.argv[1])
+asyncio.run(main())
+"""
+
+
+class Node:
+    """A process of its own with an executor of two ranks, a stage each."""
+
+    def __init__(self, raylets: Raylets) -> None:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-c", NODE, raylets.address]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, env=environment, text=True, start_new_session=True
+        )
+        self.pids = [int(pid) for pid in self.says().split()]
+
+    def says(self) -> str:
+        """Its next line (Ray has lines of its own)."""
+        assert self.process.stdout is not None
+        while not (line := self.process.stdout.readline()).startswith("NODE "):
+            assert line, "it ended"
+        return line.removeprefix("NODE ")
+
+    def ended(self) -> bool:
+        return not any(map(alive, self.pids))
+
+    def __enter__(self) -> Node:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.mark.usefixtures("all_free")
+async def test_ranks_die_with_their_node(raylets: Raylets) -> None:
+    with Node(raylets) as node:
+        assert not node.ended()
+        node.process.kill()
+        await eventually(node.ended)
+
+
+async def test_a_dead_raylet_and_a_dead_head(raylets: Raylets) -> None:
+    """The last one: nothing is left of the cluster."""
+    with Node(raylets) as node:
+        await check_death(node, lambda: raylets.kill(1), "was lost: its host, or the raylet")
+    with Node(raylets) as node:
+        ray.shutdown()  # or this process would end with the head
+        # `ray start --block` ends the head's raylet, too: either may be seen first.
+        await check_death(node, lambda: raylets.kill(0, "gcs_server"), "lost")
+
+
+async def check_death(node: Node, strike: Callable[[], None], reason: str) -> None:
+    started = time.monotonic()
+    strike()
+    assert reason in node.says()
+    assert time.monotonic() - started < 10
+    await eventually(node.ended, 15.0)
+    assert node.process.wait(30) == 0  # without a head Ray takes some seconds to leave

@@ -1,0 +1,73 @@
+"""The block pool: references, LRU and the prefix cache."""
+
+import random
+
+import pytest
+
+from pdserve.common.engine.block_pool import BlockPool, hash_blocks
+
+
+def test_every_block_is_handed_out_once_and_comes_back():
+    pool = BlockPool(8, 4)
+    first, second = pool.allocate(5), pool.allocate(3)
+    assert sorted(first + second) == list(range(8)) and pool.num_free == 0
+    with pytest.raises(RuntimeError, match="1 blocks asked for, 0 free"):
+        pool.allocate(1)
+    pool.free(first)
+    assert pool.num_free == 5
+    with pytest.raises(RuntimeError, match="freed twice"):
+        pool.free(first[:1])
+
+
+def test_a_freed_prefix_is_found_until_its_block_is_reused():
+    pool = BlockPool(4, 2)
+    hashes = hash_blocks([1, 2, 3, 4, 5], 2)
+    blocks = pool.allocate(3)
+    for block, block_hash in zip(blocks, hashes, strict=False):
+        pool.register(block, block_hash)
+    pool.free(blocks)
+    assert pool.count_cached(hashes) == (2, 2)
+    assert pool.match(hashes) == blocks[:2] and pool.num_free == 2
+    pool.free(blocks[:2])
+    # Unregistered blocks go first, then the tail of the prefix, then its head.
+    assert set(pool.allocate(2)) == {3, blocks[2]}
+    assert pool.allocate(1) == [blocks[1]]
+    assert pool.count_cached(hashes) == (1, 1)
+
+
+def test_a_shared_block_is_free_only_when_the_last_holder_lets_go():
+    pool = BlockPool(2, 2)
+    hashes = hash_blocks([7, 8], 2)
+    (block,) = pool.allocate(1)
+    pool.register(block, hashes[0])
+    assert pool.match(hashes) == [block]
+    pool.free([block])
+    assert pool.num_free == 1
+    pool.free([block])
+    assert pool.num_free == 2
+
+
+def test_hashes_depend_on_every_token_before():
+    assert hash_blocks([1, 2, 3, 4], 2)[1] != hash_blocks([9, 2, 3, 4], 2)[1]
+    assert hash_blocks([1, 2, 3], 2) == hash_blocks([1, 2], 2)
+    known = hash_blocks([1, 2], 2)
+    assert hash_blocks([1, 2, 3, 4], 2, known) == hash_blocks([1, 2, 3, 4], 2)
+
+
+def test_random_use_never_loses_or_doubles_a_block():
+    rng, pool, held = random.Random(0), BlockPool(32, 2), []
+    for _ in range(3000):
+        if held and (rng.random() < 0.5 or pool.num_free < 8):
+            pool.free(held.pop(rng.randrange(len(held))))
+            continue
+        tokens = [rng.randrange(2) for _ in range(rng.randrange(2, 12))]
+        hashes = hash_blocks(tokens, 2)
+        blocks = pool.match(hashes)
+        blocks += pool.allocate(min(pool.num_free, pool.blocks_for(len(tokens)) - len(blocks)))
+        for block, block_hash in zip(blocks, hashes, strict=False):
+            pool.register(block, block_hash)
+        held.append(blocks)
+        assert pool.num_free == 32 - len({block for blocks in held for block in blocks})
+    for blocks in held:
+        pool.free(blocks)
+    assert pool.num_free == 32

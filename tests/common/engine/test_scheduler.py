@@ -1,0 +1,375 @@
+"""The scheduler's policy, with plain numbers."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import pytest
+
+from pdserve.common.config.schema import SchedulerConfig
+from pdserve.common.core.sampling import SampledToken, SamplingParams
+from pdserve.common.engine.block_pool import BlockPool
+from pdserve.common.engine.messages import StepDelta
+from pdserve.common.engine.scheduler import Scheduler, share
+from pdserve.common.engine.sequence import Sequence, Status
+
+
+def make(num_blocks=16, block_size=4, seqs=4, tokens=16, caching=True, stages=1) -> Scheduler:
+    config = SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens)
+    pool = BlockPool(num_blocks, block_size, caching)
+    return Scheduler(pool, config, eos_token_ids=(0,), micro_batches=stages)
+
+
+def sequence(seq_id, prompt, **kwargs) -> Sequence:
+    tokens = list(prompt) if not isinstance(prompt, int) else list(range(1, prompt + 1))
+    params = SamplingParams(**kwargs.pop("sampling", {}))
+    return Sequence(seq_id, params, tokens, len(tokens), **kwargs)
+
+
+def run_step(scheduler: Scheduler) -> dict[int, int]:
+    """One step in which every sampled token is 7; returns tokens computed per sequence."""
+    batch = scheduler.schedule()
+    assert batch is not None
+    land(scheduler, batch)
+    return {entry.seq_id: len(entry.token_ids) for entry in batch.sequences}
+
+
+def land(scheduler: Scheduler, batch: StepDelta) -> None:
+    """The ranks have computed a step."""
+    by_id = {s.seq_id: s for s in scheduler.running}
+    for entry in batch.sequences:
+        scheduler.computed(by_id[entry.seq_id], len(entry.token_ids))
+        if entry.samples:
+            by_id[entry.seq_id].append(SampledToken(7))
+
+
+def test_decodes_come_first_and_prompts_fill_the_budget_in_order():
+    scheduler = make(tokens=10)
+    for i, length in enumerate((4, 12, 12)):
+        scheduler.add(sequence(i, range(100 * i + 1, 100 * i + 1 + length)))
+    assert [s.seq_id for s in scheduler.admit()] == [0, 1, 2]
+    assert run_step(scheduler) == {0: 4, 1: 6}
+    assert run_step(scheduler) == {0: 1, 1: 6, 2: 3}
+    assert run_step(scheduler) == {0: 1, 1: 1, 2: 8}
+
+
+def test_admission_waits_for_blocks_and_keeps_the_order():
+    scheduler = make(num_blocks=4)
+    big, small = sequence(0, 16), sequence(1, range(50, 54))
+    scheduler.add(big)
+    scheduler.add(small)
+    assert scheduler.admit() == [big]
+    scheduler.release(big)
+    assert scheduler.admit() == [small]
+
+
+def test_the_youngest_is_preempted_and_computes_its_tokens_again():
+    scheduler = make(num_blocks=5, block_size=2, caching=False)
+    old, young = sequence(0, [1, 2, 3]), sequence(1, [4, 5])
+    scheduler.add(old)
+    scheduler.admit()
+    run_step(scheduler)  # `old` has 4 tokens, 2 blocks
+    scheduler.add(young)
+    assert scheduler.admit() == [young]
+    run_step(scheduler)
+    for _ in range(10):
+        if scheduler.num_preemptions:
+            break
+        run_step(scheduler)
+    assert young.status is Status.WAITING and young.num_computed == 0 and not young.block_table
+    assert scheduler.waiting[0] is young and young.num_output_tokens > 0
+    scheduler.release(old)
+    assert scheduler.admit() == [young]
+    assert run_step(scheduler) == {1: young.num_tokens - 1}
+    scheduler.release(young)
+    assert scheduler.pool.num_free == 5
+
+
+def test_a_lone_sequence_that_cannot_grow_preempts_itself_and_loses_nothing():
+    scheduler = make(num_blocks=3, block_size=2, caching=False)
+    lone, remote = sequence(0, [1]), sequence(1, [2, 3, 4, 5], remote=True)
+    scheduler.add(lone)
+    scheduler.admit()
+    run_step(scheduler)
+    run_step(scheduler)  # 3 tokens, 1 block: the next step needs another
+    scheduler.pool.allocate(2)
+    scheduler.add(remote)
+    assert scheduler.schedule() is None
+    assert [s.seq_id for s in scheduler.waiting] == [0, 1]
+    assert lone.token_ids == [1, 7, 7]
+
+
+def test_a_cached_prompt_computes_its_last_token_but_a_remote_one_may_be_cached_whole():
+    scheduler = make()
+    prompt = list(range(1, 9))
+    scheduler.add(sequence(0, prompt))
+    scheduler.admit()
+    run_step(scheduler)
+    local, remote = sequence(1, prompt), sequence(2, prompt, remote=True)
+    scheduler.add(local)
+    scheduler.add(remote)
+    scheduler.admit()
+    assert (local.num_cached, remote.num_cached) == (4, 8)
+    assert remote.block_table == scheduler.running[0].block_table[:2]
+    assert (scheduler.cache_queries, scheduler.cache_hits) == (24, 12)
+
+
+def test_a_remote_sequence_is_not_computed_until_it_is_activated():
+    scheduler = make()
+    remote = sequence(0, 6, remote=True)
+    scheduler.add(remote)
+    assert scheduler.admit() == [remote] and scheduler.schedule() is None
+    scheduler.activate(remote, SampledToken(9))
+    batch = scheduler.schedule()
+    assert batch is not None and batch.sequences[0].token_ids == (9,)
+    assert batch.sequences[0].start == 6
+
+
+@pytest.mark.parametrize(("min_tokens", "bans"), [(0, ()), (1, (0, 5))])
+def test_min_tokens_bans_whatever_could_end_the_sequence(min_tokens: int, bans: tuple[int, ...]):
+    scheduler = make()
+    scheduler.add(sequence(0, 3, sampling={"min_tokens": min_tokens, "stop_token_ids": (5,)}))
+    scheduler.admit()
+    first = scheduler.schedule()
+    assert first is not None and first.sequences[0].new.min_tokens_bans == bans
+
+
+def test_releasing_in_any_state_returns_all_blocks():
+    scheduler = make()
+    sequences = [sequence(i, 5, remote=i == 1) for i in range(3)]
+    for one in sequences:
+        scheduler.add(one)
+    scheduler.admit()
+    run_step(scheduler)
+    scheduler.hold(sequences[0])
+    waiting = sequence(9, 5)
+    scheduler.add(waiting)
+    for one in (*sequences, waiting, sequences[0]):
+        scheduler.release(one)
+        assert one.status is Status.DONE
+    assert scheduler.pool.num_free == 16 and not scheduler.running and not scheduler.remote
+
+
+def test_what_another_node_has_begun_comes_before_what_waits_for_its_first_token():
+    scheduler = make(seqs=1)
+    for i in range(3):
+        scheduler.add(sequence(i, 4))
+    for i in (3, 4):
+        begun = sequence(i, 4)
+        begun.append(SampledToken(7))
+        scheduler.add(begun)
+    assert [each.seq_id for each in scheduler.waiting] == [3, 4, 0, 1, 2]
+
+
+# ---- long prompts beside short ones ----
+
+
+@pytest.mark.parametrize(
+    ("left", "shares"),
+    [
+        ([], []),
+        ([5000], [10]),
+        ([5000, 3], [7, 3]),  # what the short one leaves is the long one's
+        ([5000, 40, 3], [5, 2, 3]),  # the shortest first
+        ([5000, 3, 3, 3], [5, 3, 2, 0]),  # then in order of age
+        ([40, 5000, 40], [10, 0, 0]),  # longer or equal ones wait
+        ([4, 12, 12], [4, 6, 0]),
+    ],
+)
+def test_a_step_is_shared_between_the_oldest_prompt_and_shorter_ones(
+    left: list[int], shares: list[int]
+):
+    assert share(left, 10) == shares
+
+
+def test_a_budget_of_one_token_goes_to_either_in_turn():
+    assert [share([9, 2], 1, turn) for turn in range(3)] == [[0, 1], [1, 0], [0, 1]]
+    assert share([9, 2], 0) == [0, 0]
+
+
+def steps_until_computed(lengths: list[int], budget: int, arrivals: list[int]) -> list[int]:
+    """Steps each prompt takes from its arrival, when nothing else is computed."""
+    left, took, step = dict(enumerate(lengths)), [0] * len(lengths), 0
+    while left:
+        present = [i for i in sorted(left, key=lambda i: arrivals[i]) if arrivals[i] <= step]
+        for i, tokens in zip(present, share([left[i] for i in present], budget, step), strict=True):
+            left[i] -= tokens
+            if not left[i]:
+                took[i] = step + 1 - arrivals[i]
+                del left[i]
+        step += 1
+    return took
+
+
+def test_a_short_prompt_gets_through_beside_a_huge_one():
+    huge, *short = steps_until_computed([131072, 200, 256, 100], 512, [0, 10, 50, 51])
+    assert short == [1, 1, 1]
+    assert huge <= 131072 // 512 + 3
+
+
+def test_a_stream_of_short_prompts_does_not_starve_a_huge_one():
+    """Two prompts of half a step's tokens come with each step: more than the node can do."""
+    short, alone = 600, 131072 // 512
+    took = steps_until_computed([131072, *[256] * short], 512, [0, *[i // 2 for i in range(short)]])
+    assert took[0] <= 2 * alone
+
+
+def test_prompts_of_one_length_are_computed_one_after_the_other():
+    took = steps_until_computed([2048] * 8, 512, [0] * 8)
+    assert took == [4 * (i + 1) for i in range(8)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_prompt_takes_more_than_twice_the_steps_of_all_that_came_before(seed: int):
+    rng = random.Random(seed)
+    lengths = [rng.choice([1, 30, 200, 3000]) * rng.randrange(1, 9) for _ in range(30)]
+    arrivals = sorted(rng.randrange(60) for _ in lengths)
+    took = steps_until_computed(lengths, 64, arrivals)
+    for i, steps in enumerate(took):
+        assert steps <= 2 * sum(lengths[: i + 1]) / 64 + 2
+
+
+def test_what_fits_overtakes_what_does_not_until_that_s_turn():
+    """Blocks for 8: one runs and needs 5, the next one needs 6. Those behind it may have as many
+    as it needs, then the rest is kept for it."""
+    scheduler = make(num_blocks=8, seqs=16, caching=False)
+    running, long = sequence(0, 20), sequence(1, 24)
+    scheduler.add(running)
+    scheduler.add(long)
+    for seq_id in range(2, 12):
+        scheduler.add(sequence(seq_id, 4))
+    passed = []
+    for _ in range(12):
+        admitted = scheduler.admit()
+        assert long not in admitted
+        passed += [each.seq_id for each in admitted]
+        for each in admitted:
+            if each is not running:
+                scheduler.release(each)
+    assert passed == [0, *range(2, 8)]
+    scheduler.release(running)
+    assert scheduler.admit()[0] is long
+
+
+def test_a_sequence_that_has_begun_is_not_overtaken():
+    scheduler = make(num_blocks=4, caching=False)
+    scheduler.add(sequence(0, 8))
+    begun = sequence(1, 11)
+    begun.append(SampledToken(7))
+    scheduler.admit()
+    for each in (begun, sequence(2, 4)):
+        scheduler.add(each)
+    assert scheduler.admit() == []
+
+
+# ---- several steps in flight: the stages of a pipeline ----
+
+
+def shares(batch: StepDelta | None) -> dict[int, tuple[int, int]]:
+    """Each sequence's tokens in a step: (start, count)."""
+    entries = batch.sequences if batch else ()
+    return {entry.seq_id: (entry.start, len(entry.token_ids)) for entry in entries}
+
+
+def test_a_prompt_is_cut_so_that_every_stage_has_a_chunk():
+    scheduler = make(num_blocks=64, tokens=512, stages=2)
+    scheduler.add(sequence(0, 200))
+    scheduler.admit()
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert (shares(first), shares(second)) == ({0: (0, 100)}, {0: (100, 100)})
+    assert not first.sequences[0].samples and second.sequences[0].samples
+    assert scheduler.schedule() is None  # its next token is not known yet
+    land(scheduler, first)
+    assert scheduler.schedule() is None
+    land(scheduler, second)
+    assert shares(scheduler.schedule()) == {0: (200, 1)}
+
+
+def test_a_short_prompt_is_not_cut():
+    scheduler = make(num_blocks=64, tokens=512, stages=4)
+    scheduler.add(sequence(0, 80))
+    scheduler.admit()
+    assert [shares(scheduler.schedule()) for _ in range(2)] == [{0: (0, 64)}, {0: (64, 16)}]
+
+
+def test_sequences_that_decode_are_shared_out_over_the_stages():
+    scheduler = make(seqs=8, stages=2)
+    for i in range(5):
+        scheduler.add(sequence(i, range(10 * i + 1, 10 * i + 4)))
+    scheduler.admit()
+    run_step(scheduler)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert (list(shares(first)), list(shares(second))) == ([0, 1, 2], [3, 4])
+    land(scheduler, first)
+    assert list(shares(scheduler.schedule())) == [0, 1, 2]
+
+
+def test_what_is_in_flight_is_not_preempted():
+    scheduler = make(stages=2)
+    scheduler.add(sequence(0, 7))
+    scheduler.add(sequence(1, range(10, 15)))
+    scheduler.admit()
+    run_step(scheduler)
+    scheduler.pool.allocate(scheduler.pool.num_free)  # others hold the rest
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert (list(shares(first)), list(shares(second))) == ([0], [1])
+    land(scheduler, first)  # the older one needs a block now, and the younger one is in flight
+    assert scheduler.schedule() is None and scheduler.num_preemptions == 0
+    land(scheduler, second)
+    assert list(shares(scheduler.schedule())) == [0] and scheduler.num_preemptions == 1
+
+
+def test_a_sequence_without_a_block_waits_for_what_is_in_flight():
+    scheduler = make(num_blocks=5, seqs=4, stages=2)
+    for i in range(2):
+        scheduler.add(sequence(i, range(10 * i + 1, 10 * i + 9)))
+    scheduler.admit()
+    run_step(scheduler)
+    first = scheduler.schedule()
+    assert list(shares(first)) == [0]  # has taken the last free block
+    assert scheduler.schedule() is None and scheduler.num_preemptions == 0
+    land(scheduler, first)
+    oldest = scheduler.running[0]
+    scheduler.release(oldest)
+    assert list(shares(scheduler.schedule())) == [1]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(8))
+def test_steps_in_flight_never_share_a_block_they_write(stages: int, seed: int):
+    """Random arrivals, ends and a pool that is far too small: every sequence ends, every block
+    comes back, and a block that a step in flight writes is held by that sequence alone."""
+    rng = random.Random(f"{stages} {seed}")
+    scheduler = make(num_blocks=12, seqs=6, tokens=8, stages=stages)
+    waiting = [sequence(i, rng.randrange(1, 20)) for i in range(24)]
+    ends = {each.seq_id: each.num_tokens + rng.randrange(1, 12) for each in waiting}
+    flights: deque[StepDelta] = deque()
+    while waiting or scheduler.waiting or scheduler.running:
+        if waiting and rng.random() < 0.3:
+            scheduler.add(waiting.pop())
+        scheduler.admit()
+        batch = scheduler.schedule() if len(flights) < stages else None
+        if batch is not None:
+            flights.append(batch)
+            writers_hold_their_blocks(scheduler, flights)
+        elif flights:
+            land(scheduler, flights.popleft())
+            writers_hold_their_blocks(scheduler, flights)
+        for each in list(scheduler.running):
+            if not each.in_flight and each.num_tokens >= ends[each.seq_id]:
+                scheduler.release(each)
+    assert scheduler.pool.num_free == 12 and not flights
+
+
+def writers_hold_their_blocks(scheduler: Scheduler, flights: deque[StepDelta]) -> None:
+    by_id = {each.seq_id: each for each in scheduler.running}
+    written: dict[int, int] = {}
+    for batch in flights:
+        for entry in batch.sequences:
+            table = by_id[entry.seq_id].block_table
+            known, new = entry.num_blocks, entry.new_block_ids
+            assert table[known : known + len(new)] == list(new)
+            for position in range(entry.start, entry.start + len(entry.token_ids)):
+                block = table[position // scheduler.pool.block_size]
+                assert written.setdefault(block, entry.seq_id) == entry.seq_id

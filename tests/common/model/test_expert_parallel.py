@@ -1,0 +1,211 @@
+"""Experts over real processes: tokens travel to them and back, and the model stays the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from paths import MODELS
+from pdserve.common.config.schema import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.core.sampling import SamplingParams
+from pdserve.common.distributed.all2all import (
+    BUILTIN,
+    AllToAllV,
+    Replicated,
+    RoutedTokens,
+    make_all2all,
+)
+from pdserve.common.distributed.group import GroupCoordinator
+from pdserve.common.distributed.launch import make_executor
+from pdserve.common.distributed.parallel_state import ParallelState
+from pdserve.common.model.layers import Placement
+from pdserve.common.model.loader import load_model
+from pdserve.common.worker.worker import WorkerConfig, worker_specs
+from ranks import Ranks
+from tiny_engine import CPU, greedy, load, single_threaded_inference
+from whole_steps import Steps, whole
+
+TRAINED = ["mixtral", "qwen2-moe", "qwen3-moe"]
+BACKENDS = list(BUILTIN)
+EXCHANGES = ["allgather_reducescatter", "alltoallv"]
+PROMPT, TABLE, COUNT = [17, 130, 3, 44, 256, 9, 80], [9, 3, 7, 1], 24
+SPREAD = [(tp, ep, name) for tp, ep in [(2, 2), (4, 2), (4, 4)] for name in BACKENDS]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    processes = Ranks(4, tmp_path_factory.mktemp("ranks"))
+    yield processes
+    processes.close()
+
+
+# ---- whole models ----
+
+
+@cache
+def alone(name: str) -> tuple[list[int], list[list[int]]]:
+    with single_threaded_inference():
+        model = load(MODELS / name)
+        return greedy(model, PROMPT, COUNT, TABLE), loads_of(model)
+
+
+def loads_of(model: Any) -> list[list[int]]:
+    found: list[list[int]] = model.expert_loads().tolist()
+    return found
+
+
+def _generate(state: ParallelState, name: str, backend: str) -> tuple[list[int], list[list[int]]]:
+    folder = MODELS / name
+    placement = Placement(state.tp, CPU, torch.float32, make_all2all(backend, state.ep))
+    config = ModelConfig(model=str(folder))
+    model = load_model(ModelSpec.from_folder(folder), config, placement)
+    return greedy(model, PROMPT, COUNT, TABLE), loads_of(model)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize(
+    ("tp", "ep", "backend"), [(2, 1, BACKENDS[0]), (4, 1, "alltoallv"), *SPREAD]
+)
+def test_tokens_are_those_of_the_whole_model(
+    name: str, tp: int, ep: int, backend: str, ranks: Ranks
+) -> None:
+    """And every rank knows what all experts had to do."""
+    found = ranks.run(_generate, name, backend, tp=tp, ep=ep)
+    assert found == [alone(name)] * tp
+
+
+def test_tokens_travel_over_tcp_too(ranks: Ranks) -> None:
+    for backend in EXCHANGES:
+        found = ranks.run(_generate, "mixtral", backend, tp=2, ep=2, communicator="gloo")
+        assert found == [alone("mixtral")] * 2
+
+
+async def test_the_engine_s_ranks_do_the_same() -> None:
+    """Two workers as a node starts them; the one that answers tells the load of each."""
+    engine = EngineConfig(
+        model=ModelConfig(model=str(MODELS / "mixtral"), dtype="float32", max_model_len=64),
+        parallel=ParallelConfig(
+            tensor_parallel_size=2,
+            expert_parallel_size=2,
+            all2all_backend="alltoallv",
+            cpu_threads=1,
+            device="cpu",
+        ),
+        cache=CacheConfig(num_gpu_blocks_override=8),
+    )
+    executor = make_executor(worker_specs(WorkerConfig(engine)))
+    try:
+        await executor.start()
+        prompt = whole(0, PROMPT, 0, (5, 2), SamplingParams(temperature=0.0))
+        output = await Steps(executor).run(prompt)
+    finally:
+        await executor.shutdown(5.0)
+    assert [token.token_id for _, token in output.tokens] == alone("mixtral")[0][:1]
+    assert output.experts is not None and len(output.experts.assignments) == 2
+    assert sum(output.experts.assignments) == len(PROMPT) * 2 * 4  # of 8 experts, layers
+
+
+# ---- managers ----
+
+NUM_EXPERTS, TOP_K, HIDDEN = 8, 3, 6
+
+
+def route(kind: str, count: int, dtype: torch.dtype) -> RoutedTokens:
+    generator = torch.Generator().manual_seed(count)
+    hidden = torch.randint(-4, 5, (count, HIDDEN), generator=generator).to(dtype)
+    scores = torch.rand(count, NUM_EXPERTS, generator=generator)
+    if kind == "skewed":  # all tokens, and all their experts, to the last rank
+        scores[:, -TOP_K:] += 1.0
+    elif kind == "one":  # most experts are empty
+        scores[:, 2] += 1.0
+        scores[:, :2] -= 1.0
+    experts = scores.topk(TOP_K).indices
+    return RoutedTokens(hidden, experts, (experts + 1) / 4, NUM_EXPERTS)
+
+
+def say(tokens: RoutedTokens, first: int, end: int) -> torch.Tensor:
+    """Experts `first … end-1`: expert e multiplies by e + 1."""
+    here = (tokens.experts >= first) & (tokens.experts < end)
+    factors = (tokens.weights * (tokens.experts + 1) * here).sum(1, keepdim=True)
+    return tokens.hidden * factors.to(tokens.hidden.dtype)
+
+
+def _round_trip(
+    state: ParallelState, backend: str, kind: str, count: int, dtype: torch.dtype
+) -> tuple[int, int]:
+    manager, whole = make_all2all(backend, state.ep), route(kind, count, dtype)
+    own = manager.share(count)
+    mine = RoutedTokens(whole.hidden[own], whole.experts[own], whole.weights[own], NUM_EXPERTS)
+    dispatched = manager.dispatch(mine, count)
+    share = NUM_EXPERTS // state.ep.size
+    first = state.ep.rank * share
+    total = torch.zeros_like(whole.hidden)
+    total[own] += manager.combine(say(dispatched.tokens, first, first + share), dispatched)
+    state.tp.all_reduce(total)
+    expected = say(whole, 0, NUM_EXPERTS)
+    if state.tp.size > state.ep.size:  # neighbours split experts; here each said all of it
+        expected = expected * (state.tp.size // state.ep.size)
+    tolerance = {} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 1e-1}
+    torch.testing.assert_close(total, expected, **tolerance)
+    loads = whole.experts.flatten().bincount(minlength=NUM_EXPERTS)
+    assert torch.equal(dispatched.loads, loads)
+    visitors = (whole.experts // share == state.ep.rank).any(1)
+    return len(dispatched.tokens.hidden), int(visitors.sum())
+
+
+@pytest.mark.parametrize("kind", ["random", "skewed", "one"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("tp", "ep"), [(2, 2), (4, 2), (4, 4)])
+def test_every_token_gets_there_and_back(
+    tp: int, ep: int, backend: str, kind: str, ranks: Ranks
+) -> None:
+    """Shares that do not divide, fewer tokens than ranks, one, none; every dtype of a model."""
+    for count, dtype in [
+        *((count, torch.float32) for count in (0, 1, 3, 5, 64, 331)),
+        *((17, dtype) for dtype in (torch.bfloat16, torch.float16)),
+    ]:
+        found = ranks.run(_round_trip, backend, kind, count, dtype, tp=tp, ep=ep)
+        if backend == "alltoallv":  # only those that visit, and each of them once
+            assert all(came == visitors for came, visitors in found)
+
+
+def _large(state: ParallelState, backend: str) -> int:
+    """More than a slot of shared memory, unevenly."""
+    manager, count, hidden = make_all2all(backend, state.ep), 5000, 500
+    own = manager.share(count)
+    experts = torch.full((count, 1), 7)
+    experts[:100] = 0
+    whole = torch.arange(count, dtype=torch.float32)[:, None].expand(count, hidden)
+    weights = torch.ones(count, 1)
+    mine = RoutedTokens(whole[own], experts[own], weights[own], NUM_EXPERTS)
+    dispatched = manager.dispatch(mine, count)
+    here = dispatched.tokens.experts // (NUM_EXPERTS // state.ep.size) == state.ep.rank
+    back = manager.combine(dispatched.tokens.hidden * here, dispatched)
+    assert torch.equal(back, whole[own])
+    return len(dispatched.tokens.hidden)
+
+
+def test_more_than_a_slot_of_shared_memory(ranks: Ranks) -> None:
+    assert ranks.run(_large, "alltoallv", tp=4, ep=4) == [100, 0, 0, 4900]
+    assert ranks.run(_large, "allgather_reducescatter", tp=4, ep=4) == [5000] * 4
+
+
+def test_a_rank_with_all_experts_exchanges_nothing() -> None:
+    assert isinstance(make_all2all("alltoallv", GroupCoordinator()), Replicated)
+
+
+def test_a_manager_may_be_anyone_s() -> None:
+    pair = GroupCoordinator("pair", ranks=(0, 1))
+    assert type(make_all2all(f"{__name__}:Mine", pair)) is Mine
+    with pytest.raises(ConfigError, match="allgather_reducescatter, alltoallv, replicated"):
+        make_all2all("deepep", pair)
+
+
+class Mine(AllToAllV):
+    pass

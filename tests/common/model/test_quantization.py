@@ -1,0 +1,377 @@
+"""Quantized weights: what files say, what stays in memory, and what is computed from it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_model import split_logits
+from torch import Tensor
+
+from benchmarks.quantized_folder import Scheme, load_weights, quantize_folder, quantize_matrix
+from paths import MODELS
+from pdserve.common.config.schema import EngineConfig, ModelConfig, ParallelConfig
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.core.quantization import Quantization
+from pdserve.common.distributed.group import GroupCoordinator
+from pdserve.common.model.decoder import CausalLM
+from pdserve.common.model.loader import load_model
+from pdserve.common.model.sharding import Placement
+from pdserve.common.model.stages import Stage
+from pdserve.common.model.weights import GroupedWeight, Int8Weight, MatrixPart, Weight, make_weight
+from pdserve.common.node.host import ModelFacts
+from slow_quantization import dequantize, dequantized_folder
+from tiny_engine import CPU, greedy, load, new_cache, single_threaded_inference, some_tokens, step
+
+LLAMA = MODELS / "llama-gqa"
+SCHEMES = {
+    "awq": Scheme("awq", group_size=64),
+    "awq-skipping": Scheme("awq", skipped=("self_attn.o_proj", "mlp.down_proj")),
+    "gptq": Scheme("gptq", sym=True),
+    "gptq-one-group": Scheme("gptq", group_size=-1, v2=True),
+    "gptq-desc-act": Scheme("gptq", desc_act=True),
+    "gptq-8-bits": Scheme("gptq", bits=8, group_size=64),
+    "gptq-skipping": Scheme("gptq", v2=True, skipped=("self_attn.o_proj",)),
+}
+every_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    with single_threaded_inference():
+        yield
+
+
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first layer of the tiny Llama: the slow reader takes its time."""
+    folder = tmp_path_factory.mktemp("shallow")
+    config = json.loads((LLAMA / "config.json").read_text()) | {"num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    kept = {
+        name: tensor
+        for name, tensor in load_weights(LLAMA).items()
+        if ".layers." not in name or ".layers.0." in name
+    }
+    save_file(kept, folder / "model.safetensors")
+    return folder
+
+
+def load_int8(folder: Path, group: Any = None, dtype: torch.dtype = torch.float32) -> CausalLM:
+    spec = ModelSpec.from_folder(folder)
+    config = ModelConfig(model=str(folder), quantization="int8")
+    return load_model(spec, config, Placement(group or GroupCoordinator(), CPU, dtype))
+
+
+# ---- one matrix ----
+
+
+def filled(weight: Weight, tensors: Mapping[str, Tensor]) -> Weight:
+    """As the loader fills it."""
+    for shard in weight.shards():
+        assert tuple(tensors[shard.name].shape) == shard.shape
+        shard.target.copy_(shard.convert(tensors[shard.name][shard.index]))
+    return weight
+
+
+def grouped(parts: list[MatrixPart], scheme: Scheme) -> GroupedWeight:
+    placement = Placement(
+        GroupCoordinator(), CPU, torch.float32, quantization=Quantization.from_config(scheme.config)
+    )
+    weight = make_weight(parts, placement)
+    assert isinstance(weight, GroupedWeight)
+    return weight
+
+
+def tensors_of(matrices: Mapping[str, Tensor], scheme: Scheme) -> dict[str, Tensor]:
+    return {
+        f"{name}.{kind}": tensor
+        for seed, (name, matrix) in enumerate(matrices.items())
+        for kind, tensor in quantize_matrix(matrix, scheme, seed).items()
+    }
+
+
+@every_scheme
+@pytest.mark.parametrize("cut", [1, 2, 4, 8])
+def test_parts_of_a_matrix_are_those_of_the_slow_reader(scheme: Scheme, cut: int) -> None:
+    """Cuts of outputs and of inputs, also where they split words (10 outputs) and groups (24 and
+    12 inputs): every bit is the same."""
+    scheme = replace(scheme, skipped=())
+    matrices = {"a": torch.randn(80, 96), "b": torch.randn(40, 96)}
+    tensors = tensors_of(matrices, scheme)
+    slow = {name: dequantize(tensors, name, scheme) for name in matrices}
+
+    def part(name: str, rows: slice, columns: slice) -> MatrixPart:
+        return MatrixPart(name, tuple(matrices[name].shape), rows, columns)
+
+    for rank in range(cut):
+        rows = {name: share(len(matrix), rank, cut) for name, matrix in matrices.items()}
+        parts = [part(name, rows[name], slice(0, 96)) for name in matrices]
+        column_parallel = filled(grouped(parts, scheme), tensors)
+        expected = torch.cat([slow[name][rows[name]] for name in matrices])
+        assert torch.equal(column_parallel.dense(), expected)
+
+        columns = share(96, rank, cut)
+        row_parallel = filled(grouped([part("a", slice(0, 80), columns)], scheme), tensors)
+        assert torch.equal(row_parallel.dense(), slow["a"][:, columns])
+        assert row_parallel.values.nbytes == 80 * (96 // cut) * scheme.bits // 8
+
+
+def share(total: int, rank: int, size: int) -> slice:
+    return slice(rank * total // size, (rank + 1) * total // size)
+
+
+def int8(matrix: Tensor, columns: slice, dtype: torch.dtype = torch.float32) -> Int8Weight:
+    kind = Quantization("int8", 8)
+    placement = Placement(GroupCoordinator(), CPU, dtype, quantization=kind)
+    part = MatrixPart("a", tuple(matrix.shape), slice(0, len(matrix)), columns)
+    weight = filled(make_weight([part], placement), {"a.weight": matrix})
+    assert isinstance(weight, Int8Weight)
+    return weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_int8_is_within_half_a_step_of_each_channel(dtype: torch.dtype) -> None:
+    matrix = torch.randn(64, 96) * torch.logspace(-3, 1, 64)[:, None]
+    matrix[5] = 0
+    weight = int8(matrix, slice(0, 96), dtype)
+    steps = weight.scales.float()
+    assert torch.allclose(steps, (matrix.abs().amax(1) / 127).masked_fill(steps == 1, 1), rtol=0.01)
+    error = (weight.values * steps[:, None] - matrix).abs().amax(1)
+    assert (error <= steps * 0.5001).all()
+    assert weight.values[5].eq(0).all()
+    assert weight.values.abs().amax(1).min() == 0 and weight.values.abs().amax() == 127
+    parts = [int8(matrix, share(96, rank, 4), dtype) for rank in range(4)]
+    assert torch.equal(torch.cat([part.values for part in parts], 1), weight.values)
+    assert all(torch.equal(part.scales, weight.scales) for part in parts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_int8_product(dtype: torch.dtype) -> None:
+    """Sums of thousands, which times 127 are beyond half precision."""
+    matrix, x, bias = torch.rand(8, 512), torch.full((3, 512), 20.0), torch.arange(8.0)
+    out = int8(matrix, slice(0, 512), dtype).linear(x.to(dtype), bias.to(dtype))
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.float(), x @ matrix.t() + bias, rtol=0.01, atol=0.01)
+
+
+# ---- whole models ----
+
+
+def logits(model: CausalLM) -> Tensor:
+    return step(model, new_cache(model), [(some_tokens(40), 0, [4, 2, 6])])
+
+
+@every_scheme
+def test_logits_are_those_of_dequantized_weights(
+    scheme: Scheme, shallow: Path, tmp_path: Path
+) -> None:
+    folder = quantize_folder(shallow, tmp_path / "quantized", scheme)
+    dense = dequantized_folder(folder, tmp_path / "dense", scheme)
+    torch.testing.assert_close(logits(load(folder)), logits(load(dense)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen2", "qwen3"])
+@pytest.mark.parametrize("scheme", ["awq", "gptq-desc-act", "gptq-8-bits"])
+@pytest.mark.parametrize("size", [2, 4])  # of 4, groups of 64 are split
+def test_a_split_quantized_model_equals_the_whole(
+    name: str, scheme: str, size: int, tmp_path: Path
+) -> None:
+    folder = quantize_folder(MODELS / name, tmp_path / "quantized", SCHEMES[scheme])
+    check_split(size, lambda member: load(folder, member))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_split_int8_model_equals_the_whole(size: int) -> None:
+    check_split(size, lambda member: load_int8(MODELS / "qwen2", member))
+
+
+def check_split(size: int, build: Callable[[Any], CausalLM]) -> None:
+    whole = split_logits(1, build)[0]
+    for part in split_logits(size, build):
+        torch.testing.assert_close(part, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_stages_hold_what_the_whole_does(tmp_path: Path) -> None:
+    folder = quantize_folder(LLAMA, tmp_path / "quantized", SCHEMES["gptq"])
+    spec, config = ModelSpec.from_folder(folder), ModelConfig(model=str(folder))
+    placement = Placement(GroupCoordinator(), CPU, torch.float32)
+    stages = (Stage(0, 3, last=False), Stage(3, 4, first=False))
+    halves = [load_model(spec, config, placement, stage) for stage in stages]
+    layers = [layer for half in halves for layer in half.layers]
+    for ours, theirs in zip(layers, load(folder).layers, strict=True):
+        assert torch.equal(ours.mlp.down_proj.weight.dense(), theirs.mlp.down_proj.weight.dense())
+
+
+def test_weights_stay_small(tmp_path: Path) -> None:
+    """The linear layers: 688,128 weights."""
+    awq = quantize_folder(LLAMA, tmp_path / "awq", Scheme("awq"))
+    others = load(LLAMA).weights_bytes - 4 * 688_128
+    assert load_int8(LLAMA).weights_bytes - others == 688_128 + 4 * 4 * (2 * 128 + 2 * 64 + 768)
+    assert load(awq).weights_bytes - others == 688_128 // 2 + 688_128 // 32 * 5
+
+
+@pytest.mark.parametrize("scheme", [None, Scheme("gptq", bits=8), Scheme("awq")])
+def test_trained_models_still_tell_their_story(scheme: Scheme | None, tmp_path: Path) -> None:
+    """8 bits change little; 4 bits of a model this small change a word now and then."""
+    prompt, count = some_tokens(12, seed=3), 24
+    expected = greedy(load(LLAMA), prompt, count, [9, 3, 7])
+    folder = LLAMA if scheme is None else quantize_folder(LLAMA, tmp_path / "other", scheme)
+    model = load_int8(LLAMA) if scheme is None else load(folder)
+    error = (logits(model) - logits(load(LLAMA))).abs().mean()
+    assert error < (0.7 if scheme and scheme.bits == 4 else 0.1)
+    if not scheme or scheme.bits == 8:
+        assert greedy(model, prompt, count, [9, 3, 7]) == expected
+
+
+# ---- refusals ----
+
+AWQ = Scheme("awq").config
+GPTQ = Scheme("gptq").config
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "fp8"}, "quant_method 'fp8'"),
+        ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
+        ({"bits": 4}, "quant_method None"),
+        ({**AWQ, "bits": 8}, "awq bits 8"),
+        ({**AWQ, "version": "gemv"}, "awq version 'gemv'"),
+        ({**AWQ, "zero_point": False}, "awq zero_point False"),
+        ({**GPTQ, "bits": 3}, "gptq bits 3"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        ({**GPTQ, "group_size": 0}, "group_size 0"),
+        ({**GPTQ, "lm_head": True}, "lm_head True"),
+        ({**GPTQ, "dynamic": {"-:.*mlp.*": {}}}, "dynamic"),
+    ],
+)
+def test_other_formats_are_refused(config: dict[str, Any], message: str) -> None:
+    raw = json.loads((LLAMA / "config.json").read_text())
+    with pytest.raises(ConfigError, match=rf"{message}.*AWQ.*GPTQ.*--quantization int8"):
+        ModelSpec.from_config({**raw, "quantization_config": config})
+
+
+def test_a_mixture_of_experts_is_refused() -> None:
+    raw = json.loads((LLAMA / "config.json").read_text())
+    with pytest.raises(ConfigError, match="mixture of experts"):
+        ModelSpec.from_config({**raw, "num_experts": 8, "quantization_config": AWQ})
+
+
+def test_modules_are_named_by_whole_components() -> None:
+    kind = Quantization.from_config({**AWQ, "modules_to_not_convert": ["mlp.gate", "lm_head"]})
+    assert kind.covers("model.layers.0.mlp.gate_proj")
+    assert not kind.covers("model.layers.0.mlp.gate")
+
+
+def test_int8_is_not_put_on_top(tmp_path: Path) -> None:
+    folder = quantize_folder(LLAMA, tmp_path / "awq", Scheme("awq"))
+    with pytest.raises(ConfigError, match=r"--quantization int8 .*quantized \(awq\): leave"):
+        load_int8(folder)
+    spec = ModelSpec.from_folder(folder)
+    dummy = ModelConfig(model=str(folder), load_format="dummy")
+    with pytest.raises(ConfigError, match="dummy makes no awq weights"):
+        load_model(spec, dummy, Placement(GroupCoordinator(), CPU, torch.float32))
+
+
+def test_dummy_weights_can_be_int8() -> None:
+    config = ModelConfig(load_format="dummy", quantization="int8")
+    spec = ModelSpec.from_folder(LLAMA)
+    model = load_model(spec, config, Placement(GroupCoordinator(), CPU, torch.float32))
+    assert model.layers[0].mlp.down_proj.weight.values.abs().amax(1).eq(127).all()
+
+
+Edit = Callable[[dict[str, Tensor]], object]
+PREFIX = "model.layers.0.mlp.down_proj"
+
+
+def edited(folder: Path, scheme: Scheme, edit: Edit) -> Path:
+    quantize_folder(LLAMA, folder, scheme)
+    weights = load_weights(folder)
+    edit(weights)
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    def edit(weights: dict[str, Tensor]) -> None:
+        del weights[f"{PREFIX}.qzeros"]
+        weights[f"{PREFIX}.scales"] = torch.zeros(5, 128)
+        weights[f"{PREFIX}.bias"] = torch.ones(128)
+
+    with pytest.raises(ConfigError) as caught:
+        load(edited(tmp_path / "wrong", Scheme("gptq"), edit))
+    message = caught.value.message
+    assert f"missing: {PREFIX}.qzeros" in message
+    assert f"unexpected: {PREFIX}.bias" in message
+    assert f"{PREFIX}.scales [5, 128] ≠ [10, 128]" in message
+
+
+def test_zero_biases_of_autogptq_are_ignored(tmp_path: Path) -> None:
+    name = f"{PREFIX}.bias"
+    load(edited(tmp_path / "zero", Scheme("gptq"), lambda w: w.update({name: torch.zeros(128)})))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("g_idx", torch.full((320,), 10, dtype=torch.int32), "g_idx names groups beyond the 10"),
+        ("qweight", torch.zeros(40, 128), "qweight holds torch.float32, not the int32"),
+    ],
+)
+def test_contents_that_make_no_sense(
+    name: str, value: Tensor, message: str, tmp_path: Path
+) -> None:
+    scheme = Scheme("gptq", desc_act=True)
+    with pytest.raises(ConfigError, match=message):
+        load(edited(tmp_path / "odd", scheme, lambda w: w.update({f"{PREFIX}.{name}": value})))
+
+
+def test_one_product_is_quantized_alike() -> None:
+    kind = Quantization("awq", 4, 32, excluded=("v_proj",))
+    spec = replace(ModelSpec.from_folder(LLAMA), quantization=kind)
+    with pytest.raises(ConfigError, match=r"q_proj.*v_proj are one product"):
+        CausalLM(spec, Placement(GroupCoordinator(), CPU, torch.float32))
+
+
+def test_numbers_fill_words_and_bytes() -> None:
+    spec = ModelSpec.from_folder(LLAMA).quantized("int4")
+    ranks: Any = SimpleNamespace(rank=0, size=4)
+    with pytest.raises(ConfigError, match="not packed in whole 32-bit words"):
+        CausalLM(
+            replace(spec, intermediate_size=324), Placement(GroupCoordinator(), CPU, torch.float32)
+        )
+    with pytest.raises(ConfigError, match="--tensor-parallel-size leaves a rank 9 inputs"):
+        make_weight(
+            [MatrixPart("a", (128, 72), slice(0, 128), slice(0, 9))],
+            Placement(ranks, CPU, torch.float32, quantization=spec.quantization),
+        )
+
+
+# ---- pairing ----
+
+
+def identity(folder: Path, **options: Any) -> dict[str, str]:
+    engine = EngineConfig(
+        model=ModelConfig(model=str(folder), **options), parallel=ParallelConfig(device="cpu")
+    )
+    return ModelFacts.read(engine).kv_identity(16)
+
+
+def test_other_weights_are_another_identity(tmp_path: Path) -> None:
+    folder = tmp_path / "plain"
+    shutil.copytree(LLAMA, folder)
+    plain, rounded = identity(folder), identity(folder, quantization="int8")
+    assert {key for key in plain if plain[key] != rounded[key]} == {"quantization"}
+    assert rounded["quantization"] == "int8"
+    awq = identity(quantize_folder(LLAMA, tmp_path / "awq", Scheme("awq")))
+    assert awq["quantization"] == "awq" and awq["weights"] != plain["weights"]

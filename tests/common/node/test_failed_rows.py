@@ -1,0 +1,136 @@
+"""A sequence that cannot be computed ends alone, with an error that names its request: the node,
+and all that share its steps, go on. Here on a decode node in this process; `e2e/test_poison.py` has
+both roles, with ranks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+
+import live_node
+from benchmarks.soak.poisoned import TOKEN, poisoned
+from live_node import decode_node, eventually
+from pdserve.common.core.errors import Blame, InvalidRequest, NodeError, PdserveError
+from pdserve.common.core.request import Choice, GenerateJob
+from pdserve.common.core.sampling import SamplingParams
+from pdserve.common.engine.sequence import Sequence
+from pdserve.common.rpc.convert import job_to_pb
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
+from pdserve.common.rpc.status import from_rpc_error
+from pdserve.decode_node.node import DecodeNode
+from pdserve.decode_node.session import DecodeSession
+
+PROMPT = tuple(range(3, 40))
+PARAMS = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+GOOD = GenerateJob("good", PROMPT, PARAMS)
+FORCED = replace(PARAMS, logit_bias={TOKEN: 100.0})
+
+
+@pytest.fixture(params=["mistral"])
+async def node(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> AsyncIterator[tuple[DecodeNode, pb_grpc.DecodeStub]]:
+    """Of a poisoned model."""
+    folder = live_node.MODEL.with_name(request.param)
+    monkeypatch.setattr(live_node, "MODEL", poisoned(folder, tmp_path / "model"))
+    async with decode_node() as (node, _, _), grpc.aio.insecure_channel(node.address) as channel:
+        yield node, pb_grpc.DecodeStub(channel)
+
+
+async def run(stub: pb_grpc.DecodeStub, job: GenerateJob) -> dict[int, list[int]]:
+    """The tokens of each choice. Raises the node's typed error."""
+    tokens: dict[int, list[int]] = {choice.index: [] for choice in job.choices}
+    request = pb.DecodeRequest(job=job_to_pb(job), local_prefill=True)
+    try:
+        async for event in stub.Run(request):
+            tokens[event.tokens.choice] += [token.id for token in event.tokens.tokens]
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error, Blame.DECODE) from None
+    return tokens
+
+
+@pytest.mark.parametrize("node", ["mistral", "mixtral"], indirect=True)
+async def test_a_failed_row_ends_its_request_and_no_other(
+    node: tuple[DecodeNode, pb_grpc.DecodeStub],
+) -> None:
+    """Whatever is left in the blocks of those that failed."""
+    decode, stub = node
+    alone = await run(stub, GOOD)
+    choices = (Choice(0), Choice(1), Choice(2))
+    results = await asyncio.gather(
+        run(stub, GOOD),
+        run(stub, GenerateJob("in-the-prompt", (*PROMPT[:20], TOKEN), PARAMS)),
+        run(stub, GOOD),
+        run(stub, GenerateJob("generated", PROMPT, FORCED)),
+        run(stub, GenerateJob("one-of-three", PROMPT, FORCED, choices)),
+        return_exceptions=True,
+    )
+    assert results[0] == results[2] == alone
+    for failed, name in zip((results[1], results[3], results[4]), NAMES, strict=True):
+        assert isinstance(failed, NodeError), failed
+        assert (failed.code, failed.blame, failed.retryable) == (
+            "SEQUENCE_FAILED", Blame.DECODE, True,
+        )  # fmt: skip
+        assert name in failed.message and "NaN" in failed.message
+    (replica,) = decode.replicas
+    assert replica.scheduler.num_failed >= 3
+    await eventually(lambda: replica.scheduler.pool.num_free == replica.scheduler.pool.num_blocks)
+    assert await run(stub, GOOD) == alone and decode.ready() == (True, "ok")
+
+
+@pytest.mark.parametrize("event", ["admitted", "computed", "sampled"])
+async def test_a_defect_in_one_requests_work_is_not_the_nodes_end(
+    node: tuple[DecodeNode, pb_grpc.DecodeStub], monkeypatch: pytest.MonkeyPatch, event: str
+) -> None:
+    decode, stub = node
+    hear = getattr(DecodeSession, event)
+
+    def trips(session: DecodeSession, sequence: Sequence, *news: object) -> None:
+        hear(session, sequence, *news)
+        begun = event == "admitted" or sequence.num_tokens > len(PROMPT)
+        if sequence.request_id == "bad" and begun:
+            raise KeyError("a defect")
+
+    monkeypatch.setattr(DecodeSession, event, trips)
+    bad, *good = await asyncio.gather(
+        run(stub, replace(GOOD, request_id="bad")),
+        *(run(stub, GOOD) for _ in range(2)),
+        return_exceptions=True,
+    )
+    assert isinstance(bad, NodeError) and (bad.code, bad.blame) == ("INTERNAL", Blame.DECODE)
+    assert "request bad" in bad.message and "a defect" not in bad.message
+    assert good[0] == good[1] == await run(stub, GOOD)
+    (replica,) = decode.replicas
+    await eventually(lambda: replica.scheduler.pool.num_free == replica.scheduler.pool.num_blocks)
+    assert decode.ready() == (True, "ok")
+
+
+NAMES = ("in-the-prompt", "generated", "one-of-three")
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"repetition_penalty": 1e-39},
+        {"repetition_penalty": 1e-45},
+        {"min_p": 9.0},
+        {"temperature": float("nan")},
+        {"logit_bias": {1: float("nan")}},
+        {"seed": 2**64 - 1},
+    ],
+    ids=str,
+)
+async def test_what_another_versions_router_lets_through_is_refused(
+    node: tuple[DecodeNode, pb_grpc.DecodeStub], odd: dict[str, object]
+) -> None:
+    _, stub = node
+    with pytest.raises(PdserveError) as caught:
+        await run(stub, replace(GOOD, sampling=replace(PARAMS, **odd)))  # type: ignore[arg-type]
+    assert isinstance(caught.value, InvalidRequest) and caught.value.param == next(iter(odd))
+    await run(stub, GOOD)

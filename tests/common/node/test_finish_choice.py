@@ -1,0 +1,61 @@
+"""A stop string ends a choice in the router; its decode node computes no more of it, and all of
+the others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import grpc
+
+from live_node import decode_node, eventually
+from pdserve.common.core.request import Choice, GenerateJob
+from pdserve.common.core.sampling import SamplingParams
+from pdserve.common.rpc.convert import job_to_pb
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
+
+PARAMS = SamplingParams(max_tokens=200, ignore_eos=True, seed=3)
+JOB = GenerateJob("three", tuple(range(3, 40)), PARAMS, (Choice(0), Choice(1), Choice(2)))
+
+
+async def test_a_finished_choice_is_computed_no_more() -> None:
+    """Also one that was never there, of a request that never was, and twice."""
+    async with (
+        decode_node() as (node, _, (gate,)),
+        grpc.aio.insecure_channel(node.address) as channel,
+    ):
+        stub = pb_grpc.DecodeStub(channel)
+
+        async def finish(choice: int, request_id: str = "three") -> None:
+            await stub.FinishChoice(pb.FinishChoiceRequest(request_id=request_id, choice=choice))
+
+        tokens = {0: 0, 1: 0, 2: 0}
+        scheduler = node.replicas[0].scheduler
+        async for event in stub.Run(pb.DecodeRequest(job=job_to_pb(JOB), local_prefill=True)):
+            tokens[event.tokens.choice] += len(event.tokens.tokens)
+            if tokens[1] == 5 and len(event.tokens.tokens):
+                gate.open.clear()
+                await finish(1)
+                await finish(1)
+                await finish(7)
+                await finish(0, "another")
+                gate.open.set()
+            if tokens[0] == 20:
+                await finish(0)
+        assert tokens[2] == 200 and 5 <= tokens[1] < 40 and 20 <= tokens[0] < 60
+        assert scheduler.generation_tokens < sum(tokens.values()) + 10
+        await eventually(lambda: scheduler.pool.num_free == scheduler.pool.num_blocks)
+
+
+async def test_the_last_finished_choice_ends_the_call() -> None:
+    async with (
+        decode_node() as (node, _, _),
+        grpc.aio.insecure_channel(node.address) as channel,
+    ):
+        stub = pb_grpc.DecodeStub(channel)
+        job = replace(JOB, choices=(Choice(0),))
+        async for _ in stub.Run(pb.DecodeRequest(job=job_to_pb(job), local_prefill=True)):
+            await stub.FinishChoice(pb.FinishChoiceRequest(request_id="three", choice=0))
+        scheduler = node.replicas[0].scheduler
+        await eventually(lambda: scheduler.pool.num_free == scheduler.pool.num_blocks)
+        assert scheduler.generation_tokens < 100

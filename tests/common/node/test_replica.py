@@ -1,0 +1,410 @@
+"""Replicas of one node: who takes a job, who answers for a transfer, and what a failure ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+
+from live_node import decode_node, eventually, generate, node_config
+from pdserve.common.config.schema import (
+    EngineConfig,
+    LogConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from pdserve.common.core.errors import ConfigError, NodeError, TransferError
+from pdserve.common.core.sampling import SampledToken, SamplingParams
+from pdserve.common.distributed import launch
+from pdserve.common.distributed.executor import WorkerSpec
+from pdserve.common.distributed.inprocess import InProcessExecutor
+from pdserve.common.distributed.multiprocess import MultiprocessExecutor
+from pdserve.common.engine.block_pool import BlockPool, hash_blocks
+from pdserve.common.engine.messages import CacheShape
+from pdserve.common.engine.scheduler import Scheduler
+from pdserve.common.engine.sequence import Sequence as EngineSequence
+from pdserve.common.node import host
+from pdserve.common.node.load import Offer, SchedulerCollector, choose, offer_of
+from pdserve.common.worker import memory, worker
+from pdserve.common.worker.worker import WorkerConfig, worker_specs
+from pdserve.decode_node.node import DecodeNode, Sinks
+from pdserve.kv_transfer.control.sink import KVSink
+from pdserve.kv_transfer.control.ticket import RankEndpoint
+from pdserve.kv_transfer.layout import Rect
+
+# ---- the choice -----------------------------------------------------------------------------
+
+IDLE = Offer(
+    replica=0,
+    pending_tokens=0,
+    decoding_tokens=0,
+    missing_tokens=100,
+    num_sequences=0,
+    fits=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "chosen"),
+    [
+        ([{}, {}], 0),  # equal: the lowest index
+        ([{"pending_tokens": 1}, {}], 1),
+        ([{"decoding_tokens": 1}, {}], 1),
+        ([{}, {"missing_tokens": 99}], 1),
+        # A cached prefix is worth its tokens, and no more.
+        ([{"pending_tokens": 63, "missing_tokens": 36}, {}], 0),
+        ([{"pending_tokens": 65, "missing_tokens": 36}, {}], 1),
+        ([{"decoding_tokens": 65, "missing_tokens": 36}, {}], 1),
+        # As much to do: the fewest sequences.
+        ([{"pending_tokens": 5, "num_sequences": 2}, {"decoding_tokens": 5}], 1),
+        # Whoever would wait for blocks comes last, whatever it has cached.
+        ([{"fits": False, "missing_tokens": 0}, {"decoding_tokens": 10_000}], 1),
+        ([{"fits": False, "pending_tokens": 9}, {"fits": False, "pending_tokens": 8}], 1),
+    ],
+)  # fmt: skip
+def test_least_work_before_the_first_token(changes: list[dict[str, Any]], chosen: int) -> None:
+    offers = [replace(IDLE, replica=index, **each) for index, each in enumerate(changes)]
+    assert choose(offers) == chosen
+    assert choose(reversed(offers)) == chosen, "the order of the offers says nothing"
+
+
+def scheduler(num_blocks: int = 16, max_num_seqs: int = 4) -> Scheduler:
+    config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=8)
+    return Scheduler(BlockPool(num_blocks, block_size=4), config, eos_token_ids=())
+
+
+def sequence(num_tokens: int, first: int = 0, remote: bool = False) -> EngineSequence:
+    tokens = list(range(first, first + num_tokens))
+    return EngineSequence(first, SamplingParams(max_tokens=9), tokens, num_tokens, remote=remote)
+
+
+def compute(it: Scheduler, one: EngineSequence, num_tokens: int) -> None:
+    it.schedule()
+    it.computed(one, num_tokens)
+
+
+def test_an_offer_counts_what_is_still_to_be_computed() -> None:
+    it, one, two = scheduler(), sequence(10), sequence(7, first=50)
+    it.add(one)
+    it.add(two)
+    assert offer_of(0, it, 5, []) == Offer(0, 17, 0, 5, num_sequences=2, fits=True)
+    it.admit()
+    compute(it, one, 8)
+    assert offer_of(0, it, 5, []).pending_tokens == 2 + 7
+
+
+def test_an_offer_counts_what_decodes_whole() -> None:
+    it, local, remote = scheduler(), sequence(6), sequence(9, first=50, remote=True)
+    it.add(remote)
+    assert offer_of(0, it, 5, []).decoding_tokens == 9, "its KV comes, it is not computed here"
+    it.add(local)
+    it.admit()
+    compute(it, local, 6)
+    local.append(SampledToken(1))
+    offer = offer_of(0, it, 5, [])
+    assert (offer.decoding_tokens, offer.pending_tokens) == (9 + 7, 0)
+    it.release(local)
+    it.release(remote)
+    assert offer_of(0, it, 5, []) == Offer(0, 0, 0, 5, num_sequences=0, fits=True)
+
+
+def test_an_offer_leaves_out_what_is_cached() -> None:
+    it, one = scheduler(), sequence(10)
+    it.add(one)
+    it.admit()
+    compute(it, one, 10)
+    hashes = hash_blocks([*range(10), 99, 98, 97], 4)
+    assert offer_of(0, it, 13, hashes).missing_tokens == 13 - 8
+    assert offer_of(0, it, 13, hash_blocks([9, *range(1, 10)], 4)).missing_tokens == 13
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "held", "waiting", "fits"),
+    [
+        (64, 0, 0, True),
+        (65, 0, 0, False),
+        (56, 4, 0, True),  # a block is held, one is spare for the sequence that runs
+        (57, 4, 0, False),
+        (32, 0, 32, True),
+        (33, 0, 32, False),  # who waits goes first
+    ],
+)
+def test_whether_a_job_fits(num_tokens: int, held: int, waiting: int, fits: bool) -> None:
+    it = scheduler()
+    if held:
+        it.add(sequence(held))
+        it.admit()
+    if waiting:
+        it.add(sequence(waiting, first=100))
+    assert offer_of(0, it, num_tokens, []).fits is fits
+
+
+def test_a_job_fits_into_the_blocks_of_its_prefix() -> None:
+    it, one = scheduler(num_blocks=4), sequence(12)
+    it.add(one)
+    it.admit()
+    compute(it, one, 12)
+    hashes = hash_blocks(range(12), 4)
+    assert not offer_of(0, it, 12, []).fits
+    it.release(one)
+    taken = it.pool.allocate(1)
+    assert offer_of(0, it, 12, hashes).fits, "three blocks that nobody holds, all of them cached"
+    assert not offer_of(0, it, 13, hashes).fits
+    it.pool.free(taken)
+    assert offer_of(0, it, 13, hashes).fits
+
+
+def test_a_full_batch_has_no_turn_left() -> None:
+    it = scheduler(max_num_seqs=1)
+    assert offer_of(0, it, 1, []).fits
+    it.add(sequence(1))
+    assert not offer_of(0, it, 1, []).fits
+
+
+# ---- the front over the sinks ---------------------------------------------------------------
+
+
+def sink() -> KVSink:
+    async def call(rank: int, message: bytes) -> bytes:
+        return b"\x80"  # an empty reply
+
+    rank = RankEndpoint(0, Rect(0, 1, 0, 1), b"")
+    return KVSink([rank], fingerprint="f", block_size=4, address="a", lease_s=5.0, call=call)
+
+
+async def test_a_transfer_is_its_replicas() -> None:
+    both = sink(), sink()
+    sinks, freed = Sinks(both), asyncio.Event()
+    ticket = await both[1].reserve(8, 0, (0, 1), freed.set)
+    assert sinks.of(ticket.transfer_id) is both[1]
+    await both[1].cancel(ticket.transfer_id)
+    assert freed.is_set()
+    assert sinks.of(ticket.transfer_id) is both[1], "a late commit learns how it ended"
+    with pytest.raises(TransferError) as caught:
+        sinks.of(bytes(16)).renew(bytes(16), 1)
+    assert caught.value.code == "UNKNOWN_TRANSFER"
+    for each in both:
+        await each.close()
+
+
+# ---- where the ranks are --------------------------------------------------------------------
+
+
+def test_replicas_share_their_host() -> None:
+    parallel = ParallelConfig(
+        data_parallel_size=3, tensor_parallel_size=2, pipeline_parallel_size=2
+    )
+    config = WorkerConfig(EngineConfig(parallel=parallel))
+    specs = [worker_specs(config, "decode", replica=index) for index in range(3)]
+    assert [[each.rank for each in one] for one in specs] == 3 * [[0, 1, 2, 3]]
+    assert [each.local_rank for one in specs for each in one] == list(range(12))
+    assert {(each.world_size, each.local_world_size) for one in specs for each in one} == {(4, 12)}
+    assert [one[0].role for one in specs] == ["decode.0", "decode.1", "decode.2"]
+
+
+def test_replicas_have_processes_of_their_own() -> None:
+    (alone,) = worker_specs(WorkerConfig())
+    assert isinstance(launch.make_executor([alone]), InProcessExecutor)
+    parallel = ParallelConfig(data_parallel_size=2)
+    (one_of_two,) = worker_specs(WorkerConfig(EngineConfig(parallel=parallel)))
+    assert isinstance(launch.make_executor([one_of_two]), MultiprocessExecutor)
+
+
+def test_cores_are_shared_by_the_ranks_of_all_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    monkeypatch.setattr(worker, "usable_cores", lambda: 16)
+    monkeypatch.setattr(worker.torch, "set_num_threads", threads.append)
+    worker._set_threads(0, num_neighbours=4)
+    worker._set_threads(3, num_neighbours=4)
+    assert threads == [4, 3]
+
+
+@pytest.mark.parametrize(("replicas", "share"), [(1, 0.1), (2, 0.1), (8, 0.5 / 16)])
+def test_ranks_of_a_cpu_node_leave_memory(
+    replicas: int, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parallel = ParallelConfig(data_parallel_size=replicas, tensor_parallel_size=2)
+    free = memory.psutil.virtual_memory()._replace(available=10**9)
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr(memory, "memory_left", lambda: None)
+    assert room_on_cpu(parallel) == int(10**9 * share)
+
+
+def room_on_cpu(parallel: ParallelConfig, max_model_len: int = 16) -> int:
+    """Of a rank whose blocks of 16 tokens have 1 KiB."""
+    unused: Any = None
+    engine, shape = EngineConfig(parallel=parallel), CacheShape(0, 1, 0, 1, 1, 16, 8, "float32")
+    cpu = worker.torch.device("cpu")
+    return memory.available_bytes(engine, unused, shape, max_model_len, cpu, unused)
+
+
+def test_a_container_s_cache_is_sized_from_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "memory_left", lambda: 500 * 10**6)
+    assert room_on_cpu(ParallelConfig()) == 50 * 10**6
+
+
+def test_in_little_memory_one_sequence_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 MiB are left: a tenth holds 10,240 blocks, half of them 51,200."""
+    monkeypatch.setattr(memory, "memory_left", lambda: 100 * 2**20)
+    assert room_on_cpu(ParallelConfig(), 16 * 40_000) == 40_000 * 2**10
+    assert room_on_cpu(ParallelConfig(), 16 * 60_000) == 50 * 2**20
+    pair = ParallelConfig(tensor_parallel_size=2)
+    assert room_on_cpu(pair, 16 * 40_000) == 25 * 2**20
+
+
+def test_a_cache_that_memory_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pages are taken when first written: the kernel would kill the node under load."""
+    monkeypatch.setattr(memory, "memory_left", lambda: 2**20)
+    memory.check_ram(2**20)
+    with pytest.raises(ConfigError, match=r"of 2\.0 MiB .* 1\.0 MiB .*--kv-cache-memory"):
+        memory.check_ram(2**21)
+
+
+def test_a_replica_without_a_gpu_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker.torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match=r"rank 2 of the node .*--data-parallel-size"):
+        worker.choose_device("cuda", 2)
+
+
+# ---- starting -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ranks_left() -> Iterator[None]:
+    before = set(psutil.Process().children(recursive=True))  # of other tests of this process
+    yield
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+@pytest.mark.usefixtures("ranks_left")
+async def test_when_one_replica_cannot_start_none_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def specs(config: WorkerConfig, role: str, log: LogConfig, replica: int) -> list[WorkerSpec]:
+        if replica == 1:
+            config = replace(config, engine=replace(config.engine, model=ModelConfig(model="/no")))
+        return worker_specs(config, role, log, replica)
+
+    monkeypatch.setattr(host, "worker_specs", specs)
+    with pytest.raises(ConfigError, match="/no"):
+        await DecodeNode(node_config(replicas=2)).serve()
+
+
+class Started:
+    """An executor of which only the end is of interest."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails, self.stopped = fails, False
+
+    async def shutdown(self, deadline: float) -> None:
+        self.stopped = True
+        if self.fails:
+            raise NodeError("a rank does not end")
+
+
+async def test_one_that_does_not_stop_keeps_no_other_from_it() -> None:
+    executors: Sequence[Any] = [Started(), Started(fails=True), Started()]
+    none: Any = None
+    with pytest.raises(NodeError, match="does not end"):
+        await host.stop_ranks([host.Ranks(each, (), none) for each in executors])
+    assert all(each.stopped for each in executors)
+
+
+async def test_when_one_fails_those_that_had_started_are_stopped() -> None:
+    executors: list[Any] = []
+    none: Any = None
+
+    async def start(replica: int) -> host.Ranks:
+        if replica == 1:
+            await asyncio.sleep(0.01)
+            raise NodeError("rank 0 died")
+        if replica == 2:
+            await asyncio.sleep(60)
+        executors.append(Started())
+        return host.Ranks(executors[-1], (), none)
+
+    with pytest.raises(NodeError, match="rank 0 died"):
+        await host.start_replicas(start, 3)
+    assert [each.stopped for each in executors] == [True]
+
+
+async def test_a_rank_that_dies_while_another_replica_starts_is_heard_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Mortal(Started):
+        def on_death(self, callback: Any) -> None:
+            callback(0, "rank 0 was killed")
+
+    async def start(*args: Any) -> host.Ranks:
+        executor: Any = Mortal()
+        return host.Ranks(executor, (), executor)
+
+    monkeypatch.setattr(host.Ranks, "start", start)
+    node = DecodeNode(node_config(replicas=2))
+    await node._start_ranks(1)
+    with pytest.raises(NodeError, match="replica 1: rank 0 was killed"):
+        await node._failed
+
+
+# ---- a node of two --------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("ranks_left")
+async def test_a_stalled_replica_is_avoided_until_it_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    async with (
+        decode_node(replicas=2) as (node, _, gates),
+        grpc.aio.insecure_channel(node.address) as channel,
+    ):
+        sample, (one, two) = node.metrics.registry.get_sample_value, node.replicas
+        assert await generate(channel) == 4, "on replica 0: all else is equal"
+        assert one.scheduler.generation_tokens == 4
+
+        gates[0].open.clear()
+        stalled = asyncio.create_task(generate(channel))
+        await eventually(lambda: one.sessions)
+        with pytest.raises(NodeError, match=r"replica 0: step \d+ has been running") as caught:
+            await stalled
+        assert caught.value.code == "ENGINE_STALLED"
+        assert await generate(channel) == 4, "on the other one, though this one has the prefix"
+        assert two.scheduler.generation_tokens == 4
+        ready, reason = node.ready()
+        assert ready and "replica 0: step" in reason
+        assert node.load().healthy and node.load().reason == reason
+        assert [sample("pdserve:engine_healthy", {"engine": e}) for e in "01"] == [0, 1]
+
+        gates[1].open.clear()
+        with pytest.raises(NodeError, match="replica 1: step"):
+            await generate(channel)
+        ready, reason = node.ready()
+        assert not ready and "replica 0: " in reason and "replica 1: " in reason
+        with pytest.raises(NodeError, match=r"replica 0: .*replica 1: "):
+            await generate(channel)
+        assert sample("pdserve:healthy") == 0
+
+        for gate in gates:
+            gate.open.set()
+        await eventually(lambda: node.ready() == (True, "ok"))
+        assert await generate(channel) == 4
+        await eventually(lambda: node.load().free_blocks == node.load().total_blocks == 512)
+        assert node.load().most_free_blocks == 256
+
+
+def test_metrics_name_the_replica() -> None:
+    one, two = scheduler(), scheduler(num_blocks=8)
+    two.add(sequence(5))
+    samples = {
+        (sample.name, sample.labels["engine"]): sample.value
+        for metric in SchedulerCollector([one, two]).collect()
+        for sample in metric.samples
+    }
+    assert samples["pdserve:kv_blocks_total", "0"] == 16
+    assert samples["pdserve:kv_blocks_total", "1"] == 8
+    assert samples["pdserve:num_requests_waiting", "1"] == 1
+    assert samples["pdserve:prompt_tokens_total", "0"] == 0

@@ -1,0 +1,335 @@
+"""When a node says that it could not produce a token, and when it can again."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from live_node import decode_node, eventually, generate
+from pdserve.common.core.errors import Blame, NodeError, TransferError
+from pdserve.common.engine.watchdog import Watchdog, Work
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
+from pdserve.common.rpc.server import Channels, GrpcServer
+from pdserve.common.rpc.status import serving
+from pdserve.decode_node.node import DecodeNode
+from pdserve.decode_node.session import DecodeSession
+from pdserve.prefill_node.node import DecodePeer
+from pdserve.prefill_node.peers import FORGET_AFTER, DecodePeers, why_unreachable
+
+IDLE = Work(
+    step=0,
+    computing=False,
+    call=None,
+    admitted=0,
+    freed=0,
+    waiting=0,
+    remote=0,
+    needed_blocks=0,
+    free_blocks=8,
+    total_blocks=8,
+)
+QUEUED = replace(IDLE, waiting=2, needed_blocks=5, free_blocks=3)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.time = 100.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+class Watched:
+    """A watchdog of 20 seconds, and the clock that it goes by."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.watchdog = Watchdog(20.0, self.clock)
+
+    def after(self, seconds: float, work: Work) -> str:
+        self.clock.time += seconds
+        self.watchdog.look(work)
+        return self.watchdog.reason
+
+
+# ---- the engine -----------------------------------------------------------------------------
+
+
+def test_a_step_that_does_not_return_and_then_does() -> None:
+    watched, computing = Watched(), replace(IDLE, step=7, computing=True)
+    watched.after(100, IDLE)
+    assert not watched.after(1, computing)
+    assert not watched.after(19.9, computing)
+    assert watched.after(0.2, computing) == "step 7 has been running for 20.1 s"
+    assert watched.watchdog.stalled
+    assert watched.after(5, computing) == "step 7 has been running for 25.1 s"
+    assert not watched.after(1, replace(computing, computing=False))
+    assert not watched.watchdog.stalled
+
+
+def test_steps_that_return_are_none_that_stall() -> None:
+    watched = Watched()
+    assert not any(watched.after(19, replace(IDLE, step=step, computing=True)) for step in range(5))
+
+
+def test_a_rank_that_does_not_answer_and_then_does() -> None:
+    watched = Watched()
+    watched.after(0, replace(IDLE, call=(1, 0)))
+    watched.after(19, replace(IDLE, call=(2, 1)))  # the first was answered
+    steps = (replace(IDLE, step=step, computing=True, call=(2, 1)) for step in range(5))
+    reasons = [watched.after(6, work) for work in steps]  # steps do not hide it
+    assert reasons[2:] == ["", *(f"rank 1 has not answered a call for {s}.0 s" for s in (24, 30))]
+    assert watched.watchdog.stalled
+    assert not watched.after(1, IDLE)
+    assert not watched.watchdog.stalled
+
+
+def test_a_queue_that_stands_still_and_then_moves() -> None:
+    watched = Watched()
+    assert not watched.after(0, QUEUED)
+    assert not watched.after(19, replace(QUEUED, waiting=7))
+    reason = watched.after(2, replace(QUEUED, waiting=9))  # arrivals are no progress
+    assert reason == (
+        "KV memory exhausted: nothing was admitted, computed or freed for 21.0 s; the first of 9 "
+        "waiting sequences needs 5 blocks, 3 of 8 are free"
+    )
+    assert not watched.watchdog.stalled, "nobody has to move elsewhere"
+    assert not watched.after(1, replace(QUEUED, admitted=1, waiting=8))
+
+
+@pytest.mark.parametrize("progress", ["step", "admitted", "freed"])
+def test_a_queue_behind_a_busy_engine_is_no_ailment(progress: str) -> None:
+    watched = Watched()
+    for count in range(5):
+        assert not watched.after(19, replace(QUEUED, **{progress: count}))
+
+
+def test_a_queue_behind_kv_that_is_on_its_way_is_no_ailment() -> None:
+    """An idle decode node whose blocks are reserved for a prompt that takes minutes."""
+    watched, reserved = Watched(), replace(QUEUED, remote=3)
+    watched.after(0, reserved)
+    assert not any(watched.after(19, reserved) for _ in range(20))
+    assert not watched.after(1, replace(reserved, freed=5, remote=2)), "a lease has lapsed"
+    assert not watched.after(1000, replace(reserved, freed=5, remote=2))
+    left = replace(QUEUED, freed=9)  # none is under way, and still nothing moves
+    assert not watched.after(1, left)
+    assert not watched.after(19.9, left)
+    assert "KV memory exhausted" in watched.after(0.2, left)
+
+
+def test_a_step_that_does_not_return_is_seen_though_kv_is_on_its_way() -> None:
+    watched, computing = Watched(), replace(QUEUED, remote=3, step=7, computing=True)
+    watched.after(0, computing)
+    assert "step 7 has been running" in watched.after(20.1, computing)
+
+
+def test_idle_time_does_not_count() -> None:
+    watched = Watched()
+    watched.after(0, QUEUED)
+    watched.after(10, IDLE)
+    assert not watched.after(1000, IDLE)
+    assert not watched.after(10, QUEUED)
+
+
+# ---- the way to the decode nodes ------------------------------------------------------------
+
+
+def test_no_decode_node_reachable_until_one_answers() -> None:
+    peers = DecodePeers(Clock())
+    assert not peers.ailment() and not peers.in_doubt()
+    peers.used("d0:1", answered=False)
+    assert not peers.ailment(), "it may just have died"
+    assert peers.in_doubt() == ["d0:1"]
+    peers.probed("d0:1", lost="no route")
+    peers.used("d0:1", answered=False)
+    assert peers.ailment() == "no decode node reachable: d0:1 (no route)"
+    peers.probed("d0:1", lost="")
+    assert not peers.ailment() and not peers.in_doubt()
+
+
+def test_one_decode_node_out_of_reach_is_not_the_prefill_nodes_ailment() -> None:
+    peers = DecodePeers(Clock())
+    peers.used("d0:1")
+    peers.used("d1:1", answered=False)
+    peers.probed("d1:1", lost="no route")
+    assert not peers.ailment()
+    assert peers.in_doubt() == ["d0:1", "d1:1"], "the other one may be out of reach by now"
+    peers.probed("d0:1", lost="time-out")
+    assert "d0:1 (time-out), d1:1 (no route)" in peers.ailment()
+
+
+def test_an_address_out_of_reach_is_forgotten() -> None:
+    """Nobody sends work to a node that is unhealthy: it would stay so for ever."""
+    clock = Clock()
+    peers = DecodePeers(clock)
+    peers.used("d0:1")
+    peers.probed("d0:1", lost="no route")
+    clock.time += FORGET_AFTER - 0.1
+    peers.probed("d0:1", lost="no route")
+    assert peers.ailment()
+    clock.time += 0.2
+    assert not peers.ailment() and not peers.in_doubt()
+    peers.probed("d0:1", lost="a probe that was under way")
+    assert not peers.ailment()
+
+
+async def test_probes_until_somebody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.prefill_node.peers.PROBE_PERIOD", 0.01)
+    answers = iter(["no route", "time-out", ""])
+    asked: list[str] = []
+
+    async def probe(address: str) -> str:
+        asked.append(address)
+        return next(answers)
+
+    peers = DecodePeers()
+    peers.used("d0:1", answered=False)
+
+    async def drop(addresses: Sequence[str]) -> None:
+        assert not addresses
+
+    watching = asyncio.create_task(peers.watch(probe, drop))
+    await eventually(lambda: len(asked) == 3 and not peers.in_doubt())
+    await asyncio.sleep(0.05)
+    assert asked == 3 * ["d0:1"], "nobody is asked once all answer"
+    watching.cancel()
+
+
+async def test_a_refusal_shows_that_the_network_leads_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert await why_unreachable(address) == ""
+    assert await why_unreachable(address) == "", "refused"
+
+
+async def test_silence_and_no_route_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def silent(host: str, port: int) -> Any:
+        await asyncio.sleep(10)
+
+    async def no_route(host: str, port: int) -> Any:
+        raise OSError(errno.EHOSTUNREACH, "No route to host")
+
+    monkeypatch.setattr("pdserve.prefill_node.peers.PROBE_TIMEOUT", 0.05)
+    monkeypatch.setattr(asyncio, "open_connection", silent)
+    assert await why_unreachable("d0:1") == "no answer within 0.05 s"
+    monkeypatch.setattr(asyncio, "open_connection", no_route)
+    assert "No route to host" in await why_unreachable("d0:1")
+
+
+class Refusing(pb_grpc.KVTransferServicer):
+    async def Abort(
+        self, request: pb.AbortRequest, context: grpc.aio.ServicerContext
+    ) -> pb.AbortResponse:
+        async with serving(context):
+            raise TransferError("no such transfer", code="UNKNOWN_TRANSFER")
+        raise AssertionError("unreachable")
+
+
+async def test_calls_to_a_decode_node_tell_whether_it_is_there() -> None:
+    server, channels, peers = GrpcServer(), Channels(), DecodePeers()
+    descriptor = pb.DESCRIPTOR.services_by_name["KVTransfer"]
+    server.add(descriptor, pb_grpc.add_KVTransferServicer_to_server, Refusing())
+    address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
+    ticket: Any = SimpleNamespace(transfer_id=b"t", epoch=0, lease_s=1.0, address=address)
+    peer = DecodePeer(channels.get, peers)
+    with pytest.raises(NodeError):
+        await peer.abort(ticket, "the server is not started")
+    assert peers.in_doubt() == [address]
+    await server.start()
+    with pytest.raises(TransferError, match="no such transfer"):
+        await peer.abort(ticket, "there is somebody")
+    assert not peers.in_doubt()
+    await channels.close()
+    await server.stop(0)
+
+
+# ---- a node ---------------------------------------------------------------------------------
+
+
+async def health(node: DecodeNode, channel: grpc.aio.Channel) -> tuple[bool, int, str, float]:
+    """What the node says of itself, everywhere: gRPC health, /ready, heartbeat, metric."""
+    check = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+    url = f"http://127.0.0.1:{node.server._metrics.port}/ready"  # type: ignore[union-attr]
+    async with aiohttp.ClientSession() as session, session.get(url) as response:
+        status, reason = response.status, (await response.json())["reason"]
+    assert node.load().healthy is (status == 200)
+    metric = node.metrics.registry.get_sample_value("pdserve:healthy")
+    assert metric is not None
+    return check.status == health_pb2.HealthCheckResponse.SERVING, status, reason, metric
+
+
+async def test_a_node_whose_step_stalls_says_so_and_recovers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    async with (
+        decode_node() as (node, _, [gate]),
+        grpc.aio.insecure_channel(node.address) as channel,
+    ):
+        pool = node.replicas[0].scheduler.pool
+        assert await generate(channel) == 4
+        assert await health(node, channel) == (True, 200, "ok", 1.0)
+        gate.open.clear()
+        with pytest.raises(NodeError, match="step 5 has been running for") as caught:
+            await generate(channel)
+        assert caught.value.code == "ENGINE_STALLED"
+        assert caught.value.blame is Blame.DECODE and caught.value.retryable
+        with pytest.raises(NodeError, match="has been running"):
+            await generate(channel)
+        await eventually(lambda: "unhealthy: step 5 has been running" in caplog.text)
+        serving, status, reason, metric = await health(node, channel)
+        assert (serving, status, metric) == (False, 503, 0.0) and "step 5" in reason
+        assert pool.num_free < pool.num_blocks, "the step still computes into them"
+        gate.open.set()
+        await eventually(lambda: "healthy again" in caplog.text)
+        assert await health(node, channel) == (True, 200, "ok", 1.0)
+        assert await generate(channel) == 4
+        await eventually(lambda: pool.num_free == pool.num_blocks)
+
+
+async def test_a_node_without_memory_says_so_and_recovers() -> None:
+    async with decode_node() as (node, _, _), grpc.aio.insecure_channel(node.address) as channel:
+        pool = node.replicas[0].scheduler.pool
+        taken = pool.allocate(pool.num_blocks)
+        waiting = asyncio.create_task(generate(channel))
+        await eventually(lambda: not node.ready()[0])
+        assert "first of 1 waiting sequences needs 3 blocks, 0 of 256 are free" in node.ready()[1]
+        pool.free(taken)
+        node.replicas[0].engine._work.set()  # as whoever frees blocks does
+        assert await waiting == 4
+        await eventually(lambda: node.ready()[0])
+
+
+async def test_a_session_that_does_not_close_ends_its_node(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def defect(session: DecodeSession) -> None:
+        raise KeyError("blocks")
+
+    async with decode_node() as (node, serving, _):
+        monkeypatch.setattr(DecodeSession, "close", defect)
+        async with grpc.aio.insecure_channel(node.address) as channel:
+            await generate(channel)
+            assert await asyncio.wait_for(serving, 10) == 1
+    line = "[SESSION_NOT_CLOSED, blame=decode] a session did not close, its blocks may be lost"
+    assert line in caplog.text
+
+
+async def test_a_defect_in_the_background_ends_the_node() -> None:
+    async def defect() -> None:
+        raise KeyError("load")
+
+    async with decode_node() as (node, serving, _):
+        node.spawn(defect())
+        assert await asyncio.wait_for(serving, 10) == 1

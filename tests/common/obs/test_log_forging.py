@@ -1,0 +1,194 @@
+"""What others say cannot forge a line of the log, move a terminal's cursor, or carry this process's
+inner errors to clients."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import grpc
+import pytest
+
+from pdserve.common.core.errors import Blame
+from pdserve.common.core.printable import MAX_PEER_TEXT, cut, json_printable, peer_code, printable
+from pdserve.common.obs.logging import (
+    MAX_MESSAGE_LENGTH,
+    JSONFormatter,
+    TextFormatter,
+    request_id_var,
+)
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
+from pdserve.common.rpc.server import Channels, GrpcServer
+from pdserve.common.rpc.status import REQUEST_ID_KEY, from_rpc_error, serving
+from pdserve.kv_transfer.connectors.base.intake import as_transfer_error
+from pdserve.router.http.front import UnknownFields
+
+FORGED = "12:00:00.000 INFO    router - all is well"
+NASTY = [
+    f"d0\n{FORGED}",
+    f"d0\r{FORGED}",
+    f"d0\x0b{FORGED}",
+    f"d0\u2028{FORGED}",
+    f"d0\x85{FORGED}",
+    "d0\x1b[2J\x1b[1;1H",
+    "d0\x1b]0;title\x07",
+    "d0\x9b2J",  # a control sequence of one byte
+    "d0\x00\x08\x7f",
+    "d0 \u202egnp.exe",  # right to left
+    "d0 \u2066x\u2069\u200f",
+    "d0 \ud800",
+]
+
+
+def record(message: str, error: BaseException | None = None) -> logging.LogRecord:
+    info = (type(error), error, None) if error else None
+    return logging.LogRecord("x", logging.INFO, "file", 1, "%s", (message,), info)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", NASTY)
+def test_a_text_line_stays_one_line_of_plain_characters(text: str) -> None:
+    line = TextFormatter("router", colour=False).format(record(text))
+    assert line.isprintable(), line
+    assert line.endswith(f"router - {printable(text)}")
+
+
+@pytest.mark.parametrize("text", NASTY)
+def test_a_json_line_keeps_the_text_and_shows_no_control_character(text: str) -> None:
+    line = JSONFormatter("router").format(record(text))
+    assert line.isprintable(), line
+    assert json.loads(line)["message"] == text
+
+
+@pytest.mark.parametrize("formatter", [TextFormatter("router", colour=False), JSONFormatter("r")])
+def test_a_request_id_forges_nothing(formatter: logging.Formatter) -> None:
+    token = request_id_var.set(f"id\n{FORGED}")
+    try:
+        assert formatter.format(record("hello")).isprintable()
+    finally:
+        request_id_var.reset(token)
+
+
+def test_the_lines_of_a_traceback_cannot_pass_for_others() -> None:
+    text = TextFormatter("router", colour=False).format(
+        record("failed", ValueError(f"bad\n{FORGED}\n\x1b[2J"))
+    )
+    first, *others = text.split("\n")
+    assert first.endswith("failed")
+    assert any(FORGED in line for line in others)
+    assert all(line.startswith("    ") and line.isprintable() for line in others)
+
+
+def test_a_message_is_bounded() -> None:
+    long = "x" * 10_000_000
+    for formatter in (TextFormatter("router", colour=False), JSONFormatter("router")):
+        assert len(formatter.format(record(long))) < MAX_MESSAGE_LENGTH + 300
+    assert cut("abc", 3) == "abc"
+    assert cut("abcd", 3) == "abc… (1 more characters)"
+
+
+def test_readable_text_is_left_alone() -> None:
+    for text in ("plain", "naïve Zoë – 「日本」 😀", ""):
+        assert printable(text) == json_printable(text) == text
+    assert json.loads(json_printable('"\U000e0001 \u2028"')) == "\U000e0001 \u2028"
+
+
+class Failing(pb_grpc.DecodeServicer):
+    """Fails with the error it is given, and notes the request ids it logs under."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    async def Run(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        async with serving(context):
+            raise self.error
+        yield pb.DecodeEvent()
+
+
+async def failed_call(servicer: pb_grpc.DecodeServicer, metadata: Any = ()) -> grpc.aio.AioRpcError:
+    server, channels = GrpcServer(), Channels()
+    descriptor = pb.DESCRIPTOR.services_by_name["Decode"]
+    server.add(descriptor, pb_grpc.add_DecodeServicer_to_server, servicer)
+    port = server.bind("127.0.0.1", 0)
+    await server.start()
+    try:
+        call = pb_grpc.DecodeStub(channels.get(f"127.0.0.1:{port}")).Run(
+            pb.DecodeRequest(), metadata=metadata
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        return caught.value
+    finally:
+        await channels.close()
+        await server.stop(0)
+
+
+async def test_an_internal_error_stays_inside_and_is_found_by_its_id(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    error = await failed_call(Failing(KeyError("/etc/secret: hunter2")))
+    known = from_rpc_error(error, Blame.DECODE)
+    assert known.code == "INTERNAL"
+    assert "hunter2" not in str(error.details()) and "KeyError" not in str(error.details())
+    error_id = known.message.rpartition(" ")[2]
+    (logged,) = [each for each in caplog.records if error_id in each.getMessage()]
+    assert logged.exc_info and "hunter2" in str(logged.exc_info[1])
+
+
+async def test_a_peer_s_request_id_is_a_plain_word_or_none(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    seen: list[str | None] = []
+
+    class Noting(Failing):
+        async def Run(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+            async with serving(context):
+                seen.append(request_id_var.get())
+                raise self.error
+            yield pb.DecodeEvent()
+
+    for given in ("cmpl-7", "two words", "x" * 129):
+        await failed_call(Noting(KeyError()), ((REQUEST_ID_KEY, given),))
+    assert seen == ["cmpl-7", "-", "-"]
+
+
+class Rude(pb_grpc.DecodeServicer):
+    """A peer that answers with what no pdserve node would."""
+
+    async def Run(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        metadata = (("pdserve-error-code", "no code"), ("pdserve-retryable", "1"))
+        text = f"gone\n{FORGED}\x1b[2J" + "x" * 5000
+        await context.abort(grpc.StatusCode.INTERNAL, text, metadata)
+        yield pb.DecodeEvent()
+
+
+async def test_a_peer_s_error_text_is_bounded_and_stripped_before_it_goes_on() -> None:
+    error = await failed_call(Rude())
+    known = from_rpc_error(error, Blame.DECODE)
+    assert known.message.isprintable()
+    assert known.message.startswith("gone\\n12:00")
+    assert len(known.message) < MAX_PEER_TEXT + 100
+    assert known.code == "PEER_ERROR"
+
+
+@pytest.mark.parametrize("code", ["", "lower", "A B", "A\nB", "9X", "X" * 65])
+def test_what_is_no_code_of_an_error_is_replaced(code: str) -> None:
+    assert peer_code(code) == "PEER_ERROR"
+    assert peer_code("PEER_LOST") == "PEER_LOST"
+
+
+def test_names_of_unknown_fields_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    fields = UnknownFields()
+    fields.note({f"{number}{'x' * 100_000}" for number in range(100)})
+    fields.note({str(number) for number in range(5000)})
+    fields.note({"one more"})
+    assert len(fields._seen) == 1000 and max(map(len, fields._seen)) == 64
+    assert len(caplog.messages) == 2
+
+
+def test_a_connector_s_defect_is_named_by_its_kind_alone(caplog: pytest.LogCaptureFixture) -> None:
+    error = as_transfer_error(ValueError("hunter2"), Blame.DECODE)
+    assert "hunter2" not in error.message and "ValueError" in error.message
+    assert "hunter2" in str(caplog.records[-1].exc_info)

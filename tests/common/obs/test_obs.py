@@ -1,0 +1,397 @@
+"""Log lines, metrics and the three routes an orchestrator asks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import aiohttp
+import pytest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+
+from benchmarks.fleet import free_port
+from pdserve.common.config.schema import LogConfig
+from pdserve.common.core.errors import ConfigError, TransferError
+from pdserve.common.core.request import FinishReason, Timeline
+from pdserve.common.obs.http import bind_metrics, start_metrics_server
+from pdserve.common.obs.log_writer import MAX_CHARS, MAX_LINES, LogWriter
+from pdserve.common.obs.logging import JSONFormatter, TextFormatter, request_id_var, setup_logging
+from pdserve.common.obs.metrics import (
+    TOKEN_SECONDS,
+    BulkHistogram,
+    NodeMetrics,
+    RouterMetrics,
+    time_per_output_token,
+)
+from pdserve.common.obs.process import read_ports, write_ports
+
+FINISHED = Timeline(queued=0.1, first_token=0.5, finished=2.5)
+
+
+@pytest.fixture
+def root_logger() -> Iterator[logging.Logger]:
+    """The root logger, put back as it was."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    root.handlers = []
+    yield root
+    for handler in root.handlers:
+        handler.close()
+    root.handlers, root.level = handlers, level
+
+
+def record(message: str, level: int = logging.INFO) -> logging.LogRecord:
+    return logging.LogRecord("pdserve.test", level, "file", 1, message, (), None)
+
+
+def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
+    return registry.get_sample_value(f"pdserve:{name}", labels)
+
+
+def test_a_text_line_has_time_level_role_rank_and_request(
+    root_logger: logging.Logger, capfd: pytest.CaptureFixture[str]
+) -> None:
+    setup_logging("prefill", LogConfig(), rank=1)
+    token = request_id_var.set("cmpl-7")
+    logging.getLogger("x").info("took %d ms", 5)
+    request_id_var.reset(token)
+    logging.getLogger("x").debug("not shown at info")
+    line = r"\d\d:\d\d:\d\d\.\d{3} INFO    prefill/1 cmpl-7 took 5 ms\n"
+    root_logger.handlers[0].flush()
+    assert re.fullmatch(line, capfd.readouterr().err)
+
+
+def test_setup_replaces_earlier_handlers(
+    root_logger: logging.Logger, capfd: pytest.CaptureFixture[str]
+) -> None:
+    setup_logging("router", LogConfig())
+    setup_logging("router", LogConfig(log_level="warning", log_format="json"))
+    logging.getLogger("x").warning("once")
+    root_logger.handlers[0].flush()
+    assert json.loads(capfd.readouterr().err)["message"] == "once"
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    reader, writer = os.pipe()
+    yield reader, writer
+    for fd in (reader, writer):
+        with suppress(OSError):
+            os.close(fd)
+
+
+def test_a_reader_that_stops_stops_nobody_and_learns_what_was_dropped(
+    pipe: tuple[int, int],
+) -> None:
+    reader, fd = pipe
+    writer = LogWriter(fd)
+    for _ in range(5):  # the pipe and the queue are full long before the end
+        for number in range(MAX_LINES):
+            writer.handle(record(f"line {number} " + "x" * 100))
+    text, dropped = "", None
+    while dropped is None:  # it reads again
+        text += os.read(reader, 2**16).decode()
+        dropped = re.search(r"^(\d+) log lines were dropped here", text, re.MULTILINE)
+    assert text.count("line ") + int(dropped[1]) == 5 * MAX_LINES
+    writer.handle(record("in order again"))
+    writer.flush()
+    assert os.read(reader, 2**16).decode() == "in order again\n"
+    writer.close()
+
+
+def test_a_line_is_bounded_and_a_closed_pipe_is_no_failure(pipe: tuple[int, int]) -> None:
+    reader, fd = pipe
+    writer = LogWriter(fd)
+    writer.handle(record("y" * 10**6))
+    writer.flush()
+    assert len(os.read(reader, 2**20)) < 2 * MAX_CHARS
+    os.close(reader)
+    writer.handle(record("to nobody"))
+    writer.flush()
+    writer.close()
+
+
+ENDING = """
+import logging
+from pdserve.common.config.schema import LogConfig
+from pdserve.common.obs.logging import setup_logging
+
+setup_logging("router", LogConfig())
+for number in range(%d):
+    logging.getLogger("x").info("line %%d " + "x" * 100, number)
+"""
+
+
+def test_the_last_lines_are_written_before_a_process_ends() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDING % 1000], stderr=subprocess.PIPE, timeout=30)
+    lines = done.stderr.decode().splitlines()
+    assert done.returncode == 0
+    assert len(lines) == 1000 and "line 999 " in lines[-1]
+
+
+def test_a_process_whose_log_nobody_reads_ends_nevertheless(pipe: tuple[int, int]) -> None:
+    code = ENDING % (3 * MAX_LINES)
+    assert subprocess.run([sys.executable, "-c", code], stderr=pipe[1], timeout=30).returncode == 0
+
+
+async def test_each_task_logs_its_own_request() -> None:
+    formatter = TextFormatter("router", colour=False)
+
+    async def work(request_id: str) -> str:
+        request_id_var.set(request_id)
+        await asyncio.sleep(0)
+        return formatter.format(record("hello"))
+
+    first, second = await asyncio.gather(work("a"), work("b"))
+    assert first.endswith("router a hello")
+    assert second.endswith("router b hello")
+    assert formatter.format(record("hello")).endswith("router - hello")
+
+
+def test_colour_only_where_asked_for() -> None:
+    error = record("bad", logging.ERROR)
+    assert "\x1b[31mERROR" in TextFormatter("router", colour=True).format(error)
+    assert "\x1b" not in TextFormatter("router", colour=False).format(error)
+
+
+def test_an_exception_is_one_json_object() -> None:
+    event = record("failed", logging.ERROR)
+    try:
+        raise ValueError("no\nway")
+    except ValueError as error:
+        event.exc_info = (ValueError, error, error.__traceback__)
+    line = JSONFormatter("decode").format(event)
+    assert "\n" not in line
+    found = json.loads(line)
+    assert found["level"] == "error"
+    assert found["role"] == "decode"
+    assert "request_id" not in found
+    assert found["exception"].endswith("ValueError: no\nway")
+
+
+def test_a_request_is_counted_and_timed() -> None:
+    metrics = RouterMetrics()
+    metrics.observe_request(
+        FINISHED,
+        prompt_tokens=7,
+        completion_tokens=10,
+        finish_reasons=[FinishReason.STOP, FinishReason.LENGTH],
+    )
+    metrics.observe_error("OVERLOADED")
+    found = metrics.registry
+    assert value(found, "requests_total", code="OK") == 1
+    assert value(found, "requests_total", code="OVERLOADED") == 1
+    assert value(found, "prompt_tokens_total") == 7
+    assert value(found, "generation_tokens_total") == 10
+    assert value(found, "request_success_total", finished_reason="stop") == 1
+    assert value(found, "time_to_first_token_seconds_sum") == 0.5
+    assert value(found, "e2e_request_latency_seconds_sum") == 2.5
+    assert value(found, "request_queue_time_seconds_sum") == 0.1
+    assert value(found, "request_time_per_output_token_seconds_sum") == 0.5
+
+
+def test_what_did_not_happen_is_not_timed() -> None:
+    metrics = RouterMetrics()
+    metrics.observe_request(
+        Timeline(first_token=0.5, finished=0.5),
+        prompt_tokens=1,
+        completion_tokens=1,
+        finish_reasons=[FinishReason.LENGTH],
+    )
+    assert value(metrics.registry, "request_queue_time_seconds_count") == 0
+    assert value(metrics.registry, "request_time_per_output_token_seconds_count") == 0
+
+
+@pytest.mark.parametrize(
+    ("timeline", "tokens", "choices", "expected"),
+    [
+        (FINISHED, 5, 1, 0.5),
+        (FINISHED, 10, 2, 0.5),
+        (FINISHED, 1, 1, None),
+        (FINISHED, 0, 0, None),
+        (Timeline(first_token=0.5), 5, 1, None),
+    ],
+)
+def test_time_per_output_token(
+    timeline: Timeline, tokens: int, choices: int, expected: float | None
+) -> None:
+    assert time_per_output_token(timeline, tokens, choices) == expected
+
+
+def test_a_node_s_metrics() -> None:
+    metrics = NodeMetrics()
+    metrics.observe_transfer(num_bytes=4096, seconds=0.02)
+    with pytest.raises(TransferError), metrics.transfer_errors():
+        raise TransferError("no progress", code="LEASE_EXPIRED")
+    found = metrics.registry
+    assert value(found, "kv_transfer_bytes_total") == 4096
+    assert value(found, "kv_transfer_seconds_count") == 1
+    assert value(found, "kv_transfers_total", outcome="LEASE_EXPIRED") == 1
+    assert value(NodeMetrics().registry, "kv_transfer_bytes_total") == 0  # nothing is shared
+
+
+def test_how_busy_experts_were() -> None:
+    metrics = NodeMetrics()
+    for _ in range(2):
+        metrics.observe_experts((30, 10), balancedness=0.25)
+    found = metrics.registry
+    assert value(found, "moe_assignments_total", ep_rank="0") == 60
+    assert value(found, "moe_assignments_total", ep_rank="1") == 20
+    assert value(found, "moe_balancedness_sum") == 0.5
+    dense = NodeMetrics().registry
+    assert value(dense, "moe_assignments_total", ep_rank="0") is None
+    assert value(dense, "moe_balancedness_count") == 0
+
+
+def test_transfer_events_are_read_when_they_are_asked_for() -> None:
+    metrics, counts = NodeMetrics(), {"bytes": 4096}
+    metrics.transfer_events.follow(lambda: counts)
+    counts |= {"late_event": 2, "failed/PEER_LOST": 1}
+    found = metrics.registry
+    assert value(found, "kv_transfer_events_total", event="late_event") == 2
+    assert value(found, "kv_transfer_events_total", event="failed/PEER_LOST") == 1
+    assert value(found, "kv_transfer_events_total", event="bytes") is None
+
+
+STUCK = """
+import asyncio
+from pdserve.common.obs.process import dump_stacks_on_signal
+
+async def wait_for_godot():
+    print("waiting", flush=True)
+    await asyncio.sleep(1)
+    print("gone on", flush=True)
+
+dump_stacks_on_signal()
+asyncio.run(wait_for_godot())
+"""
+
+
+async def test_sigusr1_shows_what_a_process_waits_for_and_does_not_end_it() -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", STUCK), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert await process.stdout.readline() == b"waiting\n"
+    process.send_signal(signal.SIGUSR1)
+    output, errors = await asyncio.wait_for(process.communicate(), 10)
+    assert (output, process.returncode) == (b"gone on\n", 0)
+    assert b"in run_forever" in errors, "a thread's stack"
+    assert b"Task Task-1" in errors and b"in wait_for_godot" in errors, "what the task waits for"
+
+
+async def test_routes() -> None:
+    metrics, state = NodeMetrics(), {"ready": (False, "no router yet")}
+    server = await start_metrics_server(
+        bind_metrics("127.0.0.1", 0), metrics.registry, lambda: state["ready"]
+    )
+    url = f"http://127.0.0.1:{server.port}"
+    try:
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"{url}/health") as response:
+                assert response.status == 200
+            async with session.get(f"{url}/ready") as response:
+                assert response.status == 503
+                assert await response.json() == {"ready": False, "reason": "no router yet"}
+            state["ready"] = (True, "registered")
+            async with session.get(f"{url}/ready") as response:
+                assert response.status == 200
+            async with session.get(f"{url}/metrics") as response:
+                assert response.headers["Content-Type"].startswith("text/plain")
+                assert "pdserve:kv_transfer_bytes_total 0.0" in await response.text()
+    finally:
+        await server.close()
+
+
+async def test_a_taken_port_is_an_error_at_once() -> None:
+    registry = CollectorRegistry()
+    server = await start_metrics_server(bind_metrics("127.0.0.1", 0), registry, lambda: (True, ""))
+    try:
+        with pytest.raises(ConfigError, match="in use: choose another --metrics-port"):
+            bind_metrics("127.0.0.1", server.port)
+    finally:
+        await server.close()
+
+
+async def test_a_port_that_two_have_bound_is_the_first_listener_s() -> None:
+    port = free_port()
+    first, second = bind_metrics("127.0.0.1", port), bind_metrics("127.0.0.1", port)
+    registry = CollectorRegistry()
+    server = await start_metrics_server(first, registry, lambda: (True, ""))
+    try:
+        with pytest.raises(ConfigError, match="in use: choose another --metrics-port"):
+            await start_metrics_server(second, registry, lambda: (True, ""))
+    finally:
+        await server.close()
+
+
+async def test_a_port_that_the_kernel_chose_is_nobody_elses() -> None:
+    with bind_metrics("127.0.0.1", 0) as chosen, pytest.raises(ConfigError, match="in use"):
+        bind_metrics("127.0.0.1", chosen.getsockname()[1])
+
+
+def test_ports_file(tmp_path: Path) -> None:
+    path = tmp_path / "ports.json"
+    assert read_ports(path) is None
+    write_ports(path, {"http": 8000, "grpc": 8001})
+    assert read_ports(path) == {"http": 8000, "grpc": 8001}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_many_values_at_once_are_what_the_library_counts_one_by_one() -> None:
+    rng = random.Random(0)
+    values = [*TOKEN_SECONDS, 0.0, 99.0, *(rng.expovariate(20) for _ in range(1000))]
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    bulk = BulkHistogram("itl", "help", TOKEN_SECONDS)
+    ours.register(bulk)
+    bulk.observe_all(values[:500])
+    bulk.observe_all(values[500:])
+    one_by_one = Histogram("itl", "help", registry=theirs, buckets=TOKEN_SECONDS)
+    for value in values:
+        one_by_one.observe(value)
+    expected = [line for line in lines_of(theirs) if "_created" not in line and "_sum" not in line]
+    assert [line for line in lines_of(ours) if "_sum" not in line] == expected
+    assert ours.get_sample_value("itl_sum") == pytest.approx(sum(values))
+
+
+def lines_of(registry: CollectorRegistry) -> list[str]:
+    return generate_latest(registry).decode().splitlines()
+
+
+# ---- a process that does not stop ----
+
+NEVER_ENDING = """
+import sys, threading, time
+from pdserve.common.config.schema import LogConfig
+from pdserve.common.obs.process import exit_within
+from pdserve.common.obs.logging import setup_logging
+
+def step_for_ever():
+    while True:
+        time.sleep(1)
+
+setup_logging("decode", LogConfig(log_format=sys.argv[1]))
+threading.Thread(target=step_for_ever, name="rank-0-steps").start()
+exit_within(0.1)
+"""
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_process_that_does_not_stop_says_where_it_hangs_and_exits(log_format: str) -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", NEVER_ENDING, log_format], capture_output=True, text=True, timeout=60
+    )
+    (line,) = process.stderr.splitlines()
+    assert process.returncode == 1
+    assert "did not stop within 0 s, exits by force" in line
+    assert re.search(r"rank-0-steps in <string>:\d+ step_for_ever", line)

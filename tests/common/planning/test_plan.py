@@ -1,0 +1,702 @@
+"""`pdserve plan`: its arithmetic against what models, steps and nodes really take."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pynvml
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from paths import ROOT
+from pdserve.common.cli import topology
+from pdserve.common.cli.main import main
+from pdserve.common.cli.plan import plan, setup
+from pdserve.common.config.schema import (
+    EngineConfig,
+    PlanConfig,
+)
+from pdserve.common.config.sources import options, parse
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.core.quantization import QUANTIZATIONS, Quantization
+from pdserve.common.distributed.all2all import Replicated
+from pdserve.common.distributed.launch import make_executor
+from pdserve.common.engine.messages import RankReady
+from pdserve.common.model.decoder import CausalLM
+from pdserve.common.model.layers import Placement
+from pdserve.common.model.stages import Stage, pipeline_stages
+from pdserve.common.planning.footprint import DTYPE_BYTES, Footprint, Matrix, overhead
+from pdserve.common.planning.role_plan import RolePlan
+from pdserve.common.worker import memory
+from pdserve.common.worker.runner import ModelRunner, made_up_blocks
+from pdserve.common.worker.worker import WorkerConfig, worker_specs
+from tiny_engine import single_threaded_inference
+
+MODELS = ROOT / "tests" / "models"
+NAMES = ("llama-gqa", "mistral", "qwen2", "qwen3")
+SPARSE = ("mixtral", "qwen2-moe", "qwen3-moe")
+CPU = torch.device("cpu")
+GIB = 2**30
+QWEN_14B: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 5120,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "intermediate_size": 13824,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "rope_theta": 1000000.0,
+}
+
+QWEN3_30B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen") / "config.json"
+    path.write_text(json.dumps(QWEN_14B))
+    return path
+
+
+def qwen_plan(qwen: Path, **options: Any) -> RolePlan:
+    """Of a decode node on 24 GiB cards."""
+    fixed: dict[str, Any] = {"model": str(qwen), "gpu_memory": "24GiB", "max_model_len": 16384}
+    return plan(PlanConfig(**{**fixed, **options}))[1]
+
+
+# ---- Qwen2.5-14B on 24 GiB cards ----
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_one_card_does_not_hold_16_bit_weights(qwen: Path, dtype: str) -> None:
+    found = qwen_plan(qwen, dtype=dtype)
+    assert found.parameters == 14_770_033_664
+    assert found.weights == found.parameter_bytes == 2 * found.parameters
+    assert found.weights == pytest.approx(29.4e9, rel=0.01)
+    assert not found.fits
+    assert "27.51 GiB" in found.reason
+    assert found.mends == ("--tp 2", "--pp 2", "--quantization int8", "--quantization int4")
+
+
+def test_two_cards_hold_them_and_some_69_000_tokens(qwen: Path) -> None:
+    found = qwen_plan(qwen, tensor_parallel_size=2)
+    assert found.fits
+    assert found.kv_per_token == 192 * 1024
+    assert found.rank.kv_per_token == 96 * 1024
+    assert found.rank.kv_per_sequence == 1.5 * GIB
+    assert found.rank.left_for_kv == pytest.approx(6.5 * GIB, rel=0.01)
+    assert found.num_tokens == pytest.approx(69_000, rel=0.05)
+    assert found.max_concurrent_sequences == 4
+
+
+def test_one_card_holds_int8_and_int4_weights(qwen: Path) -> None:
+    """Every parameter in 8 or 4 bits would be 14.7 and 7.4 GB. Checkpoints keep embeddings and
+    head, a tenth of this model, in 16 bits, and have scales."""
+    int8, int4 = (qwen_plan(qwen, quantization=name) for name in ("int8", "int4"))
+    assert int8.fits and int4.fits
+    assert int8.parameter_bytes == pytest.approx(14.7e9, rel=0.01)
+    assert int4.parameter_bytes == pytest.approx(7.4e9, rel=0.01)
+    assert int8.weights == pytest.approx(16.3e9, rel=0.01)
+    assert int4.weights == pytest.approx(9.98e9, rel=0.01)
+
+
+def test_all_reduces_of_a_step(qwen: Path) -> None:
+    """960 KB: 2 × 48 layers × hidden 5120 × 2 bytes, one token. 1.92 GB: a prompt of 2,048
+    tokens, 1,920 MiB."""
+    found = qwen_plan(qwen, tensor_parallel_size=2, max_num_seqs=1, max_num_batched_tokens=2048)
+    assert found.all_reduce_per_token == found.all_reduce_per_step == 960 * 1024
+    prefill = Footprint(ModelSpec.from_file(qwen), "float16", tp=2).all_reduces(48, 2048)
+    assert prefill == 1920 * 2**20
+    assert qwen_plan(qwen).all_reduce_per_step == 0
+
+
+def test_pp_halves_layers_weights_and_kv(qwen: Path) -> None:
+    found = qwen_plan(qwen, pipeline_parallel_size=2)
+    assert found.fits
+    assert found.pipeline_partition == (24, 24)
+    assert found.rank.kv_per_token == 96 * 1024
+    assert found.rank.weights < 0.51 * found.weights
+
+
+def test_the_tightest_stage_counts(qwen: Path) -> None:
+    even = qwen_plan(qwen, pipeline_parallel_size=2)
+    uneven = qwen_plan(qwen, pipeline_parallel_size=2, pipeline_partition="20,28")
+    assert (uneven.rank.stage, uneven.rank.num_layers) == (1, 28)
+    assert uneven.rank.num_blocks < even.rank.num_blocks
+
+
+@pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_a_mend_mends(qwen: Path, option: str) -> None:
+    assert qwen_plan(qwen, **{option: 2}).fits
+    shorter = qwen_plan(qwen, quantization="int8", max_model_len=32768)
+    assert not shorter.fits
+    length = int(next(m for m in shorter.mends if "max-model-len" in m).split()[1])
+    assert qwen_plan(qwen, quantization="int8", max_model_len=length).fits
+    assert not qwen_plan(qwen, quantization="int8", max_model_len=length + 1).fits
+
+
+def test_a_card_that_nothing_mends(qwen: Path) -> None:
+    found = qwen_plan(qwen, gpu_memory="1GiB")
+    assert not found.fits
+    assert found.mends == ()
+
+
+def test_kv_memory_beyond_what_is_left_does_not_fit(qwen: Path) -> None:
+    found = qwen_plan(qwen, tensor_parallel_size=2, kv_cache_memory="7GiB")
+    assert not found.fits
+    assert "leave out --kv-cache-memory" in found.mends
+    assert qwen_plan(qwen, tensor_parallel_size=2, kv_cache_memory="6GiB").fits
+
+
+def test_roles_may_be_unequal(qwen: Path) -> None:
+    config = PlanConfig(model=str(qwen), gpu_memory="24GiB", prefill_tp=4, decode_pp=2)
+    prefill, decode = plan(config)
+    assert (prefill.tensor_parallel_size, prefill.pipeline_partition) == (4, (48,))
+    assert (decode.tensor_parallel_size, decode.pipeline_partition) == (1, (24, 24))
+    assert (prefill.step_tokens, decode.step_tokens) == (512, 64)
+
+
+def test_a_mixture_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Qwen3-30B-A3B: 30.5 B parameters, of which a token meets 3.3 B."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(QWEN3_30B))
+    argv = ["plan", f"--model={path}", "--gpu-memory=80GiB", "--tp=4", "--ep=4", "--json"]
+    assert main([*argv, "--prefill-ep=2"]) == 0
+    prefill, decode = json.loads(capsys.readouterr().out)["roles"].values()
+    assert (prefill["expert_parallel_size"], decode["expert_parallel_size"]) == (2, 4)
+    assert prefill["rank"]["weights"] == decode["rank"]["weights"] < decode["weights"] / 3.9
+    assert decode["parameters"] == pytest.approx(30.5e9, rel=0.01)
+    assert decode["active_parameters"] == pytest.approx(3.35e9, rel=0.01)
+    assert main(argv[:-1]) == 0
+    text = capsys.readouterr().out
+    assert "TP 4 × PP 1, EP 4" in text and "3.35 B" in text
+
+
+# ---- stages ----
+
+
+def test_stages_are_even_and_the_first_take_the_rest() -> None:
+    assert [stage.num_layers for stage in pipeline_stages(30, 4)] == [8, 8, 7, 7]
+    first, *middle, last = pipeline_stages(30, 4, (9, 8, 8, 5))
+    assert first == Stage(0, 9, first=True, last=False)
+    assert {(stage.first, stage.last) for stage in middle} == {(False, False)}
+    assert last == Stage(25, 30, first=False, last=True)
+
+
+@pytest.mark.parametrize(
+    ("size", "partition"), [(5, None), (2, (3, 2)), (2, (4,)), (2, (4, 0)), (3, (2, 2))]
+)
+def test_stages_that_do_not_cut_the_model(size: int, partition: tuple[int, ...] | None) -> None:
+    with pytest.raises(ConfigError, match="--pipeline-"):
+        pipeline_stages(4, size, partition)
+
+
+@pytest.mark.parametrize("name", [*NAMES, *SPARSE])
+def test_stages_add_up_to_the_model(name: str) -> None:
+    spec = ModelSpec.from_folder(MODELS / name)
+    whole, parts = Footprint(spec, "float16"), pipeline_stages(4, 2, (3, 1))
+    head = 512 * spec.hidden_size * 2 if spec.tie_word_embeddings else 0  # held at both ends
+    assert sum(map(whole.weights, parts)) == whole.weights(Stage.whole(4)) + head
+    assert sum(map(whole.kv_per_token, parts)) == whole.kv_per_token(Stage.whole(4))
+
+
+# ---- against models and steps ----
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_are_those_of_a_model(name: str, tp: int, dtype: str) -> None:
+    """Of rank 0; tp 4 has twice as many ranks as KV heads."""
+    spec = ModelSpec.from_folder(MODELS / name)
+    assert_weights(spec, tp, dtype)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"o_bias": True},
+        {"mlp_bias": True},
+        {"tie_word_embeddings": False, "vocab_size": 509},
+        {"num_layers": 3, "intermediate_size": 96, "head_dim": 16},
+    ],
+)
+def test_weights_are_those_of_a_model_that_differs(changes: dict[str, Any]) -> None:
+    spec = ModelSpec.from_folder(MODELS / "llama-gqa")
+    assert_weights(replace(spec, **changes), 2, "float32")
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
+@pytest.mark.parametrize("name", SPARSE)
+def test_weights_are_those_of_a_model_with_experts(name: str, tp: int, ep: int) -> None:
+    assert_weights(ModelSpec.from_folder(MODELS / name), tp, "bfloat16", ep)
+
+
+def assert_weights(spec: ModelSpec, tp: int, dtype: str, ep: int = 1) -> None:
+    group: Any = SimpleNamespace(rank=0, size=tp)
+    owners: Any = SimpleNamespace(rank=0, size=ep)
+    placement = Placement(group, CPU, getattr(torch, dtype), Replicated(owners))
+    footprint, whole = Footprint(spec, dtype, tp, ep=ep), Stage.whole(spec.num_layers)
+    assert footprint.weights(whole) == CausalLM(spec, placement).weights_bytes
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_token_meets_its_experts_and_all_the_rest(name: str) -> None:
+    """The same model with no more experts than a token visits, but for the router's rows."""
+    spec = ModelSpec.from_folder(MODELS / name)
+    assert spec.moe is not None
+    least = replace(spec, moe=replace(spec.moe, num_experts=spec.moe.top_k))
+    routed = len(spec.moe.sparse_layers) * (spec.moe.num_experts - spec.moe.top_k)
+    whole, all_of_it = Stage.whole(spec.num_layers), Footprint(spec, "float32")
+    active = all_of_it.weights(whole) - all_of_it.idle_weights()
+    rows = routed * spec.hidden_size * 4
+    assert active == Footprint(least, "float32").weights(whole) + rows
+
+
+KINDS = {
+    "int8": QUANTIZATIONS["int8"],
+    "int4, groups that ranks of 4 split": Quantization("awq", 4, group_size=64),
+    "one group, some layers not": Quantization("gptq", 4, excluded=("0.mlp", "2.self_attn")),
+    "8 bits": Quantization("gptq", 8, group_size=32),
+    "desc_act": Quantization("gptq", 4, group_size=32, desc_act=True),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_are_those_of_a_quantized_model(kind: Quantization, tp: int, dtype: str) -> None:
+    for name in NAMES:
+        spec = ModelSpec.from_folder(MODELS / name)
+        assert_weights(replace(spec, quantization=kind), tp, dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_activations_hold_the_matrix_of_a_product(kind: Quantization) -> None:
+    """For a step of one token they are little else."""
+    spec = replace(ModelSpec.from_folder(MODELS / "llama-gqa"), quantization=kind, vocab_size=8)
+    with single_threaded_inference():
+        peak = peak_of_step(spec, "bfloat16", 1, 1, 1)
+    found = Footprint(spec, "bfloat16").activations(Stage.whole(spec.num_layers), 1, 1)
+    assert found == pytest.approx(peak, rel=0.15)
+
+
+def test_a_plan_reads_what_a_checkpoint_says(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+    path.write_text(json.dumps(QWEN_14B | {"quantization_config": awq}))
+    found = qwen_plan(path)
+    assert found.fits and found.quantization == "int4"
+    assert found.parameters == 14_770_033_664
+    assert found.weights == pytest.approx(10.0e9, rel=0.01)
+    with pytest.raises(ConfigError, match="--quantization int8 needs an unquantized checkpoint"):
+        qwen_plan(path, quantization="int8")
+
+
+def test_quantized_matrices() -> None:
+    """128 × 320 in groups of 128 inputs: 3 of them a row, the last one partly filled."""
+    spec = ModelSpec.from_folder(MODELS / "llama-gqa")
+    int8 = Footprint(spec.quantized("int8"), "float16")
+    int4 = Footprint(spec.quantized("int4"), "float16")
+    matrix = Matrix("model.layers.0.mlp.down_proj", 128, 320, 320)
+    assert int8._matrix(matrix) == 128 * 320 + 128 * 2
+    assert int4._matrix(matrix) == 128 * 320 // 2 + 128 * 3 * 2 + 128 * 3
+    assert set(QUANTIZATIONS) == set(metadata("quantization")["choices"])
+    assert set(DTYPE_BYTES) == set(metadata("dtype")["choices"]) - {"auto"}
+
+
+def metadata(name: str) -> Any:
+    return next(option.metadata for option in options(PlanConfig()) if option.name == name)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors made under it: the most that were alive at once."""
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.known = {tensor.untyped_storage()._cdata for tensor in known}
+        self.alive: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._note(leaf.untyped_storage())
+        self.peak = max(self.peak, sum(self.alive.values()))
+        return out
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self.known and key not in self.alive:
+            self.alive[key] = storage.nbytes()
+            weakref.finalize(storage, self.alive.pop, key)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(
+    ("tokens", "sequences", "inner", "vocab"),
+    [(512, 4, 320, 512), (512, 4, 64, 512), (64, 64, 320, 1024)],
+    ids=["mlp", "attention", "sampler"],
+)
+def test_activations_are_those_of_a_step(
+    name: str, dtype: str, tp: int, tokens: int, sequences: int, inner: int, vocab: int
+) -> None:
+    """Within 2 % of the tensors that are alive at the peak of the step a node warms up with,
+    whichever part of it decides."""
+    spec = ModelSpec.from_folder(MODELS / name)
+    spec = replace(spec, intermediate_size=inner, vocab_size=vocab)
+    with single_threaded_inference():
+        peak = peak_of_step(spec, dtype, tp, tokens, sequences)
+    found = Footprint(spec, dtype, tp).activations(Stage.whole(spec.num_layers), tokens, sequences)
+    assert found == pytest.approx(peak, rel=0.02)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (2, 2)])
+def test_activations_are_those_of_a_step_with_experts(name: str, tp: int, ep: int) -> None:
+    """With expert parallelism a step is planned to bring every token, from other ranks, to the
+    rank in question; none came in this one."""
+    spec = ModelSpec.from_folder(MODELS / name)
+    with single_threaded_inference():
+        peak = peak_of_step(spec, "float32", tp, 512, 4, ep)
+    whole = Stage.whole(spec.num_layers)
+    found = Footprint(spec, "float32", tp, ep=ep).activations(whole, 512, 4)
+    if ep == 1:
+        assert found == pytest.approx(peak, rel=0.02)
+    else:
+        assert peak < found < 1.5 * peak
+
+
+def peak_of_step(
+    spec: ModelSpec, dtype: str, tp: int, tokens: int, sequences: int, ep: int = 1
+) -> int:
+    """On rank 0, the others' parts being copies of its own."""
+    group: Any = SimpleNamespace(
+        rank=0,
+        size=tp,
+        all_reduce=lambda tensor: tensor,
+        all_gather=lambda tensor, dim: torch.cat([tensor] * tp, dim) if tp > 1 else tensor,
+    )
+    owners: Any = SimpleNamespace(rank=0, size=ep)
+    model = CausalLM(spec, Placement(group, CPU, getattr(torch, dtype), Replicated(owners)))
+    blocks = made_up_blocks(tokens, sequences, block_size=16)
+    shape = (spec.num_layers, 2, blocks, model.attention.shape.num_kv_heads, 16, spec.head_dim)
+    cache = torch.zeros(shape, dtype=model.dtype)
+    with LiveBytes([cache, *(shard.target for shard in model.shards())]) as live:
+        ModelRunner(model, cache, CPU, samples=True).warm_up(tokens, sequences)
+    return live.peak
+
+
+# ---- against nodes ----
+
+
+async def test_blocks_are_those_of_a_pipeline() -> None:
+    """The stage with the most layers decides."""
+    config = PlanConfig(
+        model=str(MODELS / "mistral"),
+        gpu_memory="4GiB",
+        pipeline_parallel_size=2,
+        pipeline_partition="1,3",
+        max_model_len=256,
+        kv_cache_memory="3000KiB",
+        dtype="float32",
+    )
+    decode = plan(config)[1]
+    ranks = await start_node(
+        setup(config, ModelSpec.from_folder(MODELS / "mistral"), "decode").engine
+    )
+    assert [rank.cache.num_blocks for rank in ranks] == [decode.rank.num_blocks] * 2
+    assert [rank.cache.layer_end - rank.cache.layer_start for rank in ranks] == [1, 3]
+    assert decode.rank.stage == 1 and decode.rank.weights == ranks[1].weights_bytes
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("name", [*NAMES, "qwen2-moe"])
+async def test_blocks_are_those_of_a_node(
+    name: str, tp: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    config = PlanConfig(
+        model=str(MODELS / name),
+        gpu_memory="4GiB",
+        tensor_parallel_size=tp,
+        expert_parallel_size=tp if name in SPARSE else 1,
+        max_model_len=256,
+        kv_cache_memory="3000KiB",
+        dtype="float32",
+    )
+    decode = plan(config)[1]
+    engine = setup(config, ModelSpec.from_folder(MODELS / name), "decode").engine
+    ranks = await start_node(engine)
+    assert {rank.cache.num_blocks for rank in ranks} == {decode.rank.num_blocks}
+    assert {rank.weights_bytes for rank in ranks} == {decode.rank.weights}
+    if tp == 1:  # the ranks of a larger node log in processes of their own
+        line = f"# KV blocks: {decode.rank.num_blocks} (= {decode.num_tokens} tokens"
+        assert line in caplog.text
+    assert decode.fits
+
+
+async def start_node(engine: EngineConfig) -> list[RankReady]:
+    """What its ranks report once their caches are allocated."""
+    parallel = replace(engine.parallel, device="cpu", cpu_threads=1)
+    model = replace(engine.model, max_model_len=256)
+    executor = make_executor(
+        worker_specs(WorkerConfig(replace(engine, parallel=parallel, model=model)))
+    )
+    try:
+        return [msgspec.msgpack.decode(ready, type=RankReady) for ready in await executor.start()]
+    finally:
+        await executor.shutdown(5.0)
+
+
+def test_a_gpu_gives_nodes_what_the_plan_says(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A made-up card of 24 GiB, on which the driver holds the expected overhead and a step's
+    peak is the expected one."""
+    found = qwen_plan(qwen, tensor_parallel_size=2)
+    engine = setup(
+        PlanConfig(gpu_memory="24GiB", max_model_len=16384), ModelSpec.from_file(qwen), "decode"
+    ).engine
+    reserved = found.rank.weights + found.rank.activations + 2**28  # torch keeps some unused
+    free = 24 * GIB - reserved - overhead(world_size=2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 24 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
+    peak = found.rank.weights + found.rank.activations
+    monkeypatch.setattr(memory, "_peak_of_largest_step", lambda *args: peak)
+    unused: Any = None
+    room = memory.available_bytes(engine, unused, unused, 16384, torch.device("cuda", 0), unused)
+    assert room == found.rank.left_for_kv
+
+
+# ---- the command ----
+
+
+def test_the_table(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", f"--model={qwen}", "--gpu-memory=24GiB", "--max-model-len=16384"]
+    assert main([*argv, "--tp", "2", "--prefill-pp", "2", "--dtype", "float16"]) == 0
+    text = capsys.readouterr().out
+    rows = {cells[0]: cells[1:] for cells in map(cells_of, text.splitlines()) if cells}
+    assert rows["weights of the model"] == ["27.51 GiB = 29.54 GB"] * 2
+    assert rows["layers"] == ["24 + 24 (below: stage 2)", "48"]
+    assert rows["KV of a token, model"] == ["192 KiB", "192 KiB"]
+    assert rows["KV of a token, GPU"] == ["48 KiB", "96 KiB"]
+    assert rows["all-reduce per token"] == ["960 KiB", "960 KiB"]
+    assert "decode: fits" in text
+
+
+def cells_of(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("│").split("│")] if "│" in line else []
+
+
+def test_what_does_not_fit_ends_with_1(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"--model={qwen}", "--gpu-memory=24GiB", "--max-model-len=16384"]) == 1
+    text = capsys.readouterr().out
+    assert "prefill: does not fit" in text
+    assert "mend: --tp 2; or --pp 2; or --quantization int8" in text
+
+
+def test_json_of_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = MODELS / "llama-gqa"
+    assert main(["plan", f"--model={folder}", "--gpu-memory=2GiB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"] == str(folder)
+    assert list(found["roles"]) == ["prefill", "decode"]
+    decode = found["roles"]["decode"]
+    assert decode["kv_per_token"] == 2 * 4 * 2 * 32 * 2
+    assert decode["fits"] is True
+    assert decode["rank"]["stage"] == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "--model must name"),
+        (["--model={qwen}"], "--gpu-memory must say"),
+        (["--model={qwen}", "--gpu-memory=lots"], "--gpu-memory 'lots' is not a size"),
+        (["--model=/nowhere", "--gpu-memory=1GiB"], "has no config.json"),
+        (["--model=README.md", "--gpu-memory=1GiB"], "README.md is not JSON"),
+        (["--model={qwen}", "--gpu-memory=1GiB", "--tp=3"], "does not divide"),
+        (["--model={qwen}", "--gpu-memory=1GiB", "--tp=2", "--ep=2"], "has no experts"),
+        (["--model={qwen}", "--gpu-memory=1GiB", "--pp=49"], "exceeds the model's 48 layers"),
+        (
+            ["--model={qwen}", "--gpu-memory=1GiB", "--pipeline-partition=a,b"],
+            "is not a list such as",
+        ),
+        (["--model={qwen}", "--gpu-memory=1GiB", "--max-model-len=40000"], "32768 positions"),
+        (["--model={qwen}", "--gpu-memory=1GiB", "--max-num-seqs=513"], "is less than"),
+    ],
+)
+def test_wrong_options(
+    argv: list[str],
+    message: str,
+    qwen: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["plan", *(word.format(qwen=qwen) for word in argv)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("pdserve plan: error: ")
+    assert message in error
+
+
+def test_another_architecture_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
+    assert main(["plan", f"--model={tmp_path}", "--gpu-memory=1GiB"]) == 2
+    assert "GPT2LMHeadModel is not supported" in capsys.readouterr().err
+
+
+def test_plan_needs_no_torch(qwen: Path) -> None:
+    code = (
+        "import sys; from pdserve.common.cli.main import main; "
+        f"main(['plan', '--model={qwen}', '--gpu-memory=80GiB', '--topology']); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_plans_in_the_pages_parse() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    commands = re.findall(r"^pdserve plan .*?(?<!\\)$", text, re.M | re.S)
+    assert commands
+    for command in commands:
+        argv = shlex.split(command.replace("\\\n", " "))[2:]
+        parse(PlanConfig, prog="pdserve plan", argv=argv, environ={})
+
+
+# ---- topology: pynvml's functions over made-up GPUs; none of it has seen a driver ----
+
+
+class FakeNvml:
+    """`gpus` GPUs; `nvlink`: pairs with NVLink; `level`: what every PCIe path crosses."""
+
+    NVMLError = pynvml.NVMLError
+    NVMLError_NotSupported = pynvml.NVMLError_NotSupported
+    NVML_P2P_CAPS_INDEX_NVLINK = pynvml.NVML_P2P_CAPS_INDEX_NVLINK
+    NVML_P2P_STATUS_OK = pynvml.NVML_P2P_STATUS_OK
+    NVML_TOPOLOGY_MULTIPLE = pynvml.NVML_TOPOLOGY_MULTIPLE
+    NVML_TOPOLOGY_NODE = pynvml.NVML_TOPOLOGY_NODE
+
+    def __init__(
+        self, gpus: int, nvlink: set[tuple[int, int]] | None, level: int = 10, driver: bool = True
+    ) -> None:
+        self.gpus, self.nvlink, self.level, self.driver = gpus, nvlink, level, driver
+        self.open = 0
+
+    def nvmlInit(self) -> None:
+        if not self.driver:
+            raise self.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.open -= 1
+
+    def nvmlDeviceGetCount(self) -> int:
+        return self.gpus
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetName(self, handle: int) -> str:
+        return "NVIDIA L4"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
+        return SimpleNamespace(total=24 * GIB)
+
+    def nvmlDeviceGetP2PStatus(self, one: int, other: int, index: int) -> int:
+        assert index == self.NVML_P2P_CAPS_INDEX_NVLINK
+        if self.nvlink is None:
+            raise self.NVMLError_NotSupported
+        return self.NVML_P2P_STATUS_OK if (one, other) in self.nvlink else 3
+
+    def nvmlDeviceGetTopologyCommonAncestor(self, one: int, other: int) -> int:
+        return self.level
+
+
+def test_the_fake_has_the_driver_s_names() -> None:
+    names = [name for name in vars(FakeNvml) if name.startswith("nvml")]
+    assert [name for name in names if not callable(getattr(pynvml, name, None))] == []
+
+
+def test_two_pairs_with_nvlink() -> None:
+    nvml = FakeNvml(4, {(0, 1), (2, 3)}, level=40)
+    found = topology.read_topology(nvml)
+    assert found.nvlink_groups == ((0, 1), (2, 3))
+    assert "--tp up to 2" in found.advice
+    assert "PP across" in found.advice
+    kinds = {link.gpus: link.kind for link in found.links}
+    assert kinds[0, 1] == topology.NVLINK
+    assert kinds[1, 2] == "PCIe host bridge"
+    assert found.gpus[3] == topology.Gpu(3, "NVIDIA L4", 24 * GIB)
+    assert nvml.open == 0
+
+
+def test_a_group_needs_nvlink_between_all_of_it() -> None:
+    ring = FakeNvml(4, {(0, 1), (1, 2), (2, 3), (0, 3)})
+    assert topology.read_topology(ring).nvlink_groups == ((0, 1), (2, 3))
+
+
+@pytest.mark.parametrize(("level", "kind"), [(10, "PCIe switch"), (50, "between CPU sockets")])
+def test_cards_without_nvlink(level: int, kind: str) -> None:
+    found = topology.read_topology(FakeNvml(2, nvlink=None, level=level))
+    assert [link.kind for link in found.links] == [kind]
+    assert "no NVLink" in found.advice
+
+
+def test_one_gpu_and_none() -> None:
+    assert "one GPU" in topology.read_topology(FakeNvml(1, set())).advice
+    for nvml in (FakeNvml(0, set()), FakeNvml(2, set(), driver=False)):
+        found = topology.read_topology(nvml)
+        assert found.gpus == ()
+        assert "no GPU" in found.advice
+
+
+def test_topology_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    everyone = {(a, b) for a in range(4) for b in range(a + 1, 4)}
+    found = topology.read_topology(FakeNvml(4, everyone))
+    monkeypatch.setattr("pdserve.common.cli.plan.read_topology", lambda: found)
+    assert main(["plan", "--topology"]) == 0
+    assert "GPU 0 – GPU 3: NVLink" in capsys.readouterr().out
+    assert main(["plan", "--topology", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["topology"]["nvlink_groups"] == [[0, 1, 2, 3]]

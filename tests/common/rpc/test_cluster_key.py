@@ -1,0 +1,509 @@
+"""Who may make which call between the roles: tokens of the cluster key, roles in certificates."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from pdserve.common.cli.certs import HOSTS, write
+from pdserve.common.config.schema import AuthConfig, RoutingConfig, TLSConfig
+from pdserve.common.core.errors import Blame, ClusterAuthError, ConfigError, Overloaded, Unavailable
+from pdserve.common.node.registration import Registration
+from pdserve.common.rpc import auth
+from pdserve.common.rpc.auth import CALLERS, TOKEN_KEY, ClusterKey
+from pdserve.common.rpc.credentials import Credentials, is_loopback
+from pdserve.common.rpc.guard import Guard
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
+from pdserve.common.rpc.server import Channels, GrpcServer
+from pdserve.common.rpc.status import from_rpc_error
+from pdserve.common.rpc.tls import TLS
+from pdserve.router import registry as registry_module
+from pdserve.router.registry import Registry
+from pdserve.router.registry_service import MAX_REASON_LENGTH, ElsewhereRegistry, RegistryService
+
+KEY, OTHER = "of-this-cluster-alone", "of-another-cluster"
+RUN, COMMIT = "/pdserve.v1.Decode/Run", "/pdserve.v1.KVTransfer/Commit"
+REGISTER = "/pdserve.v1.Registry/Register"
+HERE = "10.0.0.3:5000"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.time = 1e9
+
+    def __call__(self) -> float:
+        return self.time
+
+
+# ---- tokens -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def key(clock: Clock) -> ClusterKey:
+    return ClusterKey(KEY, clock)
+
+
+def token(clock: Clock, role: str = "router", method: str = RUN, keys: str = KEY) -> str:
+    return ClusterKey(keys, clock).sign(role, f"{role}-1", method, HERE)
+
+
+def test_a_token_says_who_calls(key: ClusterKey, clock: Clock) -> None:
+    caller = key.check(token(clock), RUN, HERE)
+    assert caller.is_node("router", "router-1")
+    assert not caller.is_node("router", "router-2") and not caller.is_node("decode", "router-1")
+    key.check(token(clock), RUN)  # a server that does not know where it is dialled
+
+
+def test_no_key_or_another_one_is_refused_with_the_mend(key: ClusterKey, clock: Clock) -> None:
+    for wrong in (None, "", "v1", "a b c d e f g", "ü " * 9, token(clock, keys=OTHER)):
+        with pytest.raises(ClusterAuthError, match="give all roles the same --cluster-key"):
+            key.check(wrong, RUN, HERE)
+
+
+def test_no_field_of_a_token_can_be_changed(key: ClusterKey, clock: Clock) -> None:
+    fields = token(clock).split(" ")
+    for index, other in enumerate(("v2", "prefill", "x", "h:1", "9", "0" * 16, "f" * 64)):
+        changed = [*fields[:index], other, *fields[index + 1 :]]
+        with pytest.raises(ClusterAuthError, match="another cluster key"):
+            key.check(" ".join(changed), RUN, HERE)
+
+
+def test_an_old_token_is_refused_and_one_within_the_window_is_not(
+    key: ClusterKey, clock: Clock
+) -> None:
+    made = [token(clock) for _ in range(3)]
+    clock.time += 29
+    key.check(made[0], RUN, HERE)
+    clock.time += 2
+    with pytest.raises(ClusterAuthError, match=r"made 31 s ago.*set the clocks"):
+        key.check(made[1], RUN, HERE)
+    clock.time -= 62  # a host whose clock is ahead
+    with pytest.raises(ClusterAuthError, match="made -31 s ago"):
+        key.check(made[2], RUN, HERE)
+
+
+def test_a_token_is_good_once_for_one_method_of_one_server(key: ClusterKey, clock: Clock) -> None:
+    made = token(clock)
+    with pytest.raises(ClusterAuthError, match="another method"):
+        key.check(made, "/pdserve.v1.KVTransfer/Retarget", HERE)
+    with pytest.raises(ClusterAuthError, match=r"meant for 10.0.0.3:5000, this is 10.0.0.4:5000"):
+        key.check(made, RUN, "10.0.0.4:5000")
+    key.check(made, RUN, HERE)
+    with pytest.raises(ClusterAuthError, match="used before"):
+        key.check(made, RUN, HERE)
+    clock.time += 20  # still within the window
+    with pytest.raises(ClusterAuthError, match="used before"):
+        key.check(made, RUN, HERE)
+
+
+def test_remembered_tokens_are_bounded_in_time_and_number(
+    key: ClusterKey, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auth, "MAX_NONCES", 10)
+    for _ in range(30):
+        key.check(token(clock), RUN, HERE)
+    assert len(key._seen) == 10
+    clock.time += 61
+    key.check(token(clock), RUN, HERE)
+    assert len(key._seen) == 1
+
+
+@pytest.mark.parametrize("method", CALLERS)
+def test_only_the_roles_of_the_table_may_call(key: ClusterKey, clock: Clock, method: str) -> None:
+    for role in ("router", "prefill", "decode", "client"):
+        if role in CALLERS[method]:
+            key.check(token(clock, role, method), method, HERE)
+        else:
+            with pytest.raises(ClusterAuthError, match=f"{role} may not call {method}"):
+                key.check(token(clock, role, method), method, HERE)
+
+
+def test_every_method_between_roles_is_in_the_table() -> None:
+    services = pb.DESCRIPTOR.services_by_name.values()
+    methods = {f"/{each.full_name}/{m.name}" for each in services for m in each.methods}
+    assert methods == CALLERS.keys()
+
+
+def test_keys_are_exchanged_without_a_gap(clock: Clock) -> None:
+    """Restart one role after another with `old,new`, then `new,old`, then `new`."""
+    stages = [KEY, f"{KEY},{OTHER}", f"{OTHER},{KEY}", OTHER]
+    for one, two in pairwise(stages):
+        for signs, checks in ((one, two), (two, one)):
+            ClusterKey(checks, clock).check(token(clock, keys=signs), RUN, HERE)
+
+
+@pytest.mark.parametrize("short", ["", "short", f"{KEY},", f"{KEY},short"])
+def test_a_key_that_can_be_guessed_is_refused(short: str) -> None:
+    with pytest.raises(ConfigError, match=r"fewer than 16 characters.*openssl rand"):
+        ClusterKey(short)
+
+
+# ---- what a process may start with -------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A CA's certificate of all roles, and a client's."""
+    folder = tmp_path_factory.mktemp("certs") / "certs"
+    write(folder, HOSTS, client=True)
+    return folder
+
+
+def tls_config(folder: Path, prefix: str = "") -> TLSConfig:
+    return TLSConfig(
+        tls_cert=str(folder / f"{prefix}cert.pem"),
+        tls_key=str(folder / f"{prefix}key.pem"),
+        tls_ca=str(folder / "ca.pem"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("host", "inside"),
+    [
+        ("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("[::1]", True),
+        ("localhost", True), ("0.0.0.0", False), ("::", False), ("10.0.0.1", False),
+        ("auto", False), ("prefill", False), ("", False),
+    ],
+)  # fmt: skip
+def test_what_others_reach_needs_a_key_tls_or_a_word(host: str, inside: bool, certs: Path) -> None:
+    assert is_loopback(host) is inside
+
+    def load(tls: TLSConfig | None = None, **given: Any) -> Credentials:
+        hosts = ("127.0.0.1", host)
+        return Credentials.load("decode", "d", tls or TLSConfig(), AuthConfig(**given), hosts)
+
+    load(cluster_key=KEY)
+    load(tls_config(certs))
+    load(insecure=True)
+    if inside:
+        load()
+    else:
+        with pytest.raises(ConfigError, match=r"give all roles the same --cluster-key.*--insecure"):
+            load()
+
+
+def test_a_certificate_without_the_role_is_told_at_start(certs: Path) -> None:
+    client = tls_config(certs, "client-")
+    with pytest.raises(ConfigError, match="does not name the role decode"):
+        Credentials.load("decode", "d", client, AuthConfig(), ())
+    Credentials.load("decode", "d", client, AuthConfig(cluster_key=KEY), ())
+
+
+# ---- the door of a server -----------------------------------------------------------------
+
+
+class Decode(pb_grpc.DecodeServicer):
+    def __init__(self) -> None:
+        self.served = 0
+
+    async def Run(self, request: Any, context: Any) -> AsyncIterator[pb.DecodeEvent]:
+        self.served += 1
+        yield pb.DecodeEvent()
+
+
+@asynccontextmanager
+async def decode_server(guard: Guard, tls: TLS | None = None) -> AsyncIterator[tuple[Decode, str]]:
+    server, servicer = GrpcServer(guard), Decode()
+    descriptor = pb.DESCRIPTOR.services_by_name["Decode"]
+    server.add(descriptor, pb_grpc.add_DecodeServicer_to_server, servicer)
+    guard.address = f"127.0.0.1:{server.bind('127.0.0.1', 0, tls)}"
+    await server.start()
+    await server.set_healthy(True)
+    try:
+        yield servicer, guard.address
+    finally:
+        await server.stop(0)
+
+
+async def run(channels: Channels, address: str) -> str:
+    """The error's code; empty: it was answered."""
+    try:
+        calls = pb_grpc.DecodeStub(channels.get(address)).Run(pb.DecodeRequest(), timeout=5)
+        assert [event async for event in calls]
+        return ""
+    except grpc.aio.AioRpcError as error:
+        typed = from_rpc_error(error, Blame.PREFILL)
+        assert typed.blame is Blame.PREFILL
+        if isinstance(typed, ClusterAuthError):
+            assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+        return typed.code
+    finally:
+        await channels.close()
+
+
+def credentials(role: str, key: str | None = None, tls: TLSConfig | None = None) -> Credentials:
+    config = AuthConfig(cluster_key=key)
+    return Credentials.load(role, f"{role}-1", tls or TLSConfig(), config, ())
+
+
+async def test_decode_run_needs_the_router_s_token() -> None:
+    own = credentials("decode", KEY)
+    async with decode_server(own.guard()) as (decode, address):
+        for wrong in (None, OTHER):
+            assert await run(credentials("router", wrong).channels(), address) == (
+                "CLUSTER_AUTH_FAILED"
+            )
+        for role in ("prefill", "decode"):
+            assert await run(credentials(role, KEY).channels(), address) == "CLUSTER_AUTH_FAILED"
+        assert decode.served == 0
+        assert await run(credentials("router", KEY).channels(), address) == ""
+        assert decode.served == 1
+
+
+async def test_a_replayed_token_is_refused() -> None:
+    own = credentials("decode", KEY)
+    async with decode_server(own.guard()) as (decode, address):
+        stolen = ((TOKEN_KEY, ClusterKey(KEY).sign("router", "router-1", RUN, address)),)
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub = pb_grpc.DecodeStub(channel)
+            assert [each async for each in stub.Run(pb.DecodeRequest(), metadata=stolen)]
+            with pytest.raises(grpc.aio.AioRpcError, match="used before"):
+                assert [each async for each in stub.Run(pb.DecodeRequest(), metadata=stolen)]
+        assert decode.served == 1
+
+
+async def test_a_key_on_one_side_only_is_told() -> None:
+    async with decode_server(Guard()) as (_, address):
+        assert await run(credentials("router").channels(), address) == ""
+        assert await run(credentials("router", KEY).channels(), address) == "CLUSTER_AUTH_FAILED"
+
+
+async def test_health_and_contracts_stay_open() -> None:
+    async with (
+        decode_server(credentials("decode", KEY).guard()) as (_, address),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        question = reflection_pb2.ServerReflectionRequest(list_services="")
+        reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+        assert [each async for each in reflection.ServerReflectionInfo(iter([question]))]
+
+
+async def test_refused_calls_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async with decode_server(credentials("decode", KEY).guard()) as (_, address):
+        for _ in range(20):
+            await run(Channels(), address)
+    said = [each for each in caplog.messages if "refused a call" in each]
+    assert 1 <= len(said) <= 5
+    assert "give all roles the same --cluster-key" in said[0]
+
+
+async def test_a_certificate_that_names_its_role_needs_no_key(certs: Path) -> None:
+    own = credentials("decode", tls=tls_config(certs))
+    async with decode_server(own.guard(), own.tls) as (decode, address):
+        assert await run(credentials("router", tls=tls_config(certs)).channels(), address) == ""
+        # A client of the gRPC front has a certificate of the same CA.
+        client = TLS.load(tls_config(certs, "client-"))
+        assert await run(Channels(client), address) == "CLUSTER_AUTH_FAILED"
+        assert decode.served == 1
+
+
+# ---- registration -------------------------------------------------------------------------
+
+
+def node(node_id: str = "d0", address: str = "10.0.0.3:1", **changes: Any) -> pb.NodeInfo:
+    return pb.NodeInfo(
+        **{
+            "node_id": node_id, "role": pb.ROLE_DECODE, "address": address, "model": "tiny",
+            "instance": "first", **changes,
+        }
+    )  # fmt: skip
+
+
+LOAD = pb.NodeLoad(healthy=True, free_blocks=1, total_blocks=1)
+
+
+@asynccontextmanager
+async def registry_server(
+    key: str | None = KEY, clock: Clock | None = None
+) -> AsyncIterator[tuple[Registry, str]]:
+    registry = Registry(RoutingConfig(heartbeat_interval=0.05), clock or Clock())
+    server = GrpcServer(credentials("router", key).guard())
+    server.add(
+        pb.DESCRIPTOR.services_by_name["Registry"],
+        pb_grpc.add_RegistryServicer_to_server,
+        RegistryService(registry, "tiny", 0.05),
+    )
+    port = server.bind("127.0.0.1", 0)
+    await server.start()
+    try:
+        yield registry, f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
+@contextmanager
+def refused(code: grpc.StatusCode, says: str = "") -> Iterator[None]:
+    with pytest.raises(grpc.aio.AioRpcError, match=says or None) as caught:
+        yield
+    assert caught.value.code() is code
+
+
+async def test_a_stranger_registers_nothing() -> None:
+    async with registry_server() as (registry, address):
+        for wrong in (None, OTHER):
+            channels = credentials("decode", wrong).channels()
+            stub = pb_grpc.RegistryStub(channels.get(address))
+            for call, request in (
+                (stub.Register, pb.RegisterRequest(node=node("decode-1"))),
+                (stub.Heartbeat, pb.HeartbeatRequest(node_id="decode-1")),
+                (stub.Deregister, pb.DeregisterRequest(node_id="decode-1")),
+            ):
+                with refused(grpc.StatusCode.UNAUTHENTICATED, "same --cluster-key"):
+                    await call(request)
+            await channels.close()
+        assert registry.describe() == []
+
+
+async def test_a_node_registers_as_itself_alone() -> None:
+    async with registry_server() as (registry, address):
+        channels = credentials("decode", KEY).channels()
+        stub = pb_grpc.RegistryStub(channels.get(address))
+        await stub.Register(pb.RegisterRequest(node=node("decode-1"), load=LOAD))
+        for other in (node("decode-2"), node("decode-1", role=pb.ROLE_PREFILL)):
+            with refused(grpc.StatusCode.UNAUTHENTICATED, "the caller is not"):
+                await stub.Register(pb.RegisterRequest(node=other, load=LOAD))
+        await channels.close()
+        assert [each["node_id"] for each in registry.describe()] == ["decode-1"]
+        assert "instance" not in registry.describe()[0]
+
+
+def test_a_live_node_is_not_taken_over(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    registry = Registry(RoutingConfig(), clock)
+    registry.register(node(), LOAD)
+    with pytest.raises(Unavailable) as caught:
+        registry.register(node(address="6.6.6.6:1", instance="fake"), LOAD)
+    assert caught.value.code == "NODE_ID_TAKEN"
+    assert "refused to register d0 at 6.6.6.6:1: that node lives, at 10.0.0.3:1" in caplog.text
+    # Nor kept alive, slandered or sent away by whoever does not know its instance.
+    assert not registry.heartbeat("d0", pb.NodeLoad(healthy=False, reason="slander"), "fake")
+    registry.deregister("d0", "fake")
+    (usable,) = registry.usable(pb.ROLE_DECODE)
+    assert usable.info.address == "10.0.0.3:1"
+    assert registry.heartbeat("d0", LOAD, "first")
+    registry.deregister("d0", "first")
+    assert registry.describe() == []
+
+
+def test_a_node_of_the_same_id_comes_back_once_the_old_one_is_gone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock = Clock()
+    registry = Registry(RoutingConfig(heartbeat_timeout=5), clock)
+    registry.register(node(), LOAD)
+    (old,) = registry.usable(pb.ROLE_DECODE)
+    ended: list[str] = []
+    old.on_lost.add(lambda error: ended.append(error.code))
+    registry.register(node(instance="second"), LOAD)  # at its address: it was restarted
+    assert ended == ["PEER_LOST"]
+    assert "is replaced by a new process" in caplog.text
+    clock.time += 5.1
+    registry.register(node(address="10.0.0.9:1", instance="third"), LOAD)
+    (new,) = registry.usable(pb.ROLE_DECODE)
+    assert new.info.address == "10.0.0.9:1"
+
+
+def test_registrations_are_bounded_in_number_and_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    registry = Registry(RoutingConfig(heartbeat_timeout=50), clock)
+    for index in range(registry_module.NEW_NODES_BURST):
+        registry.register(node(f"d{index}"), LOAD)
+    with pytest.raises(Overloaded, match="new nodes a second"):
+        registry.register(node("one-more"), LOAD)
+    registry.register(node("d0"), LOAD)  # who is known is not counted
+    clock.time += 1.01 / registry_module.NEW_NODES_PER_S
+    registry.register(node("one-more"), LOAD)
+    monkeypatch.setattr(registry_module, "MAX_NODES", len(registry.describe()))
+    clock.time += 10
+    with pytest.raises(Overloaded, match="nodes are registered"):
+        registry.register(node("yet-another"), LOAD)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"node_id": "x" * 65},
+        {"node_id": "d0\nINFO forged"},
+        {"node_id": "d\x1b[31m"},
+        {"address": "no-port"},
+        {"address": "h\n:1"},
+        {"address": f"{'h' * 300}:1"},
+        {"fingerprint": "f" * 129},
+        {"fingerprint_parts": {str(i): "" for i in range(65)}},
+        {"fingerprint_parts": {"weights": "w" * 257}},
+        {"kv_connectors": ["tcp"] * 17},
+        {"kv_connectors": ["c" * 129]},
+        {"host": "h" * 256},
+        {"metrics_address": "m" * 262},
+        {"instance": "i" * 65},
+    ],
+)
+async def test_what_no_node_says_of_itself_is_refused(changes: dict[str, Any]) -> None:
+    async with registry_server(None) as (registry, address):
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub = pb_grpc.RegistryStub(channel)
+            with refused(grpc.StatusCode.INVALID_ARGUMENT):
+                await stub.Register(pb.RegisterRequest(node=node(**changes)))
+            long = pb.NodeLoad(reason="\x1b[2J" + "r" * 5000)
+            await stub.Register(pb.RegisterRequest(node=node(), load=long))
+        (described,) = registry.describe()
+        assert described["reason"].isprintable()
+        assert len(described["reason"]) < MAX_REASON_LENGTH + 50
+
+
+async def said(
+    address: str, channels: Channels, caplog: pytest.LogCaptureFixture, **options: Any
+) -> str:
+    """The first thing a node that tries to register there says about it."""
+    registration = Registration(address, node("decode-1"), lambda: LOAD, channels, **options)
+    task = asyncio.create_task(registration.run())
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        async with asyncio.timeout(10):
+            while not caplog.messages:
+                await asyncio.sleep(0.01)
+    task.cancel()
+    await channels.close()
+    return caplog.messages[0]
+
+
+async def test_a_node_says_why_the_router_refuses_it(caplog: pytest.LogCaptureFixture) -> None:
+    async with registry_server() as (_, address):
+        text = await said(address, credentials("decode", OTHER).channels(), caplog)
+        assert "give all roles the same --cluster-key" in text
+    server = GrpcServer()
+    server.server.add_generic_rpc_handlers((ElsewhereRegistry(),))
+    port = server.bind("127.0.0.1", 0)
+    await server.start()
+    text = await said(f"127.0.0.1:{port}", credentials("decode").channels(), caplog)
+    assert "name the router's --registry-port" in text
+    await server.stop(0)
+
+
+async def test_tls_on_one_side_only_is_said_in_words(
+    certs: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = credentials("decode", tls=tls_config(certs))
+    async with decode_server(own.guard(), own.tls) as (_, address):
+        text = await said(address, Channels(), caplog, over_tls=False)
+        assert "it speaks TLS and this role does not: give all roles --tls-cert" in text
+    async with decode_server(Guard()) as (_, address):
+        text = await said(address, own.channels(), caplog, over_tls=True)
+        assert "it speaks no TLS and this role does" in text

@@ -1,0 +1,129 @@
+"""gRPC over links that are cut without a word, and pings that nobody minds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from pdserve.common.rpc import server as rpc
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
+from pdserve.common.rpc.server import Channels, GrpcServer
+
+FAST = {"grpc.keepalive_time_ms": 300, "grpc.http2.ping_timeout_ms": 300}
+
+
+class SilentDecode(pb_grpc.DecodeServicer):
+    """Says one thing and then nothing, until its caller is gone."""
+
+    def __init__(self) -> None:
+        self.gone = asyncio.Event()
+
+    async def Run(
+        self, request: pb.DecodeRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.DecodeEvent]:
+        yield pb.DecodeEvent()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            self.gone.set()
+
+
+class Link:
+    """A TCP proxy. Once it is cut, it takes bytes and passes nothing on."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._pumps: set[asyncio.Task[None]] = set()
+        self.cut = False
+
+    async def join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        near, far = (reader, writer), await asyncio.open_connection("127.0.0.1", self._port)
+        self._pumps |= {
+            asyncio.create_task(self._pump(near[0], far[1])),
+            asyncio.create_task(self._pump(far[0], near[1])),
+        }
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            if not self.cut:
+                writer.write(data)
+
+    def close(self) -> None:
+        for pump in self._pumps:
+            pump.cancel()
+
+
+@asynccontextmanager
+async def linked() -> AsyncIterator[tuple[SilentDecode, Link, str]]:
+    """A server, a link to it, and the link's address."""
+    servicer, server = SilentDecode(), GrpcServer()
+    descriptor = pb.DESCRIPTOR.services_by_name["Decode"]
+    server.add(descriptor, pb_grpc.add_DecodeServicer_to_server, servicer)
+    link = Link(server.bind("127.0.0.1", 0))
+    await server.start()
+    proxy = await asyncio.start_server(link.join, "127.0.0.1", 0)
+    try:
+        yield servicer, link, f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
+    finally:
+        link.close()
+        proxy.close()
+        await server.stop(0)
+
+
+def faster(options: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    return [(name, FAST.get(name, value)) for name, value in options]
+
+
+async def test_both_ends_notice_that_a_link_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "_OPTIONS", faster(rpc._OPTIONS))
+    monkeypatch.setattr(rpc, "_CHANNEL_OPTIONS", faster(rpc._CHANNEL_OPTIONS))
+    async with linked() as (servicer, link, address):
+        channels = Channels()
+        call = pb_grpc.DecodeStub(channels.get(address)).Run(pb.DecodeRequest())
+        await call.read()
+        link.cut = True
+        await asyncio.wait_for(servicer.gone.wait(), 30)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asyncio.wait_for(call.read(), 30)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        await channels.close()
+
+
+async def test_pings_are_never_too_many() -> None:
+    async with linked() as (servicer, _, address):
+        eager = [("grpc.keepalive_time_ms", 20), ("grpc.http2.max_pings_without_data", 0)]
+        async with grpc.aio.insecure_channel(address, options=eager) as channel:
+            call = pb_grpc.DecodeStub(channel).Run(pb.DecodeRequest())
+            await call.read()
+            await asyncio.sleep(1)
+            assert not call.done() and not servicer.gone.is_set()
+            call.cancel()
+
+
+def test_a_cut_link_is_noticed_within_15_seconds() -> None:
+    for options in (dict(rpc._OPTIONS), dict(rpc._CHANNEL_OPTIONS)):
+        assert options["grpc.keepalive_time_ms"] + options["grpc.http2.ping_timeout_ms"] <= 15_000
+
+
+async def test_a_peer_that_restarts_is_found_at_once() -> None:
+    """Even after it was away for a while, which makes gRPC try less and less often."""
+    first = GrpcServer()
+    port = first.bind("127.0.0.1", 0)
+    channels = Channels()
+    await first.start()
+    channel = channels.get(f"127.0.0.1:{port}")
+    await asyncio.wait_for(channel.channel_ready(), 30)
+    await first.stop(0)
+    reconnecting = asyncio.create_task(channel.channel_ready())
+    await asyncio.sleep(1.5)
+    second = GrpcServer()
+    assert second.bind("127.0.0.1", port) == port
+    await second.start()
+    await asyncio.wait_for(reconnecting, 2.5)
+    await channels.close()
+    await second.stop(0)

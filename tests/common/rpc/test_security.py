@@ -1,0 +1,924 @@
+"""Who may speak to whom: TLS between the roles, API keys, strangers at the KV port."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import ssl
+import stat
+import struct
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+import msgspec
+import pytest
+import torch
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry
+from yarl import URL
+
+from fakes_pipeline import FakeGenerator, byte_level_folder
+from kv_fakes import Geometry, shared_cache
+from paths import HELPERS
+from pdserve.common.cli import cluster as cluster_module
+from pdserve.common.cli.certs import HOSTS, write
+from pdserve.common.cli.cluster import Cluster
+from pdserve.common.cli.host_share import Placement
+from pdserve.common.cli.main import main
+from pdserve.common.config.schema import (
+    ClusterConfig,
+    EngineConfig,
+    RouterConfig,
+    ServerConfig,
+    TLSConfig,
+    WorkerNodeConfig,
+)
+from pdserve.common.config.sources import options, parse, to_environment, to_flags
+from pdserve.common.core.errors import ConfigError, InvalidRequest, Unauthenticated
+from pdserve.common.core.ids import new_transfer_id
+from pdserve.common.core.request import Choice, GenerateJob
+from pdserve.common.core.sampling import MAX_CHOICES, MAX_TOKENS_NAMED, SamplingParams
+from pdserve.common.node.replica import check_job
+from pdserve.common.rpc.pb import cluster_pb2, inference_pb2, inference_pb2_grpc
+from pdserve.common.rpc.server import Channels, GrpcServer
+from pdserve.common.rpc.tls import TLS
+from pdserve.common.text.tokenizer import Tokenizer
+from pdserve.decode_node.service import KVTransferService
+from pdserve.kv_transfer.blocks import piece_nbytes
+from pdserve.kv_transfer.connector import (
+    BlockRun,
+    Event,
+    Failed,
+    Landed,
+    Progress,
+    RankContext,
+    Sent,
+    SinkTransfer,
+    SourceTransfer,
+)
+from pdserve.kv_transfer.connectors.base import pipe_connector, server
+from pdserve.kv_transfer.connectors.base.frame import Frame, Kind
+from pdserve.kv_transfer.connectors.base.pipe_connector import recv_frame, send_frame
+from pdserve.kv_transfer.connectors.base.sockets import TLSPipe
+from pdserve.kv_transfer.connectors.tcp import Endpoint, Options, TCPConnector, TCPTransport
+from pdserve.kv_transfer.layout import CacheView, Piece, Rect
+from pdserve.kv_transfer.pipe import recv_bytes
+from pdserve.kv_transfer.rank.transfer_rank import connector_options, rank_config
+from pdserve.router.auth import APIKeys
+from pdserve.router.http.app import make_app
+from pdserve.router.http.front import Front
+from pdserve.router.http.prepare import MAX_PROMPTS
+from pdserve.router.http.server import HTTPServer, https_context
+from pdserve.router.served_model import ServedModel
+from pdserve.router.service import InferenceServicer
+
+GEOMETRY = Geometry()
+RECT = Rect(0, GEOMETRY.layers, 0, GEOMETRY.heads)
+ID = b"transfer-id-0001"
+FILL = struct.unpack("=f", b"\x3f" * 4)[0]
+FAKE_ROLE = str(HELPERS / "fake_role.py")
+
+
+def files(folder: Path) -> dict[str, str]:
+    return {f"tls_{name}": str(folder / f"{name}.pem") for name in ("cert", "key", "ca")}
+
+
+@pytest.fixture(scope="module")
+def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two CAs, `ours` and `theirs`, with a certificate each, and one that names another host."""
+    folder = tmp_path_factory.mktemp("certs")
+    write(folder / "ours", HOSTS)
+    write(folder / "theirs", HOSTS)
+    write(folder / "elsewhere", ["elsewhere.test"])
+    return folder
+
+
+def tls(folder: Path) -> TLS:
+    loaded = TLS.load(TLSConfig(**files(folder)))
+    assert loaded is not None
+    return loaded
+
+
+# ---- pdserve certs ------------------------------------------------------------------------
+
+
+def test_certs_makes_files_and_prints_their_flags(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "new" / "certs"
+    assert main(["certs", str(folder), "--host=decode", "--host=10.1.2.3"]) == 0
+    flags = capsys.readouterr().out.split()
+    config = parse(WorkerNodeConfig, prog="x", argv=flags, environ={})
+    assert TLS.load(config.tls) == TLS(*(folder / f"{n}.pem" for n in ("cert", "key", "ca")))
+    assert stat.S_IMODE((folder / "key.pem").stat().st_mode) == 0o600
+    assert sorted(path.name for path in folder.iterdir()) == ["ca.pem", "cert.pem", "key.pem"]
+    cert = x509.load_pem_x509_certificate((folder / "cert.pem").read_bytes())
+    names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["localhost", "decode"]
+    addresses = map(str, names.get_values_for_type(x509.IPAddress))
+    assert list(addresses) == ["127.0.0.1", "::1", "10.1.2.3"]
+
+
+def test_certs_leaves_existing_files_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["certs", str(tmp_path)]) == 0
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    assert main(["certs", str(tmp_path)]) == 2
+    assert "File exists; name another folder" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert main(["certs", str(tmp_path / "b"), "--host=a b"]) == 2
+    assert "neither a host name nor an IP address" in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()
+
+
+# ---- the files ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", ["tls_cert", "tls_key", "tls_ca"])
+@pytest.mark.parametrize("config", [WorkerNodeConfig, RouterConfig, ClusterConfig])
+def test_all_three_files_or_none(
+    config: type, missing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [f"--{name.replace('_', '-')}={name}" for name in files(Path()) if name != missing]
+    with pytest.raises(SystemExit):
+        parse(config, prog="x", argv=flags, environ={})
+    assert "give all three or none" in capsys.readouterr().err
+
+
+def test_no_files_no_tls() -> None:
+    assert TLS.load(TLSConfig()) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"tls_key": "/nowhere.pem"}, "--tls-key /nowhere.pem cannot be read: No such file"),
+        ({"tls_cert": "/nowhere.pem"}, "--tls-cert /nowhere.pem cannot be read: No such file"),
+        ({"tls_ca": "/nowhere.pem"}, "--tls-ca /nowhere.pem: No such file"),
+        ({"tls_key": "theirs/key.pem"}, "are no certificate and its unencrypted key"),
+        ({"tls_cert": "ours/key.pem"}, "are no certificate and its unencrypted key"),
+        ({"tls_ca": "ours/key.pem"}, "no certificate or crl found"),
+        ({"tls_ca": "theirs/ca.pem"}, "would be refused by peers"),
+    ],
+)
+def test_files_that_do_not_fit_are_told_at_start(
+    certs: Path, changes: dict[str, str], says: str
+) -> None:
+    changed = {name: str(certs / path) for name, path in changes.items()}
+    with pytest.raises(ConfigError, match=says):
+        TLS.load(TLSConfig(**{**files(certs / "ours"), **changed}))
+
+
+def test_an_expired_certificate_is_told_at_start(certs: Path, tmp_path: Path) -> None:
+    """The valid one, signed anew with an end in the past by a CA made here."""
+    key, ca_key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+    valid = x509.load_pem_x509_certificate((certs / "ours" / "cert.pem").read_bytes())
+    ca = x509.load_pem_x509_certificate((certs / "ours" / "ca.pem").read_bytes())
+    key = load_pem_private_key((certs / "ours" / "key.pem").read_bytes(), None)
+    for source, start, name in ((ca, ca, "ca"), (valid, valid, "cert")):
+        public = ca_key.public_key() if name == "ca" else key.public_key()
+        end = start.not_valid_after_utc if name == "ca" else start.not_valid_before_utc
+        builder = (
+            x509.CertificateBuilder()
+            .subject_name(source.subject)
+            .issuer_name(source.issuer)
+            .public_key(public)
+            .serial_number(7)
+            .not_valid_before(start.not_valid_before_utc.replace(year=2020))
+            .not_valid_after(end)
+        )
+        for extension in source.extensions:
+            if not isinstance(
+                extension.value, (x509.AuthorityKeyIdentifier, x509.SubjectKeyIdentifier)
+            ):
+                builder = builder.add_extension(extension.value, extension.critical)
+        signed = builder.sign(ca_key, hashes.SHA256())
+        (tmp_path / f"{name}.pem").write_bytes(signed.public_bytes(Encoding.PEM))
+    (tmp_path / "key.pem").write_bytes((certs / "ours" / "key.pem").read_bytes())
+    with pytest.raises(ConfigError, match="certificate has expired"):
+        TLS.load(TLSConfig(**files(tmp_path)))
+
+
+# ---- gRPC between the roles ---------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def grpc_server(tls: TLS | None) -> AsyncIterator[int]:
+    server = GrpcServer()
+    port = server.bind("127.0.0.1", 0, tls)
+    await server.start()
+    await server.set_healthy(True)
+    yield port
+    await server.stop(0)
+
+
+async def is_answered(address: str, tls: TLS | None) -> bool:
+    channels = Channels(tls)
+    stub = health_pb2_grpc.HealthStub(channels.get(address))
+    try:
+        await stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
+        return True
+    except grpc.aio.AioRpcError as error:
+        assert error.code() is grpc.StatusCode.UNAVAILABLE, error
+        return False
+    finally:
+        await channels.close()
+
+
+async def test_grpc_answers_certificates_of_its_ca_only(certs: Path) -> None:
+    ours, theirs = tls(certs / "ours"), tls(certs / "theirs")
+    async with grpc_server(ours) as port:
+        assert await is_answered(f"127.0.0.1:{port}", ours)
+        assert await is_answered(f"localhost:{port}", ours)
+        assert not await is_answered(f"127.0.0.1:{port}", None)
+        assert not await is_answered(f"127.0.0.1:{port}", theirs)
+        # Of the right CA as far as the client goes, but it shows no certificate.
+        ca = grpc.ssl_channel_credentials((certs / "ours" / "ca.pem").read_bytes())
+        async with grpc.aio.secure_channel(f"127.0.0.1:{port}", ca) as channel:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await health_pb2_grpc.HealthStub(channel).Check(
+                    health_pb2.HealthCheckRequest(), timeout=5
+                )
+
+
+async def test_a_grpc_server_must_name_the_host_that_was_dialled(certs: Path) -> None:
+    elsewhere = tls(certs / "elsewhere")
+    async with grpc_server(elsewhere) as port:
+        assert not await is_answered(f"127.0.0.1:{port}", elsewhere)
+
+
+# ---- API keys -----------------------------------------------------------------------------
+
+
+def test_any_of_the_keys_opens() -> None:
+    keys = APIKeys("first, second")
+    for good in ("Bearer first", "bearer second", "Bearer  second "):
+        keys.check(good)
+    for bad in (
+        None,
+        "",
+        "Bearer",
+        "Bearer ",
+        "Bearer third",
+        "Basic first",
+        "first",
+        "Bearer \udc80",
+    ):
+        with pytest.raises(Unauthenticated):
+            keys.check(bad)
+    APIKeys(None).check(None)
+    for empty in ("", "a,", ",", " "):
+        with pytest.raises(ConfigError, match="empty key"):
+            APIKeys(empty)
+
+
+def served(tokenizer: Tokenizer) -> ServedModel:
+    return ServedModel(
+        name="tiny", root="/tiny", max_model_len=100, vocab_size=tokenizer.vocab_size,
+        created=0, tokenizer=tokenizer,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.from_folder(byte_level_folder(tmp_path_factory.mktemp("tokenizer")))
+
+
+@contextlib.asynccontextmanager
+async def http_server(
+    tokenizer: Tokenizer, keys: str | None, config: ServerConfig | None = None
+) -> AsyncIterator[int]:
+    front = Front(generator=FakeGenerator(tokenizer), model=served(tokenizer), keys=APIKeys(keys))
+    app = make_app(front, CollectorRegistry(), 1 << 20)
+    context = https_context(config or ServerConfig())
+    server = await HTTPServer.start(app, "127.0.0.1", 0, context)
+    try:
+        yield server.port
+    finally:
+        await server.stop(0)
+
+
+CALLS = {
+    "/v1/completions": {"prompt": "a"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [1]},
+    "/v1/models": None,
+    "/v1/models/tiny": None,
+    "/v1/cluster": None,
+}
+
+
+async def test_http_needs_the_key_but_for_probes(tokenizer: Tokenizer) -> None:
+    async with http_server(tokenizer, "secret") as port, aiohttp.ClientSession() as session:
+        url = f"http://127.0.0.1:{port}"
+        for path, body in CALLS.items():
+            call = session.get if body is None else session.post
+            options: dict[str, Any] = {} if body is None else {"json": body}
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+                async with call(url + path, headers=headers, **options) as response:
+                    assert response.status == 401, path
+                    assert response.headers["WWW-Authenticate"] == "Bearer"
+                    error = (await response.json())["error"]
+                    assert set(error) == {"message", "type", "param", "code"}
+                    assert error["type"] == "authentication_error"
+                    assert error["code"] == "invalid_api_key"
+                    assert "secret" not in await response.text()
+            good = {"Authorization": "Bearer secret"}
+            async with call(url + path, headers=good, **options) as response:
+                assert response.status == 200, path
+        for path in ("/health", "/ready", "/metrics", "/version"):
+            async with session.get(url + path) as response:
+                assert response.status == 200
+        # Another spelling of a path is no way around.
+        for path in ("/%76%31/models", "//v1/models", "/health/../v1/models", "/nowhere"):
+            async with session.get(URL(url + path, encoded=True)) as response:
+                assert response.status in (401, 404)
+        async with session.options(url + "/v1/completions") as response:
+            assert response.status == 204  # browsers ask without the key
+
+
+@pytest.mark.parametrize("salted", [False, True])
+async def test_by_option_each_key_has_cached_prompts_of_its_own(
+    tokenizer: Tokenizer, salted: bool
+) -> None:
+    generator = FakeGenerator(tokenizer)
+    keys = APIKeys("first, second", salted=salted)
+    front = Front(generator=generator, model=served(tokenizer), keys=keys)
+    server = await HTTPServer.start(
+        make_app(front, CollectorRegistry(), 1 << 20), "127.0.0.1", 0, None
+    )
+    async with aiohttp.ClientSession() as session:
+        for key in ("first", "second", "first"):
+            headers = {"Authorization": f"Bearer {key}"}
+            for path in ("/v1/completions", "/v1/chat/completions"):
+                url, body = f"http://127.0.0.1:{server.port}{path}", CALLS[path]
+                async with session.post(url, json=body, headers=headers) as response:
+                    assert response.status == 200
+    await server.stop(0)
+    salts = [request.cache_salt for request in generator.requests]
+    assert salts[:2] == salts[4:] and len(set(salts)) == (2 if salted else 1)
+
+
+async def test_without_a_key_nobody_is_asked(tokenizer: Tokenizer) -> None:
+    async with (
+        http_server(tokenizer, None) as port,
+        aiohttp.ClientSession() as session,
+        session.get(f"http://127.0.0.1:{port}/v1/models") as response,
+    ):
+        assert response.status == 200
+
+
+async def test_grpc_needs_the_key_for_inference_alone(tokenizer: Tokenizer) -> None:
+    server = GrpcServer()
+    server.add(
+        inference_pb2.DESCRIPTOR.services_by_name["Inference"],
+        inference_pb2_grpc.add_InferenceServicer_to_server,
+        InferenceServicer(FakeGenerator(tokenizer), served(tokenizer), APIKeys("secret")),
+    )
+    port = server.bind("127.0.0.1", 0)
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        request = inference_pb2.GenerateRequest(text="a")
+        for metadata in ((), (("authorization", "Bearer wrong"),)):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.GetModel(inference_pb2.GetModelRequest(), metadata=metadata)
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                [each async for each in stub.Generate(request, metadata=metadata)]
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        key = (("authorization", "Bearer secret"),)
+        assert (await stub.GetModel(inference_pb2.GetModelRequest(), metadata=key)).id == "tiny"
+        assert [each async for each in stub.Generate(request, metadata=key)]
+        await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+    await server.stop(0)
+
+
+def test_the_key_goes_by_the_environment() -> None:
+    config = RouterConfig(server=ServerConfig(api_key="secret", port=9))
+    assert to_flags(config) == ["--port=9"]
+    assert to_environment(config) == {"PDSERVE_API_KEY": "secret"}
+    again = parse(RouterConfig, prog="x", argv=to_flags(config), environ=to_environment(config))
+    assert again == config
+
+
+async def test_up_gives_the_key_to_the_router_alone_and_not_as_a_flag(certs: Path) -> None:
+    lines: list[tuple[str, str]] = []
+    fakes = {role: (sys.executable, FAKE_ROLE, role) for role in cluster_module.PROGRAMS}
+    server = ServerConfig(port=0, grpc_port=0, registry_port=0, drain_timeout=5.0, api_key="secret")
+    config = ClusterConfig(server=server, tls=TLSConfig(**files(certs / "ours")))
+    cluster = Cluster(
+        config,
+        [Placement(EngineConfig())] * 2,
+        lambda name, line: lines.append((name, line)),
+        fakes,
+    )
+    try:
+        assert await cluster.start()
+    finally:
+        await cluster.stop()
+    assert not [line for _, line in lines if "secret" in line]
+    options_of = {name: line for name, line in lines if " options " in line}
+    assert "PDSERVE_API_KEY" in options_of["router"]
+    assert "PDSERVE_API_KEY" not in options_of["prefill-0"] + options_of["decode-0"]
+    for name in ("router", "prefill-0", "decode-0"):
+        flags = next(line for who, line in lines if who == name and " flags " in line)
+        assert all(path in flags for path in files(certs / "ours").values())
+
+
+# ---- HTTPS --------------------------------------------------------------------------------
+
+
+async def test_https(tokenizer: Tokenizer, certs: Path) -> None:
+    folder = certs / "ours"
+    config = ServerConfig(
+        ssl_certfile=str(folder / "cert.pem"), ssl_keyfile=str(folder / "key.pem")
+    )
+    trust = ssl.create_default_context(cafile=folder / "ca.pem")
+    async with http_server(tokenizer, None, config) as port, aiohttp.ClientSession() as session:
+        async with session.get(f"https://127.0.0.1:{port}/health", ssl=trust) as response:
+            assert response.status == 200
+        with pytest.raises(aiohttp.ClientError):
+            await session.get(f"http://127.0.0.1:{port}/health")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"ssl_certfile": "/nowhere.pem"}, "--ssl-certfile /nowhere.pem cannot be read"),
+        ({"ssl_keyfile": "theirs/key.pem"}, "--ssl-certfile .* and --ssl-keyfile .*theirs"),
+        ({"ssl_keyfile": None}, "are no certificate and its unencrypted key"),
+    ],
+)
+def test_bad_https_files(certs: Path, changes: dict[str, str | None], says: str) -> None:
+    given: dict[str, str | None] = {"ssl_certfile": "ours/cert.pem", "ssl_keyfile": "ours/key.pem"}
+    paths = {name: path and str(certs / path) for name, path in (given | changes).items()}
+    with pytest.raises(ConfigError, match=says):
+        https_context(ServerConfig(**paths))  # type: ignore[arg-type]
+
+
+def test_a_key_without_its_certificate() -> None:
+    with pytest.raises(ConfigError, match="--ssl-keyfile needs --ssl-certfile"):
+        ServerConfig(ssl_keyfile="key.pem")
+
+
+# ---- the KV port --------------------------------------------------------------------------
+
+
+class Rank:
+    """A tcp connector with its cache and what it reported."""
+
+    def __init__(self, options: Mapping[str, Any], fill: float = 0.0) -> None:
+        self.cache, self._fd = shared_cache(GEOMETRY.shape(RECT), GEOMETRY.dtype)
+        self.cache.fill_(fill)
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        view = CacheView(self.cache, RECT, self._fd)
+        context = RankContext(view, "127.0.0.1", "same", self.events.put)
+        self.connector = TCPConnector(context, options)
+
+    def expect(self, kind: type[Any]) -> Any:
+        while isinstance(event := self.events.get(timeout=30.0), Progress):
+            pass
+        assert isinstance(event, kind), event
+        return event
+
+    def send_to(self, sink: Rank, transfer_id: bytes = ID) -> None:
+        piece = (Piece(0, 0, RECT), sink.connector.endpoint())
+        self.connector.submit(SourceTransfer(transfer_id, 1, (piece,)))
+        self.connector.ready(transfer_id, BlockRun(0, 4), (0, 1, 2, 3), True)
+
+    def close(self) -> None:
+        self.connector.close(5.0)
+        os.close(self._fd)
+
+
+@pytest.fixture
+def rank() -> Iterator[Callable[..., Rank]]:
+    made: list[Rank] = []
+
+    def make(options: Mapping[str, Any] | None = None, fill: float = 0.0) -> Rank:
+        made.append(Rank(options or {}, fill))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def check_healthy(sink: Rank, source: Rank, transfer_id: bytes = ID) -> None:
+    sink.connector.accept(SinkTransfer(transfer_id, 1, 0, (4, 9, 2, 7)))
+    source.send_to(sink, transfer_id)
+    sink.expect(Landed)
+    source.expect(Sent)
+    assert (sink.cache[:, :, [4, 9, 2, 7]] == 1.0).all()
+
+
+def test_kv_inside_tls(rank: Callable[..., Rank], certs: Path) -> None:
+    ours = files(certs / "ours")
+    sink, source = rank(ours), rank(ours, 1.0)
+    check_healthy(sink, source)
+    check_healthy(sink, source, b"transfer-id-0002")  # on the connection that was kept
+
+
+def test_given_up_inside_tls_nothing_encrypted_gets_into_the_blocks(
+    rank: Callable[..., Rank], certs: Path
+) -> None:
+    sink = rank(files(certs / "ours"))
+    sink.connector.accept(SinkTransfer(ID, 1, 0, (4, 9, 2, 7)))
+    with greeted(sink, files(certs / "ours")) as pipe:
+        payload = data(sink, 0, 4)
+        pipe.sendall(payload[:200])
+        wait_for(lambda: bool(sink.cache.any()))
+        before = sink.cache.clone()
+        started = time.monotonic()
+        sink.connector.quiesce(ID)
+        assert time.monotonic() - started < 2.0
+        pipe.sendall(payload[200:])  # goes beside the blocks
+        other = ID[::-1]
+        sink.connector.accept(SinkTransfer(other, 1, 0, (0, 1)))
+        pipe.sendall(data(sink, 0, 2, other))
+        sink.expect(Landed)
+    blocks = [4, 9, 2, 7]
+    assert torch.equal(sink.cache[:, :, blocks], before[:, :, blocks])
+    assert set(sink.cache.unique().tolist()) <= {0.0, FILL}
+
+
+@pytest.mark.parametrize("who", ["plain", "theirs", "elsewhere"])
+def test_a_source_without_our_certificate_is_refused(
+    rank: Callable[..., Rank], certs: Path, who: str
+) -> None:
+    ours = files(certs / "ours")
+    sink, stranger = rank(ours), rank({} if who == "plain" else files(certs / who), 1.0)
+    sink.connector.accept(SinkTransfer(ID, 1, 0, (4, 9, 2, 7)))
+    stranger.send_to(sink)
+    failed = stranger.expect(Failed)
+    if who == "plain":  # a node that is misconfigured; a stranger speaks all the same
+        assert failed.code == "TLS_MISMATCH" and "takes KV over TLS" in failed.message
+        with connect(sink) as sock, contextlib.suppress(ConnectionError):
+            sock.sendall(Frame(Kind.HELLO, nbytes=4).encode() + b"same")
+            assert b"pdKV" not in sock.recv(64)
+    else:
+        assert failed.code == "CONNECT_FAILED"
+    sink.connector.quiesce(ID)
+    assert not sink.cache.any()
+    check_healthy(sink, rank(ours, 1.0), b"transfer-id-0002")
+
+
+def test_a_pipe_that_was_cut_off_takes_no_plain_text(certs: Path) -> None:
+    ours, theirs = socket.socketpair()
+    made = tls(certs / "ours")
+    with ThreadPoolExecutor(1) as thread:
+        dialling = thread.submit(
+            made.client_context().wrap_socket, theirs, server_hostname="localhost"
+        )
+        pipe = TLSPipe(made.server_context().wrap_socket(ours, server_side=True))
+        with dialling.result() as peer:
+            assert pipe.alive()
+            socket.socket.send(peer, b"not encrypted at all")
+            pipe.interrupt()
+            with pytest.raises(OSError):
+                recv_bytes(pipe, 10)
+    pipe.close()
+
+
+@pytest.mark.parametrize("shows", [None, "theirs"])
+def test_trusting_our_ca_is_not_enough_for_a_stranger(
+    rank: Callable[..., Rank], certs: Path, shows: str | None
+) -> None:
+    sink = rank(files(certs / "ours"))
+    context = ssl.create_default_context(cafile=certs / "ours" / "ca.pem")
+    if shows:
+        context.load_cert_chain(certs / shows / "cert.pem", certs / shows / "key.pem")
+    with connect(sink) as sock, context.wrap_socket(sock, server_hostname="localhost") as peer:
+        heard = b""
+        with contextlib.suppress(OSError):
+            peer.sendall(Frame(Kind.HELLO, nbytes=4).encode() + b"same")
+            heard = peer.recv(64)
+        assert not heard
+    wait_for_count(sink, "PEER_LOST", 1)
+
+
+def test_a_sink_without_our_certificate_is_not_trusted(
+    rank: Callable[..., Rank], certs: Path
+) -> None:
+    sink, source = rank(files(certs / "theirs")), rank(files(certs / "ours"), 1.0)
+    source.send_to(sink)
+    failed = source.expect(Failed)
+    assert failed.code == "CONNECT_FAILED"
+    assert "certificate verify failed" in failed.message
+
+
+def test_a_sink_without_tls_is_told_apart_in_words(rank: Callable[..., Rank], certs: Path) -> None:
+    sink, source = rank({}), rank(files(certs / "ours"), 1.0)
+    source.send_to(sink)
+    failed = source.expect(Failed)
+    assert failed.code == "TLS_MISMATCH"
+    assert "takes KV over plain TCP and the prefill node sends it over TLS: give both the same" in (
+        failed.message
+    )
+
+
+def test_kv_is_encrypted_where_grpc_is_or_the_log_says_so(
+    certs: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = TLSConfig(**files(certs / "ours"))
+
+    def given(connectors: dict[str, dict[str, Any]], tls: TLSConfig) -> dict[str, Any]:
+        made = msgspec.msgpack.decode(rank_config(connectors, "f", tls, source=True))
+        return dict(made["connectors"])
+
+    assert given({"shm": {}, "tcp": {"streams": 2}}, node) == {
+        "shm": {}, "tcp": {"streams": 2, **files(certs / "ours")},
+    }  # fmt: skip
+    assert given({"tcp": {}}, TLSConfig()) == {"tcp": {}}
+    assert not caplog.messages
+    assert given({"tcp": {"tls": False}}, node) == {"tcp": {}}
+    assert given({"nccl": {}}, node) == {"nccl": {}}
+    assert [text.split()[-3] for text in caplog.messages] == ["tcp", "nccl"]
+
+
+def test_kv_options_for_tls(certs: Path) -> None:
+    node = TLSConfig(**files(certs / "ours"))
+    assert connector_options({"tls": True, "a": 1}, node) == {**files(certs / "ours"), "a": 1}
+    assert connector_options({"tls": False, "a": 1}, node) == {"a": 1}
+    assert connector_options({"a": 1}, node) == {"a": 1}
+    for given, config in (({"tls": True}, TLSConfig()), ({"tls": "yes"}, node)):
+        with pytest.raises(ConfigError, match="true needs --tls-cert"):
+            connector_options(given, config)
+    with pytest.raises(ConfigError, match="give all three or none"):
+        TCPTransport(Options(tls_cert="cert.pem"))
+
+
+def connect(sink: Rank) -> socket.socket:
+    """Whatever the endpoint says about TLS."""
+    where = msgspec.msgpack.decode(sink.connector.endpoint(), type=Endpoint)
+    return socket.create_connection((where.host, where.port), 10)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 5.0
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def is_closed(sock: socket.socket, within: float = 30.0) -> bool:
+    sock.settimeout(within)
+    with contextlib.suppress(ConnectionResetError):
+        return sock.recv(1) == b""
+    return True
+
+
+@pytest.mark.parametrize("tls_on", [False, True])
+def test_strangers_who_say_nothing_are_shown_out(
+    rank: Callable[..., Rank], certs: Path, monkeypatch: pytest.MonkeyPatch, tls_on: bool
+) -> None:
+    monkeypatch.setattr(pipe_connector, "GREETING_S", 0.3)
+    sink = rank(files(certs / "ours") if tls_on else {})
+    with connect(sink) as silent, connect(sink) as trickling:
+        started = time.monotonic()
+        hello = Frame(Kind.HELLO, nbytes=4).encode()
+        with contextlib.suppress(OSError):
+            for byte in hello[:6]:
+                trickling.send(bytes([byte]))
+                time.sleep(0.1)
+        assert is_closed(silent) and is_closed(trickling)
+        assert time.monotonic() - started < 3.0
+    if not tls_on:
+        assert sink.connector.counts["CONNECT_FAILED"] == 2
+
+
+def test_a_sink_that_does_not_greet_back_is_given_up(
+    rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipe_connector, "GREETING_S", 0.2)
+    deaf, source = TCPTransport(Options()).listen("127.0.0.1"), rank()
+    piece = (Piece(0, 0, RECT), deaf.endpoint)
+    source.connector.submit(SourceTransfer(ID, 1, (piece,)))
+    failed = source.expect(Failed)
+    deaf.close()
+    assert (failed.code, failed.retryable) == ("CONNECT_FAILED", True)
+    assert "no greeting within 0.2 s" in failed.message
+
+
+def test_connections_are_bounded(
+    rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MAX_PIPES", 3)
+    sink = rank()
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(connect(sink)) for _ in range(3)]
+        late = stack.enter_context(connect(sink))
+        assert is_closed(late)
+        assert sink.connector.counts["refused_connection"] == 1
+        strangers[0].close()
+        wait_for_count(sink, "PEER_LOST", 1)
+        check_healthy(sink, rank(fill=1.0))
+
+
+@contextlib.contextmanager
+def greeted(sink: Rank, options: Mapping[str, str] | None = None) -> Iterator[socket.socket]:
+    """A peer that the sink has welcomed."""
+    pipe = TCPTransport(Options(**(options or {}))).dial(sink.connector.endpoint())
+    send_frame(pipe, Frame(Kind.HELLO), b"same")
+    assert recv_frame(pipe).kind is Kind.WELCOME
+    try:
+        yield pipe.sock
+    finally:
+        pipe.close()
+
+
+def data(sink: Rank, first: int, count: int, transfer_id: bytes = ID) -> bytes:
+    nbytes = piece_nbytes(sink.cache, RECT, count)
+    frame = Frame(Kind.DATA, transfer_id, 1, RECT, first, count, nbytes)
+    confirm = Frame(Kind.CONFIRM, transfer_id, 1, RECT, first, 1)
+    return frame.encode() + b"\x3f" * nbytes + confirm.encode()
+
+
+def wait_for_count(sink: Rank, name: str, value: int) -> None:
+    wait_for(lambda: sink.connector.counts[name] >= value)
+
+
+def test_a_piece_is_its_first_connection_s(rank: Callable[..., Rank]) -> None:
+    """Even who knows the transfer's id neither writes into its blocks nor ends it."""
+    sink = rank()
+    sink.connector.accept(SinkTransfer(ID, 1, 0, (4, 9, 2, 7)))
+    begin = Frame(Kind.BEGIN, ID, 1, RECT).encode()
+    with greeted(sink) as owner, greeted(sink) as thief:
+        owner.sendall(begin)
+        sink.events.get(timeout=30.0)  # the progress that BEGIN is
+        thief.sendall(begin + data(sink, 0, 4))
+        wait_for_count(sink, "foreign_frame", 2)
+        assert not sink.cache.any()
+        # A part of the piece is not free either; whoever tries is shown out.
+        thief.sendall(Frame(Kind.BEGIN, ID, 1, Rect(0, 1, 0, 1)).encode())
+        assert is_closed(thief)
+        owner.sendall(data(sink, 0, 4))
+        sink.expect(Landed)
+        # What has landed is not written again.
+        with greeted(sink) as another:
+            another.sendall(data(sink, 0, 4))
+            owner.sendall(data(sink, 0, 4))
+            wait_for_count(sink, "duplicate_frame", 1)
+            wait_for_count(sink, "foreign_frame", 3)
+        sink.connector.release(ID)
+        owner.sendall(data(sink, 0, 4))
+        wait_for_count(sink, "unknown_frame", 1)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        Frame(Kind.DATA, ID, 1, RECT, 0, 1, 1 << 62),  # unknown, and more than there is
+        Frame(Kind.BEGIN, ID, 1, RECT, nbytes=1),
+        Frame(Kind.HELLO),
+    ],
+)
+def test_frames_nobody_sends_end_the_connection(rank: Callable[..., Rank], frame: Frame) -> None:
+    sink = rank()
+    with greeted(sink) as pipe:
+        pipe.sendall(frame.encode())
+        assert is_closed(pipe)
+    assert sink.connector.counts["BAD_FRAME"] == 1
+
+
+def test_a_long_fingerprint_is_not_read(rank: Callable[..., Rank]) -> None:
+    sink = rank()
+    with connect(sink) as pipe:
+        pipe.sendall(Frame(Kind.HELLO, nbytes=1 << 40).encode())
+        assert is_closed(pipe)
+    assert sink.connector.counts["BAD_FRAME"] == 1
+
+
+def test_transfer_ids_cannot_be_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("secrets.token_bytes", lambda size: asked.append(size) or b"r" * size)
+    assert new_transfer_id() == b"r" * 16
+    assert asked == [16]
+
+
+# ---- limits -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"n": 129}, "n"),
+        ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        ({"stop": "x" * 1025}, "stop"),
+        ({"logit_bias": {str(i): 0 for i in range(MAX_TOKENS_NAMED + 1)}}, "logit_bias"),
+        ({"stop_token_ids": [1] * (MAX_TOKENS_NAMED + 1)}, "stop_token_ids"),
+        ({"prompt": ["a"] * (MAX_PROMPTS + 1)}, "prompt"),
+        ({"prompt": [1] * 200}, "prompt"),
+        ({"logprobs": 6}, "logprobs"),
+    ],
+)
+async def test_http_bounds(tokenizer: Tokenizer, body: dict[str, Any], param: str) -> None:
+    async with http_server(tokenizer, None) as port, aiohttp.ClientSession() as session:
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        async with session.post(url, json={"prompt": "a", **body}) as response:
+            assert response.status == 400
+            assert (await response.json())["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("request_", "param"),
+    [
+        ({"n": 129}, "n"),
+        ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        ({"logit_bias": dict.fromkeys(range(MAX_TOKENS_NAMED + 1), 0.0)}, "logit_bias"),
+        ({"stop_token_ids": [1] * (MAX_TOKENS_NAMED + 1)}, "stop_token_ids"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"repetition_penalty": 1e-39}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-39, "logit_bias": {1: 5.0}}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-45, "temperature": 1}, "repetition_penalty"),
+        ({"min_p": 9}, "min_p"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"logit_bias": {1: float("nan")}}, "logit_bias"),
+        ({"seed": 2**64 - 1}, "seed"),
+        ({"top_k": -2}, "top_k"),
+    ],
+)
+async def test_grpc_bounds(tokenizer: Tokenizer, request_: dict[str, Any], param: str) -> None:
+    service = InferenceServicer(FakeGenerator(tokenizer), served(tokenizer))
+    sampling = inference_pb2.SamplingParams(**request_)
+    with pytest.raises(InvalidRequest) as caught:
+        await service._make_request(inference_pb2.GenerateRequest(text="a", sampling=sampling))
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("given", ["two words", "a\nb", "ü", "x" * 129])
+async def test_a_request_id_may_not_forge_log_lines(tokenizer: Tokenizer, given: str) -> None:
+    service = InferenceServicer(FakeGenerator(tokenizer), served(tokenizer))
+    with pytest.raises(InvalidRequest, match="request_id"):
+        await service._make_request(inference_pb2.GenerateRequest(text="a", request_id=given))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"prompt_token_ids": (1,) * 10}, "maximum context length"),
+        ({"choices": (Choice(0, (1,) * 7),)}, "maximum context length"),
+        ({"prompt_token_ids": (1, 50)}, "token id 50"),
+        ({"choices": (Choice(0, (60,)),)}, "token id 60"),
+        ({"choices": (Choice(),) * (MAX_CHOICES + 1)}, "choices"),
+        ({"sampling": SamplingParams(logit_bias={70: 1.0})}, "token id 70"),
+        ({"sampling": SamplingParams(stop_token_ids=(80,))}, "token id 80"),
+        ({"sampling": SamplingParams(logprobs=21)}, "logprobs"),
+        ({"sampling": SamplingParams(temperature=float("nan"))}, "temperature"),
+        ({"sampling": SamplingParams(logit_bias={1: float("inf")})}, "logit_bias"),
+        ({"sampling": SamplingParams(repetition_penalty=1e-39)}, "repetition_penalty"),
+        ({"sampling": SamplingParams(repetition_penalty=1e-45)}, "repetition_penalty"),
+        ({"sampling": SamplingParams(min_p=9.0)}, "min_p"),
+        ({"sampling": SamplingParams(temperature=1e30)}, "temperature"),
+        ({"sampling": SamplingParams(seed=2**64 - 1)}, "seed"),
+        ({"sampling": SamplingParams(max_tokens=0)}, "max_tokens"),
+        ({"sampling": SamplingParams(min_tokens=17)}, "min_tokens 17 exceeds"),
+        ({"sampling": SamplingParams(min_tokens=1, stop_token_ids=tuple(range(50)))}, "every"),
+        ({"choices": (Choice(2**32 - 1),)}, "choice"),
+    ],
+)
+def test_a_node_does_not_trust_a_job(changes: dict[str, Any], says: str) -> None:
+    good: dict[str, Any] = {
+        "request_id": "r",
+        "prompt_token_ids": (1, 2, 3),
+        "sampling": SamplingParams(),
+    }
+    check_job(GenerateJob(**good), 50, 10)
+    with pytest.raises(InvalidRequest, match=says):
+        check_job(GenerateJob(**{**good, **changes}), 50, 10)
+
+
+@pytest.mark.parametrize(
+    ("token", "says"),
+    [
+        ({"id": 50}, "token id 50"),
+        ({"id": 1, "logprob": -1.0, "top_logprobs": [{"token_id": 60}]}, "token id 60"),
+        ({"id": 1, "logprob": -1.0, "top_logprobs": [{"token_id": 1}] * 21}, "at most 20"),
+    ],
+)
+def test_a_decode_node_does_not_trust_a_commit(token: dict[str, Any], says: str) -> None:
+    service = KVTransferService(sinks=None, vocab_size=50)  # type: ignore[arg-type]
+    event = cluster_pb2.TokenEvent(tokens=[inference_pb2.Token(**token)])
+    assert says in service._fault_of(event)
+    assert not service._fault_of(cluster_pb2.TokenEvent(tokens=[inference_pb2.Token(id=49)]))
+
+
+def test_secrets_are_never_shown_in_help() -> None:
+    secret = [each for each in options(RouterConfig()) if each.metadata.get("secret")]
+    assert [each.flag for each in secret] == ["--api-key", "--cluster-key"]
+    assert all(each.default is None for each in secret)

@@ -1,0 +1,285 @@
+"""common/text: whatever the pieces, the text a client gets is the text the tokenizer decodes."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fakes_pipeline import byte_fallback_folder, byte_level_folder
+from pdserve.common.core.errors import ConfigError, InvalidRequest
+from pdserve.common.text.detokenizer import Detokenizer
+from pdserve.common.text.stream import StopMatcher, TextStream
+from pdserve.common.text.tokenizer import Tokenizer
+
+TEXT = "hello  world 叫 🙂 é <|x|>"
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.from_folder(byte_level_folder(tmp_path_factory.mktemp("bl")))
+
+
+@pytest.fixture(scope="module")
+def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.from_folder(byte_fallback_folder(tmp_path_factory.mktemp("bf")))
+
+
+@pytest.fixture(scope="module", params=["byte_level", "byte_fallback"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    return request.getfixturevalue(request.param)
+
+
+def detokenize(tokenizer: Tokenizer, token_ids: list[int], skip: bool = True) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, skip)
+    return [*(detokenizer.push(i) for i in token_ids), detokenizer.flush()]
+
+
+# ---- tokenizer ----------------------------------------------------------------------------
+
+
+def test_text_survives_the_round_trip(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+
+
+def test_bos_comes_from_the_post_processor(byte_level: Tokenizer, byte_fallback: Tokenizer) -> None:
+    assert byte_level.encode("") == ()
+    (bos,) = byte_fallback.encode("")
+    assert byte_fallback.token_text(bos) == "<s>"
+    assert byte_fallback.is_special(bos)
+    assert byte_fallback.encode("", add_special_tokens=False) == ()
+
+
+def test_token_bytes_add_up_to_the_text(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode().removeprefix(" ") == TEXT
+
+
+def test_part_of_a_character_has_exact_bytes_and_replacement_text(tokenizer: Tokenizer) -> None:
+    last = tokenizer.encode("🙂")[-1]
+    assert tokenizer.token_bytes(last) == "🙂".encode()[-1:]
+    assert tokenizer.token_text(last) == "\ufffd"
+
+
+def test_ids_past_the_vocabulary_are_empty(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode([tokenizer.vocab_size + 5]) == ""
+    assert tokenizer.token_bytes(tokenizer.vocab_size + 5) == b""
+
+
+def test_eos_is_the_generation_configs_else_the_tokenizers(tmp_path: Path) -> None:
+    folder = byte_level_folder(tmp_path)
+    plain = Tokenizer.from_folder(folder)
+    assert list(map(plain.token_text, plain.eos_token_ids)) == ["<|im_end|>"]
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": 7}))
+    assert Tokenizer.from_folder(folder).eos_token_ids == (7,)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [8, 9]}))
+    assert Tokenizer.from_folder(folder).eos_token_ids == (8, 9)
+
+
+def test_missing_or_broken_files_are_config_errors(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot read"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_chat_template_file(byte_level: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    ids = byte_level.apply_chat_template(messages)
+    text = byte_level.decode(ids, skip_special_tokens=False)
+    assert text == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    own = byte_level.apply_chat_template(
+        messages, chat_template="{{ messages[0].content }}{{ x }}", template_kwargs={"x": "!"}
+    )
+    assert byte_level.decode(own) == "hello!"
+
+
+@pytest.mark.parametrize(
+    ("template", "kwargs", "param"),
+    [
+        ("{{ raise_exception('no') }}", {}, "chat_template"),
+        ("{% if %}", {}, "chat_template"),
+        ("{{ 1 / messages[7].x }}", {}, "chat_template"),
+        ("{{ 1 // 0 }}", {}, "chat_template"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", {}, "chat_template"),
+        (None, {"tokenize": True}, "chat_template_kwargs"),
+        (None, {"tokenizer_kwargs": {}}, "chat_template_kwargs"),
+    ],
+)
+def test_template_failures_are_the_clients(
+    byte_level: Tokenizer, template: str | None, kwargs: dict[str, object], param: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        byte_level.apply_chat_template(
+            [{"role": "user", "content": "x"}], chat_template=template, template_kwargs=kwargs
+        )
+    assert caught.value.param == param
+
+
+def test_no_chat_template(tmp_path: Path) -> None:
+    folder = byte_level_folder(tmp_path)
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        Tokenizer.from_folder(folder).apply_chat_template([{"role": "user", "content": "x"}])
+
+
+# ---- detokenizer --------------------------------------------------------------------------
+
+
+def test_a_character_is_never_cut(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a🙂b", add_special_tokens=False)
+    pieces = [piece for piece in detokenize(tokenizer, list(ids)) if piece]
+    assert pieces == ["a", "🙂", "b"]
+
+
+def test_leading_space_only_inside_the_text(byte_fallback: Tokenizer) -> None:
+    word = byte_fallback.encode("w", add_special_tokens=False)
+    assert detokenize(byte_fallback, [*word, *word, *word]) == ["w", " w", " w", ""]
+
+
+def test_incomplete_end_is_what_decode_gives(byte_level: Tokenizer) -> None:
+    ids = list(byte_level.encode("a🙂"))[:-1]
+    assert detokenize(byte_level, ids)[-1] == "\ufffd"
+    assert "".join(detokenize(byte_level, ids)) == byte_level.decode(ids)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_any_ids_give_the_decoded_text(byte_level: Tokenizer, skip: bool) -> None:
+    """Random bytes are mostly invalid UTF-8, with special tokens in between."""
+    rng = random.Random(0)
+    for _ in range(1000):
+        ids = [rng.randrange(byte_level.vocab_size) for _ in range(rng.randrange(40))]
+        assert "".join(detokenize(byte_level, ids, skip)) == byte_level.decode(ids, skip)
+
+
+@given(st.text(max_size=30))
+def test_any_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
+    ids = list(tokenizer.encode(text))
+    assert "".join(detokenize(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("token", ["\xff", "<|im_end|>"])
+def test_endless_nonsense_keeps_the_window_short(byte_level: Tokenizer, token: str) -> None:
+    """Bytes that are no character, and special tokens that have no text, as after ignore_eos."""
+    ids = {byte_level.token_bytes(i): i for i in range(byte_level.vocab_size)}
+    token_id = ids[token.encode("latin-1")]
+    detokenizer = Detokenizer(byte_level)
+    text = "".join(detokenizer.push(token_id) for _ in range(1000)) + detokenizer.flush()
+    assert text == byte_level.decode([token_id] * 1000)
+    assert len(detokenizer._window) <= 16
+
+
+# ---- stop strings -------------------------------------------------------------------------
+
+
+def run_stop(pieces: list[str], stops: list[str], include: bool = False) -> tuple[str, str | None]:
+    matcher = StopMatcher(stops, include)
+    out = ""
+    for piece in pieces:
+        result = matcher.push(piece)
+        out += result.text
+        if result.stop is not None:
+            return out, result.stop
+    return out + matcher.flush(), None
+
+
+def test_held_back_until_it_cannot_be_a_stop_string() -> None:
+    matcher = StopMatcher(["END", "ENTER"])
+    assert matcher.push("the E").text == "the "
+    assert matcher.push("N").text == ""
+    assert matcher.push("JOY").text == "ENJOY"
+    assert matcher.push("E").text == ""
+    assert matcher.flush() == "E"
+
+
+def test_stop_string_across_pieces_is_not_leaked() -> None:
+    assert run_stop(["a", "b<", "st", "op>c"], ["<stop>"]) == ("ab", "<stop>")
+    assert run_stop(["a", "b<", "st", "op>c"], ["<stop>"], include=True) == (
+        "ab<stop>",
+        "<stop>",
+    )
+
+
+def test_false_start_inside_a_stop_string() -> None:
+    assert run_stop(["aa", "ab"], ["aab"]) == ("a", "aab")
+
+
+def test_of_two_complete_at_once_the_longer_wins() -> None:
+    assert run_stop(["xabc"], ["c", "abc"]) == ("x", "abc")
+
+
+@given(
+    st.text("ab", max_size=12),
+    st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+    st.randoms(use_true_random=False),
+)
+def test_the_cut_into_pieces_does_not_matter(
+    text: str, stops: list[str], rng: random.Random
+) -> None:
+    pieces, rest = [], text
+    while rest:
+        size = rng.randint(1, len(rest))
+        pieces.append(rest[:size])
+        rest = rest[size:]
+    assert run_stop(pieces, stops) == run_stop(list(text), stops)
+    if not any(stop in text for stop in stops):
+        assert run_stop(pieces, stops) == (text, None)
+
+
+# ---- stream -------------------------------------------------------------------------------
+
+
+def test_tokens_after_the_stop_string_do_not_count(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("abcdef")
+    output = TextStream(byte_level, stop=["cd"]).push(ids)
+    assert (output.text, output.stopped_by, output.num_tokens) == ("ab", "cd", 4)
+
+
+def test_min_tokens_disarms_stop_strings(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("abcabc")
+    output = TextStream(byte_level, stop=["bc"], min_tokens=3).push(ids)
+    assert (output.text, output.num_tokens) == ("abca", 6)
+
+
+def test_a_stop_token_has_no_text_unless_asked_for(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("ab")
+    for include, text in ((False, "a"), (True, "ab")):
+        stream = TextStream(byte_level, include_stop_str_in_output=include)
+        assert stream.push(ids, final=True, stop_token=True).text == text
+
+
+def test_the_end_hands_out_what_was_held_back(byte_level: Tokenizer) -> None:
+    stream = TextStream(byte_level, stop=["zzz"])
+    assert stream.push(byte_level.encode("azz")).text == "a"
+    half = byte_level.encode("é")[:1]
+    assert stream.push(half, final=True).text == "zz\ufffd"
+
+
+def test_no_torch_behind_the_http_front() -> None:
+    code = (
+        "import sys, pdserve.router.http.server, pdserve.router.service;"
+        "import pdserve.common.text.stream;"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_tokenizer_of_bytes() -> None:
+    tokenizer = Tokenizer.of_bytes(300, (2,))
+    text = "naïve 🐶\n  <256>"
+    assert tokenizer.encode(text) == tuple(text.encode())
+    assert tokenizer.decode(text.encode()) == text
+    assert tokenizer.decode([104, 105, 299]) == "hi<299>"
+    assert tokenizer.token_bytes(0xF0) == b"\xf0"
+    assert (tokenizer.vocab_size, tokenizer.eos_token_ids) == (300, (2,))
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
+    assert tokenizer.decode(ids) == "hi\n"
+    with pytest.raises(ConfigError, match="255 tokens"):
+        Tokenizer.of_bytes(255, ())

@@ -1,0 +1,130 @@
+"""How many KV blocks a rank gets, and the shared memory of a CPU cache."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import pytest
+import torch
+
+from pdserve.common.config.schema import CacheConfig, EngineConfig, SchedulerConfig
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.engine.messages import CacheShape
+from pdserve.common.planning.kv_budget import check_num_blocks, parse_bytes, plan_num_blocks
+from pdserve.common.worker.kv_cache import KVCache, cache_bytes, dimensions
+
+SHAPE = CacheShape(
+    layer_start=0,
+    layer_end=3,
+    head_start=2,
+    head_end=4,
+    num_blocks=5,
+    block_size=8,
+    head_dim=16,
+    dtype="bfloat16",
+)
+CPU = torch.device("cpu")
+
+
+def engine(**cache: object) -> EngineConfig:
+    scheduler = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64)
+    return EngineConfig(cache=CacheConfig(block_size=16, **cache), scheduler=scheduler)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("4096", 4096),
+        ("2GiB", 2 * 2**30),
+        ("1.5 gib", 3 * 2**29),
+        ("512MB", 512 * 10**6),
+        ("10k", 10_000),
+        (" 64 KiB ", 65536),
+    ],
+)
+def test_parse_bytes(text: str, expected: int) -> None:
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "2 TiB of it", "1e9", "two"])
+def test_parse_bytes_refuses_nonsense(text: str) -> None:
+    with pytest.raises(ConfigError, match="--kv-cache-memory"):
+        parse_bytes(text)
+
+
+def test_override_wins_over_memory() -> None:
+    config = engine(num_gpu_blocks_override=7, kv_cache_memory="1GiB")
+    assert plan_num_blocks(config, 1024, 100, available_bytes=0, device="cpu") == 7
+
+
+def test_given_memory_is_used_whole() -> None:
+    config = engine(kv_cache_memory="1MiB")
+    assert plan_num_blocks(config, 1000, 100, available_bytes=0, device="cpu") == 1048
+
+
+def test_cpu_takes_no_more_than_it_can_use() -> None:
+    """4 sequences of 100 tokens: 4 × 7 blocks."""
+    assert plan_num_blocks(engine(), 1024, 100, available_bytes=2**40, device="cpu") == 28
+    assert plan_num_blocks(engine(), 1024, 100, available_bytes=10 * 1024, device="cpu") == 10
+
+
+def test_gpu_takes_all_there_is_and_never_less_than_nothing() -> None:
+    assert plan_num_blocks(engine(), 1024, 100, available_bytes=2**20, device="cuda") == 1024
+    assert plan_num_blocks(engine(), 1024, 100, available_bytes=-5, device="cuda") == 0
+
+
+@pytest.mark.parametrize(
+    ("cache", "flag"),
+    [
+        ({"num_gpu_blocks_override": 6}, "--num-gpu-blocks-override to 7"),
+        ({"kv_cache_memory": "6KiB"}, "--kv-cache-memory"),
+        ({}, "--gpu-memory-utilization"),
+    ],
+)
+def test_one_sequence_must_fit(cache: dict[str, object], flag: str) -> None:
+    check_num_blocks(engine(**cache), 7, max_model_len=100)
+    with pytest.raises(ConfigError, match=flag):
+        check_num_blocks(engine(**cache), 6, max_model_len=100)
+
+
+def test_cache_starts_as_zeros_with_the_contract_s_dimensions() -> None:
+    cache = KVCache.allocate(SHAPE, CPU)
+    assert tuple(cache.tensor.shape) == dimensions(SHAPE) == (3, 2, 5, 2, 8, 16)
+    assert cache.tensor.dtype == torch.bfloat16
+    assert cache.tensor.is_contiguous()
+    assert not cache.tensor.any()
+    cache.close()
+
+
+def test_cpu_cache_is_shared_through_its_descriptor() -> None:
+    cache = KVCache.allocate(SHAPE, CPU)
+    assert cache.fd is not None
+    size = os.fstat(cache.fd).st_size
+    assert size == cache_bytes(SHAPE) == cache.tensor.nbytes
+    with mmap.mmap(cache.fd, size) as other:
+        cache.tensor.view(torch.uint8).view(-1)[-1] = 42
+        assert other[size - 1] == 42
+        other[0] = 7
+        assert int(cache.tensor.view(torch.uint8).view(-1)[0]) == 7
+    cache.close()
+
+
+def test_nobody_can_resize_the_shared_memory() -> None:
+    cache = KVCache.allocate(SHAPE, CPU)
+    assert cache.fd is not None
+    for size in (0, cache_bytes(SHAPE) + 4096):
+        with pytest.raises(PermissionError):
+            os.ftruncate(cache.fd, size)
+    cache.close()
+
+
+def test_close_closes_the_descriptor_and_keeps_the_tensor() -> None:
+    cache = KVCache.allocate(SHAPE, CPU)
+    fd = cache.fd
+    assert fd is not None
+    cache.close()
+    cache.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    cache.tensor.fill_(1.0)

@@ -1,0 +1,201 @@
+"""A rank's worker end to end on a small trained model: greedy output equals transformers', for
+any chunking and any tensor-parallel size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from paths import MODELS
+from pdserve.common.config.schema import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from pdserve.common.core.errors import ConfigError, NodeError
+from pdserve.common.core.sampling import SamplingParams
+from pdserve.common.distributed.executor import Emit
+from pdserve.common.distributed.launch import make_executor
+from pdserve.common.engine.messages import CacheShape, RankReady, SequenceDelta
+from pdserve.common.worker.batch import StepSequence
+from pdserve.common.worker.runner import flatten, made_up_batch
+from pdserve.common.worker.worker import ExtensionConfig, WorkerConfig, worker_specs
+from whole_steps import Steps, whole
+
+MODEL = MODELS / "llama-gqa"
+BLOCK_SIZE = 4
+GREEDY = SamplingParams(temperature=0.0)
+PROMPT = (5, 17, 33, 60, 12, 9, 41)
+NUM_TOKENS = 12
+
+
+class EchoExtension:
+    """Built as `kv_transfer`'s rank half is; reports what it was given."""
+
+    def __init__(
+        self,
+        cache_tensor: torch.Tensor,
+        cache_shape: CacheShape,
+        shared_fd: int | None,
+        rank: int,
+        host: str,
+        config: bytes,
+        emit: Emit,
+    ) -> None:
+        assert cache_tensor.shape[2] == cache_shape.num_blocks
+        assert shared_fd is not None
+        self.cache = cache_tensor
+        self.announced = b"%d %s" % (rank, config)
+
+    def info(self) -> bytes:
+        return self.announced
+
+    def handle(self, message: bytes) -> bytes:
+        """Whether anything was written into the block of that number."""
+        return b"used" if self.cache[:, :, int(message)].any() else b"unused"
+
+    def close(self, deadline: float) -> None:
+        pass
+
+
+def config(tensor_parallel_size: int = 1, **cache: Any) -> WorkerConfig:
+    cache = {"num_gpu_blocks_override": 16, **cache}
+    engine = EngineConfig(
+        model=ModelConfig(model=str(MODEL), dtype="float32", max_model_len=48),
+        parallel=ParallelConfig(
+            tensor_parallel_size=tensor_parallel_size, cpu_threads=1, device="cpu"
+        ),
+        cache=CacheConfig(block_size=BLOCK_SIZE, **cache),
+    )
+    return WorkerConfig(engine, ExtensionConfig(f"{__name__}:EchoExtension", b"\x00\xff"))
+
+
+async def step(steps: Steps, *sequences: SequenceDelta) -> dict[int, int]:
+    drawn = await steps.drawn(*sequences)
+    return {seq_id: token.token_id for seq_id, token in drawn.items()}
+
+
+async def generate(steps: Steps, chunks: Sequence[tuple[int, ...]]) -> list[int]:
+    """Greedy tokens after the chunks' tokens, in scattered blocks."""
+    table = (9, 2, 14, 5, 7)
+    start, tokens = 0, []
+    for i, chunk in enumerate(chunks):
+        last = i == len(chunks) - 1
+        drawn = await step(steps, whole(1, chunk, start, table, GREEDY if last else None))
+        assert (1 in drawn) == last
+        start += len(chunk)
+    tokens.append(drawn[1])
+    while len(tokens) < NUM_TOKENS:
+        drawn = await step(steps, whole(1, (tokens[-1],), start, table, GREEDY))
+        tokens.append(drawn[1])
+        start += 1
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[int]:
+    """What transformers generates."""
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    output = model.generate(
+        torch.tensor([PROMPT]),
+        max_new_tokens=NUM_TOKENS,
+        min_new_tokens=NUM_TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+    )
+    return output[0, len(PROMPT) :].tolist()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+async def test_greedy_equals_transformers(size: int, expected: list[int]) -> None:
+    executor = make_executor(worker_specs(config(size)))
+    try:
+        ready = [msgspec.msgpack.decode(r, type=RankReady) for r in await executor.start()]
+        assert [r.cache.num_blocks for r in ready] == [16] * size
+        assert [(r.cache.head_start, r.cache.head_end) for r in ready] == (
+            [(0, 2)] if size == 1 else [(0, 1), (1, 2)]
+        )
+        assert [r.extension_info for r in ready] == [b"%d \x00\xff" % r for r in range(size)]
+        steps = Steps(executor)
+        assert await generate(steps, [PROMPT]) == expected
+        assert await generate(steps, [PROMPT[:3], PROMPT[3:4], PROMPT[4:]]) == expected
+        assert await executor.call(size - 1, b"14") == b"used"
+        assert await executor.call(size - 1, b"11") == b"unused"
+    finally:
+        await executor.shutdown(5.0)
+
+
+async def test_sequences_of_one_step_do_not_mix(expected: list[int]) -> None:
+    """A decode, a chunk without a token and a whole prompt share steps."""
+    executor = make_executor(worker_specs(config()))
+    try:
+        await executor.start()
+        steps = Steps(executor)
+        first = (await step(steps, whole(1, PROMPT, 0, (0, 1), GREEDY)))[1]
+        drawn = await step(
+            steps,
+            whole(2, (8, 8, 8), 0, (5,), None),
+            whole(1, (first,), len(PROMPT), (0, 1), GREEDY),
+            whole(3, PROMPT, 0, (7, 6), GREEDY),
+        )
+        assert drawn == {1: expected[1], 3: expected[0]}
+        assert first == expected[0]
+    finally:
+        await executor.shutdown(5.0)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+async def test_too_small_a_cache_is_a_config_error(size: int) -> None:
+    executor = make_executor(worker_specs(config(size, num_gpu_blocks_override=11)))
+    with pytest.raises(ConfigError, match="--num-gpu-blocks-override to 12"):
+        await executor.start()
+    await executor.shutdown(1.0)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+async def test_missing_model_is_a_config_error(size: int, tmp_path: Path) -> None:
+    engine = replace(config(size).engine, model=ModelConfig(model=str(tmp_path / "absent")))
+    executor = make_executor(worker_specs(WorkerConfig(engine)))
+    with pytest.raises(ConfigError, match="absent"):
+        await executor.start()
+    await executor.shutdown(1.0)
+
+
+async def test_ranks_that_would_serve_other_models_are_named() -> None:
+    """As on two hosts whose folders differ."""
+    first, second = worker_specs(config(2))
+    second.config["engine"]["model"]["max_model_len"] = 32
+    executor = make_executor([first, second])
+    with pytest.raises(NodeError, match=r"disagree on dtype and context window: .*48.*32"):
+        await executor.start()
+
+
+def test_flatten_names_positions_and_last_rows() -> None:
+    flat = flatten(
+        (
+            StepSequence(1, (10, 11), 4, (3, 8), None),
+            StepSequence(2, (12,), 7, (1, 2), GREEDY),
+            StepSequence(3, (13, 14, 15), 0, (4,), GREEDY),
+        ),
+        BLOCK_SIZE,
+    )
+    assert flat.token_ids == [10, 11, 12, 13, 14, 15]
+    assert flat.positions == [4, 5, 7, 0, 1, 2]
+    assert [sequence.seq_id for sequence in flat.sampled] == [2, 3]
+    assert flat.last_rows == [2, 5]
+    assert flat.attention.query_lens == [2, 1, 3]
+    assert flat.attention.starts == [4, 7, 0]
+    assert flat.attention.block_tables == [(3, 8), (1, 2), (4,)]
+
+
+def test_made_up_batch_is_as_large_as_asked() -> None:
+    batch = made_up_batch(num_tokens=100, num_seqs=8, block_size=4)
+    assert len(batch.sequences) == 8
+    assert sum(len(sequence.token_ids) for sequence in batch.sequences) >= 100
+    for sequence in batch.sequences:
+        assert len(sequence.block_table) * 4 >= len(sequence.token_ids)

@@ -1,0 +1,304 @@
+"""A whole cluster as a user starts it, at once or role by role, and what tests ask of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import requests
+
+from benchmarks.fleet import flags, free_port
+from paths import MODELS
+from pdserve.common.obs.process import read_ports
+
+START_TIMEOUT = 120.0
+STOP_TIMEOUT = 30.0
+DEFAULTS = {
+    "dtype": "float32",
+    "num_gpu_blocks_override": 192,
+    "max_num_batched_tokens": 64,  # so that prompts of a few hundred tokens take several steps
+    "max_num_seqs": 16,
+    "cpu_threads": 1,
+    "drain_timeout": 10,
+}
+UP_DEFAULTS = {"queue_timeout": 20, "restart": "no"}  # a death must show
+METRIC = re.compile(r'([^#{ ]+)(?:\{(?:engine="(\d+)",?)?(.*)\})? (\S+)')
+
+
+class Home:
+    """A folder that is the temporary one of all processes started in it, by which those that
+    outlive their test, and the files they leave, are found."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="pdserve-test-")
+        self.path = Path(self._folder.name)
+        self.tmp = self.path / "tmp"
+        self.tmp.mkdir()
+
+    def start(
+        self, command: list[str], log: Path, environment: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Its own session, so that a test can signal all of it."""
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "TMPDIR": str(self.tmp), **(environment or {})},
+            )
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything started here that still runs."""
+        return [each for each in psutil.process_iter() if self._owns(each)]
+
+    def _owns(self, process: psutil.Process) -> bool:
+        try:
+            ours = process.environ().get("TMPDIR") == str(self.tmp)
+            return ours and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+
+    def close(self) -> list[str]:
+        """Ends whatever is left and says what it was: processes and temporary files."""
+        running = self.processes()
+        left = [f"process {each.pid}: {each.name()}" for each in running]
+        for process in running:
+            process.kill()
+        left += [f"file {path.name}" for path in self.tmp.iterdir()]
+        self._folder.cleanup()
+        return left
+
+
+class Service:
+    """A router with its nodes: what tests ask of it, and what they wait for. Use as a context
+    manager; leaving it also checks that nothing is left over."""
+
+    def __init__(self, model: str | Path) -> None:
+        self.model = Path(model) if "/" in str(model) else MODELS / model
+        self.home = Home()
+        self.log_path = self.home.path / "log"
+        self.ports: dict[str, int] = {}
+        self.headers: dict[str, str] = {}  # of every request
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}  # those that must not end
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.stop()
+        log = self.log()
+        left = self.home.close()
+        assert error or not left, f"left over: {left}\n{log}"
+
+    def stop(self, number: int = signal.SIGTERM) -> dict[str, int]:
+        """Ends all processes; their exit codes by name."""
+        processes, self.processes = self.processes, {}
+        for process in processes.values():
+            process.send_signal(number)
+        return {name: ended(process) for name, process in processes.items()}
+
+    # ---- asking -----------------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.ports['http']}"
+
+    @property
+    def grpc(self) -> str:
+        return f"127.0.0.1:{self.ports['grpc']}"
+
+    @property
+    def registry(self) -> str:
+        return f"127.0.0.1:{self.ports['registry']}"
+
+    def get(self, path: str) -> requests.Response:
+        return requests.get(self.url + path, headers=self.headers, timeout=10)
+
+    def post(self, path: str, **body: Any) -> requests.Response:
+        return requests.post(self.url + path, json=body, headers=self.headers, timeout=120)
+
+    def complete(self, prompt: Any, **body: Any) -> dict[str, Any]:
+        """One whole completion, greedy unless told otherwise."""
+        response = self.post("/v1/completions", **{"prompt": prompt, "temperature": 0, **body})
+        assert response.status_code == 200, f"{response.text}\n{self.log()}"
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def stream(self, prompt: Any, **body: Any) -> Iterator[dict[str, Any]]:
+        """The events of one streamed completion, errors included; it must end with [DONE]."""
+        body = {"prompt": prompt, "temperature": 0, "stream": True, **body}
+        url = f"{self.url}/v1/completions"
+        with requests.post(url, json=body, stream=True, timeout=120) as response:
+            assert response.status_code == 200, f"{response.text}\n{self.log()}"
+            yield from events(response.iter_lines(chunk_size=1))
+
+    def nodes(self, role: str | None = None) -> list[dict[str, Any]]:
+        nodes = self.get("/v1/cluster").json()["nodes"]
+        return [node for node in nodes if role in (None, node["role"])]
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    # ---- waiting ----------------------------------------------------------------------------
+
+    def wait_for(self, condition: Callable[[], Any], timeout: float = 60.0) -> Any:
+        """The condition's value once it is true; fails with the log when it stays false."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            try:
+                if value := condition():
+                    return value
+            except requests.ConnectionError:
+                pass
+            for name, process in self.processes.items():
+                if process.poll() is not None:
+                    raise AssertionError(f"{name} ended ({process.returncode})\n{self.log()}")
+            time.sleep(0.02)
+        raise AssertionError(f"still not true after {timeout} s\n{self._last_words()}")
+
+    def _last_words(self) -> str:
+        """The end of the log, and what every process is at: a hang must explain itself."""
+        log = self.log()
+        for process in self.home.processes():
+            with suppress(psutil.Error):
+                process.send_signal(signal.SIGUSR1)
+        time.sleep(1)  # until they have written their stacks
+        return log[-6000:] + self.log()[len(log) :]
+
+    def wait_ready(self) -> None:
+        self.wait_for(lambda: self.get("/ready").status_code == 200, START_TIMEOUT)
+
+    def wait_idle(self, timeout: float = 60.0) -> None:
+        """Every block of every node that lives is free again, by the nodes' own metrics."""
+
+        def idle() -> bool:
+            return all(is_idle(node) for node in self.nodes() if node["state"] != "lost")
+
+        self.wait_for(idle, timeout)
+
+
+class Cluster(Service):
+    """`pdserve up`. `options` are flags without dashes: `prefill_tp=2`; an empty value is a
+    switch."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        environment: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(model)
+        self._options = {**DEFAULTS, **UP_DEFAULTS, **options}
+        self._environment = environment
+
+    def __enter__(self) -> Cluster:
+        ports_file = self.home.path / "ports.json"
+        pdserve = Path(sys.executable).with_name("pdserve")
+        command = [str(pdserve), "up", "--model", str(self.model)]
+        command += ["--port", "0", "--grpc-port", "0", "--ports-file", str(ports_file)]
+        command += flags(self._options)
+        self.processes["up"] = self.home.start(command, self.log_path, self._environment)
+        try:
+            self.ports = self.wait_for(lambda: read_ports(ports_file), START_TIMEOUT)
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            self.home.close()
+            raise
+        return self
+
+    def node_process(self, role: str) -> psutil.Process | None:
+        """The first node of a role, if it runs (its ranks are this process's children)."""
+        children = psutil.Process(self.processes["up"].pid).children()
+        return next((child for child in children if f"{role}_node" in child.cmdline()), None)
+
+
+class Roles(Service):
+    """Roles started one by one, in any order; nodes know the router's port before it runs."""
+
+    def __init__(self, model: str | Path) -> None:
+        super().__init__(model)
+        self.ports = {name: free_port() for name in ("http", "grpc", "registry")}
+
+    def __enter__(self) -> Roles:
+        return self
+
+    def start_router(self, **options: Any) -> None:
+        ports = {
+            "port": self.ports["http"],
+            "grpc_port": self.ports["grpc"],
+            "registry_port": self.ports["registry"],
+        }
+        self._start("router", "router", {"model": self.model, **ports, **options})
+
+    def start_node(self, role: str, name: str, **options: Any) -> None:
+        defaults = {"model": self.model, "router": self.registry, **DEFAULTS}
+        self._start(name, f"{role}_node", {**defaults, **options})
+
+    def end(self, name: str) -> subprocess.Popen[bytes]:
+        """A process that may end from now on."""
+        return self.processes.pop(name)
+
+    def _start(self, name: str, module: str, options: Mapping[str, Any]) -> None:
+        command = [sys.executable, "-m", f"pdserve.{module}", *flags(options)]
+        self.processes[name] = self.home.start(command, self.log_path)
+
+
+def ended(process: subprocess.Popen[bytes]) -> int:
+    """The exit code of a process that was told to end; it is killed when it does not."""
+    try:
+        return process.wait(STOP_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.wait()
+
+
+def events(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:
+    """The JSON of server-sent events up to [DONE], which must be the last thing sent."""
+    done = False
+    for line in filter(None, lines):
+        assert not done, f"{line!r} after [DONE]"
+        assert line.startswith(b"data: "), line
+        if line == b"data: [DONE]":
+            done = True
+        else:
+            yield json.loads(line[6:])
+    assert done, "the stream ended without [DONE]"
+
+
+def text_of(stream: Iterator[dict[str, Any]]) -> str:
+    """The text of a streamed completion; an error event fails the test."""
+    return "".join(each["choices"][0]["text"] for each in stream if each["choices"])
+
+
+def node_metrics(node: dict[str, Any], engine: int | None = None) -> dict[str, float]:
+    """A node's metrics by name, labels included but for `engine`: those of one replica, or summed
+    over all."""
+    text = requests.get(f"http://{node['metrics_address']}/metrics", timeout=10).text
+    values: defaultdict[str, float] = defaultdict(float)
+    for line in text.splitlines():
+        if found := METRIC.fullmatch(line):
+            name, of_engine, rest, value = found.groups()
+            if engine is None or of_engine in (None, str(engine)):
+                values[f"{name}{{{rest}}}" if rest else name] += float(value)
+    return dict(values)
+
+
+def is_idle(node: dict[str, Any]) -> bool:
+    values = node_metrics(node)
+    return (
+        values["pdserve:kv_blocks_free"] == values["pdserve:kv_blocks_total"]
+        and values["pdserve:num_requests_running"] == 0
+        and values["pdserve:num_requests_waiting"] == 0
+        and values["pdserve:num_requests_remote"] == 0
+    )

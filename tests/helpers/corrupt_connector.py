@@ -1,0 +1,63 @@
+"""Connectors whose sink spoils what has landed, and keeps a ledger of it."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from kv_faults import Place, spoil
+from pdserve.kv_transfer.connector import Event, Landed, RankContext, SinkTransfer
+from pdserve.kv_transfer.connectors.base.linked import LinkedConnector
+from pdserve.kv_transfer.connectors.shm import ShmConnector
+from pdserve.kv_transfer.connectors.tcp import TCPConnector
+
+
+class Corrupt(LinkedConnector):
+    """Mixed into a connector. Options: `probability` that an arrival, a second try too, is
+    spoilt; `seed`; `ledger`, a file that gets a line for each that was: the fault's name."""
+
+    def __init__(self, context: RankContext, config: Mapping[str, Any]) -> None:
+        options = dict(config)
+        self._probability = float(options.pop("probability"))
+        self._rng = random.Random(options.pop("seed"))
+        self._ledger = os.open(options.pop("ledger"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._places: dict[bytes, tuple[Place, np.ndarray]] = {}
+        super().__init__(replace(context, emit=self._on_event), options)
+        self._emit = context.emit
+
+    def accept(self, transfer: SinkTransfer) -> None:
+        view = self.context.view
+        if transfer.block_ids:
+            place = Place(view, view.rect, transfer.block_ids)
+            self._places[transfer.transfer_id] = place, place.read()
+        super().accept(transfer)
+
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, Landed) and event.transfer_id in self._places:
+            place, before = self._places.pop(event.transfer_id)
+            if self._rng.random() < self._probability:
+                self._spoil(place, before)
+        self._emit(event)
+
+    def _spoil(self, place: Place, before: np.ndarray) -> None:
+        data = place.read()
+        fault = spoil(self._rng, data, before)
+        place.write(data)
+        os.write(self._ledger, f"{fault.__name__}\n".encode())
+
+    def close(self, deadline: float) -> None:
+        super().close(deadline)
+        os.close(self._ledger)
+
+
+class CorruptShm(Corrupt, ShmConnector):
+    pass
+
+
+class CorruptTCP(Corrupt, TCPConnector):
+    pass

@@ -1,0 +1,278 @@
+"""Nodes without engines behind real gRPC, in this process: they make tokens that say their
+position, hand over nothing, and do to a request whatever a test tells them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from fakes_pipeline import byte_level_folder
+from pdserve.common.config.schema import RoutingConfig
+from pdserve.common.core.sampling import SamplingParams
+from pdserve.common.obs.metrics import RouterMetrics
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.common.rpc.pb import inference_pb2
+from pdserve.common.rpc.server import Channels
+from pdserve.common.rpc.status import serving
+from pdserve.common.text.tokenizer import Tokenizer
+from pdserve.router import reach
+from pdserve.router.generation import GenerationRequest, GenerationStats, TextDelta
+from pdserve.router.pipeline import Pipeline
+from pdserve.router.registry import Registry
+
+VOCAB_SIZE = 200
+ROLES = {"p": pb.ROLE_PREFILL, "d": pb.ROLE_DECODE}
+Fault = Callable[[Any], Awaitable[None]]  # gets the call's context
+
+
+def token_at(position: int) -> int:
+    return 40 + position % 50
+
+
+def event_at(position: int, job: pb.Job, choice: int = 0) -> pb.TokenEvent:
+    last = position - len(job.prompt_token_ids) + 1 >= job.sampling.max_tokens
+    return pb.TokenEvent(
+        choice=choice,
+        tokens=[inference_pb2.Token(id=token_at(position))],
+        finish_reason=inference_pb2.FINISH_REASON_LENGTH if last else 0,
+    )
+
+
+class FakeNode:
+    """`on_run` happens to every job, and `on_token[k]` before its token k of this node."""
+
+    def __init__(self, cluster: FakeCluster, name: str) -> None:
+        self.cluster = cluster
+        self.name = name
+        self.role = ROLES[name[0]]
+        self.address = ""
+        self.on_run: Fault | None = None
+        self.on_token: dict[int, Fault] = {}
+        self.on_retarget: Fault | None = None
+        self.on_landed: Fault | None = None
+        self.token_offset = 0  # what it adds to every token it makes
+        self.tells: Callable[[Any], Iterable[Any]] = lambda event: (event,)  # in place of an event
+        self.jobs: list[pb.Job] = []
+        self.local_prefills = 0
+        self.open = 0  # jobs under way
+        self.committed: dict[bytes, asyncio.Future[pb.TokenEvent]] = {}
+        self.server = grpc.aio.server()
+
+    async def start(self) -> None:
+        service = "Prefill" if self.role == pb.ROLE_PREFILL else "Decode"
+        request = pb.PrefillRequest if self.role == pb.ROLE_PREFILL else pb.DecodeRequest
+        methods = {
+            "Run": grpc.unary_stream_rpc_method_handler(self._run, request.FromString, _bytes)
+        }
+        retarget = grpc.unary_unary_rpc_method_handler(
+            self._retarget, pb.RetargetRequest.FromString, _bytes
+        )
+        self.server.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler(f"pdserve.v1.{service}", methods),
+                grpc.method_handlers_generic_handler(
+                    "pdserve.v1.KVTransfer", {"Retarget": retarget}
+                ),
+            )
+        )
+        self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+        await self.server.start()
+        await self.cluster.channels.get(self.address).channel_ready()
+        self.register()
+
+    def register(self, address: str = "", instance: str = "") -> None:
+        info = pb.NodeInfo(
+            node_id=self.name, role=self.role, address=address or self.address,
+            fingerprint="f", kv_connectors=["tcp"], instance=instance,
+        )  # fmt: skip
+        self.cluster.registry.register(info, pb.NodeLoad(healthy=True))
+
+    @asynccontextmanager
+    async def _job(self, job: pb.Job, context: Any) -> AsyncIterator[None]:
+        self.jobs.append(job)
+        self.open += 1
+        try:
+            async with serving(context):
+                if self.on_run is not None:
+                    await self.on_run(context)
+                yield
+        finally:
+            self.open -= 1
+
+    async def _run(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        run = self._prefill if self.role == pb.ROLE_PREFILL else self._decode
+        async for event in run(request, context):
+            for each in (event,) if isinstance(event, bytes) else self.tells(event):
+                yield each
+                await asyncio.sleep(0)
+
+    async def _before(self, count: int, context: Any) -> None:
+        if (fault := self.on_token.get(count)) is not None:
+            await fault(context)
+
+    async def _prefill(self, request: pb.PrefillRequest, context: Any) -> AsyncIterator[Any]:
+        async with self._job(request.job, context):
+            await self._before(0, context)
+            job = request.job
+            position = len(job.prompt_token_ids) + len(job.choices[0].output_token_ids)
+            known = request.HasField("first_token")
+            token = request.first_token if known else self._event(position, job)
+            yield pb.PrefillEvent(first_token=pb.FirstToken(token=token))
+            if token.finish_reason:
+                return
+            await self._before(1, context)
+            decode = self.cluster.by_address(request.ticket.address)
+            decode.committed[request.ticket.transfer_id].set_result(token)
+            yield pb.PrefillEvent(handed_off=pb.HandedOff(bytes=1))
+
+    async def _decode(self, request: pb.DecodeRequest, context: Any) -> AsyncIterator[Any]:
+        async with self._job(request.job, context):
+            job = request.job
+            position = len(job.prompt_token_ids) + len(job.choices[0].output_token_ids)
+            if request.local_prefill:
+                self.local_prefills += 1
+            else:
+                transfer_id = bytes([len(self.committed)]) * 16
+                future = self.committed[transfer_id] = asyncio.Future()
+                ticket = pb.Ticket(transfer_id=transfer_id, epoch=1, address=self.address)
+                yield pb.DecodeEvent(reserved=ticket)
+                token = await future
+                if self.on_landed is not None:
+                    await self.on_landed(context)
+                yield pb.DecodeEvent(landed=pb.Landed(bytes=1, first_token=token))
+                position += 1
+            end = len(job.prompt_token_ids) + job.sampling.max_tokens
+            for count, each in enumerate(range(position, end)):
+                await self._before(count, context)
+                yield pb.DecodeEvent(tokens=self._event(each, job))
+
+    def _event(self, position: int, job: pb.Job) -> pb.TokenEvent:
+        event = event_at(position, job)
+        event.tokens[0].id += self.token_offset
+        return event
+
+    async def _retarget(self, request: pb.RetargetRequest, context: Any) -> pb.RetargetResponse:
+        async with serving(context):
+            if self.on_retarget is not None:
+                await self.on_retarget(context)
+        ticket = pb.Ticket(transfer_id=request.transfer_id, epoch=2, address=self.address)
+        return pb.RetargetResponse(ticket=ticket)
+
+
+class FakeCluster:
+    """A pipeline over fake nodes, named `p0`, `d1` …"""
+
+    def __init__(self, folder: Path, **routing: Any) -> None:
+        options = {"queue_timeout": 10.0, "heartbeat_timeout": 60.0, **routing}
+        self.config = RoutingConfig(**options)
+        self.registry = Registry(self.config)
+        self.channels = Channels()
+        self.metrics = RouterMetrics()
+        tokenizer = Tokenizer.from_folder(byte_level_folder(folder))
+        self.pipeline = Pipeline(
+            self.config, self.registry, tokenizer, self.channels, self.metrics, VOCAB_SIZE
+        )
+        self.nodes: dict[str, FakeNode] = {}
+
+    async def start(self, *names: str) -> None:
+        for name in names:
+            self.nodes[name] = FakeNode(self, name)
+            await self.nodes[name].start()
+
+    def __getitem__(self, name: str) -> FakeNode:
+        return self.nodes[name]
+
+    def by_address(self, address: str) -> FakeNode:
+        return next(node for node in self.nodes.values() if node.address == address)
+
+    def jobs(self, role: str) -> int:
+        return sum(len(node.jobs) for node in self.nodes.values() if node.name[0] == role)
+
+    def request(self, num_prompt: int = 5, max_tokens: int = 8) -> GenerationRequest:
+        self._number = getattr(self, "_number", 0) + 1
+        sampling = SamplingParams(max_tokens=max_tokens)
+        return GenerationRequest(f"r{self._number}", tuple(range(3, 3 + num_prompt)), sampling)
+
+    async def ask(self, num_prompt: int = 5, max_tokens: int = 8) -> GenerationStats:
+        """One request, whose every token must be there once, in order."""
+        seen: list[int] = []
+        request = self.request(num_prompt, max_tokens)
+        async for update in self.pipeline.generate(request):
+            if isinstance(update, TextDelta):
+                seen += [token.token_id for token in update.tokens]
+        assert isinstance(update, GenerationStats)
+        assert seen == [token_at(num_prompt + each) for each in range(max_tokens)]
+        return update
+
+    async def settled(self) -> None:
+        """Nothing is held or counted any more, here and on the nodes."""
+        async with asyncio.timeout(60):
+            while any(node.open for node in self.nodes.values()):
+                await asyncio.sleep(0.01)
+        assert (self.pipeline.admission.running, self.pipeline.admission.waiting) == (0, 0)
+        counts = {(node.in_flight, node.prefill_tokens) for node in self.registry.nodes()}
+        assert counts <= {(0, 0)}
+        assert not any(node.on_lost for node in self.registry.nodes())
+
+
+@asynccontextmanager
+async def fake_cluster(
+    folder: Path, names: Sequence[str], watched: bool = False, **routing: Any
+) -> AsyncIterator[FakeCluster]:
+    cluster = FakeCluster(folder, **routing)
+    await cluster.start(*names)
+    watching = reach.watch(cluster.registry, cluster.channels, 0.1) if watched else None
+    task = asyncio.create_task(watching) if watching is not None else None
+    try:
+        yield cluster
+        await cluster.settled()
+    finally:
+        if task is not None:
+            task.cancel()
+        await cluster.channels.close()
+        for node in cluster.nodes.values():
+            await node.server.stop(0)
+
+
+def _bytes(message: Any) -> bytes:
+    return message if isinstance(message, bytes) else message.SerializeToString()
+
+
+# ---- what may happen to a job ----
+
+
+def fails(error: Exception, times: int = 10**9) -> Fault:
+    """With this error, so many times."""
+    left = [times]
+
+    async def fault(context: Any) -> None:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise error
+
+    return fault
+
+
+def says(status: grpc.StatusCode, **metadata: str) -> Fault:
+    """A status with pdserve's words in its metadata, or with none."""
+
+    async def fault(context: Any) -> None:
+        words = tuple((f"pdserve-{key.replace('_', '-')}", each) for key, each in metadata.items())
+        await context.abort(status, "told so", words)
+
+    return fault
+
+
+async def hangs(context: Any) -> None:
+    await asyncio.Event().wait()
+
+
+async def dies(context: Any) -> None:
+    """After a moment: what it said before has arrived."""
+    await asyncio.sleep(0.03)
+    await context.abort(grpc.StatusCode.UNAVAILABLE)

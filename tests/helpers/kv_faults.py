@@ -1,0 +1,91 @@
+"""How KV goes bad: every way in which the bytes of a run of blocks can differ from what was sent.
+
+A fault changes a run in place. Its `data` has shape [planes, blocks, bytes], a plane being one
+layer's keys or values; `strange` has the same shape and holds what has no business there: what
+lay in the blocks before, or the KV of other blocks, transfers and epochs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pdserve.kv_transfer.layout import CacheView, Rect
+
+Data = NDArray[np.uint8]
+Fault = Callable[[random.Random, Data, Data], None]
+
+
+def flip_bit(rng: random.Random, data: Data, strange: Data) -> None:
+    data.reshape(-1)[rng.randrange(data.size)] ^= 1 << rng.randrange(8)
+
+
+def truncate(rng: random.Random, data: Data, strange: Data) -> None:
+    """The tail was not written."""
+    end = rng.randrange(data.size)
+    data.reshape(-1)[end:] = strange.reshape(-1)[end:]
+
+
+def keep_old_block(rng: random.Random, data: Data, strange: Data) -> None:
+    block = rng.randrange(data.shape[1])
+    data[:, block] = strange[:, block]
+
+
+def replace_all(rng: random.Random, data: Data, strange: Data) -> None:
+    """The run went elsewhere, or another one came here."""
+    data[:] = strange
+
+
+def swap_planes(rng: random.Random, data: Data, strange: Data) -> None:
+    """Keys for values, or one layer's for another's."""
+    one, other = rng.sample(range(data.shape[0]), 2)
+    data[[one, other]] = data[[other, one]]
+
+
+def swap_blocks(rng: random.Random, data: Data, strange: Data) -> None:
+    one, other = rng.sample(range(data.shape[1]), 2)
+    data[:, [one, other]] = data[:, [other, one]]
+
+
+def duplicate_block(rng: random.Random, data: Data, strange: Data) -> None:
+    one, other = rng.sample(range(data.shape[1]), 2)
+    data[:, one] = data[:, other]
+
+
+OF_ANY_RUN: Sequence[Fault] = (flip_bit, truncate, keep_old_block, replace_all, swap_planes)
+FAULTS: Sequence[Fault] = (*OF_ANY_RUN, swap_blocks, duplicate_block)
+
+
+def spoil(rng: random.Random, data: Data, strange: Data) -> Fault:
+    """Applies a fault that makes a difference, and says which."""
+    right = data.copy()
+    while True:
+        fault = rng.choice(FAULTS if data.shape[1] > 1 else OF_ANY_RUN)
+        fault(rng, data, strange)
+        if not np.array_equal(data, right):
+            return fault
+
+
+class Place:
+    """Blocks of a piece in a rank's CPU cache."""
+
+    def __init__(self, view: CacheView, rect: Rect, block_ids: Sequence[int]) -> None:
+        whole, cache = view.rect, view.cache.view(torch.uint8)
+        layers = slice(rect.layer_start - whole.layer_start, rect.layer_end - whole.layer_start)
+        heads = slice(rect.head_start - whole.head_start, rect.head_end - whole.head_start)
+        self._memory: NDArray[Any] = cache.flatten(4).numpy()[layers, :, :, heads]
+        self._ids = np.asarray(block_ids)
+
+    def read(self) -> Data:
+        """A copy, [planes, blocks, bytes]."""
+        taken = self._memory[:, :, self._ids]
+        return np.ascontiguousarray(taken).reshape(2 * len(taken), len(self._ids), -1)
+
+    def write(self, data: Data) -> None:
+        layers, _, _, heads, nbytes = self._memory.shape
+        self._memory[:, :, self._ids] = data.reshape(layers, 2, len(self._ids), heads, nbytes)

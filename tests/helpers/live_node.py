@@ -1,0 +1,103 @@
+"""A real decode node with a tiny model, in this process; a test can hold up its steps."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import torch
+
+from paths import MODELS
+from pdserve.common.config.schema import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    NodeConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    WorkerNodeConfig,
+)
+from pdserve.common.core.errors import Blame
+from pdserve.common.core.request import GenerateJob
+from pdserve.common.core.sampling import SamplingParams
+from pdserve.common.distributed.executor import Executor
+from pdserve.common.rpc.convert import job_to_pb
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
+from pdserve.common.rpc.status import from_rpc_error
+from pdserve.decode_node.node import DecodeNode
+
+MODEL = MODELS / "mistral"
+
+
+async def eventually(condition: Callable[[], Any], seconds: float = 30.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def node_config(replicas: int = 1) -> WorkerNodeConfig:
+    return WorkerNodeConfig(
+        node=NodeConfig(router="127.0.0.1:9"),
+        engine=EngineConfig(
+            model=ModelConfig(model=str(MODEL), dtype="float32"),
+            parallel=ParallelConfig(device="cpu", cpu_threads=1, data_parallel_size=replicas),
+            cache=CacheConfig(num_gpu_blocks_override=256),
+            scheduler=SchedulerConfig(engine_stall_timeout=0.8),
+        ),
+    )
+
+
+@asynccontextmanager
+async def decode_node(
+    replicas: int = 1,
+) -> AsyncIterator[tuple[DecodeNode, asyncio.Task[int], list[Gate]]]:
+    """The node, what it serves in, and a gate for each replica. Nobody is at its router's
+    address."""
+    torch_threads = torch.get_num_threads()
+    node = DecodeNode(node_config(replicas))
+    serving = asyncio.create_task(node.serve())
+    await eventually(lambda: node.server._metrics or serving.done(), 30)
+    gates = [Gate(replica.ranks.executor) for replica in node.replicas]
+    try:
+        yield node, serving, gates
+    finally:
+        for gate in gates:
+            gate.open.set()
+        if not serving.done():
+            os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(serving, 60)
+        torch.set_num_threads(torch_threads)
+
+
+class Gate:
+    """Steps do not return while it is shut."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.open = asyncio.Event()
+        self.open.set()
+        self._step = executor.step
+        executor.step = self.step  # type: ignore[method-assign]
+
+    async def step(self, message: bytes) -> bytes:
+        answer = await self._step(message)
+        await self.open.wait()
+        return answer
+
+
+async def generate(channel: grpc.aio.Channel, first: int = 3) -> int:
+    """The number of tokens a prompt that begins with `first` is continued with. Raises the node's
+    typed error."""
+    prompt = tuple(range(first, first + 37))
+    job = GenerateJob("r", prompt, SamplingParams(max_tokens=4, ignore_eos=True))
+    request = pb.DecodeRequest(job=job_to_pb(job), local_prefill=True)
+    try:
+        events = [event async for event in pb_grpc.DecodeStub(channel).Run(request)]
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error, Blame.DECODE) from None
+    return sum(len(event.tokens.tokens) for event in events)

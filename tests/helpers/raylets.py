@@ -1,0 +1,91 @@
+"""A Ray cluster of several raylets on this host, with everything it owns in one folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+from benchmarks.fleet import free_port
+from pdserve.common.distributed.environment import address_towards
+
+START_TIMEOUT = 120.0  # seconds
+# Ray would give its workers what CPU nobody else wants.
+ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+
+
+class Raylets:
+    """`raylets` of `cpus` each; the first has the cluster's head. Use as a context manager;
+    leaving it ends every process of the cluster."""
+
+    def __init__(self, raylets: int = 2, cpus: int = 2) -> None:
+        self._count, self._cpus = raylets, cpus
+        self._folder = tempfile.TemporaryDirectory(prefix="ray-")
+        self._started: list[subprocess.Popen[bytes]] = []  # each with a session of its own
+        self.address = f"{address_towards('udp://8.8.8.8')}:{free_port()}"  # as Ray finds it
+
+    def __enter__(self) -> Raylets:
+        try:
+            ports = [f"--ray-client-server-port={free_port()}", "--include-dashboard=false"]
+            port = self.address.rpartition(":")[2]
+            self._start("--head", f"--port={port}", *ports, f"--temp-dir={self._folder.name}")
+            for _ in range(1, self._count):
+                self._start(f"--address={self.address}")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _start(self, *options: str) -> None:
+        ray = Path(sys.executable).with_name("ray")
+        ports = ["--min-worker-port=0", "--max-worker-port=0"]
+        fixed = [f"--num-cpus={self._cpus}", "--num-gpus=0", "--object-store-memory=80000000"]
+        log = Path(self._folder.name, f"start.{len(self._started)}")
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [str(ray), "start", "--block", "--disable-usage-stats", *fixed, *ports, *options],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, **ENVIRONMENT},
+            )
+        self._started.append(process)
+        deadline = time.monotonic() + START_TIMEOUT
+        while b"now block" not in log.read_bytes():
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+
+    def kill(self, number: int, name: str = "raylet") -> None:
+        """SIGKILL to a part of what was started `number`-th."""
+        children = psutil.Process(self._started[number].pid).children()
+        next(child for child in children if child.name() == name).kill()
+
+    def __exit__(self, *_: object) -> None:
+        while running := self._processes():  # twice: one was about to start others
+            for process in running:
+                process.kill()
+            psutil.wait_procs(running, 5)
+        self._folder.cleanup()
+
+    def _processes(self) -> list[psutil.Process]:
+        sessions = {started.pid for started in self._started}
+        return [each for each in psutil.process_iter() if _session(each.pid) in sessions]
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid) if alive(pid) else None
+    except ProcessLookupError:
+        return None
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

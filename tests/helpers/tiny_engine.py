@@ -1,0 +1,74 @@
+"""The least that generates: a model, a cache and one step, for tests of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pdserve.common.config.schema import ModelConfig
+from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.distributed.group import GroupCoordinator
+from pdserve.common.model.attention import AttentionBatch
+from pdserve.common.model.decoder import CausalLM
+from pdserve.common.model.layers import Placement
+from pdserve.common.model.loader import load_model
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 16
+NUM_BLOCKS = 64
+
+
+@contextmanager
+def single_threaded_inference() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        yield
+    torch.set_num_threads(before)
+
+
+def load(folder: Path, group: Any = None) -> CausalLM:
+    spec = ModelSpec.from_folder(folder)
+    group = group or GroupCoordinator()
+    return load_model(spec, ModelConfig(model=str(folder)), Placement(group, CPU, torch.float32))
+
+
+def new_cache(model: CausalLM) -> torch.Tensor:
+    shape = model.attention.shape
+    size = (model.spec.num_layers, 2, NUM_BLOCKS, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
+    return torch.zeros(size, dtype=model.dtype)
+
+
+Sequence = tuple[list[int], int, list[int]]  # tokens, start, block table
+
+
+def step(model: CausalLM, cache: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
+    """Logits of every token of every sequence."""
+    tokens, starts, tables = zip(*sequences, strict=True)
+    batch = AttentionBatch([len(part) for part in tokens], starts, tables, BLOCK_SIZE)
+    positions = [start + i for part, start, _ in sequences for i in range(len(part))]
+    hidden = model.forward(
+        torch.tensor([token for part in tokens for token in part]),
+        torch.tensor(positions),
+        model.attention.prepare(batch),
+        cache,
+    )
+    return model.compute_logits(hidden)
+
+
+def greedy(model: CausalLM, prompt: list[int], count: int, table: list[int]) -> list[int]:
+    cache = new_cache(model)
+    tokens = [int(step(model, cache, [(prompt, 0, table)])[-1].argmax())]
+    while len(tokens) < count:
+        last = ([tokens[-1]], len(prompt) + len(tokens) - 1, table)
+        tokens.append(int(step(model, cache, [last])[0].argmax()))
+    return tokens
+
+
+def some_tokens(count: int, seed: int = 0, vocab: int = 512) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab, (count,), generator=generator).tolist()

@@ -1,0 +1,75 @@
+"""A cluster of many nodes that start in a moment and may be killed, stopped and cut off."""
+
+from __future__ import annotations
+
+import atexit
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks import warm_ranks
+from benchmarks.fleet import Fleet
+from benchmarks.warm_start import WarmStart
+from cluster import DEFAULTS, START_TIMEOUT, Service
+from paths import HELPERS
+
+
+@cache
+def shared() -> WarmStart:
+    """One for all clusters of this test process that ask for it."""
+    warm = WarmStart()
+    atexit.register(warm.close)
+    return warm
+
+
+def ranks_of(pid: int) -> list[psutil.Process]:
+    """The rank processes of a warm node, in order."""
+    children = psutil.Process(pid).children()
+    return [child for child in children if child.name() != warm_ranks.NAME]
+
+
+class WarmCluster(Fleet, Service):
+    """Router and nodes, each a process of its own, by name: `router`, `prefill-1` …"""
+
+    def __init__(
+        self,
+        model: str | Path,
+        prefill: int = 1,
+        decode: int = 1,
+        router: dict[str, Any] | None = None,
+        warm: WarmStart | None = None,
+        **options: Any,
+    ) -> None:
+        Service.__init__(self, model)
+        environment = {"TMPDIR": str(self.home.tmp), "PYTHONPATH": str(HELPERS)}
+        options = {**DEFAULTS, **options}
+        Fleet.__init__(self, self.model, self.log_path, environment, router, warm, **options)
+        self._sizes = {"prefill": prefill, "decode": decode}
+
+    def __enter__(self) -> WarmCluster:
+        try:
+            self.start_router()
+            for role, size in self._sizes.items():
+                for _ in range(size):
+                    self.start_node(role)
+            self.wait_nodes()
+        except BaseException:
+            self.__exit__(None, AssertionError(), None)
+            raise
+        return self
+
+    def wait_nodes(self) -> None:
+        """Until every node that was started and not ended is ready."""
+        self.wait_for(self.all_ready, START_TIMEOUT)
+
+    def busy(self, role: str) -> str:
+        """The node of a role with a request of the router on it."""
+
+        def find() -> str | None:
+            nodes = (node for node in self.state()["nodes"] if node["role"] == role)
+            names = [node["name"] for node in nodes if node["in_flight"]]
+            return next((name for name in names if name in self.pids), None)
+
+        return str(self.wait_for(find))

@@ -1,0 +1,155 @@
+"""The conformance kit passes what is right and fails what is broken, on the check meant for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from broken_connectors import MUTANTS, SEGMENT, Tampered
+from paths import ROOT
+from pdserve.kv_transfer.selection import ENTRY_POINTS
+
+EXAMPLE = ROOT / "examples" / "connector_file"
+KIT = ROOT / "kv_transfer" / "conformance"
+ALL_CHECKS = ("--pyargs", "pdserve.kv_transfer.conformance")
+CONTROL = "test_delivery.py::test_blocks_arrive[1]"  # every broken connector passes it
+
+Outcomes = dict[str, bool]  # test id → passed
+
+
+class Runs:
+    """Runs of the kit, each in a process and a folder of its own, three at a time: they wait
+    more than they work."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pool = ThreadPoolExecutor(3)
+        self._runs: dict[str, Future[Outcomes]] = {}
+
+    def start(self, name: str, connectors: list[str], *args: str, source: Path = ROOT) -> None:
+        folder = self._folder / name
+        folder.mkdir()
+        self._runs[name] = self._pool.submit(run_kit, folder, connectors, args, source)
+
+    def outcomes(self, name: str) -> Outcomes:
+        return self._runs[name].result()
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+def run_kit(folder: Path, connectors: list[str], args: tuple[str, ...], source: Path) -> Outcomes:
+    """In `folder`; connectors are found in `source`, in tests/ and in the example."""
+    named = [part for name in connectors for part in ("--kv-connector", name)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *named, *args]
+    path = os.pathsep.join(map(str, (source, ROOT / "tests", EXAMPLE / "src", ROOT)))
+    done = subprocess.run(
+        [*command, "--junitxml=report.xml"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    return read_report(folder / "report.xml")
+
+
+def read_report(path: Path) -> Outcomes:
+    return {
+        f"{case.get('classname', '').rpartition('.')[2]}.py::{case.get('name')}": not len(case)
+        for case in ElementTree.parse(path).iter("testcase")
+    }
+
+
+def check_id(check: str, connector: str) -> str:
+    """pytest's name of a check on a connector, which comes before other parameters."""
+    test, _, parameter = check.rstrip("]").partition("[")
+    return f"{test}[{'-'.join(filter(None, (connector, parameter)))}]"
+
+
+def name_of(mutant: type[Tampered]) -> str:
+    return f"broken_connectors:{mutant.__name__}"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    runs = Runs(tmp_path_factory.mktemp("conformance"))
+    for half in (0, 1):
+        start_mutants(runs, f"mutants {half}", MUTANTS[half::2])
+    runs.start("built-ins", ["shm", "tcp"], *ALL_CHECKS)
+    shared = tmp_path_factory.mktemp("shared")
+    options = ("--kv-connector-config", json.dumps({"directory": str(shared)}))
+    _, example = entry_point((EXAMPLE / "pyproject.toml").read_text())
+    runs.start("example", [example], *options, *ALL_CHECKS)
+    page = tmp_path_factory.mktemp("page")
+    (page / "my_package").mkdir()
+    (page / "my_package" / "connector.py").write_text(block_of_page("python"))
+    runs.start("page", [], *page_command(), source=page)
+    yield runs
+    runs.close()
+    for path in Path("/dev/shm").glob(f"{SEGMENT}*"):
+        path.unlink()
+    assert not list(shared.iterdir()), "the example left files in its directory"
+
+
+def start_mutants(runs: Runs, name: str, mutants: list[type[Tampered]]) -> None:
+    checks = {
+        f"{KIT}/{check_id(check, name_of(mutant))}"
+        for mutant in mutants
+        for check in (CONTROL, mutant.caught_by)
+    }
+    runs.start(name, [name_of(mutant) for mutant in mutants], *sorted(checks))
+
+
+def block_of_page(language: str) -> str:
+    """The one code block of docs/write-a-connector.md in `language`."""
+    page = (ROOT / "docs" / "write-a-connector.md").read_text(encoding="utf-8")
+    (block,) = re.findall(rf"```{language}\n(.*?)```", page, re.S)
+    return str(block)
+
+
+def page_command() -> list[str]:
+    """The page's arguments of pytest, with the connector by its import string: it is not
+    installed here."""
+    _, *arguments = shlex.split(block_of_page("bash"))
+    name, where = entry_point(block_of_page("toml"))
+    return [where if argument == name else argument for argument in arguments]
+
+
+def entry_point(pyproject: str) -> tuple[str, str]:
+    """Name and import string of the one connector that a package brings."""
+    ((name, where),) = tomllib.loads(pyproject)["project"]["entry-points"][ENTRY_POINTS].items()
+    return name, where
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_a_broken_connector_is_caught(runs: Runs, mutant: type[Tampered]) -> None:
+    outcomes = runs.outcomes(f"mutants {MUTANTS.index(mutant) % 2}")
+    name = name_of(mutant)
+    assert not outcomes[check_id(mutant.caught_by, name)], "the check meant for it passed"
+    assert outcomes[check_id(CONTROL, name)], "it is broken altogether"
+
+
+@pytest.mark.parametrize("run", ["built-ins", "example", "page"])
+def test_what_is_right_passes(runs: Runs, run: str) -> None:
+    outcomes = runs.outcomes(run)
+    assert len(outcomes) > 70
+    assert [name for name, passed in outcomes.items() if not passed] == []
+
+
+def test_nothing_is_checked_unasked(tmp_path: Path) -> None:
+    """Whoever collects the kit's folder by accident runs none of it."""
+    outcomes = run_kit(tmp_path, [], ALL_CHECKS, ROOT)
+    assert outcomes and not any(outcomes.values())

@@ -1,0 +1,653 @@
+"""The connectors themselves: what peers may say, who may touch which blocks, who goes first."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import multiprocessing
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from kv_fakes import FakeConnector, Geometry, shared_cache
+from pdserve.common.core.errors import ConfigError, TransferError
+from pdserve.kv_transfer.blocks import byte_runs, memory_of, piece_nbytes
+from pdserve.kv_transfer.connector import (
+    BlockRun,
+    Event,
+    Failed,
+    KVConnector,
+    Landed,
+    Progress,
+    RankContext,
+    Sent,
+    SinkTransfer,
+    SourceTransfer,
+)
+from pdserve.kv_transfer.connectors import tcp
+from pdserve.kv_transfer.connectors.base import sockets
+from pdserve.kv_transfer.connectors.base.frame import HEADER_NBYTES, Frame, Kind
+from pdserve.kv_transfer.connectors.base.pipe_connector import PipeConnector, recv_frame, send_frame
+from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
+from pdserve.kv_transfer.connectors.shm import Greeting, ShmConnector
+from pdserve.kv_transfer.connectors.tcp import Options, TCPConnector, TCPTransport
+from pdserve.kv_transfer.gate import Gate
+from pdserve.kv_transfer.layout import CacheView, Piece, Rect
+from pdserve.kv_transfer.pipe import KVPipe, PipeListener, PipeTransport
+from pdserve.kv_transfer.rank.transfer_rank import RankConfig, build_rank
+
+GEOMETRY = Geometry()
+RECT = Rect(0, GEOMETRY.layers, 0, GEOMETRY.heads)
+ID = b"transfer-id-0001"
+SINK_IDS = (4, 9, 2, 7)
+CONFIRM = Frame(Kind.CONFIRM, count=1).encode()  # follows the payload of DATA
+
+
+class Rank:
+    """A connector with its cache and what it reported."""
+
+    def __init__(
+        self, kind: type[KVConnector], *, fingerprint: str = "same", fill: float = 0.0
+    ) -> None:
+        self.cache, self._fd = shared_cache(GEOMETRY.shape(RECT), GEOMETRY.dtype)
+        self.cache.fill_(fill)
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.view = CacheView(self.cache, RECT, self._fd)
+        context = RankContext(self.view, "127.0.0.1", fingerprint, self.events.put)
+        self.connector: Any = kind(context, {})
+
+    def expect(self, kind: type[Any], within: float = 30.0) -> Any:
+        """The next event that is not mere progress."""
+        while isinstance(event := self.events.get(timeout=within), Progress):
+            if kind is Progress:
+                return event
+        assert isinstance(event, kind), event
+        return event
+
+    def close(self) -> None:
+        self.connector.close(5.0)
+        os.close(self._fd)
+
+
+@pytest.fixture
+def rank() -> Iterator[Callable[..., Rank]]:
+    made: list[Rank] = []
+    before = threading.active_count()
+
+    def make(*args: Any, **options: Any) -> Rank:
+        made.append(Rank(*args, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+    assert threading.active_count() <= before
+
+
+def submit(source: Rank, sink: Rank, transfer_id: bytes = ID, epoch: int = 1) -> None:
+    piece = (Piece(0, 0, RECT), sink.connector.endpoint())
+    source.connector.submit(SourceTransfer(transfer_id, epoch, (piece,)))
+
+
+def data_frame(first: int, count: int, **changes: Any) -> tuple[Frame, bytes]:
+    nbytes = piece_nbytes(torch.empty(GEOMETRY.shape(RECT)), RECT, count)
+    frame = Frame(Kind.DATA, ID, 1, RECT, first, count, nbytes)
+    return replace(frame, **changes), b"\x3f" * nbytes + CONFIRM
+
+
+def say(pipe: SocketPipe, frame: Frame, payload: bytes = b"") -> None:
+    pipe.sock.sendall(frame.encode() + payload)
+
+
+@contextlib.contextmanager
+def greeted(sink: Rank) -> Iterator[SocketPipe]:
+    """A hand-made source that the sink has welcomed."""
+    pipe = TCPTransport(Options()).dial(sink.connector.endpoint())
+    try:
+        send_frame(pipe, Frame(Kind.HELLO), b"same")
+        assert recv_frame(pipe).kind is Kind.WELCOME
+        yield pipe
+    finally:
+        pipe.close()
+
+
+def closed(pipe: SocketPipe) -> bool:
+    pipe.sock.settimeout(5.0)
+    try:
+        return pipe.sock.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+# ---- what peers say ----
+
+
+def test_frames_survive_the_wire() -> None:
+    frame = Frame(Kind.OFFER, ID, 7, Rect(1, 2, 3, 4), 5, 6, 1 << 40)
+    assert len(frame.encode()) == HEADER_NBYTES
+    assert Frame.decode(frame.encode()) == frame
+    for position, value in ((0, b"X"), (5, b"\x09"), (7, b"\xff")):
+        broken = bytearray(frame.encode())
+        broken[position : position + 1] = value
+        with pytest.raises(TransferError, match="BAD_FRAME"):
+            Frame.decode(bytes(broken))
+
+
+def test_garbage_ends_the_connection_and_nothing_else(rank: Callable[..., Rank]) -> None:
+    sink, source = rank(TCPConnector), rank(TCPConnector, fill=1.0)
+    pipe = TCPTransport(Options()).dial(sink.connector.endpoint())
+    pipe.sock.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + bytes(100))
+    assert closed(pipe)
+    pipe.close()
+    assert sink.connector.counts["BAD_FRAME"] == 1
+    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
+    submit(source, sink)
+    source.connector.ready(ID, BlockRun(0, 4), (0, 1, 2, 3), True)
+    sink.expect(Landed)
+
+
+@pytest.mark.parametrize("kind", [TCPConnector, ShmConnector])
+def test_another_fingerprint_is_refused_at_connect(
+    rank: Callable[..., Rank], kind: type[KVConnector]
+) -> None:
+    sink, source = rank(kind), rank(kind, fingerprint="other")
+    submit(source, sink)
+    failed = source.expect(Failed)
+    assert failed.code == "FINGERPRINT_MISMATCH"
+    assert "other ≠ same" in failed.message
+    assert not failed.retryable
+
+
+def test_late_frames_are_drained_and_counted(rank: Callable[..., Rank]) -> None:
+    sink = rank(TCPConnector)
+    with greeted(sink) as pipe:
+        say(pipe, *data_frame(0, 2))  # nobody accepted it yet
+        wait_for(lambda: sink.connector.counts["unknown_frame"] == 1)
+        sink.connector.accept(SinkTransfer(ID, 2, 0, SINK_IDS))
+        say(pipe, *data_frame(0, 2, epoch=1))
+        say(pipe, *data_frame(0, 2, epoch=2))
+        say(pipe, *data_frame(0, 2, epoch=2))
+        assert not sink.cache[:, :, list(SINK_IDS[2:])].any()
+        say(pipe, *data_frame(2, 2, epoch=2))
+        assert sink.expect(Landed).epoch == 2
+        say(pipe, *data_frame(2, 2, epoch=2))
+        wait_for(lambda: sink.connector.counts["duplicate_frame"] == 2)
+    assert sink.connector.counts["stale_frame"] == 1
+    assert sink.cache[:, :, list(SINK_IDS)].all()
+
+
+def test_an_older_epoch_is_not_accepted_again(rank: Callable[..., Rank]) -> None:
+    sink = rank(TCPConnector)
+    sink.connector.accept(SinkTransfer(ID, 2, 0, SINK_IDS))
+    sink.connector.accept(SinkTransfer(ID, 1, 0, (0, 1)))
+    assert sink.connector.counts["stale_accept"] == 1
+
+
+@pytest.mark.parametrize(
+    ("frames", "says"),
+    [
+        ([data_frame(1, 1)], "block 1 came where 0 was due"),
+        ([data_frame(0, 2), data_frame(1, 2)], "block 1 came where 2 was due"),
+        ([data_frame(3, 2)], "not within 0…3"),
+        ([data_frame(0, 0, nbytes=0)], "not within 0…3"),
+        ([data_frame(0, 1, nbytes=17)], "17 bytes"),
+        ([data_frame(0, 1, rect=Rect(0, 9, 0, 2))], "not within this rank's"),
+        ([data_frame(0, 1, rect=Rect(2, 1, 0, 2))], "not within this rank's"),
+        ([data_frame(0, 2), data_frame(0, 1, rect=Rect(0, 1, 0, 1))], "overlaps"),
+        ([data_frame(0, 1, kind=Kind.CONFIRM)], "CONFIRM from a source that pushes"),
+    ],
+)
+def test_what_contradicts_the_agreement_fails_the_transfer(
+    rank: Callable[..., Rank], frames: list[tuple[Frame, bytes]], says: str
+) -> None:
+    sink = rank(TCPConnector)
+    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
+    with greeted(sink) as pipe:
+        say(pipe, Frame(Kind.BEGIN, ID, 1, RECT))
+        for frame, payload in frames[:-1]:
+            say(pipe, frame, payload)
+        say(pipe, frames[-1][0])
+        failed = sink.expect(Failed)
+        assert (failed.code, failed.blame, failed.retryable) == ("BAD_FRAME", "prefill", False)
+        assert says in failed.message
+        assert closed(pipe)
+    assert not sink.cache[:, :, [0, 1, 3, 5]].any()
+
+
+# ---- who may touch the blocks ----
+
+
+def test_quiesce_does_not_wait_for_a_stalled_writer(rank: Callable[..., Rank]) -> None:
+    """What it sends later goes beside the blocks, and its connection serves others."""
+    sink = rank(TCPConnector)
+    other, ids = ID[::-1], (0, 1, 3, 5)
+    for transfer_id, blocks in ((ID, SINK_IDS), (other, ids)):
+        sink.connector.accept(SinkTransfer(transfer_id, 1, 0, blocks))
+    with greeted(sink) as pipe:
+        frame, payload = data_frame(0, 4)
+        say(pipe, frame, payload[:100])
+        wait_for(lambda: bool(sink.cache.any()))
+        started = time.monotonic()
+        sink.connector.quiesce(ID)
+        assert time.monotonic() - started < 2.0
+        after = sink.cache.clone()
+        pipe.sock.sendall(payload[100:])
+        say(pipe, *data_frame(0, 4, transfer_id=other))
+        assert sink.expect(Landed).transfer_id == other
+        assert torch.equal(sink.cache[:, :, list(SINK_IDS)], after[:, :, list(SINK_IDS)])
+        assert (sink.cache[:, :, list(ids)] != 0).all()
+
+
+def test_a_peer_that_stalls_for_good_is_lost(
+    rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the midst of a frame, so that nothing else can come; and it is the one to blame."""
+    monkeypatch.setattr(sockets, "STALL_S", 0.2)
+    sink = rank(TCPConnector)
+    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
+    sink.connector.accept(SinkTransfer(ID[::-1], 1, 0, (0, 1)))
+    with greeted(sink) as pipe:
+        say(pipe, Frame(Kind.BEGIN, ID[::-1], 1, RECT))
+        frame, payload = data_frame(0, 4)
+        say(pipe, frame, payload[:100])
+        wait_for(lambda: bool(sink.cache.any()))
+        sink.connector.quiesce(ID)
+        failed = sink.expect(Failed)
+        assert (failed.transfer_id, failed.code) == (ID[::-1], "PEER_LOST")
+        assert (failed.blame, failed.retryable) == ("prefill", True)
+        assert closed(pipe)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_peer_that_stalls_within_what_nobody_waits_for_is_lost(
+    rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch, wanted: bool
+) -> None:
+    """Within a header, or a payload that is drained; between frames it may be silent."""
+    monkeypatch.setattr(sockets, "STALL_S", 0.2)
+    sink = rank(TCPConnector)
+    sink.connector.accept(SinkTransfer(ID[::-1], 1, 0, (0, 1)))
+    with greeted(sink) as pipe:
+        time.sleep(0.5)
+        say(pipe, Frame(Kind.BEGIN, ID[::-1], 1, RECT))
+        frame, payload = data_frame(0, 4)
+        pipe.sock.sendall(frame.encode()[:-1] if wanted else frame.encode() + payload[:100])
+        failed = sink.expect(Failed, within=10)
+        assert (failed.transfer_id, failed.code, failed.blame) == (
+            ID[::-1], "PEER_LOST", "prefill",
+        )  # fmt: skip
+        assert closed(pipe)
+
+
+@pytest.mark.parametrize("kind", [TCPConnector, ShmConnector])
+def test_a_sink_that_stalls_for_good_is_lost(
+    rank: Callable[..., Rank], kind: type[KVConnector], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes no bytes, or does not say that it has read what was offered."""
+    monkeypatch.setattr(sockets, "STALL_S", 0.2)
+    monkeypatch.setattr(tcp, "BUFFER_NBYTES", 1 << 14)
+    sink, source = rank(kind), rank(kind)
+    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
+    over = threading.Event()
+    monkeypatch.setattr(type(sink.connector), "_take", lambda *_: over.wait())
+    submit(source, sink)
+    for first in range(0, 6000, 16):  # more than the socket buffers hold
+        source.connector.ready(ID, BlockRun(first, 16), tuple(range(16)), False)
+    failed = source.expect(Failed, within=10)
+    over.set()
+    assert (failed.code, failed.blame, failed.retryable) == ("PEER_LOST", "decode", True)
+    (link,) = source.connector._links._links.values()
+    wait_for(lambda: link._channel is None)
+
+
+def test_a_frame_that_the_source_did_not_hold_to_its_end_does_not_count(
+    rank: Callable[..., Rank],
+) -> None:
+    sink = rank(TCPConnector)
+    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
+    with greeted(sink) as pipe:
+        frame, payload = data_frame(0, 4)
+        say(pipe, frame, payload.removesuffix(CONFIRM))
+        say(pipe, replace(frame, kind=Kind.CONFIRM, count=0, nbytes=0))
+        failed = sink.expect(Failed)
+        assert (failed.code, failed.blame, failed.retryable) == ("EXPIRED", "prefill", True)
+
+
+def test_quiesce_stops_a_source_whose_sink_has_stalled(rank: Callable[..., Rank]) -> None:
+    source = rank(TCPConnector)
+    listener = TCPTransport(Options()).listen("127.0.0.1")
+    piece = (Piece(0, 0, RECT), listener.endpoint)
+    source.connector.submit(SourceTransfer(ID, 1, (piece,)))
+    pipe = listener.accept()
+    assert recv_frame(pipe).kind is Kind.HELLO
+    pipe.sock.recv(4)  # type: ignore[attr-defined]
+    send_frame(pipe, Frame(Kind.WELCOME))
+    for first in range(0, 6000, 16):  # more than the socket buffers hold
+        source.connector.ready(ID, BlockRun(first, 16), tuple(range(16)), False)
+    wait_for(lambda: not source.events.empty())
+    started = time.monotonic()
+    source.connector.quiesce(ID)
+    assert time.monotonic() - started < 2.0
+    pipe.close()
+    listener.close()
+
+
+def test_gate_waits_for_those_inside_and_lets_nobody_in() -> None:
+    gate, inside, leave = Gate(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        with gate.passage(leave.set) as admitted:
+            assert admitted
+            inside.set()
+            leave.wait(5.0)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    inside.wait(5.0)
+    gate.close(grace=0.01)  # interrupts
+    assert leave.is_set()
+    with gate.passage(leave.set) as admitted:
+        assert not admitted
+    thread.join()
+
+
+# ---- connections ----
+
+
+@pytest.mark.parametrize("kind", [TCPConnector, ShmConnector])
+def test_a_connection_is_kept_and_replaced_when_it_broke(
+    rank: Callable[..., Rank], kind: type[KVConnector]
+) -> None:
+    sink, source = rank(kind), rank(kind, fill=1.0)
+    pipes = sink.connector
+    for number in range(3):
+        transfer_id = bytes([number]) * 16
+        sink.connector.accept(SinkTransfer(transfer_id, 1, 0, SINK_IDS))
+        submit(source, sink, transfer_id)
+        source.connector.ready(transfer_id, BlockRun(0, 4), (0, 1, 2, 3), True)
+        sink.expect(Landed)
+        source.expect(Sent)
+        open_pipes = list(pipes._server._pipes)
+        assert len(open_pipes) == 1
+        if number == 1:
+            open_pipes[0].interrupt()  # the sink's host restarted, say
+            wait_for(lambda: not pipes._server._pipes)
+
+
+@pytest.mark.parametrize("kind", [TCPConnector, ShmConnector])
+def test_nobody_listens(rank: Callable[..., Rank], kind: type[KVConnector]) -> None:
+    sink, source = rank(kind), rank(kind)
+    endpoint = sink.connector.endpoint()
+    sink.connector.close(5.0)
+    source.connector.submit(SourceTransfer(ID, 1, ((Piece(0, 0, RECT), endpoint),)))
+    failed = source.expect(Failed)
+    assert (failed.code, failed.blame, failed.retryable) == ("CONNECT_FAILED", "decode", True)
+
+
+def test_a_source_without_pieces_has_sent_everything(rank: Callable[..., Rank]) -> None:
+    source = rank(TCPConnector)
+    source.connector.submit(SourceTransfer(ID, 1, ()))
+    source.connector.ready(ID, BlockRun(0, 1), (3,), True)
+    assert source.expect(Sent).nbytes == 0
+
+
+def test_a_sink_that_wants_nothing_has_landed(rank: Callable[..., Rank]) -> None:
+    sink = rank(TCPConnector)
+    sink.connector.accept(SinkTransfer(ID, 1, 4, ()))
+    assert sink.expect(Landed).nbytes == 0
+
+
+def test_a_connector_that_raises_fails_its_transfers(
+    rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Any, endpoint: bytes) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(TCPTransport, "dial", broken)
+    sink, source = rank(TCPConnector), rank(TCPConnector)
+    for transfer_id in (ID, ID[::-1]):  # the link survives
+        submit(source, sink, transfer_id)
+        failed = source.expect(Failed)
+        assert (failed.code, failed.blame) == ("CONNECTOR_FAILED", "prefill")
+
+
+# ---- shared memory ----
+
+
+def test_a_read_that_the_source_does_not_confirm_is_expired(rank: Callable[..., Rank]) -> None:
+    sink, source = rank(ShmConnector), rank(ShmConnector, fill=1.0)
+    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
+    channel = source.connector.dial(sink.connector.endpoint())
+    frame = Frame(Kind.OFFER, ID, 1, RECT, 0, 4)
+    gate = Gate()
+    pipe = channel._pipe
+    send_frame(pipe, frame, msgspec.Raw(bytes(16)))
+    assert recv_frame(pipe).kind is Kind.TAKEN  # it was read ...
+    send_frame(pipe, replace(frame, kind=Kind.CONFIRM, count=0))  # ... too late
+    failed = sink.expect(Failed)
+    assert (failed.code, failed.blame, failed.retryable) == ("EXPIRED", "prefill", True)
+    gate.close()
+    assert channel.deliver(frame, (0, 1, 2, 3), gate) == 0
+    channel.close()
+
+
+def test_the_sink_cannot_write_into_the_source(rank: Callable[..., Rank]) -> None:
+    source = rank(ShmConnector)
+    with socket.socket(socket.AF_UNIX) as listener:
+        name = f"pdserve-test-{os.getpid()}".encode()
+        listener.bind(b"\0" + name)
+        listener.listen()
+        source.connector.submit(SourceTransfer(ID, 1, ((Piece(0, 0, RECT), name),)))
+        conn, _ = listener.accept()
+    with conn:
+        hello = Frame.decode(conn.recv(HEADER_NBYTES))
+        greeting = msgspec.msgpack.decode(conn.recv(hello.nbytes), type=Greeting)
+        _, fds, _, _ = socket.recv_fds(conn, 1, 1)
+        with pytest.raises(PermissionError):
+            mmap.mmap(fds[0], greeting.nbytes)
+        mmap.mmap(fds[0], greeting.nbytes, prot=mmap.PROT_READ).close()
+        os.close(fds[0])
+
+
+@pytest.mark.parametrize(
+    ("ids", "rect", "says"),
+    [
+        ((99,), RECT, "block 99 of 16"),
+        ((0,), Rect(0, 9, 0, 2), "not within this rank's"),
+        ((0, 1), RECT, "bytes of block ids"),
+    ],
+)
+def test_offers_are_checked(
+    rank: Callable[..., Rank], ids: tuple[int, ...], rect: Rect, says: str
+) -> None:
+    sink, source = rank(ShmConnector), rank(ShmConnector)
+    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
+    channel = source.connector.dial(sink.connector.endpoint())
+    channel.begin(Frame(Kind.BEGIN, ID, 1, RECT))
+    with pytest.raises(OSError):
+        channel.deliver(Frame(Kind.OFFER, ID, 1, rect, 0, 1), ids, Gate())
+    assert says in sink.expect(Failed).message
+    channel.close()
+
+
+def test_nothing_is_left_in_dev_shm(rank: Callable[..., Rank]) -> None:
+    before = set(os.listdir("/dev/shm"))
+    sink, source = rank(ShmConnector), rank(ShmConnector)
+    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
+    submit(source, sink)
+    source.connector.ready(ID, BlockRun(0, 4), (0, 1, 2, 3), True)
+    sink.expect(Landed)
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if "pdserve" in name]
+
+
+# ---- processes that die ----
+
+
+def dying_source(kind: type[KVConnector], endpoint: bytes, delivered: Any) -> None:
+    """Sends half of a transfer and then waits to be killed."""
+    source = Rank(kind, fill=1.0)
+    piece = (Piece(0, 0, RECT), endpoint)
+    source.connector.submit(SourceTransfer(ID, 1, (piece,)))
+    source.connector.ready(ID, BlockRun(0, 2), (1, 2), False)
+    source.expect(Progress)
+    delivered.set()
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("kind", [TCPConnector, ShmConnector])
+def test_a_killed_source_is_noticed_at_once(
+    rank: Callable[..., Rank], kind: type[KVConnector]
+) -> None:
+    sink = rank(kind)
+    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
+    context = multiprocessing.get_context("spawn")
+    delivered = context.Event()
+    endpoint = sink.connector.endpoint()
+    process = context.Process(target=dying_source, args=(kind, endpoint, delivered))
+    process.start()
+    try:
+        assert delivered.wait(30.0)
+        wait_for(lambda: bool(sink.cache[:, :, list(SINK_IDS[:2])].all()))
+    finally:
+        process.kill()
+        process.join()
+    failed = sink.expect(Failed, within=1.0)
+    assert (failed.code, failed.blame, failed.retryable) == ("PEER_LOST", "prefill", True)
+    sink.connector.quiesce(ID)
+
+
+# ---- plugins ----
+
+
+class QueuePipe(KVPipe):
+    """The smallest pipe there is: two queues in one process."""
+
+    def __init__(self, incoming: queue.SimpleQueue[Any], outgoing: queue.SimpleQueue[Any]) -> None:
+        self._incoming, self._outgoing = incoming, outgoing
+
+    def send_tensor(self, tensor: torch.Tensor) -> None:
+        self._outgoing.put(tensor.clone())
+
+    def recv_tensor(self, tensor: torch.Tensor) -> None:
+        data = self._incoming.get()
+        if data is None:
+            raise ConnectionError("closed")
+        assert data.shape == tensor.shape
+        tensor.copy_(data)
+
+    def interrupt(self) -> None:
+        self._incoming.put(None)
+
+    def close(self) -> None:
+        self._outgoing.put(None)
+
+
+class QueueListener(PipeListener):
+    waiting: queue.SimpleQueue[QueuePipe | None] = queue.SimpleQueue()
+
+    @property
+    def endpoint(self) -> bytes:
+        return b"here"
+
+    def accept(self) -> KVPipe:
+        if (pipe := self.waiting.get()) is None:
+            raise ConnectionError("closed")
+        return pipe
+
+    def interrupt(self) -> None:
+        self.waiting.put(None)
+
+    def close(self) -> None:
+        pass
+
+
+class QueueTransport(PipeTransport):
+    def listen(self, host: str) -> PipeListener:
+        return QueueListener()
+
+    def dial(self, endpoint: bytes) -> KVPipe:
+        one: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        other: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        QueueListener.waiting.put(QueuePipe(one, other))
+        return QueuePipe(other, one)
+
+
+class QueueConnector(PipeConnector):
+    def transport(self, config: Mapping[str, Any]) -> PipeTransport:
+        return QueueTransport()
+
+
+def test_a_pipe_is_enough_for_a_connector(rank: Callable[..., Rank]) -> None:
+    sink, source = rank(QueueConnector), rank(QueueConnector)
+    source.cache.copy_(torch.randn(source.cache.shape))
+    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
+    submit(source, sink)
+    source.connector.ready(ID, BlockRun(0, 3), (8, 1, 2), False)
+    source.connector.ready(ID, BlockRun(3, 1), (0,), True)
+    assert sink.expect(Landed).nbytes == source.expect(Sent).nbytes
+    assert torch.equal(sink.cache[:, :, list(SINK_IDS)], source.cache[:, :, [8, 1, 2, 0]])
+
+
+def test_scatter_gather_over_more_buffers_than_one_call_takes() -> None:
+    left, right = socket.socketpair()
+    ends = SocketPipe(left), SocketPipe(right)
+    cache = torch.randn(2, 2, 800, 2, 4, 8)
+    target = torch.zeros_like(cache)
+    rect = Rect(0, 2, 0, 2)
+    runs = byte_runs(CacheView(cache, rect), rect, tuple(range(0, 800, 2)))
+    gates = Gate(), Gate()
+    sender = threading.Thread(target=ends[0].send_blocks, args=(memory_of(cache), runs, gates[0]))
+    sender.start()
+    assert ends[1].recv_blocks(memory_of(target), runs, gates[1])
+    sender.join()
+    assert len(runs.lengths) > 1024
+    assert torch.equal(target[:, :, ::2], cache[:, :, ::2])
+    assert not target[:, :, 1::2].any()
+    for pipe in ends:
+        pipe.close()
+
+
+class FutureConnector(FakeConnector):
+    api_version = 99
+
+
+def test_misconfiguration_is_told_at_start() -> None:
+    cache = torch.zeros(GEOMETRY.shape(RECT))
+    shape = GEOMETRY.cache_shape(RECT)
+
+    def build(config: RankConfig, where: torch.Tensor = cache) -> None:
+        encoded = msgspec.msgpack.encode(config)
+        build_rank(where, shape, None, 0, "127.0.0.1", encoded, lambda message: None)
+
+    with pytest.raises(ConfigError, match="unknown field `lanes`"):
+        build(RankConfig({"tcp": {"lanes": 4}}, "f"))
+    with pytest.raises(ConfigError, match=r"`int` >= 1 - at `\$.streams`"):
+        build(RankConfig({"tcp": {"streams": 0}}, "f"))
+    with pytest.raises(ConfigError, match="congestion control 'pigeon'"):
+        build(RankConfig({"tcp": {"congestion_control": "pigeon"}}, "f"))
+    build(RankConfig({"tcp": {"congestion_control": ""}}, "f", source=True))
+    with pytest.raises(ConfigError, match="no option 'streams'"):
+        build(RankConfig({"shm": {"streams": 4}}, "f"))
+    with pytest.raises(ConfigError, match="needs the cache in shared memory"):
+        build(RankConfig({"tcp": {}, "shm": {}}, "f", source=True))
+    with pytest.raises(ConfigError, match="unknown name 'pigeon'"):
+        build(RankConfig({"pigeon": {}}, "f"))
+    with pytest.raises(ConfigError, match="speaks API version 99"):
+        build(RankConfig({"test_connectors:FutureConnector": {}}, "f"))
+    with pytest.raises(ConfigError, match="ShmConnector cannot move KV of a meta cache"):
+        build(RankConfig({"shm": {}}, "f"), cache.to("meta"))

@@ -1,0 +1,211 @@
+"""The pull protocol, and CUDA IPC's half of it with an opener that works on CPU tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from test_connectors import GEOMETRY, ID, RECT, SINK_IDS, Rank, submit, wait_for
+
+from pdserve.common.core.errors import ConfigError, TransferError
+from pdserve.kv_transfer.blocks import piece_nbytes
+from pdserve.kv_transfer.connector import (
+    BlockRun,
+    Capabilities,
+    Failed,
+    KVConnector,
+    Landed,
+    RankContext,
+    Sent,
+    SinkTransfer,
+    SourceTransfer,
+)
+from pdserve.kv_transfer.connectors.base import pull, staging
+from pdserve.kv_transfer.connectors.base.frame import Frame, Kind
+from pdserve.kv_transfer.connectors.base.pipe_connector import recv_frame, send_frame
+from pdserve.kv_transfer.connectors.cuda_ipc import CudaIpcConnector, Greeting, Handle, OpenedCache
+from pdserve.kv_transfer.connectors.shm import ShmConnector
+from pdserve.kv_transfer.gate import Gate
+from pdserve.kv_transfer.layout import CacheView, Piece, Rect
+
+SHAPE = torch.Size(GEOMETRY.shape(RECT))
+
+
+class CpuIpcConnector(CudaIpcConnector):
+    """Shares memory with its own process only, by number."""
+
+    capabilities: ClassVar[Capabilities] = replace(
+        CudaIpcConnector.capabilities, devices=frozenset({"cpu"})
+    )
+    shared: ClassVar[dict[bytes, torch.UntypedStorage]] = {}
+
+    def share(self, storage: torch.UntypedStorage) -> Handle:
+        key = str(len(self.shared)).encode()
+        self.shared[key] = storage
+        return 0, key, storage.nbytes(), 0, b"", 0, b"", False
+
+    def open_storage(self, handle: Handle) -> torch.UntypedStorage:
+        return self.shared[handle[1]]
+
+
+class Unreachable(CpuIpcConnector):
+    def open_storage(self, handle: Handle) -> torch.UntypedStorage:
+        raise RuntimeError("CUDA error: peer access is not supported\nmore lines")
+
+
+class Unshareable(CpuIpcConnector):
+    def share(self, storage: torch.UntypedStorage) -> Handle:
+        raise RuntimeError("CUDA error: operation not supported")
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Rank]]:
+    made: list[Rank] = []
+
+    def build(kind: type[KVConnector], **options: Any) -> Rank:
+        made.append(Rank(kind, **options))
+        return made[-1]
+
+    yield build
+    for each in made:
+        each.close()
+    CpuIpcConnector.shared.clear()
+
+
+def ipc_greeting(storage: torch.UntypedStorage, **changes: Any) -> Greeting:
+    handle: Handle = (0, b"", storage.nbytes(), 0, b"", 0, b"", False)
+    fields: dict[str, Any] = {
+        "rect": RECT,
+        "num_blocks": GEOMETRY.num_blocks,
+        "offset": 0,
+    } | changes
+    return Greeting(fingerprint="same", handle=handle, **fields)
+
+
+# ---- the protocol ----
+
+
+@pytest.mark.parametrize("kind", [ShmConnector, CpuIpcConnector])
+def test_every_byte_in_parts_and_over_a_kept_connection(
+    make: Callable[..., Rank], kind: type[KVConnector], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink, source = make(kind), make(kind)
+    source.cache.copy_(torch.randn(source.cache.shape))
+    monkeypatch.setattr(staging, "PART_NBYTES", 2 * piece_nbytes(sink.cache, RECT, 1))
+    for epoch in (1, 2):  # again, after quiesce
+        sink.cache.zero_()
+        sink.connector.accept(SinkTransfer(ID, epoch, 0, SINK_IDS))
+        submit(source, sink, epoch=epoch)
+        source.connector.ready(ID, BlockRun(0, 3), (8, 1, 2), False)
+        source.connector.ready(ID, BlockRun(3, 1), (0,), True)
+        assert sink.expect(Landed).nbytes == source.expect(Sent).nbytes
+        assert torch.equal(sink.cache[:, :, list(SINK_IDS)], source.cache[:, :, [8, 1, 2, 0]])
+        others = sorted(set(range(GEOMETRY.num_blocks)) - set(SINK_IDS))
+        assert not sink.cache[:, :, others].any()
+        for each in (sink, source):
+            each.connector.quiesce(ID)
+    assert len(sink.connector._server._pipes) == 1
+
+
+@pytest.mark.parametrize("kind", [ShmConnector, CpuIpcConnector])
+def test_a_piece_is_part_of_the_source_rank(
+    make: Callable[..., Rank], kind: type[KVConnector]
+) -> None:
+    sink, source = make(kind), make(kind)
+    source.cache.copy_(torch.randn(source.cache.shape))
+    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
+    piece = Piece(0, 0, Rect(1, 3, 1, 2))
+    source.connector.submit(SourceTransfer(ID, 1, ((piece, sink.connector.endpoint()),)))
+    source.connector.ready(ID, BlockRun(0, 2), (5, 6), True)
+    source.expect(Sent)
+    wait_for(lambda: sink.connector.counts["bytes"] > 0)
+    expected = torch.zeros_like(sink.cache)
+    expected[1:3, :, list(SINK_IDS[:2]), 1:2] = source.cache[1:3, :, [5, 6], 1:2]
+    assert torch.equal(sink.cache, expected)
+
+
+@pytest.mark.parametrize("kind", [ShmConnector, CpuIpcConnector])
+def test_a_read_counts_only_when_it_is_confirmed(
+    make: Callable[..., Rank], kind: type[KVConnector]
+) -> None:
+    sink, source = make(kind), make(kind, fill=1.0)
+    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
+    channel = source.connector.dial(sink.connector.endpoint())
+    offer = Frame(Kind.OFFER, ID, 1, RECT, 0, 4)
+    send_frame(channel._pipe, offer, bytes(16))
+    assert recv_frame(channel._pipe).kind is Kind.TAKEN
+    send_frame(channel._pipe, replace(offer, kind=Kind.CONFIRM, count=0))
+    failed = sink.expect(Failed)
+    assert (failed.code, failed.blame, failed.retryable) == ("EXPIRED", "prefill", True)
+    channel.close()
+
+
+@pytest.mark.parametrize("kind", [ShmConnector, CpuIpcConnector])
+def test_late_offers_are_not_read(make: Callable[..., Rank], kind: type[KVConnector]) -> None:
+    sink, source = make(kind), make(kind, fill=1.0)
+    channel = source.connector.dial(sink.connector.endpoint())
+    offer = Frame(Kind.OFFER, ID, 1, RECT, 0, 2)
+    channel.deliver(offer, (0, 1), Gate())
+    sink.connector.accept(SinkTransfer(ID, 2, 0, SINK_IDS))
+    channel.deliver(offer, (0, 1), Gate())
+    assert not sink.cache.any()
+    assert sink.connector.counts["unknown_frame"] == sink.connector.counts["stale_frame"] == 1
+    channel.deliver(replace(offer, epoch=2), (0, 1), Gate())
+    assert sink.cache[:, :, list(SINK_IDS[:2])].all()
+    channel.close()
+
+
+def test_a_peer_of_another_user_is_refused(
+    make: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink, source = make(ShmConnector), make(ShmConnector)
+    sink.connector.endpoint()
+    monkeypatch.setattr(pull.os, "geteuid", lambda: 4711)
+    submit(source, sink)
+    failed = source.expect(Failed)
+    assert failed.code == "CONNECT_FAILED"
+    assert "not 4711" in failed.message
+
+
+# ---- CUDA IPC ----
+
+
+def test_memory_that_cannot_be_opened_is_told_to_the_source(make: Callable[..., Rank]) -> None:
+    sink, source = make(Unreachable), make(CpuIpcConnector)
+    submit(source, sink)
+    failed = source.expect(Failed)
+    assert (failed.code, failed.retryable) == ("CONNECT_FAILED", False)
+    assert "peer access is not supported): are both GPUs on this host" in failed.message
+    wait_for(lambda: sink.connector.counts["CONNECT_FAILED"] == 1)
+
+
+def test_a_cache_within_a_larger_storage() -> None:
+    whole = torch.randn(7 + SHAPE.numel())
+    theirs = whole[7:].view(SHAPE)
+    ours = torch.zeros(SHAPE)
+    greeting = ipc_greeting(whole.untyped_storage(), offset=7)
+    OpenedCache(greeting, whole.untyped_storage(), CacheView(ours, RECT)).copy(RECT, [3], [4])
+    assert torch.equal(ours[:, :, 4], theirs[:, :, 3])
+
+
+@pytest.mark.parametrize(
+    "lie", [{"num_blocks": 17}, {"offset": 1}, {"offset": -1}, {"rect": Rect(2, 1, 0, 2)}]
+)
+def test_a_cache_must_fit_its_memory(lie: dict[str, Any]) -> None:
+    storage = torch.zeros(SHAPE).untyped_storage()
+    with pytest.raises(TransferError, match=r"BAD_FRAME.*does not fit"):
+        OpenedCache(ipc_greeting(storage, **lie), storage, CacheView(torch.zeros(SHAPE), RECT))
+
+
+def test_misconfiguration_is_told_at_start() -> None:
+    view = CacheView(torch.zeros(SHAPE), RECT)
+    context = RankContext(view, "127.0.0.1", "same", lambda event: None)
+    with pytest.raises(ConfigError, match="CudaIpcConnector cannot move KV of a cpu cache: choose"):
+        CudaIpcConnector(context, {})
+    with pytest.raises(ConfigError, match="no option 'streams'"):
+        CpuIpcConnector(context, {"streams": 1})
+    with pytest.raises(ConfigError, match=r"operation not supported.*choose another"):
+        Unshareable(context, {})

@@ -1,0 +1,141 @@
+"""Rectangles, plans and byte runs."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from pdserve.common.core.errors import ConfigError, TransferError
+from pdserve.kv_transfer.blocks import (
+    byte_runs,
+    copy_blocks,
+    gather,
+    memory_of,
+    piece_nbytes,
+    scatter,
+    words,
+)
+from pdserve.kv_transfer.layout import CacheView, Rect, fingerprint, plan, rank_rects
+
+
+def cells(rect: Rect) -> set[tuple[int, int]]:
+    layers = range(rect.layer_start, rect.layer_end)
+    return set(itertools.product(layers, range(rect.head_start, rect.head_end)))
+
+
+def assert_covers(sources: list[Rect], sinks: list[Rect]) -> None:
+    pieces = plan(sources, sinks)
+    for rank, sink in enumerate(sinks):
+        parts = [cells(piece.rect) for piece in pieces if piece.sink_rank == rank]
+        assert set().union(*parts) == cells(sink)
+        assert sum(map(len, parts)) == len(cells(sink))  # no cell twice
+    for piece in pieces:
+        assert cells(piece.rect) <= cells(sources[piece.source_rank])
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4, 8])
+def test_plan_covers_every_sink_once_for_all_tensor_parallel_pairs(heads: int) -> None:
+    for source_tp, sink_tp in itertools.product([1, 2, 4, 8], repeat=2):
+        assert_covers(rank_rects(6, heads, source_tp), rank_rects(6, heads, sink_tp))
+
+
+def test_plan_covers_unequal_pipelines() -> None:
+    two_stages = [Rect(0, 3, 0, 4), Rect(3, 6, 0, 4)]
+    uneven = [Rect(0, 2, 0, 2), Rect(0, 2, 2, 4), Rect(2, 6, 0, 4)]
+    assert_covers(two_stages, uneven)
+    assert_covers(uneven, two_stages)
+
+
+def test_plan_covers_with_sources_that_overlap() -> None:
+    assert_covers([Rect(0, 4, 0, 3), Rect(1, 4, 2, 4), Rect(0, 1, 1, 4)], [Rect(0, 4, 0, 4)])
+
+
+def test_replicated_heads_share_the_sending() -> None:
+    senders = [piece.source_rank for piece in plan(rank_rects(2, 1, 4), rank_rects(2, 1, 4))]
+    assert sorted(senders) == [0, 1, 2, 3]
+
+
+def test_plan_names_the_part_nobody_holds() -> None:
+    with pytest.raises(TransferError, match="head_start=2") as error:
+        plan([Rect(0, 4, 0, 2)], [Rect(0, 4, 0, 4)])
+    assert error.value.code == "LAYOUT_MISMATCH"
+
+
+def test_rank_rects() -> None:
+    assert rank_rects(2, 4, 2) == [Rect(0, 2, 0, 2), Rect(0, 2, 2, 4)]
+    assert [rect.head_start for rect in rank_rects(2, 2, 4)] == [0, 0, 1, 1]
+    with pytest.raises(ConfigError, match="3 KV heads cannot be split over 2"):
+        rank_rects(2, 3, 2)
+
+
+def test_fingerprint_and_its_explanation() -> None:
+    ours, theirs = {"dtype": "float32", "block_size": "16"}, {"dtype": "float32"}
+    assert fingerprint(ours) == fingerprint(dict(reversed(ours.items())))
+    assert fingerprint(ours) != fingerprint(theirs)
+
+
+def random_view(rect: Rect, dtype: torch.dtype = torch.float32) -> CacheView:
+    shape = (rect.layer_end - rect.layer_start, 2, 10, rect.head_end - rect.head_start, 4, 6)
+    return CacheView(torch.randn(shape).to(dtype), rect)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rect", [Rect(2, 6, 4, 8), Rect(3, 5, 5, 6), Rect(2, 3, 4, 6)])
+@pytest.mark.parametrize("ids", [(3,), (0, 1, 2, 9), (9, 8, 7), (4, 5, 1, 2, 3)])
+def test_byte_runs_are_the_canonical_order(
+    rect: Rect, ids: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    view = random_view(Rect(2, 6, 4, 8), dtype)
+    runs = byte_runs(view, rect, ids)
+    stream = b"".join(runs.slices(memory_of(view.cache)))
+    expected = view.cache[
+        rect.layer_start - 2 : rect.layer_end - 2,
+        :,
+        list(ids),
+        rect.head_start - 4 : rect.head_end - 4,
+    ]
+    assert stream == expected.contiguous().view(torch.uint8).numpy().tobytes()
+    assert len(stream) == piece_nbytes(view.cache, rect, len(ids))
+    assert torch.equal(gather(view, rect, ids), expected)
+
+
+def test_consecutive_blocks_are_one_run() -> None:
+    view = random_view(Rect(0, 2, 0, 2))
+    assert len(byte_runs(view, view.rect, (5, 6, 7, 1)).lengths) == 2 * 2 * 2
+    assert len(byte_runs(view, Rect(0, 2, 0, 1), (5, 6, 7, 1)).lengths) == 2 * 2 * 4
+
+
+def test_scatter_puts_back_what_gather_took() -> None:
+    source, sink = random_view(Rect(0, 4, 0, 4)), random_view(Rect(1, 3, 2, 6))
+    before = sink.cache.clone()
+    rect = Rect(1, 3, 2, 4)
+    staged = gather(source, rect, (7, 0)).view(torch.uint8).reshape(-1)
+    scatter(sink, rect, (4, 2), staged)
+    assert torch.equal(sink.cache[:, :, [4, 2], :2], source.cache[1:3, :, [7, 0], 2:4])
+    untouched = [0, 1, 3, 5, 6, 7, 8, 9]
+    assert torch.equal(sink.cache[:, :, untouched], before[:, :, untouched])
+    assert torch.equal(sink.cache[:, :, :, 2:], before[:, :, :, 2:])
+
+
+@pytest.mark.parametrize("head_nbytes", [8, 6])  # rows of words, rows of bytes
+def test_copy_blocks(head_nbytes: int) -> None:
+    rng = np.random.default_rng(1)
+    source, target = (rng.integers(0, 255, 2 * 2 * 9 * 3 * head_nbytes, np.uint8) for _ in "ab")
+    views = [words(memoryview(each), 2, 9, 3) for each in (target, source)]
+    expected = views[0].copy()
+    expected[:, [1, 2, 3, 8]] = views[1][:, [5, 6, 2, 3]]
+    copy_blocks(views[0], views[1], (1, 2, 3, 8), (5, 6, 2, 3))
+    assert np.array_equal(views[0], expected)
+    copy_blocks(views[0], views[1], (), ())
+
+
+def test_layers_are_split_evenly() -> None:
+    rect = Rect(2, 9, 1, 3)
+    parts = rect.split_layers(3)
+    assert [(part.layer_start, part.layer_end) for part in parts] == [(2, 4), (4, 6), (6, 9)]
+    assert all((part.head_start, part.head_end) == (1, 3) for part in parts)
+    assert rect.split_layers(1) == [rect]
+    assert len(rect.split_layers(99)) == 7

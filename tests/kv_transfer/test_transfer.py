@@ -1,0 +1,477 @@
+"""The control halves, over a connector that misbehaves and over the real ones."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from kv_fakes import FINGERPRINT, Geometry, Pair, make_pair
+from pdserve.common.core.errors import TransferError
+from pdserve.common.rpc.pb import cluster_pb2
+from pdserve.kv_transfer.commands import Command, Verify
+from pdserve.kv_transfer.connector import BlockRun
+from pdserve.kv_transfer.control.lease import Lease
+from pdserve.kv_transfer.control.source import Handoff
+from pdserve.kv_transfer.control.ticket import RankEndpoint, Ticket
+from pdserve.kv_transfer.layout import Rect
+
+FAKE = "kv_fakes:FakeConnector"
+SOURCE_IDS, SINK_IDS = (9, 3, 4, 5, 12), (2, 3, 11, 0, 7)
+TOKENS = 18  # five blocks of four
+decode = msgspec.msgpack.Decoder(Command).decode
+
+
+@asynccontextmanager
+async def pair(*args: Any, **options: Any) -> AsyncIterator[Pair]:
+    torch.set_num_threads(1)
+    made = make_pair(*args, **options)
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+async def start(made: Pair, first_block: int = 0) -> tuple[Ticket, Handoff]:
+    ticket = await made.sink.reserve(
+        TOKENS, first_block, SINK_IDS[first_block:], made.note_sink_free
+    )
+    handoff = made.begin(ticket)
+    return ticket, handoff
+
+
+def announce(handoff: Handoff) -> None:
+    handoff.ready(BlockRun(0, 2), SOURCE_IDS[:2])
+    handoff.ready(BlockRun(2, 2), SOURCE_IDS[2:4])
+    handoff.ready(BlockRun(4, 1), SOURCE_IDS[4:], last=True)
+
+
+def assert_landed(made: Pair, full: torch.Tensor, first_block: int = 0) -> None:
+    sources, sinks = list(SOURCE_IDS[first_block:]), list(SINK_IDS[first_block:])
+    others = sorted(set(range(made.sink_node.geometry.num_blocks)) - set(sinks))
+    for cache, rect in zip(made.sink_node.caches, made.sink_node.rects, strict=True):
+        heads = full[:, :, :, rect.head_start : rect.head_end]
+        assert torch.equal(cache[:, :, sinks], heads[:, :, sources])
+        assert not cache[:, :, others].any()  # nothing beside the blocks was written
+
+
+@pytest.mark.parametrize("connector", ["tcp", "shm"])
+@pytest.mark.parametrize("source_tp", [1, 2, 4])
+@pytest.mark.parametrize("sink_tp", [1, 2, 4])
+async def test_every_byte_for_all_tensor_parallel_pairs(
+    connector: str, source_tp: int, sink_tp: int
+) -> None:
+    async with pair(connector, source_tp, sink_tp) as made:  # two KV heads: 4 ranks replicate
+        full = made.source_node.fill_random()
+        ticket, handoff = await start(made)
+        announce(handoff)
+        arrival, result = await asyncio.gather(
+            made.sink.wait(ticket.transfer_id), handoff.commit("token")
+        )
+        assert_landed(made, full)
+        assert arrival.first_token == "token"
+        assert arrival.nbytes == result.nbytes > 0
+        assert made.freed == ["source"]  # the sink's blocks are the waiter's now
+
+
+@pytest.mark.parametrize("streams", [2, 3, 7])
+@pytest.mark.parametrize(("source_tp", "sink_tp"), [(1, 1), (2, 1), (1, 4)])
+async def test_several_streams_share_the_layers(streams: int, source_tp: int, sink_tp: int) -> None:
+    options = {"tcp": {"streams": streams}}
+    async with pair("tcp", source_tp, sink_tp, options=options) as made:
+        full = made.source_node.fill_random()
+        for turn in range(2):  # the second one finds the connections open
+            ticket, handoff = await start(made)
+            announce(handoff)
+            await handoff.commit(turn)
+            assert (await made.sink.wait(ticket.transfer_id)).first_token == turn
+            assert_landed(made, full)
+        (tcp,) = made.source_node.children(0).values()
+        pairs_of_ranks = max(1, sink_tp // source_tp)
+        wanted = min(streams, made.source_node.geometry.layers) * pairs_of_ranks
+        assert len(tcp._links._links) == wanted
+
+
+@pytest.mark.parametrize("connector", ["tcp", "shm"])
+async def test_blocks_the_sink_has_are_left_out(connector: str) -> None:
+    async with pair(connector, 2, 1, geometry=Geometry(dtype=torch.bfloat16)) as made:
+        full = made.source_node.fill_random()
+        ticket, handoff = await start(made, first_block=3)
+        announce(handoff)
+        await asyncio.gather(handoff.commit(1), made.sink.wait(ticket.transfer_id))
+        assert_landed(made, full, first_block=3)
+
+
+@pytest.mark.parametrize("connector", ["tcp", "shm", "shm,tcp"])
+async def test_concurrent_transfers_share_connections(connector: str) -> None:
+    async with pair(connector, 2, 2, geometry=Geometry(num_blocks=40)) as made:
+        full = made.source_node.fill_random()
+        tickets = []
+
+        async def one(index: int) -> None:
+            ids = tuple(range(5 * index, 5 * index + 5))
+            ticket = await made.sink.reserve(TOKENS, 0, ids[::-1], lambda: None)
+            tickets.append(ticket)
+            handoff = made.begin(ticket)
+            for block in range(5):
+                handoff.ready(BlockRun(block, 1), ids[block : block + 1], last=block == 4)
+                await asyncio.sleep(0)
+            await handoff.commit(index)
+            assert (await made.sink.wait(ticket.transfer_id)).first_token == index
+
+        await asyncio.gather(*(one(index) for index in range(8)))
+        rows = [5 * index + block for index in range(8) for block in range(5)]
+        mirrored = [5 * index + 4 - block for index in range(8) for block in range(5)]
+        for cache, rect in zip(made.sink_node.caches, made.sink_node.rects, strict=True):
+            heads = full[:, :, :, rect.head_start : rect.head_end]
+            assert torch.equal(cache[:, :, mirrored], heads[:, :, rows])
+        assert made.freed == ["source"] * 8
+
+
+async def test_commit_may_come_before_the_data_and_is_idempotent() -> None:
+    async with pair(FAKE, faults={"delay": 0.1}, digests=False) as made:
+        ticket, handoff = await start(made)
+        announce(handoff)
+        early = asyncio.create_task(made.sink.commit(ticket.transfer_id, ticket.epoch, "early"))
+        result = await handoff.commit("again")
+        assert await early == result.nbytes
+        assert (await made.sink.wait(ticket.transfer_id)).first_token == "early"
+        assert await made.sink.commit(ticket.transfer_id, ticket.epoch, "late") == result.nbytes
+
+
+async def test_duplicate_events_are_counted_not_obeyed() -> None:
+    async with pair(FAKE, 2, 2, faults={"duplicate": True}) as made:
+        ticket, handoff = await start(made)
+        announce(handoff)
+        await handoff.commit(0)
+        await made.sink.wait(ticket.transfer_id)
+        assert made.sink.counts["landed"] == 1
+        assert made.sink.counts["landed/ranks_landed"] + made.sink.counts["late_event"] >= 1
+        assert made.freed == ["source"]
+
+
+async def test_data_that_never_lands_ends_with_the_lease() -> None:
+    async with pair(FAKE, lease_s=0.15, faults={"lose": True}) as made:
+        ticket, handoff = await start(made)
+        announce(handoff)
+        outcomes = await asyncio.gather(
+            handoff.commit(0), made.sink.wait(ticket.transfer_id), return_exceptions=True
+        )
+        assert [type(each) for each in outcomes] == [TransferError] * 2
+        assert outcomes[1].code in ("LEASE_EXPIRED", "ABORTED")
+        assert made.freed == ["sink", "source"]
+
+
+async def test_each_side_frees_alone() -> None:
+    async with pair(FAKE, lease_s=0.1, faults={}) as made:
+        ticket, handoff = await start(made)
+        made.peer.cut_off = True  # and then neither side hears anything
+        with pytest.raises(TransferError) as error:
+            await made.sink.wait(ticket.transfer_id)
+        assert error.value.code == "LEASE_EXPIRED"
+        await asyncio.wait_for(handoff.quiet.wait(), 5)
+        with pytest.raises(TransferError, match="LEASE_EXPIRED"):
+            await handoff.commit(0)
+        assert made.freed == ["sink", "source"]
+
+
+async def test_progress_renews_the_lease() -> None:
+    async with pair(FAKE, lease_s=0.2, faults={}) as made:
+        ticket, handoff = await start(made)
+        for block in range(5):  # 0.5 s altogether
+            await asyncio.sleep(0.1)
+            handoff.ready(BlockRun(block, 1), SOURCE_IDS[block : block + 1], last=block == 4)
+        await handoff.commit(0)
+        await made.sink.wait(ticket.transfer_id)
+
+
+async def test_a_failed_rank_fails_both_sides() -> None:
+    async with pair(FAKE, 2, 1, faults={"fail_after": 1}, lease_s=0.4) as made:
+        ticket, handoff = await start(made)
+        announce(handoff)
+        with pytest.raises(TransferError, match="PEER_LOST"):
+            await handoff.commit(0)
+        with pytest.raises(TransferError, match="ABORTED"):
+            await made.sink.wait(ticket.transfer_id)
+        assert made.freed == ["sink", "source"]
+
+
+async def test_a_refused_reservation_frees_before_it_raises() -> None:
+    async with pair(FAKE, faults={"refuse": True}) as made:
+        with pytest.raises(TransferError, match="CONNECT_FAILED"):
+            await start(made)
+        assert made.freed == ["sink"]
+
+
+@pytest.mark.parametrize("connector", ["tcp", "shm"])
+@pytest.mark.parametrize("stage", ["reserved", "sending", "committing"])
+async def test_the_client_leaves(connector: str, stage: str) -> None:
+    async with pair(connector, 1, 2) as made:
+        ticket, handoff = await start(made)
+        committing: asyncio.Task[Any] | None = None
+        if stage != "reserved":
+            handoff.ready(BlockRun(0, 2), SOURCE_IDS[:2])
+        if stage == "committing":  # the last runs never come, so it stays open
+            committing = asyncio.create_task(handoff.commit(0))
+            await asyncio.sleep(0.02)
+        assert await made.sink.cancel(ticket.transfer_id) is True
+        with pytest.raises(TransferError, match="CANCELLED"):
+            await made.sink.wait(ticket.transfer_id)
+        with pytest.raises(TransferError, match="CANCELLED"):
+            await (committing or handoff.commit(0))
+        assert made.freed == ["sink", "source"]
+
+
+async def test_cancel_after_the_landing_leaves_the_blocks_to_the_waiter() -> None:
+    async with pair(FAKE, faults={}) as made:
+        ticket, handoff = await start(made)
+        announce(handoff)
+        await handoff.commit(0)
+        assert await made.sink.cancel(ticket.transfer_id) is False
+        assert made.freed == ["source"]
+        assert await made.sink.cancel(b"?" * 16) is True
+
+
+async def test_a_prompt_that_waits_long_keeps_both_leases() -> None:
+    async with pair(FAKE, faults={}, lease_s=0.15) as made:
+        ticket, handoff = await start(made)
+        await asyncio.sleep(0.5)
+        assert made.freed == []
+        announce(handoff)
+        await handoff.commit(0)
+        await made.sink.wait(ticket.transfer_id)
+
+
+async def test_a_waiting_source_learns_that_the_sink_is_done_with_it() -> None:
+    async with pair(FAKE, faults={}, lease_s=0.15) as made:
+        ticket, handoff = await start(made)
+        await made.sink.cancel(ticket.transfer_id)
+        computing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        with pytest.raises(TransferError):
+            await asyncio.wait_for(handoff.watch(computing), 2)
+
+
+async def test_the_source_aborts() -> None:
+    async with pair("tcp", lease_s=0.4) as made:
+        ticket, handoff = await start(made)
+        handoff.ready(BlockRun(0, 2), SOURCE_IDS[:2])
+        await handoff.abort("out of blocks")
+        with pytest.raises(TransferError, match="out of blocks"):
+            await made.sink.wait(ticket.transfer_id)
+        assert made.freed == ["sink", "source"]
+        handoff.ready(BlockRun(2, 2), SOURCE_IDS[2:4])  # too late: no effect
+        with pytest.raises(TransferError, match="out of blocks"):
+            await handoff.commit(0)
+
+
+async def test_stale_epochs_and_unknown_transfers_are_typed() -> None:
+    async with pair(FAKE, faults={}) as made:
+        ticket, handoff = await start(made)
+        with pytest.raises(TransferError, match="STALE_EPOCH"):
+            await made.sink.commit(ticket.transfer_id, ticket.epoch - 1, 0)
+        with pytest.raises(TransferError, match="UNKNOWN_TRANSFER"):
+            made.sink.abort(b"x" * 16, 1, "?")
+        with pytest.raises(TransferError, match="under way"):
+            made.source.begin(ticket)
+        await handoff.abort("done")
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "says"),
+    [
+        ({"fingerprint": "0" * 24}, "FINGERPRINT_MISMATCH", FINGERPRINT),
+        ({"block_size": 32}, "LAYOUT_MISMATCH", "the prefill node has 4, the decode node 32"),
+        (
+            {"endpoints": (RankEndpoint(0, Rect(0, 9, 0, 2), b""),)},
+            "LAYOUT_MISMATCH",
+            "layer_start=3",
+        ),
+    ],
+)
+async def test_a_ticket_that_does_not_fit(change: dict[str, Any], code: str, says: str) -> None:
+    async with pair(FAKE, faults={}) as made:
+        ticket = await made.sink.reserve(TOKENS, 0, SINK_IDS, lambda: None)
+        with pytest.raises(TransferError, match=says) as error:
+            made.source.begin(replace(ticket, **change))
+        assert error.value.code == code
+
+
+async def test_ticket_survives_the_wire_and_is_checked() -> None:
+    endpoint = RankEndpoint(0, Rect(0, 3, 0, 2), b"\x00\xff")
+    ticket = Ticket(b"t" * 16, 3, 1.5, "h:1", "f", 4, 18, 2, (endpoint,), True)
+    assert Ticket.from_proto(ticket.to_proto()) == ticket
+    assert ticket.num_blocks == 5
+    faults: list[tuple[dict[str, Any], str]] = [
+        ({"transfer_id": b"short"}, "BAD_FRAME"),
+        ({"lease_s": float("nan")}, "BAD_FRAME"),
+        ({"block_size": 0}, "BAD_FRAME"),
+        ({"num_tokens": 0}, "BAD_FRAME"),
+        ({"first_block": 6}, "BAD_FRAME"),
+        ({"endpoints": ()}, "BAD_FRAME"),
+        ({"endpoints": (replace(endpoint, rank=1),)}, "BAD_FRAME"),
+        ({"endpoints": (replace(endpoint, rect=Rect(3, 1, 2, 0)),)}, "LAYOUT_MISMATCH"),
+    ]
+    for change, code in faults:
+        with pytest.raises(TransferError) as error:
+            Ticket.from_proto(replace(ticket, **change).to_proto())
+        assert error.value.code == code, change
+    with pytest.raises(TransferError):
+        Ticket.from_proto(cluster_pb2.Ticket())
+
+
+async def test_lease_lapses_once_and_only_without_renewal() -> None:
+    lapses: list[float] = []
+    loop = asyncio.get_running_loop()
+    lease = Lease(0.1, lambda: lapses.append(loop.time()))
+    started = loop.time()
+    await asyncio.sleep(0.06)
+    lease.renew()
+    await asyncio.sleep(0.2)
+    assert len(lapses) == 1
+    assert lapses[0] - started >= 0.15
+    ended = Lease(0.01, lambda: lapses.append(0.0))
+    ended.end()
+    await asyncio.sleep(0.03)
+    assert len(lapses) == 1
+
+
+# ---- digests and epochs ----
+
+
+@pytest.mark.parametrize("connector", ["tcp", "shm", FAKE])
+async def test_wrong_data_is_sent_once_more_and_then_refused(connector: str) -> None:
+    async with pair(connector, 1, 2, faults={} if connector == FAKE else None) as made:
+        full = made.source_node.fill_random()
+        ticket, handoff = await start(made)
+        spoil = Spoiler(made, times=1)
+        announce(handoff)
+        result = await handoff.commit("token")
+        assert result.nbytes > 0
+        assert_landed(made, full)
+        assert (made.source.counts["repulled"], spoil.spoiled) == (1, 1)
+        assert made.sink.counts["stopped/DIGEST_MISMATCH"] == 1
+
+        ticket, handoff = await start(made)
+        spoil = Spoiler(made, times=2)
+        announce(handoff)
+        with pytest.raises(TransferError, match="DIGEST_MISMATCH"):
+            await handoff.commit("token")
+        assert spoil.spoiled == 2
+        await made.sink.cancel(ticket.transfer_id)
+        assert made.freed.count("sink") == 1
+
+
+class Spoiler:
+    """Flips a bit of the sink's blocks before ranks verify them."""
+
+    def __init__(self, made: Pair, times: int) -> None:
+        self.spoiled = 0
+        self._call = made.sink._call
+        self._times = times
+        self._cache = made.sink_node.caches[0]
+        made.sink._call = self.call  # type: ignore[method-assign]
+
+    async def call(self, rank: int, message: bytes) -> bytes:
+        if rank == 0 and self.spoiled < self._times and isinstance(decode(message), Verify):
+            self.spoiled += 1
+            self._cache[1, 0, SINK_IDS[2]].view(torch.uint8).reshape(-1)[5] ^= 4
+        return await self._call(rank, message)
+
+
+@pytest.mark.parametrize("state", ["reserved", "sending", "aborted"])
+async def test_another_source_takes_over(state: str) -> None:
+    async with pair("tcp", 2, 1) as made:
+        full = made.source_node.fill_random()
+        ticket, first = await start(made)
+        if state != "reserved":
+            first.ready(BlockRun(0, 2), SOURCE_IDS[:2])
+        if state == "aborted":
+            await first.abort("it crashed")
+        second = await made.sink.retarget(ticket.transfer_id)
+        assert second.epoch == ticket.epoch + 1
+        with pytest.raises(TransferError, match="STALE_EPOCH"):
+            await made.sink.commit(ticket.transfer_id, ticket.epoch, "old")
+        await first.abort("late")
+        handoff = made.begin(second)
+        announce(handoff)
+        await handoff.commit("new")
+        assert (await made.sink.wait(ticket.transfer_id)).first_token == "new"
+        assert_landed(made, full)
+        with pytest.raises(TransferError, match="ALREADY_LANDED"):
+            await made.sink.retarget(ticket.transfer_id)
+
+
+async def test_who_asks_last_gets_the_ticket() -> None:
+    async with pair("tcp") as made:
+        ticket, handoff = await start(made)
+        asked = [asyncio.create_task(made.sink.retarget(ticket.transfer_id)) for _ in range(3)]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        assert [getattr(answer, "code", "ticket") for answer in answers] == [
+            "STALE_EPOCH", "STALE_EPOCH", "ticket",
+        ]  # fmt: skip
+        await made.sink.cancel(ticket.transfer_id)
+        with pytest.raises(TransferError, match="CANCELLED"):
+            await made.sink.retarget(ticket.transfer_id)
+        await handoff.abort("over")
+        assert made.freed == ["sink", "source"]
+
+
+async def test_a_source_that_was_given_up_cannot_outbid_the_one_that_takes_over() -> None:
+    async with pair("tcp") as made:
+        ticket, handoff = await start(made)
+        router = asyncio.create_task(made.sink.retarget(ticket.transfer_id))
+        await asyncio.sleep(0)
+        with pytest.raises(TransferError, match="STALE_EPOCH"):
+            await made.sink.retarget(ticket.transfer_id, ticket.epoch)
+        assert (await router).epoch == ticket.epoch + 1
+        await handoff.abort("over")
+
+
+@pytest.mark.parametrize("connector", ["tcp", "shm"])
+async def test_a_sink_that_has_every_block_takes_the_commit_alone(connector: str) -> None:
+    async with pair(connector, 1, 2) as made:
+        ticket = await made.sink.reserve(TOKENS, 5, (), made.note_sink_free)
+        handoff = made.begin(ticket)
+        announce(handoff)
+        await asyncio.wait_for(handoff.commit("token"), 5)
+        arrival = await made.sink.wait(ticket.transfer_id)
+        assert (arrival.first_token, arrival.nbytes) == ("token", 0)
+
+
+async def test_suspended_blocks_are_freed_with_the_lease() -> None:
+    async with pair("tcp", lease_s=0.3) as made:
+        ticket, handoff = await start(made)
+        await handoff.abort("gone")
+        with pytest.raises(TransferError, match="gone"):
+            await made.sink.wait(ticket.transfer_id)
+        assert made.freed == ["sink", "source"]
+
+
+@pytest.mark.parametrize(
+    "digests",
+    [
+        lambda right: right[1:],
+        lambda right: [*right, right[0]],
+        lambda right: [replace(right[0], rect=Rect(0, 2, 0, 2)), *right[1:]],
+        lambda right: [replace(right[0], rect=Rect(0, 9, 0, 2)), *right[1:]],
+    ],
+)
+async def test_digests_must_cover_every_block_once(digests: Any) -> None:
+    async with pair("tcp") as made:
+        ticket, handoff = await start(made)
+        commit = made.peer.commit
+
+        async def lie(ticket: Ticket, payload: Any, right: Any) -> int:
+            return await commit(ticket, payload, digests(list(right)))
+
+        made.peer.commit = lie  # type: ignore[method-assign]
+        announce(handoff)
+        with pytest.raises(TransferError, match="BAD_FRAME"):
+            await handoff.commit(0)
+        await made.sink.cancel(ticket.transfer_id)

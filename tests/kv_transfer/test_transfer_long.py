@@ -1,0 +1,314 @@
+"""Transfers that outlast their leases many times, what goes wrong on the way, and what is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from test_transfer import (
+    SINK_IDS,
+    SOURCE_IDS,
+    TOKENS,
+    Spoiler,
+    announce,
+    assert_landed,
+    pair,
+    start,
+)
+
+from kv_fakes import Geometry, Pair
+from pdserve.common.core.errors import Blame, NodeError, TransferError
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
+from pdserve.common.rpc.pb import inference_pb2
+from pdserve.common.rpc.server import Channels, GrpcServer
+from pdserve.decode_node.node import Sinks
+from pdserve.decode_node.service import KVTransferService
+from pdserve.kv_transfer import digest
+from pdserve.kv_transfer.commands import Command, Ready
+from pdserve.kv_transfer.connector import BlockRun
+from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
+from pdserve.kv_transfer.connectors.tcp import Options, TCPConnector, TCPTransport
+from pdserve.kv_transfer.control.reservation import MAX_MESSAGE
+from pdserve.kv_transfer.control.sink import KVSink
+from pdserve.kv_transfer.control.source import Handoff
+from pdserve.kv_transfer.control.ticket import Ticket
+from pdserve.kv_transfer.digest import Digester
+from pdserve.prefill_node.node import DecodePeer
+from pdserve.prefill_node.peers import CHANNEL_IDLE, MAX_CHANNELS, MAX_PEERS, DecodePeers
+
+decode = msgspec.msgpack.Decoder(Command).decode
+
+RATE = 4 << 20  # bytes a second of a throttled connection
+LARGE = Geometry(block_size=16, head_dim=64, num_blocks=300)  # 48 KiB a block
+THROTTLED = "test_transfer_long:ThrottledTCP"
+
+
+class ThrottledPipe(SocketPipe):
+    def _send(self, buffers: list[memoryview]) -> int:
+        sent = self.sock.send(buffers[0][: 32 << 10])
+        time.sleep(sent / RATE)
+        return sent
+
+
+class ThrottledTransport(TCPTransport):
+    def dial(self, endpoint: bytes) -> SocketPipe:
+        return ThrottledPipe(super().dial(endpoint).sock)
+
+
+class ThrottledTCP(TCPConnector):
+    def transport(self, config: Mapping[str, Any]) -> TCPTransport:
+        return ThrottledTransport(Options())
+
+
+async def hand_off(made: Pair, ids: range, runs: int = 1) -> float:
+    """From the same blocks to the same blocks; returns seconds."""
+    began = time.monotonic()
+    tokens = len(ids) * made.sink_node.geometry.block_size
+    ticket = await made.sink.reserve(tokens, 0, tuple(ids), made.note_sink_free)
+    handoff = made.begin(ticket)
+    count = len(ids) // runs
+    for number in range(runs):
+        part = ids[number * count : (number + 1) * count]
+        handoff.ready(BlockRun(number * count, count), part, last=number == runs - 1)
+    await handoff.commit("token")
+    await made.sink.wait(ticket.transfer_id)
+    return time.monotonic() - began
+
+
+# ---- longer than a lease --------------------------------------------------------------------
+
+
+async def test_a_cached_prefix_travels_as_one_run_for_many_leases() -> None:
+    """Over a slow connection that it shares with a short one, which need not wait for its end."""
+    async with pair(THROTTLED, lease_s=0.4, geometry=LARGE) as made:
+        full = made.source_node.fill_random()
+        long = asyncio.create_task(hand_off(made, range(250)))
+        await asyncio.sleep(0.3)
+        short = await hand_off(made, range(250, 252))
+        seconds = await long
+        assert seconds > 5 * 0.4
+        assert short < seconds
+        assert torch.equal(made.sink_node.caches[0][:, :, :252], full[:, :, :252])
+        assert made.freed == ["source"] * 2
+
+
+async def test_digests_take_many_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the source before the commit, and at the sink after it."""
+    right = Digester.digest
+
+    def slow(self: Digester, *args: Any) -> bytes:
+        time.sleep(0.05)
+        return right(self, *args)
+
+    monkeypatch.setattr(Digester, "digest", slow)
+    monkeypatch.setattr(digest, "STEP_NBYTES", 1)
+    async with pair("tcp", lease_s=0.3, geometry=LARGE) as made:
+        made.source_node.fill_random()
+        assert await hand_off(made, range(40), runs=40) > 10 * 0.3
+        assert made.source.counts["sent"] == 1
+
+
+async def test_a_sink_that_stands_still_is_not_waited_for_although_it_answers() -> None:
+    """Progress counts, not an answer: else both sides would wait for each other for ever."""
+    async with pair("kv_fakes:FakeConnector", lease_s=0.3, faults={"lose": True}) as made:
+        _, handoff = await start(made)
+        announce(handoff)
+        with pytest.raises(TransferError):
+            await asyncio.wait_for(handoff.commit(0), 10)
+
+
+async def test_long_runs_are_cut() -> None:
+    """Whatever a connector stages, hashes or reads at once is bounded."""
+    async with pair("tcp", 1, 2) as made:
+        full = made.source_node.fill_random()
+        made.source.run_blocks = 2
+        seen: list[tuple[int, int, bool]] = []
+        call = made.source.call
+
+        async def note(rank: int, message: bytes) -> bytes:
+            if isinstance(command := decode(message), Ready):
+                seen.append((command.run.first, command.run.count, command.last))
+            return await call(rank, message)
+
+        made.source.call = note  # type: ignore[method-assign]
+        _, handoff = await start(made)
+        handoff.ready(BlockRun(0, 5), SOURCE_IDS, last=True)
+        await handoff.commit("token")
+        assert_landed(made, full)
+        assert seen == [(0, 2, False), (2, 2, False), (4, 1, True)]
+
+
+# ---- what goes wrong ------------------------------------------------------------------------
+
+
+async def test_a_renewal_refused_late_does_not_spoil_the_second_try() -> None:
+    async with pair("tcp", lease_s=0.6) as made:
+        full = made.source_node.fill_random()
+        under_way, let_go, answered = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        renew, retarget = made.peer.renew, made.peer.retarget
+
+        async def slow_renew(ticket: Ticket) -> None:
+            under_way.set()
+            await let_go.wait()
+            answered.set()
+            await renew(ticket)
+
+        async def later(ticket: Ticket) -> Ticket:
+            let_go.set()
+            await answered.wait()
+            await asyncio.sleep(0)
+            return await retarget(ticket)
+
+        made.peer.renew, made.peer.retarget = slow_renew, later  # type: ignore[method-assign]
+        _, handoff = await start(made)
+        await under_way.wait()
+        Spoiler(made, times=1)
+        announce(handoff)
+        await handoff.commit("token")
+        assert_landed(made, full)
+        assert made.source.counts["repulled"] == 1
+        assert made.source.counts["repulling/renew_refused"] == 1
+
+
+async def test_a_rank_that_failed_is_its_own_node_s_fault() -> None:
+    async with pair("tcp") as made:
+        _, handoff = await start(made)
+
+        async def dead(rank: int, message: bytes) -> bytes:
+            raise NodeError("rank 0 was killed", code="RANK_DIED")
+
+        made.source.call = dead  # type: ignore[method-assign]
+        announce(handoff)
+        with pytest.raises(TransferError) as caught:
+            await handoff.commit(0)
+        assert (caught.value.code, caught.value.blame) == ("RANK_DIED", Blame.PREFILL)
+
+
+@pytest.mark.parametrize(
+    ("where", "method", "blame"),
+    [(KVSink, "_differing", Blame.DECODE), (Handoff, "_pass_on", Blame.PREFILL)],
+)
+async def test_a_defect_ends_its_transfer_at_once(
+    monkeypatch: pytest.MonkeyPatch, where: type, method: str, blame: Blame
+) -> None:
+    async def broken(*args: Any) -> None:
+        raise KeyError("a defect")
+
+    async with pair("tcp", lease_s=60.0) as made:
+        ticket, handoff = await start(made)
+        monkeypatch.setattr(where, method, broken)
+        announce(handoff)
+        with pytest.raises(TransferError) as caught:
+            await asyncio.wait_for(handoff.commit(0), 10)
+        error = caught.value
+        assert (error.code, error.blame, error.retryable) == ("INTERNAL", blame, True)
+        await made.sink.cancel(ticket.transfer_id)
+        assert made.freed == ["sink", "source"]
+
+
+async def test_a_bad_first_token_is_the_prefill_node_s_fault_and_another_may_try() -> None:
+    async with pair("tcp") as made:
+        server, channels = GrpcServer(), Channels()
+        service = KVTransferService(Sinks([made.sink]), vocab_size=50)
+        descriptor = pb.DESCRIPTOR.services_by_name["KVTransfer"]
+        server.add(descriptor, pb_grpc.add_KVTransferServicer_to_server, service)
+        address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
+        await server.start()
+        made.sink._address = address
+        made.source.sink = DecodePeer(channels.get, DecodePeers())
+        for token, bad in ((50, True), (49, False)):
+            if bad:
+                ticket, handoff = await start(made)
+            else:
+                ticket = await made.sink.retarget(ticket.transfer_id)
+                handoff = made.begin(ticket)
+            announce(handoff)
+            commit = handoff.commit(pb.TokenEvent(tokens=[inference_pb2.Token(id=token)]))
+            if not bad:
+                await commit
+                continue
+            with pytest.raises(TransferError, match="outside the vocabulary of 50") as caught:
+                await commit
+            error = caught.value
+            assert (error.code, error.blame, error.retryable) == (
+                "BAD_COMMIT", Blame.PREFILL, True,
+            )  # fmt: skip
+        assert (await made.sink.wait(ticket.transfer_id)).first_token.tokens[0].id == 49
+        await channels.close()
+        await server.stop(0)
+
+
+# ---- what is kept ---------------------------------------------------------------------------
+
+
+class Session:
+    """Whom a sink's blocks belong to, with its tokens."""
+
+    def freed(self) -> None: ...
+
+
+async def test_finished_transfers_are_remembered_without_their_sessions() -> None:
+    async with pair("shm") as made:
+        sessions, ids = [], []
+        for number in range(60):
+            session = Session()
+            sessions.append(weakref.ref(session))
+            ticket = await made.sink.reserve(TOKENS, 0, SINK_IDS, session.freed)
+            ids.append(ticket)
+            if number % 3 == 0:
+                await made.sink.cancel(ticket.transfer_id)
+                continue
+            handoff = made.begin(ticket)
+            announce(handoff)
+            if number % 3 == 1:
+                await handoff.abort("x" * 10_000)
+                made.sink._lapse(made.sink._live[ticket.transfer_id])
+                with pytest.raises(TransferError):
+                    await made.sink.wait(ticket.transfer_id)
+            else:
+                await handoff.commit(b"token")
+                await made.sink.wait(ticket.transfer_id)
+        await made.sink.close()
+        del session, handoff
+        made.handoffs.clear()
+        gc.collect()
+        assert [each() for each in sessions] == [None] * 60
+        assert len(made.sink._finished) == 60 and not made.sink._arrivals
+        # What comes late is told the same as ever.
+        assert await made.sink.commit(ids[-1].transfer_id, 1, b"again") > 0
+        assert await made.sink.cancel(ids[-1].transfer_id) is False
+        assert await made.sink.cancel(ids[0].transfer_id) is True
+        with pytest.raises(TransferError, match="ALREADY_LANDED"):
+            await made.sink.retarget(ids[-1].transfer_id)
+        with pytest.raises(TransferError, match="gave up") as caught:
+            await made.sink.commit(ids[1].transfer_id, 1, b"late")
+        assert len(caught.value.message) <= MAX_MESSAGE
+        with pytest.raises(TransferError, match="STALE_EPOCH"):
+            made.sink.renew(ids[-1].transfer_id, 2)
+
+
+def test_channels_to_decode_nodes_that_are_not_used_are_closed() -> None:
+    now = [0.0]
+    peers = DecodePeers(lambda: now[0])
+    with peers.calling("busy:1"):
+        for number in range(MAX_PEERS + 400):
+            with peers.calling(f"d{number}:1"):
+                peers.used(f"d{number}:1")
+        dropped = set(peers.take_unused())
+        assert len(dropped) == MAX_PEERS + 400 - MAX_CHANNELS, "those used last stay"
+        assert f"d{MAX_PEERS + 399}:1" not in dropped
+        assert len(peers._peers) == MAX_PEERS
+        now[0] = CHANNEL_IDLE
+        assert len(peers.take_unused()) == MAX_CHANNELS
+        assert not peers.take_unused(), "a call is under way"
+    now[0] = 2 * CHANNEL_IDLE
+    assert peers.take_unused() == ["busy:1"]
+    assert not peers._calls and not peers._channels

@@ -1,0 +1,92 @@
+"""Whose cached blocks a request may find: `cache_salt`, and a salt of its own for each API key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pdserve.common.config.schema import RouterConfig, RoutingConfig, SchedulerConfig, ServerConfig
+from pdserve.common.core.errors import ConfigError, InvalidRequest
+from pdserve.common.core.request import Choice, GenerateJob
+from pdserve.common.core.sampling import SamplingParams
+from pdserve.common.engine.block_pool import BlockPool, hash_blocks
+from pdserve.common.engine.scheduler import Scheduler
+from pdserve.common.engine.sequence import Sequence
+from pdserve.common.rpc.convert import job_from_pb, job_to_pb
+from pdserve.router.auth import MAX_CACHE_SALT, APIKeys
+from pdserve.router.generation import GenerationRequest
+from pdserve.router.run import Run
+
+TOKENS = list(range(20))
+SALTS = ("", "a", "b", "ab", "a ", "ä", "x" * MAX_CACHE_SALT)
+
+
+def test_hashes_of_two_salts_are_never_equal() -> None:
+    seen = {each for salt in SALTS for each in hash_blocks(TOKENS, 4, cache_salt=salt)}
+    assert len(seen) == 5 * len(SALTS)
+    for salt in SALTS:
+        whole = hash_blocks(TOKENS, 4, cache_salt=salt)
+        assert hash_blocks(TOKENS, 4, whole[:2], salt) == whole
+
+
+def scheduler() -> Scheduler:
+    return Scheduler(BlockPool(num_blocks=32, block_size=4), SchedulerConfig(), ())
+
+
+def run(it: Scheduler, seq_id: int, salt: str) -> int:
+    """The tokens a sequence finds cached; it is computed and leaves its blocks behind."""
+    sequence = Sequence(seq_id, SamplingParams(), list(TOKENS), len(TOKENS), cache_salt=salt)
+    hashes = sequence.hashes(4)
+    blocks = it.pool.match(hashes)
+    found = len(blocks)
+    blocks += it.pool.allocate(len(hashes) - found)
+    for block, block_hash in zip(blocks, hashes, strict=True):
+        it.pool.register(block, block_hash)
+    it.pool.free(blocks)
+    return found * 4
+
+
+def test_a_salt_finds_its_own_blocks_alone() -> None:
+    it = scheduler()
+    found = [run(it, i, salt) for i, salt in enumerate(("", "a", "b", "", "a", "b"))]
+    assert found == [0, 0, 0, 20, 20, 20]
+
+
+def test_a_job_carries_its_salt_wherever_it_goes_on() -> None:
+    job = GenerateJob("r", (1, 2, 3), SamplingParams(), cache_salt="a")
+    assert job_from_pb(job_to_pb(job)) == job
+    request = GenerationRequest("r", (1, 2, 3), SamplingParams(), cache_salt="a")
+    after_failure: Any = Run(request, None, RoutingConfig())  # type: ignore[arg-type]
+    assert after_failure.job == GenerateJob("r", (1, 2, 3), SamplingParams(), (Choice(),), "a")
+
+
+def salt(keys: APIKeys, key: str, given: str | None = None) -> str:
+    return keys.cache_salt(keys.client(f"Bearer {key}", "10.0.0.1"), given)
+
+
+def test_a_salt_is_the_request_s_own() -> None:
+    keys = APIKeys("one, two")
+    assert salt(keys, "one") == salt(keys, "two") == ""
+    assert salt(keys, "one", "s") == salt(keys, "two", "s") == "s"
+
+
+def test_by_option_keys_never_share() -> None:
+    keys = APIKeys("one, two", salted=True)
+    asked = [(key, given) for key in ("one", "two") for given in (None, "s", "t")]
+    assert len({salt(keys, *each) for each in asked}) == len(asked)
+    assert salt(keys, "one", "s") == salt(keys, "one", "s")
+    assert "one" not in salt(keys, "one")  # it travels to the nodes
+
+
+@pytest.mark.parametrize("given", ["", "x" * (MAX_CACHE_SALT + 1)])
+def test_a_salt_that_is_none_is_the_clients_fault(given: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        APIKeys().cache_salt("", given)
+    assert caught.value.param == "cache_salt"
+
+
+def test_the_option_needs_keys() -> None:
+    with pytest.raises(ConfigError, match="needs --api-key"):
+        ServerConfig(cache_salt_per_key=True)
+    RouterConfig(server=ServerConfig(cache_salt_per_key=True, api_key="one"))

@@ -1,0 +1,144 @@
+"""The gRPC front: the same generations and the same checks as over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from fakes_pipeline import FakeGenerator, byte_level_folder
+from pdserve.common.core.errors import Unavailable
+from pdserve.common.rpc.pb import inference_pb2 as pb
+from pdserve.common.rpc.pb import inference_pb2_grpc
+from pdserve.common.text.tokenizer import Tokenizer
+from pdserve.router.served_model import ServedModel
+from pdserve.router.service import InferenceServicer
+
+
+@pytest.fixture
+def generator(tmp_path: Path) -> FakeGenerator:
+    return FakeGenerator(Tokenizer.from_folder(byte_level_folder(tmp_path)))
+
+
+@pytest.fixture
+async def stub(generator: FakeGenerator) -> AsyncIterator[inference_pb2_grpc.InferenceStub]:
+    tokenizer = generator.tokenizer
+    model = ServedModel(
+        name="tiny", root="/tiny", max_model_len=100, vocab_size=tokenizer.vocab_size,
+        created=0, tokenizer=tokenizer,
+    )  # fmt: skip
+    server = grpc.aio.server()
+    inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(generator, model), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield inference_pb2_grpc.InferenceStub(channel)
+    await server.stop(0)
+
+
+async def test_text_tokens_usage_and_timeline(
+    stub: inference_pb2_grpc.InferenceStub, generator: FakeGenerator
+) -> None:
+    request = pb.GenerateRequest(
+        request_id="mine",
+        text="hell",
+        sampling=pb.SamplingParams(n=2, logprobs=1, temperature=0, stop=["o w"]),
+    )
+    responses = [response async for response in stub.Generate(request)]
+    assert {response.request_id for response in responses} == {"mine"}
+    last = responses.pop()
+    assert last.usage.prompt_tokens == 1 and last.usage.cached_tokens == 3
+    assert last.timeline.first_token == 0.5 and not last.timeline.HasField("queued")
+    for index in (0, 1):
+        own = [response for response in responses if response.index == index]
+        assert "".join(response.text for response in own) == "hell"
+        assert own[0].tokens[0].logprob == -0.5 and len(own[0].tokens[0].top_logprobs) == 1
+        assert own[-1].finish_reason == pb.FINISH_REASON_STOP
+        assert own[-1].stop_reason == "o w"
+    (seen,) = generator.requests
+    assert seen.sampling.greedy and seen.sampling.max_tokens == 16
+    assert seen.request_id != "mine"
+
+
+async def test_model(stub: inference_pb2_grpc.InferenceStub, generator: FakeGenerator) -> None:
+    model = await stub.GetModel(pb.GetModelRequest())
+    assert (model.id, model.max_model_len, model.root) == ("tiny", 100, "/tiny")
+    assert tuple(model.eos_token_ids) == generator.tokenizer.eos_token_ids
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "param"),
+    [
+        (pb.GenerateRequest(), grpc.StatusCode.INVALID_ARGUMENT, "prompt"),
+        (pb.GenerateRequest(text="a", model="x"), grpc.StatusCode.NOT_FOUND, "model"),
+        (
+            pb.GenerateRequest(token_ids=pb.TokenIds(ids=[10**6])),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "token_ids",
+        ),
+        (
+            pb.GenerateRequest(text="a", sampling=pb.SamplingParams(top_p=float("nan"))),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "top_p",
+        ),
+        (
+            pb.GenerateRequest(text="a", sampling=pb.SamplingParams(n=0)),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "n",
+        ),
+    ],
+)
+async def test_bad_requests(
+    stub: inference_pb2_grpc.InferenceStub,
+    generator: FakeGenerator,
+    request_: pb.GenerateRequest,
+    status: grpc.StatusCode,
+    param: str,
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        [response async for response in stub.Generate(request_)]
+    assert caught.value.code() is status
+    assert dict(caught.value.trailing_metadata())["pdserve-param"] == param
+    assert generator.requests == []
+
+
+async def test_errors_carry_their_type(
+    stub: inference_pb2_grpc.InferenceStub, generator: FakeGenerator
+) -> None:
+    generator.error, generator.error_after = Unavailable("no node", retry_after=2), 2
+    seen = 0
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in stub.Generate(pb.GenerateRequest(text="a")):
+            seen += 1
+    assert seen == 2
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert dict(caught.value.trailing_metadata())["pdserve-retryable"] == "1"
+
+
+async def test_cancelling_closes_the_generation(
+    stub: inference_pb2_grpc.InferenceStub, generator: FakeGenerator
+) -> None:
+    generator.delay = 0.05
+    call = stub.Generate(pb.GenerateRequest(text="a"))
+    await call.read()
+    call.cancel()
+    await asyncio.wait_for(generator.closed.wait(), 30)
+    assert generator.open == 0
+
+
+async def test_long_lists_are_counted_before_anything_is_made_of_them(
+    stub: inference_pb2_grpc.InferenceStub,
+) -> None:
+    for sampling in (
+        pb.SamplingParams(logit_bias=dict.fromkeys(range(2000), 1.0)),
+        pb.SamplingParams(stop_token_ids=[1] * 2000),
+        pb.SamplingParams(stop=["a"] * 2000),
+    ):
+        request = pb.GenerateRequest(text="hell", sampling=sampling)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            _ = [response async for response in stub.Generate(request)]
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "at most" in str(error.value.details())

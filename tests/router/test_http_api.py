@@ -1,0 +1,782 @@
+"""The HTTP API through a real server: what OpenAI's client, curl and a browser would see."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import logging
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from time import monotonic
+from types import ModuleType
+from typing import Any
+
+import openai
+import pytest
+from aiohttp import ClientResponse, ClientSession
+from prometheus_client import CollectorRegistry, Counter
+
+from fakes_pipeline import FakeGenerator, byte_fallback_folder, byte_level_folder
+from pdserve.common.core.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    NodeError,
+    Overloaded,
+    Unavailable,
+)
+from pdserve.common.text.tokenizer import Tokenizer
+from pdserve.router.http import chat, completions
+from pdserve.router.http.app import make_app
+from pdserve.router.http.front import BODIES, FRONT, Front
+from pdserve.router.http.server import HTTPServer
+from pdserve.router.served_model import ServedModel
+
+WINDOW = 100
+CHAT = [{"role": "user", "content": "hello"}]
+
+
+class Site:
+    """A server, its fake generator and a client session."""
+
+    def __init__(self, server: HTTPServer, generator: FakeGenerator, session: ClientSession):
+        self.server, self.generator, self.session = server, generator, session
+        self.port = server.port
+        self.url = f"http://127.0.0.1:{server.port}"
+        self.tokenizer = generator.tokenizer
+
+    async def post(self, path: str, body: Any, **headers: str) -> ClientResponse:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"} | headers
+        response = await self.session.post(self.url + path, data=data, headers=headers)
+        await response.read()
+        return response
+
+    async def complete(self, **fields: Any) -> dict[str, Any]:
+        response = await self.post("/v1/completions", {"prompt": "a", **fields})
+        assert response.status == 200, await response.text()
+        return await response.json()
+
+    async def chat(self, **fields: Any) -> dict[str, Any]:
+        response = await self.post("/v1/chat/completions", {"messages": CHAT, **fields})
+        assert response.status == 200, await response.text()
+        return await response.json()
+
+    async def events(self, path: str, body: Any, **headers: str) -> list[Any]:
+        """The events of a stream; the framing is checked on the way."""
+        response = await self.post(path, body | {"stream": True}, **headers)
+        assert response.status == 200, await response.text()
+        frames = (await response.text()).split("\n\n")
+        assert frames.pop() == ""
+        assert frames.pop() == "data: [DONE]"
+        assert all(frame.startswith("data: {") and "\n" not in frame for frame in frames)
+        return [json.loads(frame.removeprefix("data: ")) for frame in frames]
+
+    def client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0)
+
+
+@asynccontextmanager
+async def serve(folder: Path, **front: Any) -> AsyncIterator[Site]:
+    tokenizer = Tokenizer.from_folder(folder)
+    generator = FakeGenerator(tokenizer)
+    model = ServedModel(
+        name="tiny/model",
+        root=str(folder),
+        max_model_len=WINDOW,
+        vocab_size=tokenizer.vocab_size,
+        created=1700000000,
+        tokenizer=tokenizer,
+    )
+    registry = CollectorRegistry()
+    Counter("pdserve:things", "Things", registry=registry).inc()
+    app = make_app(Front(generator=generator, model=model, **front), registry, 64 * 1024)
+    server = await HTTPServer.start(app, "127.0.0.1", 0)
+    try:
+        async with ClientSession() as session:
+            yield Site(server, generator, session)
+    finally:
+        await server.stop(drain_timeout=0)
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
+    async with serve(byte_level_folder(tmp_path)) as site:
+        yield site
+
+
+async def check_error(
+    response: ClientResponse, status: int, param: str | None = None
+) -> dict[str, Any]:
+    body = await response.json()
+    assert response.status == status, body
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["param"] == param, body
+    assert response.headers["X-Request-Id"]
+    return body["error"]
+
+
+# ---- shapes -------------------------------------------------------------------------------
+
+
+async def test_completion_shape(site: Site) -> None:
+    body = await site.complete(prompt="hell", model="tiny/model")
+    assert body.pop("id").startswith("cmpl-")
+    assert isinstance(body.pop("created"), int)
+    assert body == {
+        "object": "text_completion",
+        "model": "tiny/model",
+        "choices": [
+            {
+                "index": 0,
+                "text": "hello world",
+                "logprobs": None,
+                "finish_reason": "stop",
+                "stop_reason": None,
+            }
+        ],
+        "usage": {
+            "prompt_tokens": 1,
+            "completion_tokens": 8,
+            "total_tokens": 9,
+            "prompt_tokens_details": {"cached_tokens": 3},
+        },
+    }
+
+
+async def test_chat_shape(site: Site) -> None:
+    body = await site.chat()
+    assert body["id"].startswith("chatcmpl-")
+    assert body["object"] == "chat.completion"
+    (choice,) = body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "hello world"}
+    assert choice["finish_reason"] == "stop"
+    prompt = site.generator.requests[0].prompt_token_ids
+    assert site.tokenizer.decode(prompt, skip_special_tokens=False).endswith("assistant\n")
+
+
+async def test_defaults_of_max_tokens(site: Site) -> None:
+    await site.complete()
+    await site.chat()
+    await site.complete(prompt=[5] * (WINDOW - 3))
+    first, chat, long = site.generator.requests
+    assert first.sampling.max_tokens == 16
+    assert chat.sampling.max_tokens == WINDOW - len(chat.prompt_token_ids)
+    assert long.sampling.max_tokens == 3
+
+
+async def test_every_parameter_arrives(site: Site) -> None:
+    await site.complete(
+        max_tokens=9, min_tokens=2, temperature=0, top_p=0.5, top_k=-1, min_p=0.1, seed=7, n=2,
+        presence_penalty=1, frequency_penalty=-1, repetition_penalty=1.5, ignore_eos=True,
+        logit_bias={"5": -100}, stop="x", stop_token_ids=[3], include_stop_str_in_output=True,
+        skip_special_tokens=False, logprobs=2, user="me", priority=1, best_of=2,
+        response_format={"type": "text"}, stream_options=None,
+    )  # fmt: skip
+    (request,) = site.generator.requests
+    sampling = request.sampling
+    assert sampling.max_tokens == 9 and sampling.min_tokens == 2 and sampling.seed == 7
+    assert sampling.greedy and sampling.top_p == 0.5 and sampling.top_k == 0
+    assert sampling.min_p == 0.1 and sampling.presence_penalty == 1
+    assert sampling.frequency_penalty == -1 and sampling.repetition_penalty == 1.5
+    assert sampling.logit_bias == {5: -100} and sampling.stop_token_ids == (3,)
+    assert sampling.ignore_eos and sampling.logprobs == 2
+    assert request.n == 2 and request.stop == ("x",)
+    assert request.include_stop_str_in_output and not request.skip_special_tokens
+
+
+async def test_null_means_absent(site: Site) -> None:
+    names = "max_tokens temperature top_p n seed stop stream logprobs echo user logit_bias suffix"
+    await site.complete(**dict.fromkeys(names.split()))
+    assert site.generator.requests[0].sampling.temperature == 1.0
+
+
+async def test_a_seed_is_drawn_when_none_is_given(site: Site) -> None:
+    await site.complete()
+    await site.complete()
+    first, second = (request.sampling.seed for request in site.generator.requests)
+    assert first != second
+    assert 0 <= first < 2**63
+
+
+async def test_max_completion_tokens_wins(site: Site) -> None:
+    body = await site.chat(max_tokens=5, max_completion_tokens=2)
+    assert body["choices"][0]["finish_reason"] == "length"
+    assert body["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count"),
+    [("ab", 1), (["a", "b"], 2), ([1, 2], 1), ([[1], [2, 3]], 2)],
+)
+async def test_prompt_forms_and_indices(site: Site, prompt: Any, count: int) -> None:
+    body = await site.complete(prompt=prompt, n=2, echo=True)
+    assert [choice["index"] for choice in body["choices"]] == list(range(2 * count))
+    echoed = [
+        site.tokenizer.decode(request.prompt_token_ids)
+        for request in site.generator.requests
+        for _ in range(2)
+    ]
+    assert [c["text"] for c in body["choices"]] == [text + "hello world" for text in echoed]
+    assert body["usage"]["prompt_tokens"] == sum(
+        len(request.prompt_token_ids) for request in site.generator.requests
+    )
+    assert body["usage"]["completion_tokens"] == 16 * count
+    ids = {request.request_id for request in site.generator.requests}
+    assert len(ids) == count
+
+
+async def test_empty_prompt_needs_a_bos(site: Site, tmp_path: Path) -> None:
+    await check_error(await site.post("/v1/completions", {"prompt": ""}), 400, "prompt")
+    async with serve(byte_fallback_folder(tmp_path / "llama")) as llama:
+        llama.generator.text = "hello world"
+        body = await llama.complete(prompt="")
+        assert body["choices"][0]["text"] == "hello world"
+        assert body["usage"]["prompt_tokens"] == 1
+
+
+async def test_completion_logprobs(site: Site) -> None:
+    body = await site.complete(logprobs=2, max_tokens=3)
+    logprobs = body["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["hell", "o", " w"]
+    assert logprobs["text_offset"] == [0, 4, 5]
+    assert logprobs["token_logprobs"] == [-0.5] * 3
+    assert [len(top) for top in logprobs["top_logprobs"]] == [2, 2, 2]
+    assert logprobs["top_logprobs"][0]["hell"] == -0.5
+
+
+async def test_chat_logprobs_have_exact_bytes(site: Site) -> None:
+    site.generator.text = "é"
+    body = await site.chat(logprobs=True, top_logprobs=1)
+    first, second, _eos = body["choices"][0]["logprobs"]["content"]
+    assert first["bytes"] + second["bytes"] == list("é".encode())
+    assert first["token"] == "\ufffd"
+    assert first["top_logprobs"] == [{"token": "\ufffd", "logprob": -0.5, "bytes": first["bytes"]}]
+
+
+async def test_stop_string_ends_the_text(site: Site) -> None:
+    body = await site.complete(stop=["o w"])
+    (choice,) = body["choices"]
+    assert choice["text"] == "hell"
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "o w")
+
+
+async def test_messages_parts_roles_and_continuation(site: Site) -> None:
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "a"}]},
+        {"role": "assistant", "content": "hell", "tool_calls": []},
+    ]
+    await site.chat(messages=messages, continue_final_message=True, max_tokens=1)
+    prompt = site.generator.requests[0].prompt_token_ids
+    text = site.tokenizer.decode(prompt, skip_special_tokens=False)
+    assert text == "<|im_start|>system\na<|im_end|>\n<|im_start|>assistant\nhell"
+
+
+async def test_a_clients_template_needs_trust(site: Site, tmp_path: Path) -> None:
+    body = {"messages": CHAT, "chat_template": "x{{ y }}", "chat_template_kwargs": {"y": "z"}}
+    await check_error(await site.post("/v1/chat/completions", body), 400, "chat_template")
+    async with serve(byte_level_folder(tmp_path), trust_request_chat_template=True) as trusting:
+        await trusting.chat(**body)
+        prompt = trusting.generator.requests[0].prompt_token_ids
+        assert trusting.tokenizer.decode(prompt) == "xz"
+
+
+async def test_unknown_fields_are_logged_once(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "pdserve.router.http.front")
+    await site.complete(frobnicate=1)
+    await site.complete(frobnicate=2)
+    assert caplog.text.count("frobnicate") == 1
+
+
+async def test_timeline_only_on_request(site: Site) -> None:
+    assert "pdserve" not in await site.complete()
+    response = await site.post("/v1/completions", {"prompt": "a"}, **{"X-Pdserve-Timeline": "1"})
+    timeline = (await response.json())["pdserve"]["timeline"]
+    assert timeline["first_token"] == 0.5 and timeline["transfer_bytes"] == 7
+    events = await site.events(
+        "/v1/chat/completions", {"messages": CHAT}, **{"X-Pdserve-Timeline": "1"}
+    )
+    assert events[-1]["choices"] == []
+    assert events[-1]["pdserve"]["timeline"] == timeline
+
+
+# ---- streams ------------------------------------------------------------------------------
+
+
+async def test_chat_stream_raw(site: Site) -> None:
+    site.generator.text = "é o"
+    response = await site.post("/v1/chat/completions", {"messages": CHAT, "stream": True})
+    assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+    assert response.headers["Cache-Control"] == "no-cache"
+    assert response.headers["X-Request-Id"]
+    events = await site.events("/v1/chat/completions", {"messages": CHAT})
+    assert len({event["id"] for event in events}) == 1
+    assert {event["object"] for event in events} == {"chat.completion.chunk"}
+    assert all("usage" not in event for event in events)
+    choices = [event["choices"][0] for event in events]
+    deltas = [choice["delta"] for choice in choices]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert deltas[1:-1] == [{"content": "é"}, {"content": " "}, {"content": "o"}]
+    assert deltas[-1] == {}
+    assert [choice["finish_reason"] for choice in choices] == [None] * 4 + ["stop"]
+
+
+async def test_completion_stream_adds_up(site: Site) -> None:
+    body = {"prompt": ["a", "b"], "n": 2, "echo": True, "stream_options": {"include_usage": True}}
+    events = await site.events("/v1/completions", body)
+    usage = events.pop()
+    assert usage["choices"] == []
+    assert usage["usage"]["prompt_tokens"] == 2
+    assert all(event["usage"] is None for event in events)
+    texts: dict[int, str] = {}
+    for event in events:
+        (choice,) = event["choices"]
+        texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    assert texts == {i: prompt + "hello world" for i, prompt in enumerate("aabb")}
+
+
+async def test_stream_logprobs_cover_every_token(site: Site) -> None:
+    site.generator.text = "é!"
+    body = {"messages": CHAT, "logprobs": True}
+    events = await site.events("/v1/chat/completions", body)
+    logprobs = [event["choices"][0]["logprobs"] for event in events]
+    tokens = [entry for one in logprobs if one for entry in one["content"]]
+    assert len(tokens) == 4
+    events = await site.events("/v1/completions", {"prompt": "a", "logprobs": 0})
+    offsets = [event["choices"][0]["logprobs"]["text_offset"] for event in events]
+    assert offsets == [[0], [1], [2], [3]]
+
+
+async def test_openai_client_chat(site: Site) -> None:
+    async with site.client() as client:
+        whole = await client.chat.completions.create(
+            model="tiny/model", messages=CHAT, n=2, logprobs=True, top_logprobs=2
+        )
+        assert [choice.message.content for choice in whole.choices] == ["hello world"] * 2
+        assert whole.choices[0].logprobs.content[0].token == "hell"
+        stream = await client.chat.completions.create(
+            model="tiny/model", messages=CHAT, n=2, logprobs=True, top_logprobs=2,
+            stream=True, stream_options={"include_usage": True},
+        )  # fmt: skip
+        texts = ["", ""]
+        async for chunk in stream:
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+            usage = chunk.usage
+        assert texts == ["hello world"] * 2
+        assert usage.completion_tokens == 16
+        assert usage.prompt_tokens_details.cached_tokens == 3
+
+
+async def test_openai_client_completions_models_and_errors(site: Site) -> None:
+    async with site.client() as client:
+        whole = await client.completions.create(
+            model="tiny/model", prompt="a", logprobs=1, max_tokens=2
+        )
+        assert whole.choices[0].logprobs.tokens == ["hell", "o"]
+        assert [model.id async for model in client.models.list()] == ["tiny/model"]
+        assert (await client.models.retrieve("tiny/model")).id == "tiny/model"
+        with pytest.raises(openai.NotFoundError) as missing:
+            await client.completions.create(model="other", prompt="a")
+        assert missing.value.code == "model_not_found"
+        with pytest.raises(openai.BadRequestError, match="maximum context length is 100 tokens"):
+            await client.completions.create(model="tiny/model", prompt="a", max_tokens=1000)
+        site.generator.error, site.generator.error_after = NodeError("lost"), 2
+        stream = await client.completions.create(model="tiny/model", prompt="a", stream=True)
+        with pytest.raises(openai.APIError, match="lost"):
+            async for _ in stream:
+                pass
+
+
+# ---- errors -------------------------------------------------------------------------------
+
+BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": None}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": [["a"]]}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": [1.5]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [10**6]}, "prompt"),
+    ({"prompt": {}}, "prompt"),
+    ({"prompt": [5] * WINDOW}, "prompt"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": "5"}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"max_tokens": 10**400}, "prompt"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": float("nan")}, "temperature"),
+    ({"temperature": float("inf")}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.1}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"n": 0}, "n"),
+    ({"n": 10**6}, "n"),
+    ({"best_of": 2}, "best_of"),
+    ({"seed": -1}, "seed"),
+    ({"seed": 2**63}, "seed"),
+    ({"stop": list("abcde")}, "stop"),
+    ({"stop": ""}, "stop"),
+    ({"stop": [1]}, "stop"),
+    ({"stop": "x" * 2000}, "stop"),
+    ({"stop_token_ids": [10**6]}, "stop_token_ids"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"1000000": 1}}, "logit_bias"),
+    ({"logit_bias": {"1": 101}}, "logit_bias"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"frequency_penalty": -3}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": 1e-39}, "repetition_penalty"),
+    ({"repetition_penalty": 1e-45, "temperature": 1}, "repetition_penalty"),
+    ({"repetition_penalty": 101}, "repetition_penalty"),
+    ({"temperature": 100.5}, "temperature"),
+    ({"top_p": 1e-50}, "top_p"),  # nothing, in the 32 bits that nodes get
+    ({"min_p": 9}, "min_p"),
+    ({"seed": 10**4000}, "seed"),
+    ({"max_tokens": 10**4299}, "prompt"),
+    ({"logit_bias": {str(10**4000): 1}}, "logit_bias"),
+    ({"logprobs": 6}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"logprobs": 1, "echo": True}, "echo"),
+    ({"suffix": "x"}, "suffix"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"stream": "yes"}, "stream"),
+]
+
+BAD_CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": "hello"}, "messages"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content",
+    ),
+    ({"messages": [{"role": "user", "content": "x" * 2 * WINDOW}]}, "messages"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"logprobs": 3}, "logprobs"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
+    ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD_COMPLETIONS)
+async def test_bad_completions(site: Site, fields: dict[str, Any], param: str) -> None:
+    response = await site.post("/v1/completions", {"prompt": "a", "stream": True, **fields})
+    error = await check_error(response, 400, param)
+    assert error["type"] == "invalid_request_error"
+    assert site.generator.requests == []
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD_CHATS)
+async def test_bad_chats(site: Site, fields: dict[str, Any], param: str) -> None:
+    response = await site.post("/v1/chat/completions", {"messages": CHAT, **fields})
+    await check_error(response, 400, param)
+    assert site.generator.requests == []
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"null", b'{"prompt": "\xff"}', b"[" * 5000])
+async def test_malformed_json(site: Site, raw: bytes) -> None:
+    error = await check_error(await site.post("/v1/completions", raw), 400)
+    assert error["code"] == "invalid_json"
+
+
+async def test_context_message_has_all_numbers(site: Site) -> None:
+    response = await site.post("/v1/completions", {"prompt": [5] * 90, "max_tokens": 20})
+    error = await check_error(response, 400, "prompt")
+    assert error["code"] == "context_length_exceeded"
+    assert "maximum context length is 100 tokens" in error["message"]
+    assert "requested 110 tokens (90 in the prompt, 20 for the completion)" in error["message"]
+
+
+async def test_transport_errors(site: Site) -> None:
+    response = await site.post("/v1/completions", {"prompt": "a", "model": "other"})
+    assert (await check_error(response, 404, "model"))["code"] == "model_not_found"
+    await check_error(await site.post("/v1/nothing", {}), 404)
+    async with site.session.get(site.url + "/v1/models/other") as response:
+        await check_error(response, 404, "model")
+    async with site.session.get(site.url + "/v1/completions") as response:
+        await check_error(response, 405)
+        assert "POST" in response.headers["Allow"]
+    await check_error(await site.post("/v1/completions", b"x" * 100_000), 413)
+    await check_error(await site.post("/v1/completions", b"x", **{"Content-Encoding": "gzip"}), 400)
+    text = {"Content-Type": "text/plain"}
+    await check_error(await site.post("/v1/completions", {"prompt": "a"}, **text), 415)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "status", "retry_after"),
+    [
+        (Overloaded("full", retry_after=2.5), 429, "3"),
+        (Unavailable("no node"), 503, "1"),
+        (DeadlineExceeded("late"), 504, None),
+        (NodeError("lost"), 500, None),
+    ],
+)
+async def test_errors_before_the_first_token_set_the_status(
+    site: Site, error: Exception, status: int, retry_after: str | None, stream: bool
+) -> None:
+    site.generator.error = error
+    response = await site.post("/v1/completions", {"prompt": "a", "stream": stream})
+    await check_error(response, status)
+    assert response.headers.get("Retry-After") == retry_after
+    assert site.generator.open == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_defect_names_only_the_request(site: Site, stream: bool) -> None:
+    site.generator.error = KeyError("secret")
+    response = await site.post(
+        "/v1/completions", {"prompt": ["a", "b"], "stream": stream}, **{"X-Request-Id": "mine"}
+    )
+    error = await check_error(response, 500)
+    assert "mine" in error["message"] and "secret" not in error["message"]
+    assert site.generator.open == 0
+
+
+@pytest.mark.parametrize("error", [NodeError("lost"), KeyError("secret")])
+async def test_error_in_mid_stream_is_an_event(site: Site, error: Exception) -> None:
+    site.generator.error, site.generator.error_after = error, 2
+    events = await site.events("/v1/completions", {"prompt": ["a", "b"]})
+    assert set(events[-1]) == {"error"}
+    assert events[-1]["error"]["type"] == "server_error"
+    assert "secret" not in events[-1]["error"]["message"]
+    assert all("error" not in event for event in events[:-1])
+    assert site.generator.open == 0
+
+
+async def test_a_generation_without_an_end_is_an_error(site: Site) -> None:
+    site.generator.give_stats = False
+    await check_error(await site.post("/v1/completions", {"prompt": "a"}), 500)
+    events = await site.events("/v1/completions", {"prompt": "a"})
+    assert "without a result" in events[-1]["error"]["message"]
+
+
+# ---- connections --------------------------------------------------------------------------
+
+
+async def raw_request(site: Site, body: dict[str, Any]) -> tuple[Any, Any]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
+    data = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    return reader, writer
+
+
+@pytest.mark.parametrize("prompt", ["a", ["a", "b", "c"]])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_hanging_up_closes_the_generation(site: Site, stream: bool, prompt: Any) -> None:
+    site.generator.delay = 0.05 if stream else 5.0
+    site.generator.text = "hello " * 10
+    reader, writer = await raw_request(site, {"prompt": prompt, "stream": stream, "max_tokens": 70})
+    if stream:
+        await reader.readuntil(b"data: ")
+    else:
+        while site.generator.open < len(prompt):
+            await asyncio.sleep(0.005)
+    hung_up = monotonic()
+    writer.close()
+    while site.generator.open:
+        await asyncio.wait_for(site.generator.closed.wait(), 30)
+        site.generator.closed.clear()
+    assert site.generator.closed_at - hung_up < 0.1
+
+
+async def test_keep_alive_and_pipelining(site: Site) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
+    writer.write(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n" * 3)
+    for _ in range(3):
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200")
+        length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        assert "version" in json.loads(await reader.readexactly(length))
+    writer.close()
+
+
+async def test_request_id_is_the_clients_if_it_is_a_word(site: Site) -> None:
+    response = await site.post("/v1/completions", {"prompt": "a"}, **{"X-Request-Id": "abc-1"})
+    assert response.headers["X-Request-Id"] == "abc-1"
+    for bad in ("a b", "x" * 200):
+        response = await site.post("/v1/completions", b"{", **{"X-Request-Id": bad})
+        assert response.headers["X-Request-Id"].startswith("req-")
+
+
+async def test_cors_and_head(site: Site) -> None:
+    async with site.session.options(site.url + "/v1/chat/completions") as response:
+        assert response.status == 204
+        assert response.headers["Access-Control-Allow-Origin"] == "*"
+        assert "POST" in response.headers["Access-Control-Allow-Methods"]
+    async with site.session.head(site.url + "/v1/models") as response:
+        assert response.status == 200
+
+
+async def test_stop_lets_requests_end(site: Site) -> None:
+    site.generator.delay = 0.02
+    request = asyncio.create_task(site.complete())
+    while not site.generator.open:
+        await asyncio.sleep(0.005)
+    await site.server.stop(drain_timeout=5)
+    assert (await request)["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_stop_tells_those_it_cuts_off(site: Site, stream: bool) -> None:
+    site.generator.delay = 0.05
+    site.generator.text = "hello " * 10
+    body = {"prompt": "a", "max_tokens": 70}
+    if stream:
+        request = asyncio.create_task(site.events("/v1/completions", body))
+    else:
+        request = asyncio.create_task(site.post("/v1/completions", body))
+    while not site.generator.open:
+        await asyncio.sleep(0.005)
+    await asyncio.sleep(0.12)
+    await site.server.stop(drain_timeout=0.05)
+    assert site.generator.open == 0
+    if stream:
+        assert (await request)[-1]["error"]["code"] == "shutting_down"
+    else:
+        await check_error(await request, 503)
+
+
+async def test_a_stream_cut_off_is_one_response(site: Site) -> None:
+    site.generator.delay = 0.05
+    reader, _writer = await raw_request(site, {"prompt": "a", "stream": True})
+    await reader.readuntil(b"data: ")
+    await site.server.stop(drain_timeout=0)
+    rest = await reader.read()
+    assert b"shutting_down" in rest
+    assert rest.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+async def test_no_new_request_while_draining(site: Site) -> None:
+    """On a connection that is already open."""
+    site.generator.delay = 0.05
+    await site.complete(max_tokens=1)
+    _, writer = await raw_request(site, {"prompt": "a"})
+    while not site.generator.open:
+        await asyncio.sleep(0.005)
+    stop = asyncio.create_task(site.server.stop(drain_timeout=5))
+    await asyncio.sleep(0)
+    await check_error(await site.post("/v1/completions", {"prompt": "a"}), 503)
+    await stop
+    writer.close()
+
+
+async def test_a_taken_port_is_a_config_error(site: Site) -> None:
+    front = Front(generator=site.generator, model=site.server.app[FRONT].model)
+    app = make_app(front, CollectorRegistry(), 1024)
+    with pytest.raises(ConfigError, match="cannot listen"):
+        await HTTPServer.start(app, "127.0.0.1", site.port)
+
+
+# ---- the rest -----------------------------------------------------------------------------
+
+
+async def get(site: Site, path: str) -> ClientResponse:
+    response = await site.session.get(site.url + path)
+    await response.read()
+    return response
+
+
+async def test_models(site: Site) -> None:
+    body = await (await get(site, "/v1/models")).json()
+    card = {
+        "id": "tiny/model",
+        "object": "model",
+        "created": 1700000000,
+        "owned_by": "pdserve",
+        "root": site.server.app[FRONT].model.root,
+        "max_model_len": WINDOW,
+    }
+    assert body == {"object": "list", "data": [card]}
+    assert await (await get(site, "/v1/models/tiny/model")).json() == card
+
+
+async def test_health_ready_metrics_version_cluster(site: Site) -> None:
+    health = await get(site, "/health")
+    assert (health.status, await health.text()) == (200, "")
+    assert (await get(site, "/ready")).status == 200
+    site.generator.not_ready = "no decode node"
+    error = await check_error(await get(site, "/ready"), 503)
+    assert error["message"] == "no decode node"
+    metrics = await get(site, "/metrics")
+    assert metrics.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    assert "things_total 1.0" in await metrics.text()
+    assert (await (await get(site, "/version")).json())["version"]
+    assert await (await get(site, "/v1/cluster")).json() == {"nodes": []}
+
+
+async def test_tokenize_and_back(site: Site) -> None:
+    body = await (await site.post("/tokenize", {"prompt": "hello"})).json()
+    assert body == {"tokens": list(site.tokenizer.encode("hello")), "count": 2,
+                    "max_model_len": WINDOW}  # fmt: skip
+    back = await site.post("/detokenize", {"tokens": body["tokens"]})
+    assert await back.json() == {"prompt": "hello"}
+    chat = await (await site.post("/tokenize", {"messages": CHAT})).json()
+    assert tuple(chat["tokens"]) == site.tokenizer.apply_chat_template(CHAT)
+    await check_error(await site.post("/tokenize", {}), 400, "prompt")
+    await check_error(await site.post("/detokenize", {"tokens": [10**6]}), 400, "tokens")
+
+
+async def test_bodies_that_inflate_do_not_hold_the_loop(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever else is served has a turn between the pieces of them."""
+    size = 8 * 2**20
+    monkeypatch.setattr(site.server.app[BODIES], "_max_body_size", size)
+    bomb, turns = gzip.compress(bytes(2 * size)), 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    async def ask() -> None:
+        headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+        url = site.url + "/v1/completions"
+        async with site.session.post(url, data=bomb, headers=headers) as response:
+            assert response.status == 413
+
+    running = asyncio.create_task(others())
+    await asyncio.gather(*(ask() for _ in range(16)))
+    running.cancel()
+    assert turns > 100  # without them it is a dozen, however many bodies there are
+
+
+@pytest.mark.parametrize("module", [chat, completions])
+async def test_log_probabilities_of_whole_answers_are_worded_off_the_loop(
+    site: Site, monkeypatch: pytest.MonkeyPatch, module: ModuleType
+) -> None:
+    """128 choices of 1,000 tokens with 20 each would hold up everybody for half a minute."""
+    threads: set[int] = set()
+    name = "ChatWording" if module is chat else "CompletionWording"
+    real = getattr(module, name).choice
+
+    def choice(*args: Any) -> Any:
+        threads.add(threading.get_ident())
+        return real(*args)
+
+    monkeypatch.setattr(getattr(module, name), "choice", choice)
+    if module is chat:
+        answer = await site.chat(logprobs=True, top_logprobs=2, n=3)
+    else:
+        answer = await site.complete(logprobs=2, n=3)
+    assert [each["index"] for each in answer["choices"]] == [0, 1, 2]
+    assert all(each["logprobs"] for each in answer["choices"])
+    assert threads and threading.get_ident() not in threads

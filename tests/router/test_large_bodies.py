@@ -1,0 +1,294 @@
+"""Bodies that would cost others time or memory: counted before they are parsed, bounded before
+they are tokenized, prepared in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import psutil
+import pytest
+
+from benchmarks.bench_bodies import KINDS as ATTACKS
+from benchmarks.bench_bodies import MIB, measure, router
+from paths import MODELS
+from pdserve.common.config.schema import LogConfig, ModelConfig
+from pdserve.common.core.errors import (
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    PdserveError,
+    Unavailable,
+)
+from pdserve.router import text_workers as text_workers_module
+from pdserve.router.http import bodies as bodies_module
+from pdserve.router.http import prepare as prepare_module
+from pdserve.router.http.bodies import Bodies
+from pdserve.router.http.prepare import MAX_CONTAINERS, MAX_PROMPTS, TextModel
+from pdserve.router.served_model import ServedModel, load_served_model
+from pdserve.router.text_worker import Spec
+from pdserve.router.text_workers import TextWorkers
+
+MODEL = MODELS / "llama-gqa"
+CONFIG = ModelConfig(model=str(MODEL))
+
+
+@pytest.fixture(scope="module")
+def model() -> ServedModel:
+    return load_served_model(CONFIG)
+
+
+@pytest.fixture
+def text(model: ServedModel) -> TextModel:
+    return TextModel(model)
+
+
+def encode(**fields: Any) -> bytes:
+    return json.dumps(fields).encode()
+
+
+@pytest.fixture
+def no_encoding(monkeypatch: pytest.MonkeyPatch, model: ServedModel) -> Iterator[list[int]]:
+    """The lengths of the texts that are encoded."""
+    lengths: list[int] = []
+    real = type(model.tokenizer).encode
+
+    def encode(self: Any, text: str, special: bool = True) -> tuple[int, ...]:
+        lengths.append(len(text))
+        return real(self, text, special)
+
+    monkeypatch.setattr(type(model.tokenizer), "encode", encode)
+    yield lengths
+
+
+# ---- bounds before work ---------------------------------------------------------------------
+
+
+def test_prompts_are_counted_before_they_are_encoded(
+    text: TextModel, no_encoding: list[int]
+) -> None:
+    with pytest.raises(InvalidRequest, match="at most 1024 prompts") as error:
+        text.prepare("completion", encode(prompt=["a"] * (MAX_PROMPTS + 1)))
+    assert error.value.param == "prompt"
+    with pytest.raises(InvalidRequest, match="prompts × n") as error:
+        text.prepare("completion", encode(prompt=["a"] * 600, n=8))
+    assert error.value.param == "n"
+    assert not no_encoding
+
+
+@pytest.mark.parametrize("end", [b"", b"\\", b"\\\\"])
+def test_a_string_that_never_ends_is_looked_at_once(text: TextModel, end: bytes) -> None:
+    """Two megabytes of escaped quotes; trying each of them as a beginning would take hours."""
+    with pytest.raises(InvalidRequest, match="not valid JSON"):
+        text.prepare("completion", b'{"prompt": "' + b'\\"' * MIB + end)
+
+
+def test_millions_of_lists_are_refused_before_they_are_parsed(
+    text: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parse(*_: Any) -> None:
+        raise AssertionError("parsed")
+
+    monkeypatch.setattr(prepare_module, "parse", parse)
+    many = b"[1]," * (MAX_CONTAINERS + 1)
+    with pytest.raises(InvalidRequest, match="lists and objects"):
+        text.prepare("completion", b'{"prompt": [' + many + b"[1]]}")
+    with pytest.raises(InvalidRequest, match="values"):
+        text.prepare("completion", b'{"prompt": [' + b"1," * 2**21 + b"1,1]}")
+    message = b'{"role": "user", "content": "[{,"},'
+    with pytest.raises(InvalidRequest, match="lists and objects"):
+        text.prepare("chat", b'{"messages": [' + message * (MAX_CONTAINERS + 1) + b"]}")
+    with pytest.raises(AssertionError, match="parsed"):  # what is in strings does not count
+        text.prepare("completion", encode(prompt='[{,\\"\\' * MAX_CONTAINERS))
+
+
+def test_a_text_too_long_for_the_window_is_not_encoded(
+    text: TextModel, no_encoding: list[int]
+) -> None:
+    window = text.model.max_model_len
+    long = "a" * (window * text.model.tokenizer.max_token_chars + 1)
+    for kind, body, param in (
+        ("completion", encode(prompt=long), "prompt"),
+        ("chat", encode(messages=[{"role": "user", "content": long}]), "messages"),
+        ("tokenize", encode(prompt=long), "prompt"),
+    ):
+        with pytest.raises(InvalidRequest, match=f"maximum context length is {window} tokens") as e:
+            text.prepare(kind, body)
+        assert (e.value.code, e.value.param) == ("CONTEXT_LENGTH_EXCEEDED", param)
+    with pytest.raises(InvalidRequest, match="maximum context length"):
+        text.prepare("completion", encode(prompt=[1] * (3 * window)))
+    assert not no_encoding
+
+
+def test_a_long_text_is_encoded_piece_by_piece_until_it_cannot_fit(
+    model: ServedModel, no_encoding: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.router.served_model._PIECE", 500)
+    with pytest.raises(InvalidRequest, match="maximum context length"):
+        model.encode("qz" * 4000, "prompt")
+    assert max(no_encoding) == 500
+    fits = "once upon a time " * 100
+    assert model.encode(fits, "prompt") == model.tokenizer.encode(fits)
+
+
+# ---- the bytes that are held ----------------------------------------------------------------
+
+
+class Slow:
+    """A request whose body comes when the test says so."""
+
+    def __init__(self, size: int) -> None:
+        self.content_length: int | None = size
+        self.headers: dict[str, str] = {}
+        self.content = self
+        self.chunks: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def readany(self) -> bytes:
+        return await self.chunks.get()
+
+
+async def test_bodies_share_a_bounded_memory_and_clients_its_shares() -> None:
+    bodies = Bodies(10 * MIB, timeout=0.1, share=0.5)
+
+    async def read(request: Slow, client: str) -> int:
+        async with bodies.reading(request, client) as raw:  # type: ignore[arg-type]
+            return len(raw)
+
+    first, second = Slow(10 * MIB), Slow(10 * MIB)
+    reading = [asyncio.create_task(read(first, "a")), asyncio.create_task(read(second, "b"))]
+    await asyncio.sleep(0)
+    small = Slow(100)
+    small.chunks.put_nowait(b"x" * 100)
+    small.chunks.put_nowait(b"")
+    assert await read(small, "a") == 100  # counts for nothing
+    with pytest.raises(Unavailable):  # there is no room; whoever waits reads nothing
+        await read(Slow(10 * MIB), "c")
+    first.chunks.put_nowait(b"x" * MIB)
+    first.chunks.put_nowait(b"")
+    assert await reading[0] == MIB
+    other = asyncio.create_task(read(first, "c"))
+    with pytest.raises(Unavailable):  # `b` has its share
+        await read(Slow(10 * MIB), "b")
+    first.chunks.put_nowait(b"")
+    assert await other == 0
+    reading[1].cancel()
+
+
+async def test_the_bodies_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies_module, "MAX_WAITING", 0)
+    with pytest.raises(Overloaded):
+        async with Bodies(10 * MIB).reading(Slow(MIB), "a"):  # type: ignore[arg-type]
+            pass
+
+
+# ---- processes ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def workers() -> AsyncIterator[TextWorkers]:
+    workers = TextWorkers(Spec(asdict(CONFIG), asdict(LogConfig())), size=1)
+    yield workers
+    await workers.close()
+    assert not [each for each in psutil.Process().children() if _prepares(each)]
+
+
+def _prepares(process: psutil.Process) -> bool:
+    try:
+        return "pdserve.router.text_worker" in process.cmdline()
+    except psutil.NoSuchProcess:  # it has ended
+        return False
+
+
+CHAT = [{"role": "user", "content": "Tell me a story."}]
+BODIES = [
+    ("completion", {"prompt": "once upon", "n": 2, "stop": ["x"], "seed": 3}),
+    ("completion", {"prompt": ["once", "upon"], "echo": True, "temperature": 0.5}),
+    ("completion", {"prompt": [[3, 4], [5]], "echo": True, "odd": 1, "stream": True}),
+    ("completion", {"prompt": [3, 4], "logit_bias": {"3": 1.0}, "user": "me"}),
+    ("tokenize", {"prompt": "once upon a time"}),
+    ("detokenize", {"tokens": [3, 4, 5]}),
+]
+WRONG = [
+    ("completion", {"prompt": "a", "n": "many"}),
+    ("completion", {"prompt": "a", "model": "another"}),
+    ("completion", {"prompt": [10**6]}),
+    ("completion", {"prompt": "a", "suffix": "b"}),
+    ("chat", {"messages": []}),
+    ("chat", {"messages": CHAT, "tools": [{"type": "function"}]}),
+    ("completion", {"prompt": "a", "user": "x" * 100_000}),
+]
+
+
+async def test_a_process_prepares_as_the_router_does(
+    workers: TextWorkers, text: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind, body in BODIES:
+        here, there = (
+            text.prepare(kind, encode(**body)),
+            await workers.prepare(kind, encode(**body)),
+        )
+        assert [list(ids) for ids in there.prompts] == [list(ids) for ids in here.prompts]
+        assert (list(there.texts), there.unknown) == (list(here.texts), here.unknown)
+        left_out = {"prompt", "tokens", *here.unknown}
+        assert there.body.model_dump(exclude=left_out) == here.body.model_dump(exclude=left_out)
+    for kind, body in WRONG:
+        with pytest.raises((InvalidRequest, ModelNotFound)) as error:
+            await workers.prepare(kind, encode(**body))
+        if "user" not in body:
+            with pytest.raises(type(error.value)) as own:
+                text.prepare(kind, encode(**body))
+            assert str(own.value) == str(error.value) and own.value.param == error.value.param
+
+    # Its death fails one body, and no other.
+    (worker,) = workers._idle
+    dying = asyncio.create_task(workers.prepare("tokenize", encode(prompt="a")))
+    await asyncio.sleep(0)
+    worker._process.kill()
+    with pytest.raises(PdserveError) as died:
+        await dying
+    assert died.value.code == "PREPARATION_FAILED"
+    leaving = asyncio.create_task(workers.prepare("tokenize", encode(prompt="a")))
+    await asyncio.sleep(0.01)
+    leaving.cancel()  # a client that leaves costs no process
+    assert (await workers.prepare("tokenize", encode(prompt="a"))).prompts
+    (same,) = workers._idle
+    monkeypatch.setattr(text_workers_module, "_TIMEOUT", 0.0)
+    with pytest.raises(PdserveError, match="took more than"):
+        await workers.prepare("tokenize", encode(prompt="a"))
+    assert not workers._idle and same._process.returncode is not None
+
+
+def test_large_bodies_leave_the_router_small_and_awake() -> None:
+    """The true path, as `benchmarks/bench_bodies.py` measures it with 100 bodies of 30 MB."""
+    with router(str(MODEL), "--max-body-size", str(8 * MIB)) as (process, port):
+        for kind in ATTACKS:
+            figures = asyncio.run(measure(process.pid, port, kind, 5, 6 * MIB))
+            assert set(figures.statuses) <= {"400", "503"}, figures
+            assert figures.rss_peak < 400, figures
+            assert figures.health_p50 < 50, figures
+
+
+async def test_clients_take_turns_at_the_text_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = TextWorkers(Spec(asdict(CONFIG), asdict(LogConfig())), size=1)
+    go, order = asyncio.Event(), []
+
+    async def ask(kind: str, raw: bytes) -> Any:
+        await go.wait()
+        order.append(raw.decode())
+        raise InvalidRequest("enough")
+
+    monkeypatch.setattr(workers, "_ask", ask)
+    limit = text_workers_module.MAX_CLIENT_WAITING
+    many = [asyncio.create_task(workers.prepare("tokenize", b"a", "a")) for _ in range(limit + 1)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await workers.prepare("tokenize", b"a", "a")
+    other = asyncio.create_task(workers.prepare("tokenize", b"b", "b"))
+    await asyncio.sleep(0)
+    go.set()
+    await asyncio.gather(other, *many, return_exceptions=True)
+    assert "b" in order[:3]
+    await workers.close()

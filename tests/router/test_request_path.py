@@ -1,0 +1,614 @@
+"""One request through the router, whatever its nodes say or fail to say: it ends, its place and
+its nodes are free, and who failed is who is blamed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from contextlib import aclosing, suppress
+from itertools import repeat
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import grpc
+import pytest
+
+from fake_nodes import FakeCluster, dies, fails, fake_cluster, hangs, says
+from pdserve.common.core.errors import (
+    Blame,
+    DeadlineExceeded,
+    NodeError,
+    PdserveError,
+    TransferError,
+    Unavailable,
+)
+from pdserve.common.rpc import convert
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.common.rpc.pb import inference_pb2
+from pdserve.common.rpc.status import REQUEST_ID_KEY
+from pdserve.router import reach
+from pdserve.router.breaker import BreakerState
+from pdserve.router.merge import merge
+from pdserve.router.pipeline import Attempt
+
+PARTED = NodeError("no route", code="PEER_LOST", blame=Blame.DECODE)
+
+
+def lost(role: Blame) -> NodeError:
+    return NodeError("gone", code="RANK_DIED", blame=role)
+
+
+@pytest.fixture
+async def pair(tmp_path: Path) -> AsyncIterator[FakeCluster]:
+    async with fake_cluster(tmp_path, ("p0", "d0"), request_timeout=2.0) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+async def four(tmp_path: Path) -> AsyncIterator[FakeCluster]:
+    async with fake_cluster(tmp_path, ("p0", "p1", "d0", "d1")) as cluster:
+        yield cluster
+
+
+async def ends(cluster: FakeCluster, kind: type[PdserveError] = PdserveError) -> PdserveError:
+    """The error of a request that must end soon."""
+    with pytest.raises(kind) as caught:
+        async with asyncio.timeout(60):
+            await cluster.ask()
+    await cluster.settled()
+    return caught.value
+
+
+def breakers(cluster: FakeCluster) -> set[BreakerState]:
+    return {node.breaker.state for node in cluster.registry.nodes()}
+
+
+# ---- every path ends ----
+
+
+async def test_a_request_is_served(four: FakeCluster) -> None:
+    stats = await four.ask()
+    assert stats.timeline.migrations == 0 and stats.completion_tokens == 8
+    one_token = await four.ask(max_tokens=1)
+    assert one_token.completion_tokens == 1 and one_token.timeline.migrations == 0
+
+
+@pytest.mark.parametrize("role", ["p0", "d0"])
+async def test_a_reply_that_does_not_parse_is_its_nodes_fault(
+    four: FakeCluster, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = four[role]
+
+    async def garbage(request: Any, context: Any) -> AsyncIterator[bytes]:
+        node.jobs.append(request)
+        yield b"\xff\xff\xff"
+
+    await node.server.stop(0)
+    node.server = grpc.aio.server()
+    monkeypatch.setattr(node, "_prefill", garbage)
+    monkeypatch.setattr(node, "_decode", garbage)
+    await node.start()
+    for _ in range(4):
+        await four.ask()
+    assert 0 < len(node.jobs) <= 3
+    assert breakers(four) == {BreakerState.CLOSED, BreakerState.OPEN}
+
+
+@pytest.mark.parametrize("role", ["p0", "d0"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"error_code": "NEW_IN_V9", "blame": "martian"},
+        {"error_code": "NEW_IN_V9"},
+        {"error_code": "NEW_IN_V9", "blame": "decode", "retry_after": "soon", "retryable": "?"},
+        {},
+    ],
+)
+@pytest.mark.parametrize("status", [grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED])
+async def test_what_a_node_of_another_version_says_ends_no_client(
+    four: FakeCluster, role: str, words: dict[str, str], status: grpc.StatusCode
+) -> None:
+    four[role].on_run = says(status, **words)
+    async with asyncio.timeout(60):
+        for _ in range(3):
+            await four.ask()
+    assert 0 < len(four[role].jobs) <= 3
+
+
+async def test_a_defect_of_the_router_ends_that_request_and_is_logged(
+    pair: FakeCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(message: pb.TokenEvent) -> None:
+        raise KeyError(7)
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
+        patch.setattr(convert, "event_from_pb", broken)
+        error = await ends(pair)
+    assert error.code == "INTERNAL" and "r1" in error.message and "KeyError" not in error.message
+    (record,) = [each for each in caplog.records if each.levelno == logging.ERROR]
+    assert "r1" in record.getMessage() and record.exc_info is not None
+    await pair.ask()
+
+
+@pytest.mark.parametrize("role", ["p0", "d0"])
+async def test_a_node_that_says_nothing_is_waited_for_until_the_deadline(
+    pair: FakeCluster, role: str
+) -> None:
+    pair[role].on_run = hangs
+    started = monotonic()
+    error = await ends(pair, DeadlineExceeded)
+    assert error.http_status == 504 and "2 s" in error.message
+    assert 2 <= monotonic() - started < 30
+    pair[role].on_run = None
+    await pair.ask()
+
+
+async def test_progress_moves_the_deadline(tmp_path: Path) -> None:
+    async def slow(context: Any) -> None:
+        await asyncio.sleep(0.2)
+
+    async with fake_cluster(tmp_path, ("p0", "d0"), request_timeout=0.6) as cluster:
+        cluster["d0"].on_token = dict.fromkeys(range(8), slow)
+        await cluster.ask()
+
+
+async def test_a_client_that_leaves_frees_all(pair: FakeCluster) -> None:
+    pair["d0"].on_token = {2: hangs}
+    async with aclosing(pair.pipeline.generate(pair.request())) as updates:
+        for _ in range(2):
+            await anext(updates)
+        assert pair.pipeline.admission.running == 1
+    await pair.settled()
+    pair["d0"].on_token, pair["p0"].on_run = {}, hangs
+    task = asyncio.create_task(pair.ask())
+    while not pair["p0"].open:
+        await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await pair.settled()
+
+
+async def test_the_place_is_free_when_the_nodes_have_finished(pair: FakeCluster) -> None:
+    """However slowly the client reads."""
+    async with aclosing(pair.pipeline.generate(pair.request())) as updates:
+        await anext(updates)
+        async with asyncio.timeout(60):
+            while pair.pipeline.admission.running:
+                await asyncio.sleep(0.01)
+        assert len([update async for update in updates]) == 8
+
+
+async def test_an_answer_to_retarget_that_does_not_parse_is_the_decode_nodes_fault(
+    four: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def garbage(request: Any, context: Any) -> bytes:
+        return b"\xff\xff\xff"
+
+    node = four["d0"]
+    await node.server.stop(0)
+    node.server = grpc.aio.server()
+    monkeypatch.setattr(node, "_retarget", garbage)
+    await node.start()
+    failure = NodeError("gone", code="NODE_FAILED", blame=Blame.PREFILL)
+    four["p0"].on_run = four["p1"].on_run = fails(failure, 1)
+    for _ in range(4):
+        await four.ask()
+    assert len(node.jobs) > 0 and breakers(four) == {BreakerState.CLOSED}
+
+
+async def test_what_fails_after_the_last_token_is_nobody_s_failure(
+    pair: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request's tasks are only waited for then: a call that breaks just now, say."""
+
+    async def breaks(self: Attempt) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise lost(Blame.DECODE)
+
+    monkeypatch.setattr(Attempt, "_finish_choices", breaks)
+    async with asyncio.timeout(30):
+        stats = await pair.ask()
+    assert stats.completion_tokens == 8 and stats.timeline.migrations == 0
+
+
+async def test_a_generation_that_cancels_itself_ends_its_answer() -> None:
+    async def source() -> AsyncGenerator[int, None]:
+        yield 1
+        raise asyncio.CancelledError
+
+    async with asyncio.timeout(30):
+        with pytest.raises(PdserveError, match="cancelled"):
+            assert [item async for _, item in merge([source()])] == [1]
+
+
+# ---- going on elsewhere, for as long as the deadline allows ----
+
+
+async def test_pauses_grow_and_the_budget_is_time(tmp_path: Path) -> None:
+    async with fake_cluster(tmp_path, ("p0", "d0"), queue_timeout=1.0) as cluster:
+        cluster["d0"].on_run = fails(NodeError("full", code="BUSY"))
+        cluster.registry.nodes()[1].breaker._max_failures = 1000
+        started = monotonic()
+        error = await ends(cluster, NodeError)
+        assert error.code == "BUSY" and 0.9 < monotonic() - started < 30
+        assert 2 <= cluster.jobs("d") <= 8
+
+
+async def test_waiting_is_bounded_in_all_and_not_anew_at_each_try(tmp_path: Path) -> None:
+    async with fake_cluster(tmp_path, ("p0", "d0"), queue_timeout=0.6) as cluster:
+        (node,) = (each for each in cluster.registry.nodes() if each.role == "decode")
+
+        async def vanish(context: Any) -> None:
+            asyncio.get_running_loop().call_later(0.4, cluster["d0"].register)
+            raise lost(Blame.DECODE)
+
+        cluster["d0"].on_run = vanish
+        started = monotonic()
+        error = await ends(cluster)
+        assert isinstance(error, Unavailable | NodeError)
+        assert monotonic() - started < 30 and node.lost
+
+
+async def test_a_request_that_has_begun_waits_longer_than_the_queue_time_out(
+    tmp_path: Path,
+) -> None:
+    async with fake_cluster(tmp_path, ("p0", "d0"), queue_timeout=0.1) as cluster:
+        d0 = cluster["d0"]
+
+        async def vanish(context: Any) -> None:
+            d0.on_token = {}
+            asyncio.get_running_loop().call_later(0.7, d0.register)
+            raise lost(Blame.DECODE)
+
+        d0.on_token = {3: vanish}
+        stats = await cluster.ask()
+        assert stats.timeline.migrations == 1
+
+
+async def test_failures_of_prefill_are_not_blamed_on_decode(four: FakeCluster) -> None:
+    four["p0"].on_run = fails(NodeError("broken", code="NODE_FAILED", blame=Blame.PREFILL))
+    for _ in range(8):
+        await four.ask()
+    assert len(four["p0"].jobs) == 3, "then its breaker is open"
+    states = {node.info.node_id: node.breaker.state.value for node in four.registry.nodes()}
+    assert states == {"p0": "open", "p1": "closed", "d0": "closed", "d1": "closed"}
+    assert four.jobs("d") == 8, "blocks that are reserved are kept"
+
+
+async def test_a_defect_in_a_nodes_handler_is_the_nodes(four: FakeCluster) -> None:
+    """It fails fast, so it would stay the least loaded: a black hole."""
+    for name in ("p0", "d0"):
+        four[name].on_run = fails(RuntimeError("defect"))
+        before = len(four[name].jobs)
+        for _ in range(6):
+            await four.ask()
+        assert len(four[name].jobs) == before + 3
+        four[name].on_run = None
+    assert {node.breaker.state.value for node in four.registry.nodes()} == {"open", "closed"}
+
+
+@pytest.mark.parametrize("role", ["p0", "d0"])
+async def test_a_token_that_cannot_be_is_its_nodes_and_not_the_clients(
+    four: FakeCluster, role: str
+) -> None:
+    four[role].token_offset = 10**6
+    for _ in range(6):
+        await four.ask()
+    (node,) = (each for each in four.registry.nodes() if each.info.node_id == role)
+    while node.breaker.state is BreakerState.CLOSED:  # now and then the other half is first to tell
+        await four.ask()
+        assert len(four[role].jobs) < 30
+    states = {node.info.node_id: node.breaker.state.value for node in four.registry.nodes()}
+    assert states == {name: "open" if name == role else "closed" for name in four.nodes}
+
+
+def _first_token(**changes: Any) -> Callable[[Any], Iterable[Any]]:
+    def tells(event: Any) -> Iterable[Any]:
+        token = event.first_token.token
+        for name, value in changes.items() if event.HasField("first_token") else ():
+            token.ClearField(name)
+            token.MergeFrom(pb.TokenEvent(**{name: value}))
+        return (event,)
+
+    return tells
+
+
+def _decoded(change: Callable[[pb.DecodeEvent], Iterable[Any]]) -> Callable[[Any], Iterable[Any]]:
+    return lambda event: change(event) if event.HasField("tokens") else (event,)
+
+
+def _never_ends(event: pb.DecodeEvent) -> Iterable[Any]:
+    ended, event.tokens.finish_reason = bool(event.tokens.finish_reason), 0
+    return repeat(event) if ended else (event,)
+
+
+def _of_choice_7(event: pb.DecodeEvent) -> Iterable[Any]:
+    event.tokens.choice = 7
+    return (event,)
+
+
+def _odd_logprob(event: pb.DecodeEvent) -> Iterable[Any]:
+    event.tokens.tokens[0].logprob = -1
+    event.tokens.tokens[0].top_logprobs.add(token_id=2**32 - 1, logprob=-1)
+    return (event,)
+
+
+ID = inference_pb2.Token(id=50)
+NOTHING = pb.DecodeEvent(tokens=pb.TokenEvent())
+RUDE: dict[str, tuple[str, Callable[[Any], Iterable[Any]]]] = {
+    "two first tokens": ("p0", lambda event: (event, event)),
+    "a first token of two": ("p0", _first_token(tokens=[ID, ID])),
+    "a first token of none": ("p0", _first_token(tokens=[])),
+    "a first token of another choice": ("p0", _first_token(choice=3)),
+    "handed off at once": ("p0", lambda _: (pb.PrefillEvent(handed_off=pb.HandedOff()),)),
+    "an event of none": ("p0", lambda _: (pb.PrefillEvent(),)),
+    "an unknown choice": ("d0", _decoded(_of_choice_7)),
+    "odd logprobs": ("d0", _decoded(_odd_logprob)),
+    "more than max_tokens": ("d0", _decoded(_never_ends)),
+    "tokens of nothing": ("d0", _decoded(lambda _: repeat(NOTHING))),
+    "tokens at once": ("d0", lambda _: (pb.DecodeEvent(tokens=pb.TokenEvent(tokens=[ID])),)),
+    "landed at once": ("d0", lambda _: (pb.DecodeEvent(landed=pb.Landed()),)),
+    "landed again": ("d0", lambda event: repeat(event) if event.HasField("landed") else (event,)),
+    "reserved again": ("d0", lambda event: repeat(event, 2)),
+}
+
+
+WORKED = {"landed again", "more than max_tokens"}
+
+
+@pytest.mark.parametrize("rude", RUDE)
+async def test_a_node_that_tells_what_cannot_be_is_left(four: FakeCluster, rude: str) -> None:
+    """Its request goes on elsewhere, and its client sees nothing of it. A decode node that makes
+    no good token soon gets no more; what a prefill node says may come when all is over."""
+    name, tells = RUDE[rude]
+    four[name].tells = tells
+    async with asyncio.timeout(60):
+        for _ in range(12):
+            stats = await four.ask()
+            assert stats.completion_tokens == 8
+    (node,) = (each for each in four.registry.nodes() if each.info.node_id == name)
+    assert four[name].jobs
+    if name == "d0" and rude not in WORKED:
+        assert len(four[name].jobs) < 6 and node.breaker.state is not BreakerState.CLOSED
+
+
+async def test_what_comes_after_the_end_is_nobodys(four: FakeCluster) -> None:
+    four["d0"].tells = four["d1"].tells = lambda event: (event, event, event)[
+        : 3 if event.HasField("tokens") and event.tokens.finish_reason else 1
+    ]
+    for _ in range(4):
+        assert (await four.ask()).timeline.migrations == 0
+
+
+# ---- prefill and decode nodes that do not reach each other ----
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PARTED,
+        TransferError("no route", code="CONNECT_FAILED", blame=Blame.DECODE),
+        TransferError("nothing came", code="LEASE_EXPIRED"),
+    ],
+)
+async def test_a_pair_that_is_cut_is_remembered_and_the_decode_node_prefills(
+    tmp_path: Path, error: PdserveError
+) -> None:
+    async with fake_cluster(tmp_path, ("p0", "d0"), queue_timeout=1.0) as cluster:
+        cluster["p0"].on_run = fails(error)
+        answers = await asyncio.gather(*(cluster.ask() for _ in range(20)))
+        assert max(stats.timeline.migrations for stats in answers) <= 2
+        tried = cluster.jobs("p")
+        await cluster.ask()
+        assert cluster.jobs("p") == tried, "it is known by now"
+        assert breakers(cluster) == {BreakerState.CLOSED}
+        assert all(node["state"] == "ready" for node in cluster.pipeline.cluster()["nodes"])
+        assert cluster.pipeline.ready()[0] and cluster.pipeline.cluster()["pairings"] == []
+        cluster["p0"].on_run = None
+        async with asyncio.timeout(60):
+            while not cluster.pipeline.cluster()["pairings"]:
+                await asyncio.sleep(0.05)
+        local = cluster["d0"].local_prefills
+        await cluster.ask()
+        assert cluster["d0"].local_prefills == local, "it is tried again after a while"
+
+
+async def test_other_pairs_serve_while_one_is_cut(four: FakeCluster) -> None:
+    four["p0"].on_run = fails(PARTED)
+    for _ in range(6):
+        await four.ask()
+    assert four["d0"].local_prefills == four["d1"].local_prefills == 0
+    assert breakers(four) == {BreakerState.CLOSED}
+
+
+async def test_a_lease_that_lapses_on_the_decode_node_breaks_the_pair(pair: FakeCluster) -> None:
+    pair["d0"].on_landed = fails(TransferError("nothing came", code="LEASE_EXPIRED"))
+    await pair.ask()
+    assert pair["d0"].local_prefills == 1
+    assert breakers(pair) == {BreakerState.CLOSED}
+
+
+async def test_a_decode_node_that_gave_the_blocks_up_is_asked_anew(pair: FakeCluster) -> None:
+    pair["p0"].on_run = fails(lost(Blame.PREFILL), times=1)
+    pair["d0"].on_retarget = fails(TransferError("no such transfer", code="UNKNOWN_TRANSFER"))
+    task = asyncio.create_task(pair.ask())
+    while not task.done():
+        pair.registry.heartbeat("p0", pb.NodeLoad(healthy=True))
+        await asyncio.sleep(0.02)
+    await task
+
+
+async def test_a_node_that_freezes_while_it_drains_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sends no heartbeats any more, so only its silence towards the router tells."""
+    monkeypatch.setattr(reach, "ASK_TIMEOUT", 0.2)
+    names, beats = ("p0", "d0", "d1"), {"heartbeat_interval": 0.1, "heartbeat_timeout": 1.0}
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it accepts, and says nothing
+        async with fake_cluster(tmp_path, names, watched=True, **beats) as cluster:
+
+            async def freeze(context: Any) -> None:
+                node = next(n for n in cluster.registry.nodes() if n.info.node_id == "d0")
+                cluster.registry.deregister("d0")
+                node.info.address = f"127.0.0.1:{silent.getsockname()[1]}"
+                await hangs(context)
+
+            async def beat() -> None:
+                while True:
+                    for name in names:
+                        cluster.registry.heartbeat(name, pb.NodeLoad(healthy=True))
+                    await asyncio.sleep(0.1)
+
+            cluster["d0"].on_token = {3: freeze}
+            beating = asyncio.create_task(beat())
+            async with asyncio.timeout(60):
+                asked = [await cluster.ask() for _ in range(2)]
+            beating.cancel()
+            assert sum(stats.timeline.migrations for stats in asked) == 1
+
+
+# ---- poison ----
+
+
+@pytest.mark.parametrize("role", ["p", "d"])
+async def test_a_node_that_can_compute_nothing_is_left(four: FakeCluster, role: str) -> None:
+    """All its rows fail, those of others do not: no request is poison, and it gets no more."""
+    blame = Blame.PREFILL if role == "p" else Blame.DECODE
+    error = NodeError("r1: not a number", code="SEQUENCE_FAILED", blame=blame)
+    four[f"{role}0"].on_token = {0: fails(error)}
+    for _ in range(12):
+        await four.ask()
+    assert len(four[f"{role}0"].jobs) == 3
+
+
+@pytest.mark.parametrize("role", ["p", "d"])
+async def test_a_request_that_fails_alike_on_two_nodes_is_not_tried_on_a_third(
+    tmp_path: Path, role: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = [f"{each}{number}" for each in "pd" for number in range(3)]
+    async with fake_cluster(tmp_path, names) as cluster:
+        blame = Blame.PREFILL if role == "p" else Blame.DECODE
+        poison = NodeError("r1: not a number", code="SEQUENCE_FAILED", blame=blame)
+        for number in range(3):
+            cluster[f"{role}{number}"].on_token = {0: fails(poison)}
+        with caplog.at_level(logging.WARNING):
+            error = await ends(cluster)
+        assert error.code == "POISON_REQUEST" and error.http_status == 500
+        assert cluster.jobs(role) == 2
+        assert any("POISON_REQUEST" in r.message and "r1" in r.message for r in caplog.records)
+        assert breakers(cluster) == {BreakerState.CLOSED}
+
+
+@pytest.mark.parametrize("role", ["p", "d"])
+async def test_a_prompt_that_kills_nodes_does_not_kill_them_all(tmp_path: Path, role: str) -> None:
+    """Even if each of them makes a token of it before the next one dies of it."""
+    names = [f"{each}{number}" for each in "pd" for number in range(6)]
+    async with fake_cluster(tmp_path, names) as cluster:
+        for number in range(6):
+            cluster[f"{role}{number}"].on_token = {0: dies}
+        error = await ends(cluster)
+        assert error.code == "POISON_REQUEST"
+        assert cluster.jobs(role) == 3
+
+
+async def test_those_beside_a_request_that_kills_nodes_are_no_poison(tmp_path: Path) -> None:
+    """Each time it comes, all that are there die with it before any has a token, and the node is
+    started again: nothing is known of the new one."""
+    async with fake_cluster(tmp_path, ("p0", "d0")) as cluster:
+        node, bad = cluster["d0"], cluster.request()
+        present: dict[str, asyncio.Event] = {}
+        starts = 0
+
+        async def token(context: Any) -> None:
+            nonlocal starts
+            request_id = dict(context.invocation_metadata())[REQUEST_ID_KEY]
+            died = present[request_id] = asyncio.Event()
+            if request_id != bad.request_id:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(died.wait(), 0.6)
+            else:
+                await asyncio.sleep(0.3)  # what else is in its step
+                starts += 1
+                for each in present.values():
+                    each.set()
+                present.clear()
+                asyncio.get_running_loop().call_later(0.3, node.register, "", f"start {starts}")
+            present.pop(request_id, None)
+            if died.is_set():
+                await dies(context)
+
+        node.on_token = {0: token}
+
+        async def poison() -> None:
+            async for _ in cluster.pipeline.generate(bad):
+                pass
+
+        asked = (cluster.ask() for _ in range(3))
+        results = await asyncio.gather(*asked, poison(), return_exceptions=True)
+        assert isinstance(results[-1], NodeError) and results[-1].code == "POISON_REQUEST"
+        assert not [each for each in results[:-1] if isinstance(each, BaseException)], results
+
+
+async def test_nodes_that_die_while_others_are_served_first_are_not_its_fault(
+    tmp_path: Path,
+) -> None:
+    names = ["d0", "d1", *(f"p{number}" for number in range(6))]
+    async with fake_cluster(tmp_path, names) as cluster:
+        for name in names[2:6]:
+            (node,) = (n for n in cluster.registry.nodes() if n.info.node_id == name)
+            cluster[name].on_run = dies
+            node.prefilling[object()] = 0  # type: ignore[index]
+        await cluster.ask()
+
+
+# ---- load ----
+
+
+async def test_a_burst_spreads_over_the_prefill_nodes(tmp_path: Path) -> None:
+    names = ["d0", "d1", *(f"p{number}" for number in range(4))]
+    async with fake_cluster(tmp_path, names) as cluster:
+        await asyncio.gather(*(cluster.ask(num_prompt=20) for _ in range(64)))
+        counts = Counter({name: len(cluster[name].jobs) for name in names})
+        assert all(10 <= counts[f"p{number}"] <= 22 for number in range(4)), counts
+        assert counts["d0"] + counts["d1"] == 64 and abs(counts["d0"] - counts["d1"]) <= 8
+
+
+# ---- nodes that the router does not reach ----
+
+
+@pytest.mark.parametrize("role", ["p", "d"])
+async def test_a_node_whose_name_does_not_resolve_loses_nothing(tmp_path: Path, role: str) -> None:
+    names = ("p0", "p1", "d0", "d1")
+    async with fake_cluster(tmp_path, names, watched=True, queue_timeout=5) as cluster:
+        bad = cluster[f"{role}0"]
+        bad.register("nowhere.invalid:7")
+        started = monotonic()
+        await asyncio.gather(*(cluster.ask() for _ in range(20)))
+        assert monotonic() - started < 30
+        (node,) = (n for n in cluster.pipeline.cluster()["nodes"] if n["node_id"] == bad.name)
+        assert node["state"] == "lost" and node["reason"]
+        assert all(bad.name not in each.values() for each in cluster.pipeline.cluster()["pairings"])
+        cluster.registry.heartbeat(bad.name, pb.NodeLoad(healthy=True))
+        (node,) = (n for n in cluster.pipeline.cluster()["nodes"] if n["node_id"] == bad.name)
+        assert node["state"] == "lost", "a heartbeat says nothing of the way there"
+        bad.register()
+        async with asyncio.timeout(60):
+            while len(cluster.pipeline.cluster()["pairings"]) < 4:
+                await asyncio.sleep(0.05)
+
+
+async def test_only_nodes_out_of_reach_is_not_ready_and_says_why(tmp_path: Path) -> None:
+    async with fake_cluster(tmp_path, ("p0", "d0"), watched=True, queue_timeout=1) as cluster:
+        cluster["d0"].register("nowhere.invalid:7")
+        started = monotonic()
+        error = await ends(cluster)
+        assert monotonic() - started < 30
+        assert error.code == "NO_NODE" and "cannot be reached" in error.message
+        ready, reason = cluster.pipeline.ready()
+        assert not ready and "cannot be reached" in reason

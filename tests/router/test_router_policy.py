@@ -1,0 +1,484 @@
+"""Placement, breaker, registry and admission, with a clock of our own."""
+
+import asyncio
+from contextlib import ExitStack
+
+import pytest
+
+from pdserve.common.config.schema import RoutingConfig
+from pdserve.common.core.errors import Blame, NodeError, Overloaded, TransferError, Unavailable
+from pdserve.common.core.sampling import SamplingParams
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.common.rpc.server import Channels
+from pdserve.router.admission import MAX_WAITING_TOKENS, Admission, Batch
+from pdserve.router.breaker import BreakerState, CircuitBreaker
+from pdserve.router.clock import AwakeClock
+from pdserve.router.generation import GenerationRequest
+from pdserve.router.placement import Placement, RoundRobin, least_load, why_not
+from pdserve.router.registry import Node, Registry
+from pdserve.router.run import Run
+
+
+class Clock:
+    def __init__(self):
+        self.time = 100.0
+
+    def __call__(self):
+        return self.time
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def registry(clock):
+    return Registry(RoutingConfig(heartbeat_timeout=5, breaker_failures=2), clock)
+
+
+def add(
+    registry, node_id, role=pb.ROLE_DECODE, fingerprint="f", connector="tcp", replicas=1, **load
+):
+    load = {"free_blocks": 10, "total_blocks": 10, "healthy": True, **load}
+    info = pb.NodeInfo(
+        node_id=node_id, role=role, address=f"{node_id}:1", fingerprint=fingerprint,
+        kv_connectors=connector.split(","), data_parallel_size=replicas,
+    )  # fmt: skip
+    registry.register(info, pb.NodeLoad(**load))
+
+
+def a_run(num_tokens=8, **options) -> Run:
+    sampling = SamplingParams(max_tokens=4)
+    request = GenerationRequest("r", tuple(range(num_tokens)), sampling)
+    return Run(request, None, RoutingConfig(queue_timeout=0, **options))
+
+
+async def place(registry, run=None, **options) -> tuple[Node | None, Node]:
+    """The pair that a request gets, as `Pipeline` asks for it."""
+    placement, run = Placement(RoutingConfig(**options), registry), run or a_run()
+    decode, local_prefill = await placement.decode(run)
+    return None if local_prefill else await placement.prefill(run, decode), decode
+
+
+def ids(nodes):
+    return [node.info.node_id for node in nodes]
+
+
+async def test_a_silent_node_is_not_used_and_one_that_returns_is(registry, clock):
+    add(registry, "d0")
+    clock.time += 5.1
+    assert registry.usable(pb.ROLE_DECODE) == []
+    assert registry.heartbeat("d0", pb.NodeLoad(healthy=True))
+    assert ids(registry.usable(pb.ROLE_DECODE)) == ["d0"]
+    clock.time += 51
+    registry.sweep()
+    assert not registry.heartbeat("d0", pb.NodeLoad(healthy=True))
+
+
+async def test_a_node_that_did_not_answer_is_not_used_until_it_is_heard_from(registry):
+    add(registry, "d0")
+    (node,) = registry.usable(pb.ROLE_DECODE)
+    with pytest.raises(NodeError), registry.using(node):
+        raise NodeError("gone", code="PEER_LOST", blame=Blame.DECODE)
+    assert registry.usable(pb.ROLE_DECODE) == []
+    assert registry.heartbeat("d0", pb.NodeLoad(healthy=True))
+    assert registry.usable(pb.ROLE_DECODE) == [node]
+
+
+async def test_an_unhealthy_or_deregistered_node_gets_nothing_new(registry):
+    add(registry, "d0", healthy=False)
+    add(registry, "d1")
+    registry.deregister("d1")
+    assert registry.usable(pb.ROLE_DECODE) == []
+    assert registry.counts() == {("decode", "unhealthy"): 1}
+
+
+async def test_a_router_that_slept_takes_no_node_for_silent(clock):
+    registry = Registry(RoutingConfig(heartbeat_timeout=5), AwakeClock(2.5, clock))
+    add(registry, "d")
+    registry.sweep()
+    clock.time += 60  # stopped: heartbeats wait in its sockets
+    registry.sweep()
+    assert ids(registry.usable(pb.ROLE_DECODE)) == ["d"]
+    for _ in range(11):
+        clock.time += 0.5
+        registry.sweep()
+    assert registry.usable(pb.ROLE_DECODE) == []
+
+
+async def test_nodes_that_may_not_be_used_say_why(registry, clock):
+    add(registry, "d0", healthy=False, reason="step 7 has been running for 20.0 s")
+    add(registry, "d1")
+    add(registry, "d2")
+    add(registry, "d3")
+    add(registry, "p0", pb.ROLE_PREFILL, healthy=False)
+    _, lost, broken, *_ = registry._nodes.values()
+    lost.lost = True
+    broken.breaker.failed()
+    broken.breaker.failed()
+    assert registry.unusable_reasons(pb.ROLE_DECODE) == [
+        "d0: step 7 has been running for 20.0 s",
+        "d1: it does not answer",
+        "d2: its circuit breaker is open",
+    ]
+
+
+async def test_only_nodes_that_fit_together_are_paired(registry):
+    add(registry, "p0", pb.ROLE_PREFILL, fingerprint="a")
+    add(registry, "p1", pb.ROLE_PREFILL, fingerprint="b")
+    add(registry, "d0", fingerprint="b")
+    add(registry, "d1", fingerprint="c")
+    add(registry, "d2", fingerprint="a", connector="shm")
+    for policy in ("round-robin", "least-load"):
+        for _ in range(2):
+            pair = await place(registry, prefill_policy=policy, decode_policy=policy)
+            assert ids(pair) == ["p1", "d0"]
+    prefill, decode = await place(registry, local_prefill_threshold=9)
+    assert prefill is None and decode.role == "decode"
+
+
+async def test_without_a_prefill_node_only_a_request_that_has_begun_is_placed(registry):
+    add(registry, "d0")
+    with pytest.raises(Unavailable, match="no usable prefill node"):
+        await place(registry)
+    begun = a_run()
+    begun.version = "f"
+    assert (await place(registry, begun))[0] is None
+    add(registry, "p0", pb.ROLE_PREFILL)
+    begun.version = "g"
+    with pytest.raises(Unavailable, match="version"):
+        await place(registry, begun)
+
+
+async def test_a_prefill_node_that_is_sick_is_stood_in_for(registry):
+    add(registry, "p0", pb.ROLE_PREFILL, healthy=False, reason="no decode node reachable")
+    add(registry, "d0")
+    add(registry, "d1", fingerprint="g")
+    prefill, decode = await place(registry)
+    assert prefill is None and decode.info.node_id == "d0"
+    ready, reason = Placement(RoutingConfig(), registry).ready()
+    assert ready and reason.startswith("decode nodes prefill: ")
+
+
+async def test_a_broken_pair_is_not_used_and_its_nodes_are(registry, clock):
+    for name, role in (("p0", 1), ("p1", 1), ("d0", 2), ("d1", 2)):
+        add(registry, name, role)
+    placement = Placement(RoutingConfig(), registry)
+    for pair in (("p0", "d0"), ("p1", "d0"), ("p0", "d1")):
+        registry.pairs.failed(*pair)
+    assert [ids(pair) for pair in placement.pairs()] == [["p1", "d1"]]
+    assert all(node.breaker.allows() for node in registry.nodes())
+    assert ids(await place(registry)) == ["p1", "d1"]
+    registry.pairs.failed("p1", "d1")
+    assert (await place(registry))[0] is None, "the decode node can do it alone"
+    assert placement.ready()[0] and placement.pairs() == []
+    clock.time += 5
+    assert len(placement.pairs()) == 4
+
+
+async def test_a_pair_that_stays_broken_is_tried_less_and_less(registry, clock):
+    pairs, waits = registry.pairs, []
+    for _ in range(8):
+        pairs.failed("p0", "d0")
+        pairs.failed("p0", "d0")  # of a request that was under way, too
+        started = clock.time
+        while pairs.broken("p0", "d0"):
+            clock.time += 0.25
+        waits.append(clock.time - started)
+        pairs.placed("p0", "d0")
+        assert pairs.broken("p0", "d0"), "one request tries"
+        clock.time = max(clock.time, started + 40)
+    assert waits[0] <= 1.5 and waits[2] > 2 and max(waits) <= 38
+    pairs.succeeded("p0", "d0")
+    assert not pairs.broken("p0", "d0")
+
+
+async def test_a_burst_is_spread_by_its_tokens(registry):
+    """Load counts from the moment a node is chosen, not when it has begun."""
+    for number in range(4):
+        add(registry, f"p{number}", pb.ROLE_PREFILL)
+        add(registry, f"d{number}")
+    placement = Placement(RoutingConfig(), registry)
+    with ExitStack() as burst:
+        for number in range(64):
+            run = a_run(num_tokens=100 if number % 8 else 1000)
+            decode, _ = await placement.decode(run)
+            burst.enter_context(registry.using(decode))
+            prefill = await placement.prefill(run, decode)
+            burst.enter_context(registry.using(prefill, run.num_tokens))
+        loads = {node.info.node_id: node.prefill_tokens for node in registry.nodes()}
+        assert all(3000 <= loads[f"p{number}"] <= 4200 for number in range(4)), loads
+        assert {node.in_flight for node in registry.usable(pb.ROLE_DECODE)} == {16}
+    assert {(node.in_flight, node.prefill_tokens) for node in registry.nodes()} == {(0, 0)}
+
+
+async def test_a_trial_ends_with_the_first_token(registry, clock):
+    add(registry, "d0")
+    (node,) = registry.nodes()
+    node.breaker.failed()
+    node.breaker.failed()
+    clock.time += 5
+    with registry.using(node) as use:
+        assert not node.breaker.allows()
+        use.worked()
+        assert node.breaker.allows() and node.breaker.state is BreakerState.CLOSED
+
+
+async def test_what_a_node_says_of_another_or_of_a_transfer_is_not_its_own_failure(registry):
+    add(registry, "p0", pb.ROLE_PREFILL)
+    (node,) = registry.nodes()
+    for error in (
+        NodeError("gone", code="PEER_LOST", blame=Blame.DECODE),
+        TransferError("gone", code="PEER_LOST", blame=Blame.PREFILL),
+        TransferError("late", code="LEASE_EXPIRED"),
+    ):
+        for _ in range(3):
+            with pytest.raises(NodeError), registry.using(node):
+                raise error
+    assert registry.usable(pb.ROLE_PREFILL) == [node]
+
+
+async def test_a_node_that_sends_heartbeats_and_does_not_answer_is_not_used(registry, clock):
+    add(registry, "d0")
+    (node,) = registry.nodes()
+    registry.unanswered(node, "late", refused=False)
+    assert registry.usable(pb.ROLE_DECODE) == [node], "not before the time-out of heartbeats"
+    told = []
+    node.on_lost.add(told.append)
+    clock.time += 5.1
+    registry.heartbeat("d0", pb.NodeLoad(healthy=True))
+    registry.unanswered(node, "no route", refused=False)
+    registry.heartbeat("d0", pb.NodeLoad(healthy=True))
+    assert registry.usable(pb.ROLE_DECODE) == []
+    assert [error.code for error in told] == ["PEER_SILENT"]
+    assert registry.unusable_reasons(pb.ROLE_DECODE) == ["d0: it cannot be reached: no route"]
+    assert registry.describe()[0]["reason"] == "no route"
+    registry.answered(node)
+    assert registry.usable(pb.ROLE_DECODE) == [node]
+    registry.unanswered(node, "no such name", refused=True)
+    assert registry.usable(pb.ROLE_DECODE) == []
+
+
+async def test_nodes_that_do_not_pair_say_why(registry):
+    add(registry, "p0", pb.ROLE_PREFILL)
+    add(registry, "d0", connector="shm,nccl")
+    (prefill,), (decode,) = registry.usable(pb.ROLE_PREFILL), registry.usable(pb.ROLE_DECODE)
+    prefill.info.fingerprint_parts["block_size"] = "8"
+    decode.info.fingerprint_parts["block_size"] = "16"
+    assert why_not(prefill, decode) == (
+        "p0 and d0: block_size 8 ≠ 16, no common KV connector (tcp ≠ shm, nccl)"
+    )
+
+
+async def test_round_robin_takes_turns_and_least_load_the_least_loaded(registry):
+    for i, tokens in enumerate((5, 0, 9)):
+        add(registry, f"d{i}", waiting_tokens=tokens)
+    nodes = registry.usable(pb.ROLE_DECODE)
+    turn = RoundRobin()
+    assert [turn(nodes).info.node_id for _ in range(4)] == ["d0", "d1", "d2", "d0"]
+    assert least_load(nodes).info.node_id == "d1"
+    nodes[1].in_flight = 1
+    assert least_load(nodes).info.node_id == "d0"
+
+
+async def test_least_load_is_that_of_a_replica(registry):
+    add(registry, "d0", waiting_tokens=6, free_blocks=20, most_free_blocks=11, replicas=2)
+    add(registry, "d1", waiting_tokens=3, free_blocks=12, most_free_blocks=12)
+    nodes = registry.usable(pb.ROLE_DECODE)
+    assert least_load(nodes).info.node_id == "d1", "a job finds 12 blocks there, and here 11"
+    nodes[0].load.waiting_tokens = 5
+    assert least_load(nodes).info.node_id == "d0"
+    nodes[0].in_flight, nodes[1].in_flight = 3, 1
+    assert least_load(nodes).info.node_id == "d1"
+    nodes[1].in_flight = 2
+    assert least_load(nodes).info.node_id == "d0"
+
+
+def test_the_breaker_opens_after_failures_in_a_row_and_allows_one_trial(clock):
+    breaker = CircuitBreaker(max_failures=2, cooldown=3, now=clock)
+    breaker.failed()
+    breaker.succeeded()
+    breaker.failed()
+    assert breaker.allows()
+    breaker.failed()
+    assert not breaker.allows() and breaker.state is BreakerState.OPEN
+    clock.time += 3
+    assert breaker.allows()
+    breaker.placed()
+    assert not breaker.allows() and breaker.state is BreakerState.HALF_OPEN
+    breaker.undecided()
+    assert breaker.allows()
+    breaker.placed()
+    breaker.failed()
+    assert not breaker.allows()
+    clock.time += 3
+    breaker.placed()
+    breaker.succeeded()
+    assert breaker.allows() and breaker.state is BreakerState.CLOSED
+
+
+async def test_admission_bounds_both_the_running_and_the_waiting():
+    admission = Admission(max_running=1, max_waiting=1, timeout=0.05)
+    async with admission.place():
+        waiting = asyncio.create_task(admission.place().__aenter__())
+        await asyncio.sleep(0.01)
+        with pytest.raises(Overloaded):
+            await admission.place().__aenter__()
+        with pytest.raises(Unavailable, match=r"0\.05 s"):
+            await waiting
+    async with admission.place():
+        assert admission.running == 1
+    assert admission.running == admission.waiting == 0
+
+
+async def hold(admission, batch, num_tokens=0):
+    """Takes a place in the background; returns the event that gives it back, and the task."""
+    release = asyncio.Event()
+
+    async def holder():
+        async with admission.place(batch, num_tokens):
+            await release.wait()
+
+    task = asyncio.create_task(holder())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    return release, task
+
+
+async def end(*holders):
+    for release, _ in holders:
+        release.set()
+    await asyncio.gather(*(task for _, task in holders))
+
+
+async def test_a_body_of_many_prompts_is_admitted_as_a_whole():
+    admission = Admission(max_running=2, max_waiting=3, timeout=5)
+    body = Batch("a")
+    prompts = [await hold(admission, body) for _ in range(20)]  # far more than may wait
+    assert (admission.running, admission.waiting) == (2, 18)
+    with pytest.raises(Overloaded):  # another one is not
+        await admission.place(Batch("a")).__aenter__()
+    await end(*prompts)
+    assert admission.running == admission.waiting == 0
+
+
+async def test_a_body_that_proceeds_does_not_time_out():
+    admission = Admission(max_running=1, max_waiting=3, timeout=0.02)
+    body = Batch("a")
+    first, second = await hold(admission, body), await hold(admission, body)
+    alien = await hold(admission, Batch("b"))
+    with pytest.raises(Unavailable):
+        await alien[1]
+    await asyncio.sleep(0.05)
+    assert not second[1].done()
+    await end(first, second)
+
+
+async def test_one_client_leaves_places_and_room_in_the_queue_to_others():
+    admission = Admission(max_running=4, max_waiting=4, timeout=5, max_client_share=0.75)
+    greedy = Batch("greedy")
+    prompts = [await hold(admission, greedy) for _ in range(100)]
+    assert (admission.running, admission.waiting) == (3, 97)
+    other = await hold(admission, Batch("other"))
+    assert admission.running == 4  # at once: its place was kept free
+    waiting = await hold(admission, Batch("other"))  # and so was a place in the queue
+    assert admission.waiting == 98
+    with pytest.raises(Overloaded, match="this client"):
+        await admission.place(Batch("greedy")).__aenter__()
+    prompts[0][0].set()
+    await asyncio.gather(prompts[0][1])
+    await asyncio.sleep(0)
+    assert admission.waiting == 97  # whoever holds fewest has the next free place
+    assert admission.running == 4
+    await end(other, waiting, *prompts)
+    assert admission.running == admission.waiting == 0
+
+
+async def test_places_are_counted_by_choices_and_large_requests_hold_nobody_up():
+    admission = Admission(max_running=8, max_waiting=100, timeout=5, max_client_share=0.75)
+
+    async def ask(client, choices):
+        release = asyncio.Event()
+
+        async def holder():
+            async with admission.place(Batch(client), 0, choices):
+                await release.wait()
+
+        task = asyncio.create_task(holder())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return release, task
+
+    greedy = [await ask("greedy", 128) for _ in range(3)]
+    assert (admission.running, admission.waiting) == (1, 2)
+    others = [await ask(name, 1) for name in ("b", "c")]  # one request takes its client's share
+    assert (admission.running, admission.waiting) == (3, 2)
+    await end(*others, *greedy)
+    assert admission.running == admission.waiting == 0
+    one, two = await ask("a", 5), await ask("b", 128)  # begins with the three places left
+    assert (admission.running, admission.waiting) == (2, 0)
+    await end(one, two)
+
+
+async def test_clients_take_turns_at_free_places():
+    admission = Admission(max_running=1, max_waiting=100, timeout=5)
+    order = []
+
+    async def ask(name):
+        async with admission.place(Batch(name)):
+            order.append(name)
+
+    first = await hold(admission, Batch("a"))
+    tasks = [asyncio.create_task(ask(name)) for name in "aaaabbcd"]
+    await asyncio.sleep(0)
+    await end(first)
+    await asyncio.gather(*tasks)
+    assert sorted(order[:4]) == ["a", "b", "c", "d"]
+    assert order[4:] in (["a", "b", "a", "a"], ["b", "a", "a", "a"])
+
+
+async def test_the_tokens_that_wait_are_bounded():
+    admission = Admission(max_running=1, max_waiting=100, timeout=5)
+    running = await hold(admission, Batch("a"))
+    large = await hold(admission, Batch("a", MAX_WAITING_TOKENS), MAX_WAITING_TOKENS)
+    with pytest.raises(Overloaded, match="prompt tokens"):
+        await admission.place(Batch("b", 1), 1).__aenter__()
+    await end(running, large)
+
+
+async def test_a_place_granted_to_a_request_that_leaves_is_given_back():
+    admission = Admission(max_running=1, max_waiting=100, timeout=5)
+    first = await hold(admission, Batch("a"))
+    leaving, staying = await hold(admission, Batch("a")), await hold(admission, Batch("a"))
+    first[0].set()
+    await first[1]  # `leaving` has the place and has not run since
+    leaving[1].cancel()
+    await asyncio.gather(leaving[1], return_exceptions=True)
+    await asyncio.sleep(0)
+    assert (admission.running, admission.waiting) == (1, 0)
+    await end(staying)
+    assert admission.running == 0
+
+
+async def test_channels_to_nodes_that_left_are_dropped_once_they_have_no_request(registry, clock):
+    channels = Channels()
+    for round in range(20):  # nodes come and go; one of them still answers a request
+        names = [f"{round}-{i}" for i in range(5)]
+        for name in names:
+            add(registry, name)
+            channels.get(f"{name}:1")
+        if round == 0:
+            using = registry.using(registry.usable(pb.ROLE_DECODE)[0])
+            using.__enter__()
+        for name in names[:4]:
+            registry.deregister(name)
+        await channels.keep(registry.addresses())
+        assert len(channels) == round + 2  # those that stay, and the one at work
+    using.__exit__(None, None, None)
+    await channels.keep(registry.addresses())
+    assert len(channels) == 20
+    clock.time += 10**6  # silent for long: forgotten
+    registry.sweep()
+    await channels.keep(registry.addresses())
+    assert len(channels) == 0

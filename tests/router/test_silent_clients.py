@@ -1,0 +1,379 @@
+"""Clients that do not read, do not write, or do either drop by drop: they hold nothing for long."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import requests
+from prometheus_client import CollectorRegistry
+
+from benchmarks.bench_bodies import router
+from fakes_pipeline import byte_level_folder
+from paths import MODELS
+from pdserve.common.core.errors import Cancelled
+from pdserve.common.core.request import FinishReason, Timeline
+from pdserve.common.core.sampling import SampledToken
+from pdserve.common.rpc.pb import inference_pb2 as pb
+from pdserve.common.rpc.pb import inference_pb2_grpc as pb_grpc
+from pdserve.common.text.tokenizer import Tokenizer
+from pdserve.router import merge as merge_module
+from pdserve.router.generation import GenerationRequest, GenerationStats, TextDelta
+from pdserve.router.http import bodies as bodies_module
+from pdserve.router.http import connection as connection_module
+from pdserve.router.http.app import make_app
+from pdserve.router.http.connection import Connection, Limits
+from pdserve.router.http.front import Front
+from pdserve.router.http.server import HTTPServer
+from pdserve.router.merge import merge
+from pdserve.router.served_model import ServedModel
+from pdserve.router.service import InferenceServicer
+
+MODEL = MODELS / "llama-gqa"
+PIECE = "x" * 50_000
+
+
+class Talker:
+    """Says a lot: more than all buffers between it and a client hold."""
+
+    def __init__(self, pieces: int) -> None:
+        self.pieces = pieces
+        self.open = 0
+        self.finished = asyncio.Event()  # without having been closed
+        self.closed = asyncio.Event()
+
+    async def generate(
+        self, request: GenerationRequest
+    ) -> AsyncGenerator[TextDelta | GenerationStats, None]:
+        self.open += 1
+        try:
+            for _ in range(self.pieces):
+                await asyncio.sleep(0)
+                yield TextDelta(0, PIECE, (SampledToken(1),))
+            yield TextDelta(0, "", (SampledToken(2),), FinishReason.STOP)
+            yield GenerationStats(1, self.pieces, 0, Timeline())
+            self.finished.set()
+        finally:
+            self.open -= 1
+            self.closed.set()
+
+    def ready(self) -> tuple[bool, str]:
+        return True, ""
+
+    def cluster(self) -> dict[str, Any]:
+        return {}
+
+
+def served_model(folder: Path) -> ServedModel:
+    tokenizer = Tokenizer.from_folder(byte_level_folder(folder))
+    return ServedModel(
+        name="tiny", root=str(folder), max_model_len=100, vocab_size=tokenizer.vocab_size,
+        created=1, tokenizer=tokenizer,
+    )  # fmt: skip
+
+
+@asynccontextmanager
+async def serving(folder: Path, talker: Talker, **limits: float) -> AsyncIterator[HTTPServer]:
+    front = Front(generator=talker, model=served_model(folder))
+    app = make_app(front, CollectorRegistry(), 2**20)
+    server = await HTTPServer.start(app, "127.0.0.1", 0, limits=Limits(**limits))
+    try:
+        yield server
+    finally:
+        await server.stop(0)
+
+
+async def connect(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A client whose own buffers are small, and that reads only when it is told to."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
+    reader, writer = await asyncio.open_connection(sock=sock, limit=2048)
+    return reader, writer
+
+
+def ask(writer: asyncio.StreamWriter, **fields: Any) -> None:
+    body = json.dumps({"prompt": "a", **fields}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+
+
+async def ends(reader: asyncio.StreamReader) -> bytes:
+    """What comes until the server closes the connection."""
+    try:
+        async with asyncio.timeout(60):
+            return await reader.read(-1)
+    except ConnectionError:
+        return b""
+
+
+# ---- answers that nobody takes --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_place_is_free_when_the_nodes_have_finished_though_nobody_reads(
+    tmp_path: Path, stream: bool
+) -> None:
+    talker = Talker(400)  # 20 MB
+    async with serving(tmp_path, talker, write_timeout=60) as server:
+        reader, writer = await connect(server.port)
+        ask(writer, stream=stream)
+        async with asyncio.timeout(60):
+            await talker.finished.wait()
+        assert talker.open == 0  # its place is free; nobody has read a byte
+        received = 0
+        async with asyncio.timeout(60):
+            while received < 400 * len(PIECE):  # and nothing is lost
+                received += (await reader.read(2**16)).count(b"x")
+        writer.close()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_does_not_read_is_hung_up_on(tmp_path: Path, stream: bool) -> None:
+    talker = Talker(400)
+    async with serving(tmp_path, talker, write_timeout=0.2) as server:
+        reader, writer = await connect(server.port)
+        ask(writer, stream=stream)
+        async with asyncio.timeout(60):
+            while not server.connections:
+                await asyncio.sleep(0.01)
+            while server.connections:
+                await asyncio.sleep(0.01)
+        assert (await ends(reader)).count(b"x") < 400 * len(PIECE)
+        assert not talker.open
+        writer.close()
+
+
+async def test_an_endless_answer_that_nobody_reads_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merge_module, "MAX_BEHIND", 500)
+    talker = Talker(10**9)
+    async with serving(tmp_path, talker, write_timeout=60) as server:
+        _, writer = await connect(server.port)
+        ask(writer, stream=True)
+        async with asyncio.timeout(60):
+            await talker.closed.wait()
+        assert not talker.finished.is_set()
+        writer.close()
+
+
+async def test_merge_gives_up_a_reader_that_is_far_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merge_module, "MAX_BEHIND", 5)
+    closed = asyncio.Event()
+
+    async def numbers() -> AsyncGenerator[int, None]:
+        try:
+            for number in range(100):
+                yield number
+        finally:
+            closed.set()
+
+    updates = merge([numbers()])
+    assert await anext(updates) == (0, 0)
+    await closed.wait()
+    with pytest.raises(Cancelled, match="behind"):
+        [update async for update in updates]
+
+
+class Observed(InferenceServicer):
+    given_up: asyncio.Event
+
+    async def _write(self, context: Any, response: pb.GenerateResponse) -> None:
+        try:
+            await super()._write(context, response)
+        except Cancelled:
+            self.given_up.set()
+            raise
+
+
+async def test_a_grpc_client_that_does_not_read_is_cancelled(tmp_path: Path) -> None:
+    server = grpc.aio.server()
+    service = Observed(Talker(400), served_model(tmp_path), write_timeout=0.2)
+    service.given_up = asyncio.Event()
+    pb_grpc.add_InferenceServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = pb_grpc.InferenceStub(channel).Generate(pb.GenerateRequest(text="a"))
+            await call.read()
+            async with asyncio.timeout(60):
+                await service.given_up.wait()
+            with pytest.raises(grpc.aio.AioRpcError, match="did not read"):
+                async with asyncio.timeout(60):
+                    while await call.read() is not grpc.aio.EOF:
+                        pass
+    finally:
+        await server.stop(0)
+
+
+# ---- connections that say nothing -----------------------------------------------------------
+
+
+async def test_idle_connections_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_module, "HEADER_TIMEOUT", 0.3)
+    async with serving(tmp_path, Talker(1), timeout_keep_alive=0.2) as server:
+        silent, _ = await connect(server.port)
+        asked, writer = await connect(server.port)
+        writer.write(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n" * 2)
+        assert (await ends(asked)).count(b"HTTP/1.1 200") == 2
+        assert await ends(silent) == b""
+
+
+async def test_a_router_that_stood_still_keeps_its_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot know yet what waits in them."""
+    looked, check = asyncio.Event(), Connection.check
+    monkeypatch.setattr(Connection, "check", lambda *args: (check(*args), looked.set()))
+    async with serving(tmp_path, Talker(1), timeout_keep_alive=1) as server:
+        reader, writer = await connect(server.port)
+        request = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+        writer.write(request)
+        assert await reader.readuntil(b"\r\n") == b"HTTP/1.1 200 OK\r\n"
+        looked.clear()
+        time.sleep(1.6)  # noqa: ASYNC251  (the loop itself is to stand still)
+        await looked.wait()
+        writer.write(request)
+        assert (await ends(reader)).count(b"HTTP/1.1 200") == 1
+
+
+async def test_a_header_drop_by_drop_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_module, "HEADER_TIMEOUT", 0.3)
+    async with serving(tmp_path, Talker(1), timeout_keep_alive=0.2) as server:
+        reader, writer = await connect(server.port)
+        ended = asyncio.create_task(ends(reader))
+        writer.write(b"GET /version HTTP/1.1\r\n")
+        async with asyncio.timeout(60):
+            while not ended.done():
+                writer.write(b"X-Drop: 1\r\n")
+                await asyncio.sleep(0.02)
+        assert await ended == b""
+        writer.close()
+
+
+async def test_a_body_drop_by_drop_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies_module, "GRACE", 0.3)
+    async with serving(tmp_path, Talker(1)) as server:
+        reader, writer = await connect(server.port)
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 100000\r\n\r\n"
+        )
+        answered = asyncio.create_task(reader.readuntil(b"\r\n"))
+        async with asyncio.timeout(60):
+            while not answered.done():
+                writer.write(b" ")
+                await asyncio.sleep(0.02)
+        assert b"408" in await answered
+        writer.close()
+
+
+# ---- a log that nobody reads ----------------------------------------------------------------
+
+
+def test_a_router_whose_log_nobody_reads_goes_on() -> None:
+    reader, writer = os.pipe()  # holds 64 KiB
+    options = ("--queue-timeout", "0", "--log-level", "debug")
+    with router(str(MODEL), *options, stderr=writer) as (_, port), requests.Session() as session:
+        url = f"http://127.0.0.1:{port}"
+        written = 0
+        while written < 2 * 2**16:  # each failure is a line
+            answer = session.post(f"{url}/v1/completions", json={"prompt": "a"}, timeout=10)
+            assert answer.status_code == 503
+            written += 150
+        assert session.get(f"{url}/health", timeout=10).status_code == 200
+    assert b"serving llama-gqa" in os.read(reader, 2**16)
+    for fd in (reader, writer):
+        os.close(fd)
+
+
+# ---- one connection, with a clock of our own ------------------------------------------------
+
+
+class Wire(asyncio.Transport):
+    """A transport whose client takes what the test says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unsent, self.ended = 0, ""
+
+    def get_write_buffer_size(self) -> int:
+        return self.unsent
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
+
+    def close(self) -> None:
+        self.ended = "closed"
+
+    def abort(self) -> None:
+        self.ended = "aborted"
+
+
+class Clocked:
+    def __init__(self, keep_alive: float = 5) -> None:
+        self.time, self.wire = 0.0, Wire()
+        limits = Limits(keep_alive, 30)
+        self.connection = Connection(asyncio.Protocol(), limits, lambda: self.time, set())
+        self.connection.connection_made(self.wire)
+
+    def look(self, after: float) -> str:
+        self.time += after
+        self.connection.check()
+        return self.wire.ended
+
+
+async def test_a_slow_reader_is_not_hung_up_on() -> None:
+    clocked = Clocked()
+    with clocked.connection.answering():
+        assert clocked.look(1000) == ""  # a long prompt: nothing to send yet
+        clocked.wire.unsent = 70_000
+        clocked.connection.pause_writing()
+        for _ in range(10):
+            clocked.wire.unsent -= 1
+            assert clocked.look(29) == ""
+        assert clocked.look(29) == ""
+        assert clocked.look(1) == "aborted"
+
+
+async def test_in_a_crowd_idle_connections_have_less_time() -> None:
+    clocked = Clocked(keep_alive=75)
+    with clocked.connection.answering():
+        pass
+    clocked.time += 6
+    clocked.connection.check()
+    assert clocked.wire.ended == ""
+    clocked.connection.check(crowded=True)
+    assert clocked.wire.ended == "closed"
+
+
+async def test_what_is_left_of_an_answer_may_take_its_time_too() -> None:
+    clocked = Clocked()
+    with clocked.connection.answering():
+        clocked.wire.unsent = 100
+    assert clocked.look(29) == ""
+    clocked.wire.unsent = 50
+    assert clocked.look(29) == ""
+    clocked.wire.unsent = 0
+    assert clocked.look(29) == ""  # idle from now on
+    assert clocked.look(4.9) == ""
+    assert clocked.look(0.1) == "closed"
+    clocked.wire.unsent = 10  # the goodbye of TLS, for one who does not read it
+    clocked.look(1)
+    assert clocked.look(30) == "aborted"
