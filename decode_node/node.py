@@ -13,28 +13,13 @@ from pdserve.common.node.replica import Call
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.worker.worker import ExtensionConfig
-from pdserve.decode_node.service import DecodeService, KVTransferService
+from pdserve.decode_node.service import DecodeService, KVTransferService, Sinks
 from pdserve.decode_node.session import DecodeSession
 from pdserve.kv_transfer.control.sink import KVSink
 from pdserve.kv_transfer.control.ticket import RankEndpoint
 from pdserve.kv_transfer.layout import Rect, fingerprint
 from pdserve.kv_transfer.rank.transfer_rank import FACTORY, rank_config
 from pdserve.kv_transfer.selection import Connectors, choose_connectors
-
-# ---- the sinks of all replicas behind one address ----
-
-
-class Sinks:
-    """A call names a transfer and no replica: whoever sends it knows of none."""
-
-    def __init__(self, sinks: Sequence[KVSink]) -> None:
-        """At least one."""
-        self._sinks = sinks
-
-    def of(self, transfer_id: bytes) -> KVSink:
-        """The sink that issued the transfer's ticket; for a transfer unknown to all, one that will
-        say so."""
-        return next((each for each in self._sinks if each.knows(transfer_id)), self._sinks[0])
 
 
 class DecodeNode(EngineNode[DecodeSession, KVSink]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
@@ -15,8 +15,8 @@ from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.status import serving
-from pdserve.decode_node.node import Sinks
 from pdserve.decode_node.session import DecodeSession
+from pdserve.kv_transfer.control.sink import KVSink
 from pdserve.kv_transfer.digest import RunDigest
 
 
@@ -122,3 +122,19 @@ def _bad_commit(fault: str) -> TransferError:
     """The prefill node's, not the client's: another one may do better."""
     message = f"the prefill node's commit: {fault}"
     return TransferError(message, code="BAD_COMMIT", blame=Blame.PREFILL, retryable=True)
+
+
+# ---- the sinks of all replicas behind one address ----
+
+
+class Sinks:
+    """A call names a transfer and no replica: whoever sends it knows of none."""
+
+    def __init__(self, sinks: Sequence[KVSink]) -> None:
+        """At least one."""
+        self._sinks = sinks
+
+    def of(self, transfer_id: bytes) -> KVSink:
+        """The sink that issued the transfer's ticket; for a transfer unknown to all, one that will
+        say so."""
+        return next((each for each in self._sinks if each.knows(transfer_id)), self._sinks[0])

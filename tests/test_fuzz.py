@@ -31,7 +31,7 @@ from pdserve.common.config.schema import ClusterConfig, RouterConfig, WorkerNode
 from pdserve.common.config.sources import _YAMLFile, parse
 from pdserve.common.core.errors import InvalidRequest, RequestError, TransferError
 from pdserve.common.core.request import GenerateJob
-from pdserve.common.node.replica import check_job
+from pdserve.common.node.host import check_job
 from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2, inference_pb2
 from pdserve.common.text.tokenizer import Tokenizer

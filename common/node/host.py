@@ -12,9 +12,10 @@ import msgspec
 import torch
 
 from pdserve.common.config.schema import EngineConfig, LogConfig
-from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.errors import ConfigError, InvalidRequest
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.request import GenerateJob
+from pdserve.common.core.sampling import MAX_CHOICES, check_range, check_sampling, check_token_ids
 from pdserve.common.distributed.executor import Executor
 from pdserve.common.distributed.launch import make_executor
 from pdserve.common.engine.block_pool import BlockPool
@@ -22,7 +23,6 @@ from pdserve.common.engine.messages import RankReady
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.model.backends import choose_dtype, dtype_name
 from pdserve.common.model.revision import weights_revision
-from pdserve.common.node.replica import check_job
 from pdserve.common.worker.worker import (
     ExtensionConfig,
     WorkerConfig,
@@ -151,3 +151,24 @@ async def stop_ranks(ranks: Iterable[Ranks]) -> None:
     errors = await asyncio.gather(*stopping, return_exceptions=True)
     for error in filter(None, errors):
         raise error
+
+
+# ---- jobs are checked before anything is spent on them ----
+
+
+def check_job(job: GenerateJob, vocab_size: int, max_model_len: int) -> None:
+    """Raises InvalidRequest for a job this node cannot do; a router should have known."""
+    longest = max(len(choice.output_token_ids) for choice in job.choices)
+    if len(job.prompt_token_ids) + longest >= max_model_len:
+        raise InvalidRequest(
+            f"the prompt has {len(job.prompt_token_ids)} tokens; this node's maximum context "
+            f"length is {max_model_len} tokens, prompt and completion together",
+            param="prompt",
+        )
+    if len(job.choices) > MAX_CHOICES:
+        raise InvalidRequest(f"{len(job.choices)} choices are more than {MAX_CHOICES}", param="n")
+    check_sampling(job.sampling, vocab_size)
+    check_token_ids(job.prompt_token_ids, vocab_size, "prompt")
+    for choice in job.choices:
+        check_range("choice", choice.index, 0, MAX_CHOICES - 1)
+        check_token_ids(choice.output_token_ids, vocab_size, "prompt")

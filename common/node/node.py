@@ -23,8 +23,8 @@ from pdserve.common.demo_model.embedded import resolve_model
 from pdserve.common.engine.block_pool import hash_blocks
 from pdserve.common.engine.messages import ExpertLoad, RankReady
 from pdserve.common.node import load as totals
+from pdserve.common.node.balance import choose
 from pdserve.common.node.host import ModelFacts, Ranks, start_replicas, stop_ranks
-from pdserve.common.node.load import choose
 from pdserve.common.node.replica import Call, Replica, S, T
 from pdserve.common.node.server import NodeServer
 from pdserve.common.obs.metrics import NodeMetrics

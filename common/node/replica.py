@@ -11,14 +11,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from pdserve.common.config.schema import SchedulerConfig
-from pdserve.common.core.errors import Blame, InvalidRequest, NodeError, PdserveError
-from pdserve.common.core.request import GenerateJob
+from pdserve.common.core.errors import Blame, NodeError, PdserveError
 from pdserve.common.core.sampling import (
-    MAX_CHOICES,
     SampledToken,
-    check_range,
-    check_sampling,
-    check_token_ids,
 )
 from pdserve.common.engine.block_pool import BlockHash
 from pdserve.common.engine.core import EngineCore
@@ -26,8 +21,8 @@ from pdserve.common.engine.messages import ExpertLoad, RankReady
 from pdserve.common.engine.sequence import Finish
 from pdserve.common.engine.sequence import Sequence as EngineSequence
 from pdserve.common.engine.watchdog import Watchdog
+from pdserve.common.node.balance import Offer, offer_of
 from pdserve.common.node.host import Ranks
-from pdserve.common.node.load import Offer, offer_of
 
 logger = logging.getLogger(__name__)
 
@@ -138,24 +133,3 @@ class Replica(Generic[S, T]):
         logger.warning("%s%s; it ends here, the others go on", self.name, message)
         error = NodeError(message, code=code, blame=self.blame)
         self._by_sequence[sequence.seq_id].fail(error)
-
-
-# ---- jobs are checked before anything is spent on them ----
-
-
-def check_job(job: GenerateJob, vocab_size: int, max_model_len: int) -> None:
-    """Raises InvalidRequest for a job this node cannot do; a router should have known."""
-    longest = max(len(choice.output_token_ids) for choice in job.choices)
-    if len(job.prompt_token_ids) + longest >= max_model_len:
-        raise InvalidRequest(
-            f"the prompt has {len(job.prompt_token_ids)} tokens; this node's maximum context "
-            f"length is {max_model_len} tokens, prompt and completion together",
-            param="prompt",
-        )
-    if len(job.choices) > MAX_CHOICES:
-        raise InvalidRequest(f"{len(job.choices)} choices are more than {MAX_CHOICES}", param="n")
-    check_sampling(job.sampling, vocab_size)
-    check_token_ids(job.prompt_token_ids, vocab_size, "prompt")
-    for choice in job.choices:
-        check_range("choice", choice.index, 0, MAX_CHOICES - 1)
-        check_token_ids(choice.output_token_ids, vocab_size, "prompt")

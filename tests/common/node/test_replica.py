@@ -30,7 +30,8 @@ from pdserve.common.engine.messages import CacheShape
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.engine.sequence import Sequence as EngineSequence
 from pdserve.common.node import host
-from pdserve.common.node.load import Offer, SchedulerCollector, choose, offer_of
+from pdserve.common.node.balance import Offer, choose, offer_of
+from pdserve.common.node.load import SchedulerCollector
 from pdserve.common.worker import memory, worker
 from pdserve.common.worker.worker import WorkerConfig, worker_specs
 from pdserve.decode_node.node import DecodeNode, Sinks

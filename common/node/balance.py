@@ -1,0 +1,68 @@
+"""Which replica of a node takes a job. Policy only: plain numbers in, a choice out.
+
+    work = tokens to be computed before the job's first one
+             those that sequences here still wait for, and what of the job is not cached
+         + tokens whose KV every decode step here reads
+
+Of those that can take the job at once, or of all if none can, the one with the least work, then
+the fewest sequences, then the lowest index. So cached tokens draw a job to their replica until that
+one has as many tokens more to do than another: prefixes stay together, load does not pile up. Cost
+of prefill plus load of decode in one unit, as in NVIDIA Dynamo's KV router.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pdserve.common.engine.block_pool import BlockHash
+from pdserve.common.engine.scheduler import Scheduler
+from pdserve.common.engine.sequence import Sequence as EngineSequence
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a job would find on a replica."""
+
+    replica: int
+    pending_tokens: int  # of sequences here, not yet computed
+    decoding_tokens: int  # of sequences here that decode or will once their KV has arrived
+    missing_tokens: int  # of the job, not in the prefix cache
+    num_sequences: int
+    fits: bool  # it need not wait for blocks or for its turn
+
+    @property
+    def work(self) -> int:
+        return self.pending_tokens + self.decoding_tokens + self.missing_tokens
+
+
+def choose(offers: Iterable[Offer]) -> int:
+    """The index of the replica that shall take the job; there is at least one offer."""
+    best = min(offers, key=lambda o: (not o.fits, o.work, o.num_sequences, o.replica))
+    return best.replica
+
+
+def offer_of(
+    replica: int, scheduler: Scheduler, num_tokens: int, hashes: Sequence[BlockHash]
+) -> Offer:
+    """What a job of `num_tokens` tokens, whose full blocks have `hashes`, finds here."""
+    pool = scheduler.pool
+    cached, unheld = pool.count_cached(hashes)
+    sequences = [*scheduler.waiting, *scheduler.running, *scheduler.remote]
+    # As the scheduler admits: a spare block for each running sequence; those in the queue first.
+    promised = sum(pool.blocks_for(each.num_tokens) for each in scheduler.waiting)
+    needed = pool.blocks_for(num_tokens) - cached + unheld + len(scheduler.running)
+    decoding = [each.num_tokens for each in sequences if _decodes(each)]
+    return Offer(
+        replica=replica,
+        pending_tokens=sum(each.num_pending for each in sequences if not _decodes(each)),
+        decoding_tokens=sum(decoding),
+        missing_tokens=num_tokens - cached * pool.block_size,
+        num_sequences=len(sequences),
+        fits=len(sequences) < scheduler.config.max_num_seqs and promised + needed <= pool.num_free,
+    )
+
+
+def _decodes(sequence: EngineSequence) -> bool:
+    """Or will, without being computed here before."""
+    return sequence.remote or (sequence.num_output_tokens > 0 and sequence.num_pending == 1)
