@@ -8,9 +8,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 
+import pdserve
 from pdserve.common.config.sources import CONFIG_EXIT_CODE
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import refusals
@@ -99,17 +99,17 @@ def help_text() -> str:
 
 
 def show_version(argv: Sequence[str] = ()) -> int:
-    print(f"pdserve {version('pdserve')}")
+    print(f"pdserve {pdserve.__version__}")
     return 0
 
 
 def bench(argv: Sequence[str]) -> int:
-    """The script in `benchmarks/`, which is no part of the installed packages.
+    """The script in `benchmarks/`, which is beside the source folders but in no wheel.
 
     Raises:
         ConfigError: this is not a source checkout.
     """
-    script = Path(__file__).parents[2] / "benchmarks" / "bench_serving.py"
+    script = Path(__file__).resolve().parents[2] / "benchmarks" / "bench_serving.py"
     if not script.is_file():
         raise ConfigError("the benchmark is not installed; run it from a source checkout")
     return subprocess.call([sys.executable, str(script), *argv])

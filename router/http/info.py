@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
+import pdserve
 from pdserve.common.core.errors import Unavailable
 from pdserve.router.http.encoding import json_response
 from pdserve.router.http.errors import error_response
@@ -67,10 +67,7 @@ async def cluster(request: web.Request) -> web.Response:
 
 
 async def server_version(request: web.Request) -> web.Response:
-    try:
-        return json_response({"version": version("pdserve")})
-    except PackageNotFoundError:  # run from a source tree that was never installed
-        return json_response({"version": "unknown"})
+    return json_response({"version": pdserve.__version__})
 
 
 def _card(model: ServedModel) -> dict[str, Any]:

@@ -48,7 +48,11 @@ class Home:
         self.tmp.mkdir()
 
     def start(
-        self, command: list[str], log: Path, environment: Mapping[str, str] | None = None
+        self,
+        command: list[str],
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
     ) -> subprocess.Popen[bytes]:
         """Its own session, so that a test can signal all of it."""
         with log.open("ab") as output:
@@ -57,6 +61,7 @@ class Home:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                cwd=cwd,
                 env={**os.environ, "TMPDIR": str(self.tmp), **(environment or {})},
             )
 
@@ -189,25 +194,28 @@ class Service:
 
 class Cluster(Service):
     """`pdserve up`. `options` are flags without dashes: `prefill_tp=2`; an empty value is a
-    switch."""
+    switch. `program` is another `pdserve` than this Python's; it runs in `home`."""
 
     def __init__(
         self,
         model: str | Path,
         environment: Mapping[str, str] | None = None,
+        program: Path | None = None,
         **options: Any,
     ) -> None:
         super().__init__(model)
+        self._program = program
         self._options = {**DEFAULTS, **UP_DEFAULTS, **options}
         self._environment = environment
 
     def __enter__(self) -> Cluster:
         ports_file = self.home.path / "ports.json"
-        pdserve = Path(sys.executable).with_name("pdserve")
+        pdserve = self._program or Path(sys.executable).with_name("pdserve")
         command = [str(pdserve), "up", "--model", str(self.model)]
         command += ["--port", "0", "--grpc-port", "0", "--ports-file", str(ports_file)]
         command += flags(self._options)
-        self.processes["up"] = self.home.start(command, self.log_path, self._environment)
+        cwd = self.home.path if self._program else None
+        self.processes["up"] = self.home.start(command, self.log_path, self._environment, cwd)
         try:
             self.ports = self.wait_for(lambda: read_ports(ports_file), START_TIMEOUT)
             self.wait_ready()

@@ -57,6 +57,15 @@ def test_help_of_a_command_says_whose_it_is(
     assert f"usage: pdserve {command} [options]" in capsys.readouterr().out
 
 
+def test_the_benchmark_is_found_in_a_checkout() -> None:
+    """Wherever `pdserve` is imported from: links lead to the folder of this module."""
+    code = "import sys; from pdserve.common.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "bench", "--help"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "--request-rate" in ended.stdout
+
+
 def test_the_command_imports_no_torch() -> None:
     imports = "import sys, pdserve.common.cli.main, pdserve.common.cli.up"
     code = f"{imports}; sys.exit('torch' in sys.modules)"

@@ -1,0 +1,202 @@
+"""What is installed: one name in site-packages, with all of it, from which a cluster runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+import pdserve
+from cluster import Cluster
+from paths import ROOT
+
+FOLDERS = ("common", "kv_transfer", "prefill_node", "decode_node", "router")
+SKIPPED = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "models")
+PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
+# A venv has no packages of its own; these are found after what is installed in it. Lines of such a
+# file are folders, whose own .pth files (an editable pdserve's) are not read.
+OTHERS = sysconfig.get_path("purelib")
+
+
+def run(command: Sequence[str | Path], cwd: Path, *, fails: bool = False) -> str:
+    """All that it prints. Whatever it imports is installed: `cwd` is no checkout."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ended = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert bool(ended.returncode) == fails, ended.stdout
+    return ended.stdout
+
+
+def build(kind: str, source: Path, out: Path, *, fails: bool = False) -> str:
+    """Through the build backend, as `pip` and `build` do, with the setuptools that is here. In a
+    process of its own, since a backend keeps what it has found."""
+    code = f"from setuptools.build_meta import build_{kind}; build_{kind}({str(out)!r})"
+    return run([sys.executable, "-c", code], source, fails=fails)
+
+
+def files_of(wheel: Path) -> dict[str, bytes]:
+    with ZipFile(wheel) as archive:
+        assert archive.testzip() is None
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def expected(folders: Sequence[str]) -> set[str]:
+    """What a wheel of these source folders has beneath `pdserve/`."""
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py*")]
+    names = {f"pdserve/{path.relative_to(ROOT)}" for path in paths if path.suffix != ".pyc"}
+    return {"pdserve/__init__.py", "pdserve/py.typed", *names}
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("wheel")
+
+
+@pytest.fixture(scope="module")
+def source(work: Path) -> Path:
+    """A copy of the checkout: a build leaves traces in its folder."""
+    shutil.copytree(ROOT, work / "source", symlinks=True, ignore=SKIPPED)
+    return work / "source"
+
+
+@pytest.fixture(scope="module")
+def wheel(work: Path, source: Path) -> Path:
+    build("wheel", source, work)
+    (wheel,) = work.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def python(work: Path, wheel: Path) -> Path:
+    """A venv with the wheel of pdserve, that of the example's connector, and no more; the packages
+    they need are this Python's."""
+    connector = work / "connector"
+    shutil.copytree(ROOT / "examples" / "connector_file", work / "example", ignore=SKIPPED)
+    connector.mkdir()
+    build("wheel", work / "example", connector)
+
+    run([sys.executable, "-m", "venv", "--without-pip", work / "venv"], work)
+    python = work / "venv" / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps"]
+    run([*pip, wheel, *connector.glob("*.whl")], work)
+    site = Path(
+        run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], work).strip()
+    )
+    (site / "others.pth").write_text(OTHERS)
+    return python
+
+
+def test_the_wheel_is_one_name_with_all_that_is_in_the_source_folders(wheel: Path) -> None:
+    names = files_of(wheel).keys()
+    info = f"pdserve-{pdserve.__version__}.dist-info/"
+    assert {name for name in names if not name.startswith(info)} == expected(FOLDERS)
+    assert f"{info}licenses/LICENSE" in names
+
+
+def test_the_source_archive_makes_the_same_wheel(work: Path, source: Path, wheel: Path) -> None:
+    build("sdist", source, work)
+    (archive,) = work.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        members = opened.getmembers()
+        opened.extractall(work / "unpacked", filter="data")
+    assert all(member.isfile() or member.isdir() for member in members), "no links"
+    (unpacked,) = (work / "unpacked").iterdir()
+    assert {path.name for path in unpacked.glob("proto/*")} == {
+        path.name for path in ROOT.glob("proto/*")
+    }
+    assert not (unpacked / "tests").exists()
+    again = work / "again"
+    again.mkdir()
+    build("wheel", unpacked, again)
+    assert files_of(again / wheel.name) == files_of(wheel)
+
+
+@pytest.mark.parametrize("image", ["node", "router"])
+def test_what_an_image_copies_makes_its_part_of_the_wheel(
+    image: str, wheel: Path, tmp_path: Path
+) -> None:
+    """The links whose folders an image leaves out lead nowhere there."""
+    dockerfile = (ROOT / "compose" / f"Dockerfile.{image}").read_text()
+    copied = [words.split()[:-1] for words in re.findall(r"^COPY (.+)$", dockerfile, re.M)]
+    names = [name for words in copied for name in words]
+    for path in (ROOT / name for name in names):
+        if path.is_dir():
+            shutil.copytree(path, tmp_path / path.name, symlinks=True, ignore=SKIPPED)
+        else:
+            shutil.copy(path, tmp_path)
+    out = tmp_path / "wheels"
+    out.mkdir()
+    build("wheel", tmp_path, out)
+    built, whole = files_of(out / wheel.name), files_of(wheel)
+    folders = [folder for folder in FOLDERS if folder in names]
+    assert {name for name in built if name.startswith("pdserve/")} == expected(folders)
+    assert {name for name, data in built.items() if data != whole[name]} <= {
+        f"pdserve-{pdserve.__version__}.dist-info/RECORD"
+    }
+
+
+def test_a_checkout_without_links_is_no_wheel(source: Path, tmp_path: Path) -> None:
+    """git makes files of links where core.symlinks is false, and so do tools that unpack zips."""
+    shutil.copytree(source, tmp_path / "source", symlinks=True, ignore=SKIPPED)
+    link = tmp_path / "source" / "pdserve" / "common"
+    link.unlink()
+    link.write_text("../common")
+    said = build("wheel", tmp_path / "source", tmp_path, fails=True)
+    assert "pdserve/common is a file where a symbolic link should be" in said
+    assert not list(tmp_path.glob("*.whl"))
+
+
+def test_pdserve_itself_imports_nothing(python: Path, work: Path) -> None:
+    code = """
+import sys
+before = set(sys.modules)
+import pdserve
+print(pdserve.__file__, pdserve.__version__, *(set(sys.modules) - before))
+"""
+    file, version, *imported = run([python, "-c", code], work).split()
+    assert Path(file).is_relative_to(work / "venv")
+    assert version == pdserve.__version__
+    assert imported == ["pdserve"]
+    assert run([python.with_name("pdserve"), "--version"], work) == f"pdserve {version}\n"
+
+
+@pytest.mark.parametrize("page", ["write-a-connector.md", "clients.md"])
+def test_what_the_pages_import_is_installed(page: str, python: Path, work: Path) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    code = "".join(PYTHON_BLOCK.findall(text))
+    imports = re.findall(r"^(?:import|from) pdserve.*$", code, re.M)
+    tables = "".join(re.findall(r"^\| `pdserve\..*$", text, re.M))
+    modules = re.findall(r"`(pdserve(?:\.\w+)+)`", tables)
+    assert imports
+    run([python, "-c", "\n".join([*imports, *(f"import {name}" for name in modules)])], work)
+
+
+def test_a_cluster_serves_from_the_wheel(python: Path, work: Path, tmp_path: Path) -> None:
+    """The KV goes by a connector that is found by its entry point."""
+    program = python.with_name("pdserve")
+    config = json.dumps({"directory": str(tmp_path)})
+    options = {"kv_connector": "file", "kv_connector_config": config}
+    with Cluster("llama-gqa", {"PYTHONPATH": ""}, program, **options) as cluster:
+        answer = cluster.complete(
+            "the small fox walked over the hill", max_tokens=8, ignore_eos=True
+        )
+        assert answer["usage"]["completion_tokens"] == 8
+        up, *children = cluster.home.processes()
+        assert {str(each.cmdline()[0]) for each in (up, *children)} == {str(python)}
+        cluster.wait_idle()
