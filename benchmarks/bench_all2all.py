@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from pdserve.common.config.schema import LogConfig
+from pdserve.common.config.shared import LogConfig
 from pdserve.common.distributed.all2all import RoutedTokens, make_all2all
 from pdserve.common.distributed.check import CheckConfig, CheckWorker
 from pdserve.common.distributed.executor import WorkerSpec

@@ -23,7 +23,7 @@ from limits import memcpy_limit
 from rich.console import Console
 from rich.table import Table
 
-from pdserve.common.config.schema import LogConfig
+from pdserve.common.config.shared import LogConfig
 from pdserve.common.distributed.check import CheckConfig, CheckWorker, Report
 from pdserve.common.distributed.executor import WorkerSpec
 from pdserve.common.distributed.launch import make_executor

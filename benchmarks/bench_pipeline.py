@@ -25,14 +25,14 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from pdserve.common.config.schema import (
+from pdserve.common.config.node import (
     CacheConfig,
     EngineConfig,
-    LogConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
 )
+from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.request import Choice, GenerateJob
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.demo_model.embedded import ensure_embedded_model

@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from pdserve.common.config.schema import SchedulerConfig
+from pdserve.common.config.node import SchedulerConfig
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.engine.block_pool import BlockPool
 from pdserve.common.engine.messages import StepDelta

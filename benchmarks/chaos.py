@@ -47,7 +47,7 @@ from benchmarks.soak.load import Load, clients
 from benchmarks.soak.poisoned import TOKEN, poisoned
 from benchmarks.soak.report import Report, make_report, print_report
 from benchmarks.soak.strangers import STRANGER_KINDS
-from pdserve.common.config.schema import RoutingConfig
+from pdserve.common.config.router import RoutingConfig
 
 MODEL = Path(__file__).parents[1] / "tests/models/llama-gqa"
 NODE_OPTIONS: dict[str, Any] = {

@@ -30,7 +30,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from pdserve.common.config.schema import ModelConfig
+from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.demo_model.embedded import ensure_embedded_model

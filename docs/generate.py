@@ -15,13 +15,9 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from pdserve.common.config.schema import (
-    ClusterConfig,
-    RouterConfig,
-    RoutingConfig,
-    SchedulerConfig,
-    WorkerNodeConfig,
-)
+from pdserve.common.config.cluster import ClusterConfig
+from pdserve.common.config.node import SchedulerConfig, WorkerNodeConfig
+from pdserve.common.config.router import RouterConfig, RoutingConfig
 from pdserve.common.config.sources import Option, options
 from pdserve.common.engine.block_pool import BlockPool
 from pdserve.common.engine.scheduler import Scheduler

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pdserve.common.config.schema import TransferConfig
+from pdserve.common.config.node import TransferConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.plugins import resolve
 from pdserve.kv_transfer.connector import API_VERSION, Capabilities, KVConnector

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from pdserve.common.config.schema import WorkerNodeConfig
+from pdserve.common.config.node import WorkerNodeConfig
 from pdserve.common.core.errors import Blame, NodeError, PdserveError
 from pdserve.common.core.request import GenerateJob, TokenEvent
 from pdserve.common.engine.messages import RankReady

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pdserve.common.config.schema import ModelConfig, RouterConfig
+from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.router import RouterConfig
 from pdserve.common.config.sources import parse
 from pdserve.common.core.errors import ConfigError, PdserveError
 from pdserve.common.core.host import allow_open_files, refusals

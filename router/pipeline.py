@@ -26,7 +26,7 @@ from typing import Any
 
 import grpc
 
-from pdserve.common.config.schema import RoutingConfig
+from pdserve.common.config.router import RoutingConfig
 from pdserve.common.core.errors import Blame, NodeError, PdserveError, TransferError
 from pdserve.common.obs.logging import request_id_var
 from pdserve.common.obs.metrics import RouterMetrics

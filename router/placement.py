@@ -14,7 +14,7 @@ from itertools import count, product
 from time import monotonic
 from typing import TypeVar
 
-from pdserve.common.config.schema import RoutingConfig
+from pdserve.common.config.router import RoutingConfig
 from pdserve.common.core.errors import Unavailable
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.router.deadline import Deadline

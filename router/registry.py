@@ -15,7 +15,7 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from pdserve.common.config.schema import RoutingConfig
+from pdserve.common.config.router import RoutingConfig
 from pdserve.common.core.errors import (
     Blame,
     NodeError,

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from time import monotonic
 
-from pdserve.common.config.schema import RoutingConfig
+from pdserve.common.config.router import RoutingConfig
 from pdserve.common.core.errors import Blame, NodeError
 from pdserve.common.core.request import Choice, FinishReason, GenerateJob, Timeline, TokenEvent
 from pdserve.common.core.sampling import SampledToken

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdserve.common.config.schema import ModelConfig
+from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import InvalidRequest, ModelNotFound
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.sampling import MAX_TOKENS, check_token_ids

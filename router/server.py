@@ -12,7 +12,7 @@ from dataclasses import asdict
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pdserve.common.config.schema import RouterConfig
+from pdserve.common.config.router import RouterConfig
 from pdserve.common.core.ids import new_node_id
 from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.common.obs.process import write_ports

@@ -22,7 +22,8 @@ from typing import Any
 
 import msgspec
 
-from pdserve.common.config.schema import LogConfig, ModelConfig
+from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import InvalidRequest, PdserveError
 from pdserve.common.obs.logging import setup_logging
 from pdserve.router.http.prepare import Prepared, TextModel

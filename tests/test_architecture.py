@@ -95,6 +95,20 @@ def test_imports_run_downward() -> None:
     assert not wrong, "\n".join(sorted(wrong))
 
 
+def test_nobody_imports_a_source_folder_by_its_bare_name() -> None:
+    """`import common…` finds the folder when Python runs in the checkout, makes a second copy of
+    every class, and fails once installed."""
+    folders = [*PACKAGES, "tests", "docs", "benchmarks", "examples"]
+    wrong = [
+        f"{path.relative_to(ROOT)}: write pdserve.{name} instead of {name}"
+        for folder in folders
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for name in imports(ast.parse(path.read_text()), everywhere=True)
+        if name.partition(".")[0] in PACKAGES
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_no_cycles() -> None:
     known = modules()
     graph = {name: imports(tree) & known.keys() - {name} for name, tree in known.items()}

@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 from paths import ROOT
-from pdserve.common.config.schema import RouterConfig, WorkerNodeConfig
+from pdserve.common.config.node import WorkerNodeConfig
+from pdserve.common.config.router import RouterConfig
 from pdserve.common.config.sources import options, parse
 
 KEY = "0123456789abcdef0123456789abcdef"  # what an operator has to fill in

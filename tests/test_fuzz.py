@@ -27,7 +27,9 @@ from prometheus_client import CollectorRegistry
 
 from fakes_pipeline import FakeGenerator, byte_level_folder
 from kv_fakes import Geometry, shared_cache
-from pdserve.common.config.schema import ClusterConfig, RouterConfig, WorkerNodeConfig
+from pdserve.common.config.cluster import ClusterConfig
+from pdserve.common.config.node import WorkerNodeConfig
+from pdserve.common.config.router import RouterConfig
 from pdserve.common.config.sources import _YAMLFile, parse
 from pdserve.common.core.errors import InvalidRequest, RequestError, TransferError
 from pdserve.common.core.request import GenerateJob

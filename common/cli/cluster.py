@@ -26,14 +26,10 @@ import aiohttp
 
 from pdserve.common.cli.child import Child, ChildSpec, Write
 from pdserve.common.cli.host_share import Placement
-from pdserve.common.config.schema import (
-    AuthConfig,
-    ClusterConfig,
-    NodeConfig,
-    RouterConfig,
-    ServerConfig,
-    WorkerNodeConfig,
-)
+from pdserve.common.config.cluster import ClusterConfig
+from pdserve.common.config.node import NodeConfig, WorkerNodeConfig
+from pdserve.common.config.router import RouterConfig, ServerConfig
+from pdserve.common.config.shared import AuthConfig
 from pdserve.common.config.sources import to_environment, to_flags
 from pdserve.common.core.errors import ConfigError, NodeError, PdserveError
 from pdserve.common.obs.process import read_ports

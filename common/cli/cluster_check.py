@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from pdserve.common.config.schema import LogConfig
+from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import ConfigError, NodeError
 from pdserve.common.distributed.check import CheckConfig, CheckWorker, Report
 from pdserve.common.distributed.executor import WorkerSpec

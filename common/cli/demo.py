@@ -16,7 +16,9 @@ from rich.table import Table
 
 from pdserve.common.cli.cluster import Cluster, client_session
 from pdserve.common.cli.up import catch_signals, log_writer, model_name, placements, with_model
-from pdserve.common.config.schema import ClusterConfig, LogConfig, ServerConfig, option
+from pdserve.common.config.cluster import ClusterConfig
+from pdserve.common.config.router import ServerConfig
+from pdserve.common.config.shared import LogConfig, option
 from pdserve.common.config.sources import parse
 from pdserve.common.core.errors import NodeError, PdserveError
 from pdserve.common.core.request import Timeline

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import pynvml
 
-from pdserve.common.config.schema import EngineConfig, ParallelConfig
+from pdserve.common.config.node import EngineConfig, ParallelConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 from pdserve.common.cli.topology import Topology, read_topology
-from pdserve.common.config.schema import (
+from pdserve.common.config.cluster import PlanConfig
+from pdserve.common.config.node import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
     ParallelConfig,
-    PlanConfig,
     SchedulerConfig,
 )
 from pdserve.common.config.sources import parse

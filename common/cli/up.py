@@ -17,7 +17,8 @@ from rich.text import Text
 from pdserve.common.cli.child import Write
 from pdserve.common.cli.cluster import Cluster
 from pdserve.common.cli.host_share import Placement, place, visible_gpus
-from pdserve.common.config.schema import ClusterConfig, ParallelConfig
+from pdserve.common.config.cluster import ClusterConfig
+from pdserve.common.config.node import ParallelConfig
 from pdserve.common.config.sources import parse
 from pdserve.common.core.errors import ConfigError, PdserveError
 from pdserve.common.core.host import usable_cores

@@ -1,6 +1,6 @@
 """Flags, environment and YAML for any config dataclass: flags > environment > YAML > default.
 
-Names are written once, in `common/config/schema.py`. Nothing is dropped silently: a flag, a
+Names are written once, in the other files of this folder. Nothing is dropped silently: a flag, a
 YAML key or a `PDSERVE_*` variable that nobody knows ends the process with the nearest match.
 """
 
@@ -21,7 +21,9 @@ from typing import IO, Any, NoReturn, TypeVar, get_args, get_origin, get_type_hi
 import configargparse
 import yaml
 
-from pdserve.common.config.schema import ClusterConfig, RouterConfig, WorkerNodeConfig
+from pdserve.common.config.cluster import ClusterConfig
+from pdserve.common.config.node import WorkerNodeConfig
+from pdserve.common.config.router import RouterConfig
 from pdserve.common.core.errors import ConfigError
 
 Config = TypeVar("Config")

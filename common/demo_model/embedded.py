@@ -17,7 +17,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from pdserve.common.config.schema import ModelConfig
+from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import ConfigError
 
 OnProgress = Callable[[int, int], None]  # (tensors done, tensors in total)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from pdserve.common.config.schema import LogConfig
+from pdserve.common.config.shared import LogConfig
 
 Emit = Callable[[bytes], None]
 

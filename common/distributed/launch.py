@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from pdserve.common.config.schema import ParallelConfig
+from pdserve.common.config.node import ParallelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.distributed.executor import Executor, WorkerSpec
 from pdserve.common.distributed.inprocess import InProcessExecutor

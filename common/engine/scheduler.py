@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 
-from pdserve.common.config.schema import SchedulerConfig
+from pdserve.common.config.node import SchedulerConfig
 from pdserve.common.core.sampling import SampledToken
 from pdserve.common.engine.block_pool import BlockPool
 from pdserve.common.engine.messages import NewSequence, SequenceDelta, StepDelta

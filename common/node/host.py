@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import torch
 
-from pdserve.common.config.schema import EngineConfig, LogConfig
+from pdserve.common.config.node import EngineConfig
+from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import ConfigError, InvalidRequest
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.request import GenerateJob

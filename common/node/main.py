@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from pdserve.common.config.schema import WorkerNodeConfig
+from pdserve.common.config.node import WorkerNodeConfig
 from pdserve.common.config.sources import parse
 from pdserve.common.core.errors import ConfigError, PdserveError
 from pdserve.common.core.host import allow_open_files, refusals

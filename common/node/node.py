@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Generic
 
-from pdserve.common.config.schema import WorkerNodeConfig
+from pdserve.common.config.node import WorkerNodeConfig
 from pdserve.common.core.errors import Blame, NodeError, PdserveError, Unavailable
 from pdserve.common.core.ids import new_node_id
 from pdserve.common.core.request import GenerateJob

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from pdserve.common.config.schema import SchedulerConfig
+from pdserve.common.config.node import SchedulerConfig
 from pdserve.common.core.errors import Blame, NodeError, PdserveError
 from pdserve.common.core.sampling import (
     SampledToken,

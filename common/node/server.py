@@ -10,7 +10,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from pdserve.common.config.schema import NodeConfig
+from pdserve.common.config.node import NodeConfig
 from pdserve.common.node.registration import Registration
 from pdserve.common.obs.http import MetricsServer, Readiness, bind_metrics, start_metrics_server
 from pdserve.common.rpc.credentials import Credentials

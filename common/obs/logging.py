@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from io import TextIOBase
 from typing import Any, ClassVar
 
-from pdserve.common.config.schema import LogConfig
+from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.printable import cut, json_printable, printable
 from pdserve.common.obs.log_writer import LogWriter
 from pdserve.common.obs.process import dump_stacks_on_signal

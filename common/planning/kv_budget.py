@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-from pdserve.common.config.schema import EngineConfig
+from pdserve.common.config.node import EngineConfig
 from pdserve.common.core.errors import ConfigError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from pdserve.common.config.schema import AuthConfig, TLSConfig
+from pdserve.common.config.shared import AuthConfig, TLSConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.rpc.auth import ClusterKey
 from pdserve.common.rpc.guard import Guard

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdserve.common.config.schema import TLSConfig
+from pdserve.common.config.shared import TLSConfig
 from pdserve.common.core.errors import ConfigError
 
 ROLE_URI = "pdserve://role/"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import torch
 
-from pdserve.common.config.schema import EngineConfig
+from pdserve.common.config.node import EngineConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import memory_left
 from pdserve.common.engine.messages import CacheShape

@@ -14,7 +14,8 @@ from typing import Protocol
 import msgspec
 import torch
 
-from pdserve.common.config.schema import EngineConfig, LogConfig, ParallelConfig
+from pdserve.common.config.node import EngineConfig, ParallelConfig
+from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import usable_cores
 from pdserve.common.core.model_spec import ModelSpec

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from pdserve.common.config.schema import TLSConfig
+from pdserve.common.config.shared import TLSConfig
 from pdserve.common.core.errors import Blame, ConfigError, TransferError
 from pdserve.common.rpc.tls import TLS
 from pdserve.kv_transfer.connectors.base.pipe_connector import PipeConnector

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from pdserve.common.config.schema import TLSConfig
+from pdserve.common.config.shared import TLSConfig
 from pdserve.common.core.errors import ConfigError, TransferError
 from pdserve.kv_transfer.commands import (
     Accept,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from pdserve.common.config.schema import ServerConfig
+from pdserve.common.config.router import ServerConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.rpc.tls import load_cert_chain
 from pdserve.router.clock import AwakeClock

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.quantized_folder import Scheme, quantize_folder
 from cluster import MODELS
-from pdserve.common.config.schema import ModelConfig
+from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.decoder import CausalLM

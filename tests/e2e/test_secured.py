@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import reference
 from cluster import Cluster
-from pdserve.common.config.schema import TLSConfig
+from pdserve.common.config.shared import TLSConfig
 from pdserve.common.rpc.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from pdserve.common.rpc.tls import TLS
 from pdserve.kv_transfer.connectors.base.frame import Frame, Kind

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from fakes_pipeline import byte_level_folder
-from pdserve.common.config.schema import RoutingConfig
+from pdserve.common.config.router import RoutingConfig
 from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.common.rpc.pb import cluster_pb2 as pb

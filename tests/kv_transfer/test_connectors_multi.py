@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kv_fakes import Geometry, Pair, make_pair, shared_cache
-from pdserve.common.config.schema import TransferConfig
+from pdserve.common.config.node import TransferConfig
 from pdserve.common.core.errors import ConfigError, TransferError
 from pdserve.kv_transfer.connector import (
     BlockRun,

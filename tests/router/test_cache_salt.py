@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from pdserve.common.config.schema import RouterConfig, RoutingConfig, SchedulerConfig, ServerConfig
+from pdserve.common.config.node import SchedulerConfig
+from pdserve.common.config.router import RouterConfig, RoutingConfig, ServerConfig
 from pdserve.common.core.errors import ConfigError, InvalidRequest
 from pdserve.common.core.request import Choice, GenerateJob
 from pdserve.common.core.sampling import SamplingParams

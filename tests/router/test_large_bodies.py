@@ -15,7 +15,8 @@ import pytest
 from benchmarks.bench_bodies import KINDS as ATTACKS
 from benchmarks.bench_bodies import MIB, measure, router
 from paths import MODELS
-from pdserve.common.config.schema import LogConfig, ModelConfig
+from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import (
     InvalidRequest,
     ModelNotFound,

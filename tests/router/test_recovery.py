@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pdserve.common.config.schema import RoutingConfig
+from pdserve.common.config.router import RoutingConfig
 from pdserve.common.core.errors import (
     Blame,
     Cancelled,

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from pdserve.common.config.schema import RoutingConfig
+from pdserve.common.config.router import RoutingConfig
 from pdserve.common.core.errors import Blame, NodeError, Overloaded, TransferError, Unavailable
 from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.rpc.pb import cluster_pb2 as pb

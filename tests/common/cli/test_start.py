@@ -22,7 +22,7 @@ import torch
 
 from paths import MODELS
 from pdserve.common.cli.main import main
-from pdserve.common.config.schema import NodeConfig
+from pdserve.common.config.node import NodeConfig
 from pdserve.common.core import host
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import allow_open_files, refusals

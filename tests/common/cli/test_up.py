@@ -27,13 +27,9 @@ from pdserve.common.cli import cluster as cluster_module
 from pdserve.common.cli.cluster import Cluster, connect_host
 from pdserve.common.cli.host_share import Placement, place
 from pdserve.common.cli.up import log_writer, placements
-from pdserve.common.config.schema import (
-    CacheConfig,
-    ClusterConfig,
-    EngineConfig,
-    ParallelConfig,
-    ServerConfig,
-)
+from pdserve.common.config.cluster import ClusterConfig
+from pdserve.common.config.node import CacheConfig, EngineConfig, ParallelConfig
+from pdserve.common.config.router import ServerConfig
 from pdserve.common.core.errors import ConfigError, NodeError
 
 FAKE_ROLE = str(HELPERS / "fake_role.py")

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from pdserve.common.config.schema import (
-    ClusterConfig,
+from pdserve.common.config.cluster import ClusterConfig
+from pdserve.common.config.node import (
     EngineConfig,
     ModelConfig,
     ParallelConfig,
-    RouterConfig,
     TransferConfig,
     WorkerNodeConfig,
 )
+from pdserve.common.config.router import RouterConfig
 from pdserve.common.config.sources import ROLE_CONFIGS, options, parse, to_flags
 
 

@@ -16,7 +16,7 @@ from test_executor import eventually
 from test_runner import config
 
 from benchmarks.fleet import free_port
-from pdserve.common.config.schema import ParallelConfig
+from pdserve.common.config.node import ParallelConfig
 from pdserve.common.core.errors import ConfigError, NodeError
 from pdserve.common.distributed import wire
 from pdserve.common.distributed.environment import (

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from pdserve.common.config.schema import SchedulerConfig
+from pdserve.common.config.node import SchedulerConfig
 from pdserve.common.core.errors import NodeError
 from pdserve.common.core.request import Choice, FinishReason, GenerateJob
 from pdserve.common.core.sampling import SampledToken, SamplingParams

@@ -7,7 +7,7 @@ from collections import deque
 
 import pytest
 
-from pdserve.common.config.schema import SchedulerConfig
+from pdserve.common.config.node import SchedulerConfig
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.engine.block_pool import BlockPool
 from pdserve.common.engine.messages import StepDelta

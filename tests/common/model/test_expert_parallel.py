@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paths import MODELS
-from pdserve.common.config.schema import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from pdserve.common.config.node import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.sampling import SamplingParams

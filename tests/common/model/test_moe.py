@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from paths import MODELS
-from pdserve.common.config.schema import EngineConfig, ModelConfig, ParallelConfig
+from pdserve.common.config.node import EngineConfig, ModelConfig, ParallelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.distributed.all2all import RoutedTokens

@@ -12,13 +12,8 @@ import psutil
 import pytest
 
 from live_node import decode_node, eventually, generate, node_config
-from pdserve.common.config.schema import (
-    EngineConfig,
-    LogConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-)
+from pdserve.common.config.node import EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import ConfigError, NodeError, TransferError
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.distributed import launch

@@ -20,7 +20,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from benchmarks.fleet import free_port
-from pdserve.common.config.schema import LogConfig
+from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import ConfigError, TransferError
 from pdserve.common.core.request import FinishReason, Timeline
 from pdserve.common.obs.http import bind_metrics, start_metrics_server
@@ -123,7 +123,7 @@ def test_a_line_is_bounded_and_a_closed_pipe_is_no_failure(pipe: tuple[int, int]
 
 ENDING = """
 import logging
-from pdserve.common.config.schema import LogConfig
+from pdserve.common.config.shared import LogConfig
 from pdserve.common.obs.logging import setup_logging
 
 setup_logging("router", LogConfig())
@@ -372,7 +372,7 @@ def lines_of(registry: CollectorRegistry) -> list[str]:
 
 NEVER_ENDING = """
 import sys, threading, time
-from pdserve.common.config.schema import LogConfig
+from pdserve.common.config.shared import LogConfig
 from pdserve.common.obs.process import exit_within
 from pdserve.common.obs.logging import setup_logging
 

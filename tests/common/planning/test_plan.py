@@ -25,10 +25,8 @@ from paths import ROOT
 from pdserve.common.cli import topology
 from pdserve.common.cli.main import main
 from pdserve.common.cli.plan import plan, setup
-from pdserve.common.config.schema import (
-    EngineConfig,
-    PlanConfig,
-)
+from pdserve.common.config.cluster import PlanConfig
+from pdserve.common.config.node import EngineConfig
 from pdserve.common.config.sources import options, parse
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec

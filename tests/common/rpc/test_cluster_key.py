@@ -16,7 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from pdserve.common.cli.certs import HOSTS, write
-from pdserve.common.config.schema import AuthConfig, RoutingConfig, TLSConfig
+from pdserve.common.config.router import RoutingConfig
+from pdserve.common.config.shared import AuthConfig, TLSConfig
 from pdserve.common.core.errors import Blame, ClusterAuthError, ConfigError, Overloaded, Unavailable
 from pdserve.common.node.registration import Registration
 from pdserve.common.rpc import auth

@@ -37,14 +37,10 @@ from pdserve.common.cli.certs import HOSTS, write
 from pdserve.common.cli.cluster import Cluster
 from pdserve.common.cli.host_share import Placement
 from pdserve.common.cli.main import main
-from pdserve.common.config.schema import (
-    ClusterConfig,
-    EngineConfig,
-    RouterConfig,
-    ServerConfig,
-    TLSConfig,
-    WorkerNodeConfig,
-)
+from pdserve.common.config.cluster import ClusterConfig
+from pdserve.common.config.node import EngineConfig, WorkerNodeConfig
+from pdserve.common.config.router import RouterConfig, ServerConfig
+from pdserve.common.config.shared import TLSConfig
 from pdserve.common.config.sources import options, parse, to_environment, to_flags
 from pdserve.common.core.errors import ConfigError, InvalidRequest, Unauthenticated
 from pdserve.common.core.ids import new_transfer_id

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from paths import MODELS
-from pdserve.common.config.schema import (
+from pdserve.common.config.node import (
     CacheConfig,
     EngineConfig,
     ModelConfig,

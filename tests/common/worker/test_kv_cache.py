@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from pdserve.common.config.schema import CacheConfig, EngineConfig, SchedulerConfig
+from pdserve.common.config.node import CacheConfig, EngineConfig, SchedulerConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.engine.messages import CacheShape
 from pdserve.common.planning.kv_budget import check_num_blocks, parse_bytes, plan_num_blocks

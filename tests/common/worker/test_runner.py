@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from paths import MODELS
-from pdserve.common.config.schema import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from pdserve.common.config.node import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from pdserve.common.core.errors import ConfigError, NodeError
 from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.distributed.executor import Emit

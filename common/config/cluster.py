@@ -1,0 +1,113 @@
+"""Options of the commands that are about a whole cluster: `pdserve up` and `pdserve plan`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pdserve.common.config.node import CacheConfig, EngineConfig, SchedulerConfig, TransferConfig
+from pdserve.common.config.router import RoutingConfig, ServerConfig
+from pdserve.common.config.shared import AuthConfig, LogConfig, TLSConfig, option
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """Cluster
+
+    `pdserve up`: what differs from the roles' own options, and those options.
+    """
+
+    prefill: int = option(1, "prefill nodes", minimum=1)
+    decode: int = option(1, "decode nodes", minimum=1)
+    prefill_tp: int | None = option(
+        None, "ranks of a stage of each prefill node (default: --tensor-parallel-size)", minimum=1
+    )
+    decode_tp: int | None = option(
+        None, "ranks of a stage of each decode node (default: --tensor-parallel-size)", minimum=1
+    )
+    prefill_pp: int | None = option(
+        None, "stages of each prefill node (default: --pipeline-parallel-size)", minimum=1
+    )
+    decode_pp: int | None = option(
+        None, "stages of each decode node (default: --pipeline-parallel-size)", minimum=1
+    )
+    restart: str = option(
+        "on-failure",
+        "when a process of the cluster dies: on-failure: it is started again (a node that drained, "
+        "or wrong options, never); no: the cluster stops",
+        choices=("on-failure", "no"),
+    )
+    # Nodes learn the port from `up`, so that two clusters need not agree on ports.
+    server: ServerConfig = field(default_factory=lambda: ServerConfig(grpc_port=0, registry_port=0))
+    tls: TLSConfig = field(default_factory=TLSConfig)
+    auth: AuthConfig = field(default_factory=AuthConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConfig:
+    """Plan
+
+    `pdserve plan`: the options of a node that decide what fits on its GPUs, and what they are.
+    """
+
+    model: str | None = option(None, "folder of a Hugging Face checkpoint, or its config.json")
+    gpu_memory: str | None = option(None, "memory of one GPU, e.g. 24GiB")
+    tensor_parallel_size: int = option(
+        1, "ranks each stage is split over, in both roles", short="--tp", minimum=1
+    )
+    pipeline_parallel_size: int = option(
+        1, "stages the layers are split into, in both roles", short="--pp", minimum=1
+    )
+    prefill_tp: int | None = option(None, "of prefill nodes (default: --tp)", minimum=1)
+    decode_tp: int | None = option(None, "of decode nodes (default: --tp)", minimum=1)
+    prefill_pp: int | None = option(None, "of prefill nodes (default: --pp)", minimum=1)
+    decode_pp: int | None = option(None, "of decode nodes (default: --pp)", minimum=1)
+    expert_parallel_size: int = option(
+        1, "ranks of a stage the experts are spread over, in both roles", short="--ep", minimum=1
+    )
+    prefill_ep: int | None = option(None, "of prefill nodes (default: --ep)", minimum=1)
+    decode_ep: int | None = option(None, "of decode nodes (default: --ep)", minimum=1)
+    pipeline_partition: str | None = option(
+        None,
+        "layers of each stage, e.g. 9,8,8,5 (default: even, the first stages one more)",
+        metavar="N,N,...",
+    )
+    max_model_len: int | None = option(
+        None, "context window in tokens (default: the model's)", minimum=1
+    )
+    dtype: str = option(
+        "auto",
+        "compute and KV dtype; auto: the checkpoint's",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    quantization: str | None = option(
+        None,
+        "weights of linear layers: int8, as nodes make them with this option; int4, an AWQ "
+        "checkpoint with a scale and a zero point for 128 weights (default: as config.json says)",
+        choices=("int8", "int4"),
+    )
+    gpu_memory_utilization: float = option(
+        CacheConfig().gpu_memory_utilization,
+        "share of each GPU a node may use",
+        minimum=0.01,
+        maximum=1.0,
+    )
+    kv_cache_memory: str | None = option(
+        None, "KV cache per rank, e.g. 2GiB (default: the rest of the GPU)"
+    )
+    block_size: int = option(CacheConfig().block_size, "tokens per KV block", minimum=1)
+    max_num_seqs: int = option(
+        SchedulerConfig().max_num_seqs, "sequences computed in one step", minimum=1
+    )
+    max_num_batched_tokens: int = option(
+        SchedulerConfig().max_num_batched_tokens,
+        "tokens computed in one step (chunk size)",
+        minimum=1,
+    )
+    json: bool = option(False, "print JSON, in bytes, instead of a table")
+    topology: bool = option(
+        False, "also read how this host's GPUs are connected and advise (alone: without --model)"
+    )

@@ -1,0 +1,223 @@
+"""Options of prefill and decode nodes: the model and its engine, the KV transfer, the node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from pdserve.common.config.shared import PORT, AuthConfig, LogConfig, TLSConfig, option
+from pdserve.common.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Model"""
+
+    model: str | None = option(
+        None, "folder of a Hugging Face checkpoint; absent: the embedded SmolLM2-135M-Instruct"
+    )
+    served_model_name: str | None = option(None, "name clients ask for (default: the folder's)")
+    tokenizer: str | None = option(None, "folder of the tokenizer (default: the model's)")
+    max_model_len: int | None = option(
+        None, "context window in tokens (default: the model's)", minimum=1
+    )
+    load_format: str = option(
+        "auto",
+        "auto: safetensors; dummy: random weights from config.json alone",
+        choices=("auto", "safetensors", "dummy"),
+    )
+    dtype: str = option(
+        "auto",
+        "compute and KV dtype; auto: the checkpoint's, or float32 on CPUs without fast bf16",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    quantization: str | None = option(
+        None,
+        "int8: keep the weights of linear layers in 8 bits, a scale per output channel; of an "
+        "unquantized checkpoint (default: as the checkpoint is; AWQ and GPTQ need no option)",
+        short="-q",
+        choices=("int8",),
+    )
+    seed: int = option(0, "seed of dummy weights", minimum=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """Parallelism"""
+
+    tensor_parallel_size: int = option(1, "ranks each layer is split over", short="-tp", minimum=1)
+    pipeline_parallel_size: int = option(
+        1,
+        "stages the layers are split into, each of --tensor-parallel-size ranks",
+        short="-pp",
+        minimum=1,
+    )
+    pipeline_partition: str | None = option(
+        None,
+        "layers of each stage, e.g. 9,8,8,5 (default: even, the first stages one more)",
+        metavar="N,N,...",
+    )
+    expert_parallel_size: int = option(
+        1,
+        "ranks of a tensor-parallel group the experts are spread over (a mixture of experts); "
+        "what is left of the group splits each expert",
+        short="-ep",
+        minimum=1,
+    )
+    all2all_backend: str = option(
+        "replicated",
+        "how tokens get to the ranks that hold their experts: replicated (tensor-parallel ranks "
+        "have every token already: nothing moves), allgather_reducescatter, alltoallv, an entry "
+        "point or module:Class",
+    )
+    data_parallel_size: int = option(
+        1,
+        "replicas of the model in a node, each with ranks, a scheduler and KV blocks of its own",
+        short="-dp",
+        minimum=1,
+    )
+    distributed_executor_backend: str = option(
+        "auto",
+        "how ranks run: mp: processes on this host; ray: actors of a Ray cluster, a stage on one "
+        "host, stages on several; auto: one rank in the node's process, several as mp where this "
+        "host has devices for them, else ray if a cluster answers",
+        choices=("auto", "mp", "ray"),
+    )
+    ray_address: str | None = option(
+        None,
+        "head of the Ray cluster (default: RAY_ADDRESS, or the one this host is part of)",
+        metavar="HOST:PORT",
+    )
+    cpu_threads: int = option(
+        0,
+        "torch threads per rank on a CPU (0: the cores that affinity and cgroup quotas leave this "
+        "node, divided by its ranks)",
+        minimum=0,
+    )
+    device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
+    distributed_timeout: float = option(
+        30.0, "seconds after which a silent rank is dead", minimum=0.1
+    )
+    device_communicator: str = option(
+        "auto",
+        "what carries tensors between the ranks of a node: shm, gloo, nccl, symm_mem, an entry "
+        "point or module:Class; auto: nccl for CUDA, shm for CPU ranks of one host, else gloo",
+    )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of one replica."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def world_size_across_dp(self) -> int:
+        """Ranks of all replicas of a node."""
+        return self.world_size * self.data_parallel_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """KV cache"""
+
+    block_size: int = option(16, "tokens per KV block", minimum=1)
+    gpu_memory_utilization: float = option(
+        0.9, "share of each GPU this node may use", minimum=0.01, maximum=1.0
+    )
+    kv_cache_memory: str | None = option(
+        None, "KV cache per rank, e.g. 2GiB (default: the rest of the GPU; on CPU a share of RAM)"
+    )
+    num_gpu_blocks_override: int | None = option(
+        None, "number of KV blocks, instead of memory", minimum=1
+    )
+    enable_prefix_caching: bool = option(True, "reuse KV blocks of equal prefixes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Scheduling"""
+
+    max_num_seqs: int = option(64, "sequences computed in one step", minimum=1)
+    max_num_batched_tokens: int = option(512, "tokens computed in one step (chunk size)", minimum=1)
+    engine_stall_timeout: float = option(
+        20.0,
+        "seconds a step or a rank's answer may take, or a queue stand still with nothing computed "
+        "and no block freed, before the node says it is unhealthy (raise it where one step takes "
+        "that long)",
+        minimum=0.1,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What a rank needs to compute: handed to worker processes."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    def __post_init__(self) -> None:
+        if self.scheduler.max_num_batched_tokens < self.scheduler.max_num_seqs:
+            raise ConfigError(
+                f"--max-num-batched-tokens {self.scheduler.max_num_batched_tokens} is less than "
+                f"--max-num-seqs {self.scheduler.max_num_seqs}: a step could not give every "
+                "running sequence one token"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferConfig:
+    """KV transfer"""
+
+    kv_connector: str = option(
+        "auto",
+        "what may carry KV, the preferred first, separated by commas: shm, tcp, cuda_ipc, nccl, an "
+        "entry point or module:Class; auto: shm,tcp for CPU caches, cuda_ipc,nccl,tcp for CUDA",
+    )
+    kv_connector_config: dict[str, Any] = option(
+        {}, 'the connector\'s own options, as JSON; for several or auto {"NAME": {...}}'
+    )
+    kv_host: str = option(
+        "127.0.0.1",
+        "address the KV data plane binds to and announces; auto: of each rank's own host, as other "
+        "hosts reach it",
+    )
+    kv_lease: float = option(
+        10.0,
+        "seconds without progress after which KV blocks are freed",
+        minimum=0.1,
+        maximum=86_400.0,
+    )
+    enable_kv_digests: bool = option(
+        True, "decode nodes check that KV landed as it was sent, before they use it"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig:
+    """Node"""
+
+    router: str = option(
+        "127.0.0.1:8002", "router's address to register at (--registry-port)", metavar="HOST:PORT"
+    )
+    host: str = option("127.0.0.1", "address to bind to")
+    advertise_host: str | None = option(
+        None,
+        "address announced to the router (default: --host); auto: this host's name, which the "
+        "others must be able to resolve, as containers on one network do",
+    )
+    grpc_port: int = option(0, "port of the node's gRPC server (0: a free one)", **PORT)
+    metrics_port: int = option(0, "port of /metrics and /health (0: a free one)", **PORT)
+    drain_timeout: float = option(30.0, "seconds a SIGTERM waits for work in flight", minimum=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerNodeConfig:
+    """A prefill or decode node."""
+
+    node: NodeConfig = field(default_factory=NodeConfig)
+    tls: TLSConfig = field(default_factory=TLSConfig)
+    auth: AuthConfig = field(default_factory=AuthConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    log: LogConfig = field(default_factory=LogConfig)
