@@ -107,7 +107,7 @@ def router_metrics() -> Iterator[str]:
     metrics, registry = RouterMetrics(), Registry(RoutingConfig())
     # Nothing is asked of it but its queue's length, so it needs no tokenizer.
     pipeline = Pipeline(RoutingConfig(), registry, None, Channels(), metrics)  # type: ignore[arg-type]
-    metrics.registry.register(PipelineCollector(pipeline, registry))
+    metrics.registry.register(PipelineCollector(pipeline))
     return _metric_table(metrics.registry)
 
 

@@ -71,9 +71,7 @@ class PrefillSession:
                 return  # nobody will decode: `close` ends the hand-off
             result = await self._handoff.commit(convert.event_to_pb(event))
         self._metrics.observe_transfer(num_bytes=result.nbytes, seconds=result.seconds)
-        yield pb.PrefillEvent(
-            handed_off=pb.HandedOff(bytes=result.nbytes, transfer_s=result.seconds)
-        )
+        yield pb.PrefillEvent(handed_off=pb.HandedOff(transfer_s=result.seconds))
 
     async def close(self) -> None:
         """Ends whatever is still going on and gives all blocks back."""

@@ -17,17 +17,17 @@ MAX_WAITING_TOKENS = 2**22  # prompt tokens in the queue; each takes four bytes
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """The prompts of one body. They are admitted together, and each takes a place of its own."""
+    """The prompts of one body. They are admitted together, and each takes a slot of its own."""
 
     client: str = ""  # whose they are: an API key's name, or an address
     num_tokens: int = 0  # of all prompts
     admitted: bool = False
-    running: int = 0  # prompts that have a place
+    running: int = 0  # prompts that have a slot
 
 
 class Admission:
-    """A bounded queue in front of a bounded number of places, fair between clients: one of them
-    holds at most its share of either, and the next free place is for the client with fewest."""
+    """A bounded queue in front of a bounded number of slots, fair between clients: one of them
+    holds at most its share of either, and the next free slot is for the client with fewest."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Admission:
         timeout: float,
         max_client_share: float = 1.0,
     ) -> None:
-        self._places = FairShare(max_running, max_client_share, overdraw=True)
+        self._slots = FairShare(max_running, max_client_share, overdraw=True)
         self._running = 0
         self._max_waiting = max_waiting
         self._max_client_share = max_client_share
@@ -53,10 +53,10 @@ class Admission:
         return self._waiting.total()
 
     @asynccontextmanager
-    async def place(
+    async def slot(
         self, batch: Batch | None = None, num_tokens: int = 0, choices: int = 1
     ) -> AsyncIterator[None]:
-        """Holds a place for each choice of one prompt, of `num_tokens`, of a batch, as far as the
+        """Holds a slot for each choice of one prompt, of `num_tokens`, of a batch, as far as the
         client's share goes: choices are what nodes compute.
 
         Raises:
@@ -65,7 +65,7 @@ class Admission:
             Unavailable: no prompt of the batch got or had a place in time.
         """
         batch = Batch(num_tokens=num_tokens) if batch is None else batch
-        choices = min(choices, self._places.client_limit)
+        choices = min(choices, self._slots.client_limit)
         if not batch.admitted:
             self._check_room(batch, choices)
             batch.admitted = True
@@ -78,11 +78,11 @@ class Admission:
         finally:
             self._running -= 1
             batch.running -= 1
-            self._places.give_back(batch.client, choices)
+            self._slots.give_back(batch.client, choices)
 
     def _check_room(self, batch: Batch, choices: int) -> None:
         client = batch.client
-        if self._places.has_room(client, choices):
+        if self._slots.has_room(client, choices):
             return
         for waiting, limit, what in (
             (self._waiting, self._max_waiting, "requests"),
@@ -116,7 +116,7 @@ class Admission:
         while True:
             try:
                 async with asyncio.timeout(self._timeout):
-                    return await self._places.take(batch.client, choices)
+                    return await self._slots.take(batch.client, choices)
             except TimeoutError:
                 if not batch.running:  # else the body proceeds, prompt by prompt
                     raise Unavailable(

@@ -1,14 +1,22 @@
-"""What the HTTP and gRPC fronts ask of the pipeline, and what it yields."""
+"""What the HTTP and gRPC services ask of the pipeline, and what it yields."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TypeVar
 
+from pdserve.common.core.errors import Cancelled, PdserveError
 from pdserve.common.core.request import FinishReason, Timeline
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.router.admission import Batch
+
+T = TypeVar("T")
+
+# Items a client may be behind with, each of a few hundred bytes; who is further behind is given up.
+MAX_BEHIND = 16 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +55,58 @@ class GenerationStats:
     timeline: Timeline
 
 
-class Generator(Protocol):
-    """The pipeline, as the fronts see it."""
+async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+    """Generations as one stream: yields (source's index, item) as items come. They are made at
+    their own pace: a client that reads slowly, or not at all, holds no slot on the nodes. The
+    first error of any source ends all.
 
-    def generate(
-        self, request: GenerationRequest
-    ) -> AsyncGenerator[TextDelta | GenerationStats, None]:
-        """Yields deltas of all choices, interleaved, then one GenerationStats.
+    A source ends when it has given its last item, whether or not that has been read. However
+    this ends, all sources are closed when it has ended.
 
-        `aclose()`, or cancelling the task that iterates, aborts the work on every node.
+    Raises:
+        Cancelled: more than MAX_BEHIND items were not read.
+    """
+    queue: asyncio.Queue[tuple[int, T] | _Failure | None] = asyncio.Queue()
+    pumps = [asyncio.create_task(_pump(i, source, queue)) for i, source in enumerate(sources)]
+    try:
+        running = len(pumps)
+        while running:
+            message = await queue.get()
+            if message is None:
+                running -= 1
+            elif isinstance(message, _Failure):
+                raise message.error
+            else:
+                yield message
+    finally:
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
 
-        Raises:
-            PdserveError: the request cannot be served or failed for good. Other exceptions
-                are defects.
-        """
 
-    def ready(self) -> tuple[bool, str]:
-        """Whether a request could be served now; the reason when not."""
+class _Failure:
+    def __init__(self, error: Exception) -> None:
+        self.error = error
 
-    def cluster(self) -> dict[str, Any]:
-        """The nodes and their state, as JSON for people."""
+
+async def _pump(
+    index: int,
+    source: AsyncGenerator[T, None],
+    queue: asyncio.Queue[tuple[int, T] | _Failure | None],
+) -> None:
+    """Moves one source's items into the queue, then None or how it failed."""
+    try:
+        async with aclosing(source):
+            async for item in source:
+                if queue.qsize() >= MAX_BEHIND:
+                    raise Cancelled(
+                        f"the client is {MAX_BEHIND} events behind", code="CLIENT_TOO_SLOW"
+                    )
+                queue.put_nowait((index, item))
+        queue.put_nowait(None)
+    except asyncio.CancelledError:
+        # Perhaps the source's own: whoever waits for its items must not wait for ever.
+        queue.put_nowait(_Failure(PdserveError("the generation was cancelled")))
+        raise
+    except Exception as error:
+        queue.put_nowait(_Failure(error))

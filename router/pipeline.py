@@ -12,7 +12,7 @@ next token is the one that D would have drawn, because draws are keyed by (seed,
 client notices a pause.
 
 Every part of a request runs in one task (`_serve`) or in that task's group, under the request's
-one deadline. However it ends, that task's end is the request's, its place is free and its calls
+one deadline. However it ends, that task's end is the request's, its slot is free and its calls
 are cancelled; the client gets the answer's rest or a typed error.
 """
 
@@ -24,33 +24,27 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-import grpc
-
 from pdserve.common.config.router import RoutingConfig
-from pdserve.common.core.errors import Blame, NodeError, PdserveError, TransferError
-from pdserve.common.obs.logging import request_id_var
+from pdserve.common.core.errors import PdserveError, TransferError
 from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
-from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.server import Channels
-from pdserve.common.rpc.status import REQUEST_ID_KEY, from_rpc_error
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.admission import Admission
-from pdserve.router.call import Call
+from pdserve.router.cluster_view import ClusterView
 from pdserve.router.generation import GenerationRequest, GenerationStats, TextDelta
+from pdserve.router.in_flight import LINK_CODES, InFlight
+from pdserve.router.node_client import NodeClient, protocol_error
 from pdserve.router.placement import Placement
-from pdserve.router.registry import PARTED_CODES, Node, Registry, Use
-from pdserve.router.run import Run
+from pdserve.router.registry import Node, Registry
+from pdserve.router.request_state import RequestState, bad_token
 
 logger = logging.getLogger(__name__)
 
-RETARGET_TIMEOUT = 5.0  # seconds a decode node gets to quiesce its ranks
-FINISH_TIMEOUT = 5.0  # seconds a decode node gets to hear that a choice has ended
-
 
 class Pipeline:
-    """Implements `pdserve.router.generation.Generator` on the registered nodes."""
+    """Serves generation requests on the registered nodes."""
 
     def __init__(
         self,
@@ -64,11 +58,12 @@ class Pipeline:
         """`vocab_size`: rows of the model's embedding."""
         self._config = config
         self._tokenizer = tokenizer
-        self.vocab_size = vocab_size
+        self._vocab_size = vocab_size
         self.registry = registry
         self.channels = channels
         self.metrics = metrics
-        self.placement = Placement(config, registry)
+        self.view = ClusterView(registry)
+        self.placement = Placement(config, self.view)
         self.admission = Admission(
             config.max_concurrent_requests,
             config.max_queued_requests,
@@ -79,88 +74,90 @@ class Pipeline:
     async def generate(
         self, request: GenerationRequest
     ) -> AsyncGenerator[TextDelta | GenerationStats, None]:
-        """As `pdserve.router.generation.Generator.generate`."""
-        run = Run(request, self._tokenizer, self._config)
-        serving = asyncio.create_task(self._serve(run))
-        serving.add_done_callback(lambda _: run.deltas.put_nowait(None))
+        """Yields deltas of all choices, interleaved, then one GenerationStats.
+
+        `aclose()`, or cancelling the task that iterates, aborts the work on every node.
+
+        Raises:
+            PdserveError: the request cannot be served or failed for good. Other exceptions
+                are defects.
+        """
+        state = RequestState(request, self._tokenizer, self._config, self._vocab_size)
+        serving = asyncio.create_task(self._serve(state))
+        serving.add_done_callback(lambda _: state.deltas.put_nowait(None))
         try:
-            while (delta := await run.deltas.get()) is not None:
+            while (delta := await state.deltas.get()) is not None:
                 yield delta
             yield await serving
         finally:
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
 
-    async def _serve(self, run: Run) -> GenerationStats:
-        """The whole of a request: its deltas go into `run.deltas`; its outcome is this task's,
+    async def _serve(self, state: RequestState) -> GenerationStats:
+        """The whole of a request: its deltas go into `state.deltas`; its outcome is this task's,
         counted and logged once."""
+        request = state.request
         try:
-            async with self.admission.place(*run.admission), run.deadline.running():
-                while not run.finished:
-                    await self._attempt(run)
+            async with (
+                self.admission.slot(request.batch, len(request.prompt_token_ids), request.n),
+                state.deadline.running(),
+            ):
+                while not state.finished:
+                    await self._attempt(state)
         except PdserveError as error:
             self.metrics.observe_error(error.code)
-            logger.warning("%s failed: %s", run.request_id, error)
+            logger.warning("%s failed: %s", state.request_id, error)
             raise
         except asyncio.CancelledError:
             self.metrics.observe_error("CANCELLED")
-            logger.info("%s cancelled by the client", run.request_id)
+            logger.info("%s cancelled by the client", state.request_id)
             raise
         except Exception:
             self.metrics.observe_error("INTERNAL")
-            logger.exception("%s failed: unexpected error", run.request_id)
+            logger.exception("%s failed: unexpected error", state.request_id)
             raise PdserveError(
-                f"internal error; its log entry is under request id {run.request_id}"
+                f"internal error; its log entry is under request id {state.request_id}"
             ) from None
-        return self._finished(run)
+        return self._finished(state)
 
-    async def _attempt(self, run: Run) -> None:
+    async def _attempt(self, state: RequestState) -> None:
         """What one decode node makes of the request: all that is left of it, unless something
         fails; that is noted then, and the caller tries again from there."""
-        await run.recovery.pause(run.deadline)
-        decode, local_prefill = await self.placement.decode(run)
-        run.mark("queued")
-        with suppress(BeginAnew):
-            await Attempt(self, run, decode, local_prefill).serve()
+        await state.retries.backoff(state.deadline)
+        decode, local_prefill = await self.placement.decode(state)
+        state.mark("queued")
+        with suppress(AttemptFailed):
+            await Attempt(self, state, decode, local_prefill).run()
 
-    def _finished(self, run: Run) -> GenerationStats:
-        run.mark("finished")
-        stats = run.stats()
+    def _finished(self, state: RequestState) -> GenerationStats:
+        state.mark("finished")
+        stats = state.stats()
         self.metrics.observe_request(
             stats.timeline,
             prompt_tokens=stats.prompt_tokens,
             completion_tokens=stats.completion_tokens,
-            finish_reasons=run.finish_reasons,
+            finish_reasons=state.finish_reasons,
         )
-        self.metrics.itl.observe_all(run.token_gaps)
+        self.metrics.itl.observe_all(state.token_gaps)
         logger.info(
             "%s finished: %d prompt tokens (%d cached), %d generated, TTFT %.0f ms, %.0f ms in all",
-            run.request_id, stats.prompt_tokens, stats.cached_tokens, stats.completion_tokens,
+            state.request_id, stats.prompt_tokens, stats.cached_tokens, stats.completion_tokens,
             1e3 * (stats.timeline.first_token or 0), 1e3 * (stats.timeline.finished or 0),
         )  # fmt: skip
         return stats
 
-    # ---- what there is ----------------------------------------------------------------------
-
     def ready(self) -> tuple[bool, str]:
-        return self.placement.ready()
+        """Whether a request could be served now; the reason when not, or what is amiss."""
+        return self.view.ready()
 
     def cluster(self) -> dict[str, Any]:
+        """The nodes and their state, as JSON for people."""
         ready, reason = self.ready()
-        return {
-            "ready": ready,
-            "reason": reason,
-            "running": self.admission.running,
-            "waiting": self.admission.waiting,
-            "nodes": self.registry.describe(),
-            "pairings": [
-                {"prefill": prefill.info.node_id, "decode": decode.info.node_id}
-                for prefill, decode in self.placement.pairs()
-            ],
-        }
+        load = {"running": self.admission.running, "waiting": self.admission.waiting}
+        return {"ready": ready, "reason": reason, **load, **self.view.describe()}
 
 
-class BeginAnew(Exception):
+class AttemptFailed(Exception):
     """This decode node is given up. Why has been noted; another attempt follows."""
 
 
@@ -175,233 +172,158 @@ class Attempt:
     node that takes over commits that token and no other.
     """
 
-    def __init__(self, pipeline: Pipeline, run: Run, decode: Node, local_prefill: bool) -> None:
+    def __init__(
+        self, pipeline: Pipeline, state: RequestState, decode: Node, local_prefill: bool
+    ) -> None:
         self._pipeline = pipeline
-        self._registry = pipeline.registry
-        self._run = run
-        self._job = convert.job_to_pb(run.job)
-        # The client's id, where it gave one, so that one word finds a request in every log.
-        self._metadata = ((REQUEST_ID_KEY, request_id_var.get() or run.request_id),)
+        self._state = state
+        self._job = convert.job_to_pb(state.job)
         self._decode = decode
+        self._decode_client = NodeClient(pipeline.channels, decode, state.request_id)
         self._local_prefill = local_prefill
         self._prefill: Node | None = None  # the one at work
         self._first: pb.TokenEvent | None = None
         self._decoding = False  # the decode node has all KV
-        self._stopped: asyncio.Queue[int] = asyncio.Queue()  # choices, each once, by stop strings
 
     # ---- the path, top to bottom ------------------------------------------------------------
 
-    async def serve(self) -> None:
+    async def run(self) -> None:
         """Returns when every choice has finished.
 
         Raises:
-            BeginAnew: another attempt is to go on.
+            AttemptFailed: another attempt is to go on.
             PdserveError: the request cannot go on.
         """
-        tokens = self._run.num_tokens if self._local_prefill else 0
-        suspect = self._run.recovery.suspect(self._decode.role)
-        with self._registry.using(self._decode, tokens, suspect) as use:
+        with self._in_flight(self._decode, prefills=self._local_prefill) as use:
             async with _first_cause() as group:
-                finishing = group.create_task(self._part(self._finish_choices()))
-                decoding = group.create_task(self._part(self._run_decode(group, use)))
-                await self._run.ended.wait()
+                finishing = group.create_task(self._until_ended(self._finish_choices()))
+                decoding = group.create_task(self._until_ended(self._run_decode(group, use)))
+                await self._state.ended.wait()
                 decoding.cancel()
                 finishing.cancel()
 
-    async def _part(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _until_ended(self, work: Coroutine[Any, Any, None]) -> None:
         """What a task of the group does. A failure after the last token is nobody's: the answer is
         whole, and the group only waits for its tasks then."""
         try:
             await work
         except Exception:
-            if not self._run.finished:
+            if not self._state.finished:
                 raise
 
-    async def _run_decode(self, group: asyncio.TaskGroup, use: Use) -> None:
+    async def _run_decode(self, group: asyncio.TaskGroup, use: InFlight) -> None:
         """Reads the decode node's stream; the hand-off goes on beside it."""
+        state, role = self._state, self._decode.role
         request = pb.DecodeRequest(job=self._job, local_prefill=self._local_prefill)
         handing_off: asyncio.Task[None] | None = None
         try:
-            with self._call(pb_grpc.DecodeStub, self._decode, request) as call:
-                while (event := await call.read()) is not None:
-                    self._check_order(call, event, handing_off is not None)
+            with self._decode_client.decode(request) as stream:
+                while (event := await stream.read()) is not None:
                     if event.HasField("reserved"):
-                        self._run.mark("reserved")
-                        handing_off = group.create_task(self._part(self._hand_off(event.reserved)))
+                        state.mark("reserved")
+                        work = self._until_ended(self._hand_off(event.reserved))
+                        handing_off = group.create_task(work)
                     elif event.HasField("landed"):
-                        self._landed(event.landed)
+                        state.landed(event.landed)
+                        self._decoding = True
+                        self._take_first(event.landed.first_token)
                     elif event.HasField("tokens"):
-                        self._take(event.tokens, self._decode.role)
-                        use.worked()
-                self._run.check_finished()
+                        state.take(event.tokens, role, self._decode.info.fingerprint)
+                        use.progressed()
+                if not state.finished:
+                    raise protocol_error(role, "its stream ended before every choice did")
         except PdserveError as error:
             use.failed(error)
-            if self._run.finished:
+            if state.finished:
                 return
-            self._decode_failed(error, computing=self._decoding or use.had_its_turn)
-            raise BeginAnew from error
+            self._note_failure(error, self._decode, self._decoding or use.first_in_line)
+            raise AttemptFailed from error
         finally:
             if handing_off is not None:
                 handing_off.cancel()
 
     async def _hand_off(self, ticket: pb.Ticket | None) -> None:
         """Until the decode node has the KV: from one prefill node, or else from the next."""
-        run, placement = self._run, self._pipeline.placement
+        state = self._state
         while ticket is not None:
-            self._prefill = await placement.prefill(run, self._decode)
+            self._prefill = await self._pipeline.placement.prefill(state, self._decode)
             if self._prefill is None:
-                raise BeginAnew
-            try:
-                await self._run_prefill(self._prefill, ticket)
+                raise AttemptFailed
+            if await self._run_prefill(self._prefill, ticket):
                 return
-            except PrefillFailed as failure:
-                if run.finished:
-                    return
-                self._prefill_failed(failure, self._prefill)
             self._prefill = None
-            await run.recovery.pause(run.deadline)
+            await state.retries.backoff(state.deadline)
             ticket = await self._retarget(ticket)
 
-    async def _run_prefill(self, prefill: Node, ticket: pb.Ticket) -> None:
+    async def _run_prefill(self, prefill: Node, ticket: pb.Ticket) -> bool:
+        """Whether the prefill node has handed the KV over; why not has been noted."""
         request = pb.PrefillRequest(job=self._job, ticket=ticket, first_token=self._first)
-        pair = prefill.info.node_id, self._decode.info.node_id
-        suspect = self._run.recovery.suspect(prefill.role)
-        self._registry.pairs.placed(*pair)
+        client = NodeClient(self._pipeline.channels, prefill, self._state.request_id)
+        links, link = self._pipeline.registry.links, (prefill.id, self._decode.id)
+        links.begun(*link)
+        use = self._in_flight(prefill, prefills=True)
         try:
-            with (
-                self._registry.using(prefill, self._run.num_tokens, suspect) as use,
-                self._call(pb_grpc.PrefillStub, prefill, request) as call,
-            ):
-                first = await call.expect("first_token")
-                self._run.cached_tokens = self._run.cached_tokens or first.cached_tokens
-                self._tell_first(first.token)
-                use.worked()
-                if self._run.finished:
-                    return
-                handed_off = await call.expect("handed_off")
-                self._run.transfer_seconds += handed_off.transfer_s
-                self._registry.pairs.succeeded(*pair)
+            with use, client.prefill(request) as stream:
+                first = await stream.expect("first_token")
+                self._state.prefilled(first)
+                self._take_first(first.token)
+                use.progressed()
+                if not self._state.finished:
+                    self._state.handed_off(await stream.expect("handed_off"))
+                    links.succeeded(*link)
         except PdserveError as error:
-            raise PrefillFailed(error, use.had_its_turn) from error
+            if not self._state.finished:
+                self._note_failure(error, prefill, use.first_in_line)
+                return False
+        return True
 
     async def _retarget(self, ticket: pb.Ticket) -> pb.Ticket | None:
         """A ticket for another prefill node; None when all KV has landed after all."""
-        stub = pb_grpc.KVTransferStub(self._pipeline.channels.get(self._decode.info.address))
-        request = pb.RetargetRequest(transfer_id=ticket.transfer_id)
         try:
-            response = await stub.Retarget(request, timeout=RETARGET_TIMEOUT)
-        except grpc.aio.AioRpcError as rpc_error:
-            error = from_rpc_error(rpc_error, Blame.DECODE)
+            return await self._decode_client.retarget(ticket.transfer_id)
+        except PdserveError as error:
             if error.code == "ALREADY_LANDED":
                 return None
-        else:
-            if response is not None:
-                return response.ticket
-            message = "decode node: the answer to Retarget does not parse"
-            error = NodeError(message, code="PROTOCOL_ERROR", blame=Blame.DECODE)
-        self._decode_failed(error, computing=False)
-        raise BeginAnew from error
+            self._note_failure(error, self._decode, computing=False)
+            raise AttemptFailed from error
 
     async def _finish_choices(self) -> None:
         """Tells the decode node which choices a stop string has ended, so that it computes no more
-        of them. One that does not hear it, or is older than the call, does no harm."""
-        stub = pb_grpc.DecodeStub(self._pipeline.channels.get(self._decode.info.address))
+        of them."""
         while True:
-            choice = await self._stopped.get()
-            request = pb.FinishChoiceRequest(request_id=self._run.request_id, choice=choice)
-            try:
-                await stub.FinishChoice(request, timeout=FINISH_TIMEOUT, metadata=self._metadata)
-            except (
-                grpc.aio.AioRpcError,
-                grpc.aio.UsageError,
-            ) as error:  # refused; a closed channel
-                logger.debug("%s: choice %d goes on: %s", self._run.request_id, choice, error)
+            await self._decode_client.finish_choice(await self._state.stopped.get())
 
-    # ---- what nodes say ---------------------------------------------------------------------
-
-    def _check_order(self, call: Call, event: pb.DecodeEvent, reserved: bool) -> None:
-        """Reserved and landed come once each, in this order and before all tokens; a decode node
-        that computes the prompt tells neither."""
-        landed = self._decoding or self._local_prefill
-        unexpected = {
-            "reserved": reserved or self._local_prefill,
-            "landed": landed or not reserved,
-            "tokens": not landed,
-        }
-        kind = event.WhichOneof("event")  # None: a later version's
-        if kind is not None and unexpected.get(kind):
-            raise call.protocol_error(f"{kind!r} is out of order")
-
-    def _landed(self, landed: pb.Landed) -> None:
-        self._run.mark("transferred")
-        self._run.transfer_bytes += landed.bytes
-        self._decoding = True
-        self._tell_first(landed.first_token)
-
-    def _tell_first(self, token: pb.TokenEvent) -> None:
+    def _take_first(self, token: pb.TokenEvent) -> None:
         """The prefill node's token, whoever tells it first."""
         if self._first is not None:
             return
         if len(token.tokens) != 1 or token.choice != self._job.choices[0].index:
-            raise _bad_tokens("prefill", "it is not the one that was asked for")
-        self._take(token, "prefill")
+            raise bad_token("prefill", "it is not the one that was asked for")
+        self._state.take(token, "prefill", self._decode.info.fingerprint)
         self._first = token
 
-    def _take(self, tokens: pb.TokenEvent, role: str) -> None:
-        """A token that cannot be is the fault of the node that made it: once it is among the
-        request's tokens, it would be the client's."""
-        event = convert.event_from_pb(tokens)
-        if fault := self._run.fault_of(event, self._pipeline.vocab_size):
-            raise _bad_tokens(role, fault)
-        if self._run.take(event, role, self._decode.info.fingerprint):
-            self._stopped.put_nowait(event.choice)
+    # ---- its nodes --------------------------------------------------------------------------
 
-    # ---- when they fail ---------------------------------------------------------------------
+    def _in_flight(self, node: Node, prefills: bool) -> InFlight:
+        state = self._state
+        tokens = state.num_tokens if prefills else 0
+        last_chance = state.request_id if state.retries.last_chance(node.role) else ""
+        return InFlight(self._pipeline.registry, node, tokens, last_chance)
 
-    def _decode_failed(self, error: PdserveError, computing: bool) -> None:
-        """Raises `error`, or that the request is poison, when another attempt would not help."""
-        if error.blame is Blame.DECODE and not isinstance(error, TransferError):
-            self._run.recovery.failed(error, self._decode, computing)
+    def _note_failure(self, error: PdserveError, node: Node, computing: bool) -> None:
+        """What a node says of a transfer, or of its peer, is nobody's own failure.
+
+        Raises:
+            PdserveError: `error`, or that the request is poison: another attempt would not help.
+        """
+        if error.blame.value == node.role and not isinstance(error, TransferError):
+            self._state.retries.node_failed(error, node, computing)
         else:
-            self._parted(error, self._decode)
-        self._goes_on(error, self._decode)
-
-    def _prefill_failed(self, failure: PrefillFailed, prefill: Node) -> None:
-        """As `_decode_failed`."""
-        error = failure.error
-        if error.blame is Blame.PREFILL and not isinstance(error, TransferError):
-            self._run.recovery.failed(error, prefill, failure.computing)
-        else:
-            self._parted(error, prefill)
-        self._goes_on(error, prefill)
-
-    def _parted(self, error: PdserveError, node: Node) -> None:
-        """What a node says of a transfer, or of its peer, is nobody's own failure."""
-        self._run.recovery.parted(error, node)
-        if self._prefill is not None and error.code in PARTED_CODES:
-            pair = self._prefill.info.node_id, self._decode.info.node_id
-            self._registry.pairs.failed(*pair)
-
-    def _goes_on(self, error: PdserveError, node: Node) -> None:
+            self._state.retries.transfer_failed(error, node)
+            if self._prefill is not None and error.code in LINK_CODES:
+                self._pipeline.registry.links.failed(self._prefill.id, self._decode.id)
         self._pipeline.metrics.migrations.labels(node.role, error.code).inc()
-        logger.warning("%s goes on elsewhere: %s", self._run.request_id, error)
-
-    def _call(self, stub: Any, node: Node, request: Any) -> Call:
-        channel = self._pipeline.channels.get(node.info.address)
-        return Call(stub, channel, node, request, self._metadata)
-
-
-def _bad_tokens(role: str, fault: str) -> NodeError:
-    return NodeError(f"{role} node: a token: {fault}", code="PROTOCOL_ERROR", blame=Blame(role))
-
-
-class PrefillFailed(Exception):
-    """A prefill node, or its transfer, failed; `computing`: it was the request's turn there."""
-
-    def __init__(self, error: PdserveError, computing: bool) -> None:
-        super().__init__(str(error))
-        self.error = error
-        self.computing = computing
+        logger.warning("%s goes on elsewhere: %s", self._state.request_id, error)
 
 
 @asynccontextmanager

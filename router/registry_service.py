@@ -1,20 +1,24 @@
-"""The registry over gRPC, on a port of its own."""
+"""The registry over gRPC: nodes register at a port of its own, and are probed by health checks."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve.common.core.errors import ClusterAuthError, InvalidRequest
 from pdserve.common.core.printable import printable
 from pdserve.common.rpc.auth import caller_var
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
+from pdserve.common.rpc.server import Channels
 from pdserve.common.rpc.status import serving
-from pdserve.router.registry import ROLE_NAMES, Registry
+from pdserve.router.registry import ROLE_NAMES, Node, Registry
 
+PROBE_TIMEOUT = 2.0  # seconds
 MAX_MESSAGE_NBYTES = 1 << 20
 MAX_REASON_LENGTH = 1000  # what is longer is cut
 _MAX_LENGTHS = {  # characters
@@ -117,3 +121,27 @@ def check_shape(node: pb.NodeInfo) -> None:
 def _cut(load: pb.NodeLoad) -> None:
     """The reason is shown to clients."""
     load.reason = printable(load.reason, MAX_REASON_LENGTH)
+
+
+async def probe_nodes(registry: Registry, channels: Channels, period: float) -> None:
+    """Asks every node for its health, for ever; what it answers does not matter here. Heartbeats
+    show the way from a node to here; a name that no longer resolves or a one-way cut shows only
+    on the way there, and no client's request has to find out."""
+    while True:
+        async with asyncio.TaskGroup() as group:
+            for node in registry.connected():
+                group.create_task(_probe(node, registry, channels))
+        await asyncio.sleep(period)
+
+
+async def _probe(node: Node, registry: Registry, channels: Channels) -> None:
+    stub = health_pb2_grpc.HealthStub(channels.get(node.info.address))
+    try:
+        await stub.Check(health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT)
+    except grpc.aio.AioRpcError as error:
+        code = error.code()
+        if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            refused = code is grpc.StatusCode.UNAVAILABLE
+            registry.unanswered(node, error.details() or code.name, refused)
+            return
+    registry.answered(node)

@@ -21,7 +21,6 @@ from pdserve.common.rpc.credentials import Credentials
 from pdserve.common.rpc.lifecycle import pass_on, serve_until_stopped
 from pdserve.common.rpc.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from pdserve.common.rpc.server import Channels, GrpcServer
-from pdserve.router import reach
 from pdserve.router.auth import APIKeys
 from pdserve.router.http.app import make_app
 from pdserve.router.http.bodies import Bodies
@@ -30,7 +29,12 @@ from pdserve.router.http.front import Front
 from pdserve.router.http.server import HTTPServer, https_context
 from pdserve.router.pipeline import Pipeline
 from pdserve.router.registry import Registry
-from pdserve.router.registry_service import MAX_MESSAGE_NBYTES, ElsewhereRegistry, RegistryService
+from pdserve.router.registry_service import (
+    MAX_MESSAGE_NBYTES,
+    ElsewhereRegistry,
+    RegistryService,
+    probe_nodes,
+)
 from pdserve.router.served_model import load_served_model
 from pdserve.router.service import InferenceServicer
 from pdserve.router.text_worker import Spec
@@ -59,7 +63,7 @@ async def serve(config: RouterConfig, stopping: Callable[[], None] = lambda: Non
     pipeline = Pipeline(
         config.routing, registry, model.tokenizer, channels, metrics, model.vocab_size
     )
-    metrics.registry.register(PipelineCollector(pipeline, registry))
+    metrics.registry.register(PipelineCollector(pipeline))
     workers = TextWorkers(_spec(config))
     inference = InferenceServicer(pipeline, model, keys, config.server.write_timeout, workers)
     grpc_server = _inference_server(inference, _max_message(config, model.max_model_len))
@@ -70,7 +74,7 @@ async def serve(config: RouterConfig, stopping: Callable[[], None] = lambda: Non
         config.server.host, config.server.registry_port, credentials.tls, "--registry-port"
     )
     front = Front(
-        generator=pipeline,
+        pipeline=pipeline,
         model=model,
         keys=keys,
         trust_request_chat_template=config.server.trust_request_chat_template,
@@ -95,8 +99,8 @@ async def serve(config: RouterConfig, stopping: Callable[[], None] = lambda: Non
     housekeeping = asyncio.create_task(
         _keep_house(grpc_server, pipeline, registry, channels, period)
     )
-    reaching = asyncio.create_task(reach.watch(registry, channels, period))
-    for task in (housekeeping, reaching):
+    probing = asyncio.create_task(probe_nodes(registry, channels, period))
+    for task in (housekeeping, probing):
         pass_on(task, failed)
     timeout = config.server.drain_timeout
     try:
@@ -107,7 +111,7 @@ async def serve(config: RouterConfig, stopping: Callable[[], None] = lambda: Non
     finally:
         stopping()
         housekeeping.cancel()
-        reaching.cancel()
+        probing.cancel()
         await http.stop(0)
         await asyncio.gather(grpc_server.stop(_GRPC_GRACE), registry_server.stop(_GRPC_GRACE))
         await channels.close()
@@ -162,7 +166,7 @@ async def _keep_house(
     while True:
         await server.set_healthy(pipeline.ready()[0])
         registry.sweep()
-        await channels.keep(registry.addresses())
+        await channels.keep({node.info.address for node in registry.connected()})
         with suppress(TimeoutError):
             async with asyncio.timeout(period):
                 await registry.wait_for_change()
@@ -171,9 +175,8 @@ async def _keep_house(
 class PipelineCollector(Collector):
     """The router's present state, read when it is scraped."""
 
-    def __init__(self, pipeline: Pipeline, registry: Registry) -> None:
+    def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
-        self._registry = registry
 
     def collect(self) -> Iterator[Metric]:
         admission = self._pipeline.admission
@@ -183,9 +186,10 @@ class PipelineCollector(Collector):
         ):
             yield GaugeMetricFamily(f"pdserve:{name}", help, value)
         nodes = GaugeMetricFamily("pdserve:nodes", "Registered nodes", labels=("role", "state"))
-        for labels, count in self._registry.counts().items():
+        for labels, count in self._pipeline.view.counts().items():
             nodes.add_metric(labels, count)
         yield nodes
         trips = GaugeMetricFamily("pdserve:breaker_trips", "Breakers opened on present nodes")
-        trips.add_metric((), self._registry.trips())
+        nodes_now = self._pipeline.registry.nodes()
+        trips.add_metric((), sum(node.breaker.trips for node in nodes_now))
         yield trips

@@ -22,10 +22,10 @@ from pdserve.common.rpc.status import serving
 from pdserve.router.admission import Batch
 from pdserve.router.auth import HEADER as AUTHORIZATION
 from pdserve.router.auth import APIKeys
-from pdserve.router.generation import GenerationRequest, GenerationStats, Generator, TextDelta
+from pdserve.router.generation import GenerationRequest, GenerationStats, TextDelta, merge
 from pdserve.router.http.bodies import SMALL
 from pdserve.router.http.front import INLINE
-from pdserve.router.merge import merge
+from pdserve.router.pipeline import Pipeline
 from pdserve.router.sampling import make_choices, make_sampling, make_stop
 from pdserve.router.served_model import ServedModel
 from pdserve.router.text_workers import TextWorkers
@@ -46,13 +46,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     def __init__(
         self,
-        generator: Generator,
+        pipeline: Pipeline,
         model: ServedModel,
         keys: APIKeys | None = None,
         write_timeout: float = 30.0,
         workers: TextWorkers | None = None,
     ) -> None:
-        self._generator = generator
+        self._pipeline = pipeline
         self._model = model
         self._keys = keys or APIKeys()
         self._write_timeout = write_timeout
@@ -65,7 +65,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             generation = await self._make_request(request, self._client(context))
             public_id = request.request_id or generation.request_id
             request_id_var.set(public_id)
-            async with aclosing(merge([self._generator.generate(generation)])) as updates:
+            async with aclosing(merge([self._pipeline.generate(generation)])) as updates:
                 async for _, update in updates:
                     await self._write(context, _response(public_id, update))
 

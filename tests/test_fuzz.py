@@ -444,7 +444,7 @@ def site(tokenizer: Tokenizer) -> Iterator[http.client.HTTPConnection]:
         return asyncio.run_coroutine_threadsafe(work, loop).result(10)
 
     async def start() -> HTTPServer:
-        front = Front(generator=FakeGenerator(tokenizer), model=served(tokenizer))
+        front = Front(pipeline=FakeGenerator(tokenizer), model=served(tokenizer))
         return await HTTPServer.start(make_app(front, CollectorRegistry(), 1 << 20), "127.0.0.1", 0)
 
     server = on_loop(start())

@@ -62,6 +62,9 @@ class Timeline:
     transferred: float | None = None  # the decode node holds all KV
     finished: float | None = None
     cached_tokens: int = 0  # prompt tokens the prefill node found in its prefix cache
+    prefill_queue_seconds: float = 0.0  # that the prompt waited on the prefill node
+    prefill_seconds: float = 0.0  # that it was computed there, between other prompts
+    decode_cached_tokens: int = 0  # prompt tokens whose KV the decode node had already
     transfer_bytes: int = 0  # KV bytes that crossed between the nodes
     transfer_seconds: float = 0.0  # from the first run sent to the last one landed
     migrations: int = 0  # times a node failed and the request went on on others

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from pdserve.common.core.errors import InvalidRequest
 from pdserve.common.core.request import Choice, FinishReason, GenerateJob, Timeline, TokenEvent
 from pdserve.common.core.sampling import SampledToken, SamplingParams, TokenLogprobs
@@ -121,14 +123,5 @@ def event_from_pb(message: cluster.TokenEvent) -> TokenEvent:
 
 
 def timeline_to_pb(timeline: Timeline) -> inference.Timeline:
-    return inference.Timeline(
-        queued=timeline.queued,
-        reserved=timeline.reserved,
-        first_token=timeline.first_token,
-        transferred=timeline.transferred,
-        finished=timeline.finished,
-        cached_tokens=timeline.cached_tokens,
-        transfer_bytes=timeline.transfer_bytes,
-        transfer_seconds=timeline.transfer_seconds,
-        migrations=timeline.migrations,
-    )
+    """Its fields have the message's names."""
+    return inference.Timeline(**asdict(timeline))

@@ -38,7 +38,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         requests=[generation],
         **reply_options(request, body),
     )
-    return await reply.respond(request, front.generator)
+    return await reply.respond(request, front.pipeline)
 
 
 class ChatWording:

@@ -35,7 +35,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         requests=requests,
         **reply_options(request, body),
     )
-    return await reply.respond(request, front.generator)
+    return await reply.respond(request, front.pipeline)
 
 
 def _requests(

@@ -11,9 +11,9 @@ from aiohttp import web
 
 from pdserve.router.auth import HEADER as AUTHORIZATION
 from pdserve.router.auth import APIKeys
-from pdserve.router.generation import Generator
 from pdserve.router.http.bodies import SMALL, Bodies
 from pdserve.router.http.prepare import Prepared, TextModel
+from pdserve.router.pipeline import Pipeline
 from pdserve.router.served_model import ServedModel
 from pdserve.router.text_workers import TextWorkers
 
@@ -44,7 +44,7 @@ class UnknownFields:
 class Front:
     """Everything the HTTP API needs."""
 
-    generator: Generator
+    pipeline: Pipeline
     model: ServedModel
     keys: APIKeys = field(default_factory=APIKeys)
     trust_request_chat_template: bool = False

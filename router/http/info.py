@@ -50,7 +50,7 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def ready(request: web.Request) -> web.Response:
-    is_ready, reason = request.app[FRONT].generator.ready()
+    is_ready, reason = request.app[FRONT].pipeline.ready()
     if not is_ready:
         # Asked for all the time while a cluster starts: an answer, not a failure to log.
         return error_response(Unavailable(reason, code="NOT_READY"))
@@ -63,7 +63,7 @@ async def metrics(request: web.Request) -> web.Response:
 
 
 async def cluster(request: web.Request) -> web.Response:
-    return json_response(request.app[FRONT].generator.cluster())
+    return json_response(request.app[FRONT].pipeline.cluster())
 
 
 async def server_version(request: web.Request) -> web.Response:

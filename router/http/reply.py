@@ -13,10 +13,10 @@ import msgspec
 from aiohttp import web
 
 from pdserve.common.core.errors import PdserveError
-from pdserve.router.generation import GenerationRequest, GenerationStats, Generator, TextDelta
+from pdserve.router.generation import GenerationRequest, GenerationStats, TextDelta, merge
 from pdserve.router.http.encoding import EventStream, json_response
 from pdserve.router.http.errors import as_typed, error_body, stopping
-from pdserve.router.merge import merge
+from pdserve.router.pipeline import Pipeline
 
 TIMELINE_HEADER = "X-Pdserve-Timeline"
 
@@ -50,13 +50,13 @@ class Reply:
     created: int = field(default_factory=lambda: int(time.time()))
     stats: dict[int, GenerationStats] = field(default_factory=dict)
 
-    async def respond(self, request: web.Request, generator: Generator) -> web.StreamResponse:
+    async def respond(self, request: web.Request, pipeline: Pipeline) -> web.StreamResponse:
         """Runs the generations and answers.
 
         Raises:
             PdserveError: they failed before anything was sent.
         """
-        updates = merge([generator.generate(one) for one in self.requests])
+        updates = merge([pipeline.generate(one) for one in self.requests])
         async with aclosing(updates):
             if self.stream:
                 return await self._respond_stream(request, updates)

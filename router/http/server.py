@@ -14,7 +14,7 @@ from aiohttp import web
 from pdserve.common.config.router import ServerConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.rpc.tls import load_cert_chain
-from pdserve.router.clock import AwakeClock
+from pdserve.router.health import AwakeClock
 from pdserve.router.http.app import TRAFFIC
 from pdserve.router.http.connection import HEADER_TIMEOUT, Connection, Limits, watch
 

@@ -20,10 +20,10 @@ from pdserve.common.rpc.pb import inference_pb2
 from pdserve.common.rpc.server import Channels
 from pdserve.common.rpc.status import serving
 from pdserve.common.text.tokenizer import Tokenizer
-from pdserve.router import reach
 from pdserve.router.generation import GenerationRequest, GenerationStats, TextDelta
 from pdserve.router.pipeline import Pipeline
 from pdserve.router.registry import Registry
+from pdserve.router.registry_service import probe_nodes
 
 VOCAB_SIZE = 200
 ROLES = {"p": pb.ROLE_PREFILL, "d": pb.ROLE_DECODE}
@@ -128,7 +128,7 @@ class FakeNode:
             await self._before(1, context)
             decode = self.cluster.by_address(request.ticket.address)
             decode.committed[request.ticket.transfer_id].set_result(token)
-            yield pb.PrefillEvent(handed_off=pb.HandedOff(bytes=1))
+            yield pb.PrefillEvent(handed_off=pb.HandedOff(transfer_s=0.001))
 
     async def _decode(self, request: pb.DecodeRequest, context: Any) -> AsyncIterator[Any]:
         async with self._job(request.job, context):
@@ -226,7 +226,7 @@ async def fake_cluster(
 ) -> AsyncIterator[FakeCluster]:
     cluster = FakeCluster(folder, **routing)
     await cluster.start(*names)
-    watching = reach.watch(cluster.registry, cluster.channels, 0.1) if watched else None
+    watching = probe_nodes(cluster.registry, cluster.channels, 0.1) if watched else None
     task = asyncio.create_task(watching) if watching is not None else None
     try:
         yield cluster

@@ -17,7 +17,7 @@ from pdserve.common.engine.sequence import Sequence
 from pdserve.common.rpc.convert import job_from_pb, job_to_pb
 from pdserve.router.auth import MAX_CACHE_SALT, APIKeys
 from pdserve.router.generation import GenerationRequest
-from pdserve.router.run import Run
+from pdserve.router.request_state import RequestState
 
 TOKENS = list(range(20))
 SALTS = ("", "a", "b", "ab", "a ", "ä", "x" * MAX_CACHE_SALT)
@@ -58,7 +58,7 @@ def test_a_job_carries_its_salt_wherever_it_goes_on() -> None:
     job = GenerateJob("r", (1, 2, 3), SamplingParams(), cache_salt="a")
     assert job_from_pb(job_to_pb(job)) == job
     request = GenerationRequest("r", (1, 2, 3), SamplingParams(), cache_salt="a")
-    after_failure: Any = Run(request, None, RoutingConfig())  # type: ignore[arg-type]
+    after_failure: Any = RequestState(request, None, RoutingConfig())  # type: ignore[arg-type]
     assert after_failure.job == GenerateJob("r", (1, 2, 3), SamplingParams(), (Choice(),), "a")
 
 

@@ -92,7 +92,7 @@ async def serve(folder: Path, **front: Any) -> AsyncIterator[Site]:
     )
     registry = CollectorRegistry()
     Counter("pdserve:things", "Things", registry=registry).inc()
-    app = make_app(Front(generator=generator, model=model, **front), registry, 64 * 1024)
+    app = make_app(Front(pipeline=generator, model=model, **front), registry, 64 * 1024)
     server = await HTTPServer.start(app, "127.0.0.1", 0)
     try:
         async with ClientSession() as session:
@@ -678,7 +678,7 @@ async def test_no_new_request_while_draining(site: Site) -> None:
 
 
 async def test_a_taken_port_is_a_config_error(site: Site) -> None:
-    front = Front(generator=site.generator, model=site.server.app[FRONT].model)
+    front = Front(pipeline=site.generator, model=site.server.app[FRONT].model)
     app = make_app(front, CollectorRegistry(), 1024)
     with pytest.raises(ConfigError, match="cannot listen"):
         await HTTPServer.start(app, "127.0.0.1", site.port)

@@ -30,9 +30,9 @@ from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2
 from pdserve.common.rpc.status import REQUEST_ID_KEY
-from pdserve.router import reach
-from pdserve.router.breaker import BreakerState
-from pdserve.router.merge import merge
+from pdserve.router import registry_service
+from pdserve.router.generation import merge
+from pdserve.router.health import BreakerState
 from pdserve.router.pipeline import Attempt
 
 PARTED = NodeError("no route", code="PEER_LOST", blame=Blame.DECODE)
@@ -448,7 +448,7 @@ async def test_a_node_that_freezes_while_it_drains_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It sends no heartbeats any more, so only its silence towards the router tells."""
-    monkeypatch.setattr(reach, "ASK_TIMEOUT", 0.2)
+    monkeypatch.setattr(registry_service, "PROBE_TIMEOUT", 0.2)
     names, beats = ("p0", "d0", "d1"), {"heartbeat_interval": 0.1, "heartbeat_timeout": 1.0}
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it accepts, and says nothing
         async with fake_cluster(tmp_path, names, watched=True, **beats) as cluster:

@@ -11,12 +11,13 @@ from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.server import Channels
 from pdserve.router.admission import MAX_WAITING_TOKENS, Admission, Batch
-from pdserve.router.breaker import BreakerState, CircuitBreaker
-from pdserve.router.clock import AwakeClock
+from pdserve.router.cluster_view import ClusterView, mismatch
 from pdserve.router.generation import GenerationRequest
-from pdserve.router.placement import Placement, RoundRobin, least_load, why_not
+from pdserve.router.health import AwakeClock, BreakerState, CircuitBreaker
+from pdserve.router.in_flight import InFlight
+from pdserve.router.placement import Placement, RoundRobin, least_load
 from pdserve.router.registry import Node, Registry
-from pdserve.router.run import Run
+from pdserve.router.request_state import RequestState
 
 
 class Clock:
@@ -48,15 +49,15 @@ def add(
     registry.register(info, pb.NodeLoad(**load))
 
 
-def a_run(num_tokens=8, **options) -> Run:
+def a_run(num_tokens=8, **options) -> RequestState:
     sampling = SamplingParams(max_tokens=4)
     request = GenerationRequest("r", tuple(range(num_tokens)), sampling)
-    return Run(request, None, RoutingConfig(queue_timeout=0, **options))
+    return RequestState(request, None, RoutingConfig(queue_timeout=0, **options))
 
 
 async def place(registry, run=None, **options) -> tuple[Node | None, Node]:
     """The pair that a request gets, as `Pipeline` asks for it."""
-    placement, run = Placement(RoutingConfig(**options), registry), run or a_run()
+    placement, run = Placement(RoutingConfig(**options), ClusterView(registry)), run or a_run()
     decode, local_prefill = await placement.decode(run)
     return None if local_prefill else await placement.prefill(run, decode), decode
 
@@ -65,12 +66,20 @@ def ids(nodes):
     return [node.info.node_id for node in nodes]
 
 
+def usable(registry, role):
+    return ClusterView(registry).usable(role)
+
+
+def addresses(registry):
+    return {node.info.address for node in registry.connected()}
+
+
 async def test_a_silent_node_is_not_used_and_one_that_returns_is(registry, clock):
     add(registry, "d0")
     clock.time += 5.1
-    assert registry.usable(pb.ROLE_DECODE) == []
+    assert usable(registry, pb.ROLE_DECODE) == []
     assert registry.heartbeat("d0", pb.NodeLoad(healthy=True))
-    assert ids(registry.usable(pb.ROLE_DECODE)) == ["d0"]
+    assert ids(usable(registry, pb.ROLE_DECODE)) == ["d0"]
     clock.time += 51
     registry.sweep()
     assert not registry.heartbeat("d0", pb.NodeLoad(healthy=True))
@@ -78,20 +87,20 @@ async def test_a_silent_node_is_not_used_and_one_that_returns_is(registry, clock
 
 async def test_a_node_that_did_not_answer_is_not_used_until_it_is_heard_from(registry):
     add(registry, "d0")
-    (node,) = registry.usable(pb.ROLE_DECODE)
-    with pytest.raises(NodeError), registry.using(node):
+    (node,) = usable(registry, pb.ROLE_DECODE)
+    with pytest.raises(NodeError), InFlight(registry, node):
         raise NodeError("gone", code="PEER_LOST", blame=Blame.DECODE)
-    assert registry.usable(pb.ROLE_DECODE) == []
+    assert usable(registry, pb.ROLE_DECODE) == []
     assert registry.heartbeat("d0", pb.NodeLoad(healthy=True))
-    assert registry.usable(pb.ROLE_DECODE) == [node]
+    assert usable(registry, pb.ROLE_DECODE) == [node]
 
 
 async def test_an_unhealthy_or_deregistered_node_gets_nothing_new(registry):
     add(registry, "d0", healthy=False)
     add(registry, "d1")
     registry.deregister("d1")
-    assert registry.usable(pb.ROLE_DECODE) == []
-    assert registry.counts() == {("decode", "unhealthy"): 1}
+    assert usable(registry, pb.ROLE_DECODE) == []
+    assert ClusterView(registry).counts() == {("decode", "unhealthy"): 1}
 
 
 async def test_a_router_that_slept_takes_no_node_for_silent(clock):
@@ -100,11 +109,11 @@ async def test_a_router_that_slept_takes_no_node_for_silent(clock):
     registry.sweep()
     clock.time += 60  # stopped: heartbeats wait in its sockets
     registry.sweep()
-    assert ids(registry.usable(pb.ROLE_DECODE)) == ["d"]
+    assert ids(usable(registry, pb.ROLE_DECODE)) == ["d"]
     for _ in range(11):
         clock.time += 0.5
         registry.sweep()
-    assert registry.usable(pb.ROLE_DECODE) == []
+    assert usable(registry, pb.ROLE_DECODE) == []
 
 
 async def test_nodes_that_may_not_be_used_say_why(registry, clock):
@@ -117,7 +126,7 @@ async def test_nodes_that_may_not_be_used_say_why(registry, clock):
     lost.lost = True
     broken.breaker.failed()
     broken.breaker.failed()
-    assert registry.unusable_reasons(pb.ROLE_DECODE) == [
+    assert ClusterView(registry).unusable_reasons(pb.ROLE_DECODE) == [
         "d0: step 7 has been running for 20.0 s",
         "d1: it does not answer",
         "d2: its circuit breaker is open",
@@ -157,41 +166,41 @@ async def test_a_prefill_node_that_is_sick_is_stood_in_for(registry):
     add(registry, "d1", fingerprint="g")
     prefill, decode = await place(registry)
     assert prefill is None and decode.info.node_id == "d0"
-    ready, reason = Placement(RoutingConfig(), registry).ready()
+    ready, reason = ClusterView(registry).ready()
     assert ready and reason.startswith("decode nodes prefill: ")
 
 
 async def test_a_broken_pair_is_not_used_and_its_nodes_are(registry, clock):
     for name, role in (("p0", 1), ("p1", 1), ("d0", 2), ("d1", 2)):
         add(registry, name, role)
-    placement = Placement(RoutingConfig(), registry)
+    view = ClusterView(registry)
     for pair in (("p0", "d0"), ("p1", "d0"), ("p0", "d1")):
-        registry.pairs.failed(*pair)
-    assert [ids(pair) for pair in placement.pairs()] == [["p1", "d1"]]
+        registry.links.failed(*pair)
+    assert [ids(pair) for pair in view.pairs()] == [["p1", "d1"]]
     assert all(node.breaker.allows() for node in registry.nodes())
     assert ids(await place(registry)) == ["p1", "d1"]
-    registry.pairs.failed("p1", "d1")
+    registry.links.failed("p1", "d1")
     assert (await place(registry))[0] is None, "the decode node can do it alone"
-    assert placement.ready()[0] and placement.pairs() == []
+    assert view.ready()[0] and view.pairs() == []
     clock.time += 5
-    assert len(placement.pairs()) == 4
+    assert len(view.pairs()) == 4
 
 
 async def test_a_pair_that_stays_broken_is_tried_less_and_less(registry, clock):
-    pairs, waits = registry.pairs, []
+    links, waits = registry.links, []
     for _ in range(8):
-        pairs.failed("p0", "d0")
-        pairs.failed("p0", "d0")  # of a request that was under way, too
+        links.failed("p0", "d0")
+        links.failed("p0", "d0")  # of a request that was under way, too
         started = clock.time
-        while pairs.broken("p0", "d0"):
+        while not links.allows("p0", "d0"):
             clock.time += 0.25
         waits.append(clock.time - started)
-        pairs.placed("p0", "d0")
-        assert pairs.broken("p0", "d0"), "one request tries"
+        links.begun("p0", "d0")
+        assert not links.allows("p0", "d0"), "one request tries"
         clock.time = max(clock.time, started + 40)
     assert waits[0] <= 1.5 and waits[2] > 2 and max(waits) <= 38
-    pairs.succeeded("p0", "d0")
-    assert not pairs.broken("p0", "d0")
+    links.succeeded("p0", "d0")
+    assert links.allows("p0", "d0")
 
 
 async def test_a_burst_is_spread_by_its_tokens(registry):
@@ -199,17 +208,17 @@ async def test_a_burst_is_spread_by_its_tokens(registry):
     for number in range(4):
         add(registry, f"p{number}", pb.ROLE_PREFILL)
         add(registry, f"d{number}")
-    placement = Placement(RoutingConfig(), registry)
+    placement = Placement(RoutingConfig(), ClusterView(registry))
     with ExitStack() as burst:
         for number in range(64):
             run = a_run(num_tokens=100 if number % 8 else 1000)
             decode, _ = await placement.decode(run)
-            burst.enter_context(registry.using(decode))
+            burst.enter_context(InFlight(registry, decode))
             prefill = await placement.prefill(run, decode)
-            burst.enter_context(registry.using(prefill, run.num_tokens))
+            burst.enter_context(InFlight(registry, prefill, run.num_tokens))
         loads = {node.info.node_id: node.prefill_tokens for node in registry.nodes()}
         assert all(3000 <= loads[f"p{number}"] <= 4200 for number in range(4)), loads
-        assert {node.in_flight for node in registry.usable(pb.ROLE_DECODE)} == {16}
+        assert {node.in_flight for node in usable(registry, pb.ROLE_DECODE)} == {16}
     assert {(node.in_flight, node.prefill_tokens) for node in registry.nodes()} == {(0, 0)}
 
 
@@ -219,9 +228,9 @@ async def test_a_trial_ends_with_the_first_token(registry, clock):
     node.breaker.failed()
     node.breaker.failed()
     clock.time += 5
-    with registry.using(node) as use:
+    with InFlight(registry, node) as use:
         assert not node.breaker.allows()
-        use.worked()
+        use.progressed()
         assert node.breaker.allows() and node.breaker.state is BreakerState.CLOSED
 
 
@@ -234,39 +243,41 @@ async def test_what_a_node_says_of_another_or_of_a_transfer_is_not_its_own_failu
         TransferError("late", code="LEASE_EXPIRED"),
     ):
         for _ in range(3):
-            with pytest.raises(NodeError), registry.using(node):
+            with pytest.raises(NodeError), InFlight(registry, node):
                 raise error
-    assert registry.usable(pb.ROLE_PREFILL) == [node]
+    assert usable(registry, pb.ROLE_PREFILL) == [node]
 
 
 async def test_a_node_that_sends_heartbeats_and_does_not_answer_is_not_used(registry, clock):
     add(registry, "d0")
     (node,) = registry.nodes()
     registry.unanswered(node, "late", refused=False)
-    assert registry.usable(pb.ROLE_DECODE) == [node], "not before the time-out of heartbeats"
+    assert usable(registry, pb.ROLE_DECODE) == [node], "not before the time-out of heartbeats"
     told = []
     node.on_lost.add(told.append)
     clock.time += 5.1
     registry.heartbeat("d0", pb.NodeLoad(healthy=True))
     registry.unanswered(node, "no route", refused=False)
     registry.heartbeat("d0", pb.NodeLoad(healthy=True))
-    assert registry.usable(pb.ROLE_DECODE) == []
+    assert usable(registry, pb.ROLE_DECODE) == []
     assert [error.code for error in told] == ["PEER_SILENT"]
-    assert registry.unusable_reasons(pb.ROLE_DECODE) == ["d0: it cannot be reached: no route"]
-    assert registry.describe()[0]["reason"] == "no route"
+    assert ClusterView(registry).unusable_reasons(pb.ROLE_DECODE) == [
+        "d0: it cannot be reached: no route"
+    ]
+    assert ClusterView(registry).describe()["nodes"][0]["reason"] == "no route"
     registry.answered(node)
-    assert registry.usable(pb.ROLE_DECODE) == [node]
+    assert usable(registry, pb.ROLE_DECODE) == [node]
     registry.unanswered(node, "no such name", refused=True)
-    assert registry.usable(pb.ROLE_DECODE) == []
+    assert usable(registry, pb.ROLE_DECODE) == []
 
 
 async def test_nodes_that_do_not_pair_say_why(registry):
     add(registry, "p0", pb.ROLE_PREFILL)
     add(registry, "d0", connector="shm,nccl")
-    (prefill,), (decode,) = registry.usable(pb.ROLE_PREFILL), registry.usable(pb.ROLE_DECODE)
+    (prefill,), (decode,) = usable(registry, pb.ROLE_PREFILL), usable(registry, pb.ROLE_DECODE)
     prefill.info.fingerprint_parts["block_size"] = "8"
     decode.info.fingerprint_parts["block_size"] = "16"
-    assert why_not(prefill, decode) == (
+    assert mismatch(prefill, decode) == (
         "p0 and d0: block_size 8 ≠ 16, no common KV connector (tcp ≠ shm, nccl)"
     )
 
@@ -274,7 +285,7 @@ async def test_nodes_that_do_not_pair_say_why(registry):
 async def test_round_robin_takes_turns_and_least_load_the_least_loaded(registry):
     for i, tokens in enumerate((5, 0, 9)):
         add(registry, f"d{i}", waiting_tokens=tokens)
-    nodes = registry.usable(pb.ROLE_DECODE)
+    nodes = usable(registry, pb.ROLE_DECODE)
     turn = RoundRobin()
     assert [turn(nodes).info.node_id for _ in range(4)] == ["d0", "d1", "d2", "d0"]
     assert least_load(nodes).info.node_id == "d1"
@@ -285,7 +296,7 @@ async def test_round_robin_takes_turns_and_least_load_the_least_loaded(registry)
 async def test_least_load_is_that_of_a_replica(registry):
     add(registry, "d0", waiting_tokens=6, free_blocks=20, most_free_blocks=11, replicas=2)
     add(registry, "d1", waiting_tokens=3, free_blocks=12, most_free_blocks=12)
-    nodes = registry.usable(pb.ROLE_DECODE)
+    nodes = usable(registry, pb.ROLE_DECODE)
     assert least_load(nodes).info.node_id == "d1", "a job finds 12 blocks there, and here 11"
     nodes[0].load.waiting_tokens = 5
     assert least_load(nodes).info.node_id == "d0"
@@ -305,29 +316,29 @@ def test_the_breaker_opens_after_failures_in_a_row_and_allows_one_trial(clock):
     assert not breaker.allows() and breaker.state is BreakerState.OPEN
     clock.time += 3
     assert breaker.allows()
-    breaker.placed()
+    breaker.begun()
     assert not breaker.allows() and breaker.state is BreakerState.HALF_OPEN
     breaker.undecided()
     assert breaker.allows()
-    breaker.placed()
+    breaker.begun()
     breaker.failed()
     assert not breaker.allows()
     clock.time += 3
-    breaker.placed()
+    breaker.begun()
     breaker.succeeded()
     assert breaker.allows() and breaker.state is BreakerState.CLOSED
 
 
 async def test_admission_bounds_both_the_running_and_the_waiting():
     admission = Admission(max_running=1, max_waiting=1, timeout=0.05)
-    async with admission.place():
-        waiting = asyncio.create_task(admission.place().__aenter__())
+    async with admission.slot():
+        waiting = asyncio.create_task(admission.slot().__aenter__())
         await asyncio.sleep(0.01)
         with pytest.raises(Overloaded):
-            await admission.place().__aenter__()
+            await admission.slot().__aenter__()
         with pytest.raises(Unavailable, match=r"0\.05 s"):
             await waiting
-    async with admission.place():
+    async with admission.slot():
         assert admission.running == 1
     assert admission.running == admission.waiting == 0
 
@@ -337,7 +348,7 @@ async def hold(admission, batch, num_tokens=0):
     release = asyncio.Event()
 
     async def holder():
-        async with admission.place(batch, num_tokens):
+        async with admission.slot(batch, num_tokens):
             await release.wait()
 
     task = asyncio.create_task(holder())
@@ -358,7 +369,7 @@ async def test_a_body_of_many_prompts_is_admitted_as_a_whole():
     prompts = [await hold(admission, body) for _ in range(20)]  # far more than may wait
     assert (admission.running, admission.waiting) == (2, 18)
     with pytest.raises(Overloaded):  # another one is not
-        await admission.place(Batch("a")).__aenter__()
+        await admission.slot(Batch("a")).__aenter__()
     await end(*prompts)
     assert admission.running == admission.waiting == 0
 
@@ -385,7 +396,7 @@ async def test_one_client_leaves_places_and_room_in_the_queue_to_others():
     waiting = await hold(admission, Batch("other"))  # and so was a place in the queue
     assert admission.waiting == 98
     with pytest.raises(Overloaded, match="this client"):
-        await admission.place(Batch("greedy")).__aenter__()
+        await admission.slot(Batch("greedy")).__aenter__()
     prompts[0][0].set()
     await asyncio.gather(prompts[0][1])
     await asyncio.sleep(0)
@@ -402,7 +413,7 @@ async def test_places_are_counted_by_choices_and_large_requests_hold_nobody_up()
         release = asyncio.Event()
 
         async def holder():
-            async with admission.place(Batch(client), 0, choices):
+            async with admission.slot(Batch(client), 0, choices):
                 await release.wait()
 
         task = asyncio.create_task(holder())
@@ -426,7 +437,7 @@ async def test_clients_take_turns_at_free_places():
     order = []
 
     async def ask(name):
-        async with admission.place(Batch(name)):
+        async with admission.slot(Batch(name)):
             order.append(name)
 
     first = await hold(admission, Batch("a"))
@@ -443,7 +454,7 @@ async def test_the_tokens_that_wait_are_bounded():
     running = await hold(admission, Batch("a"))
     large = await hold(admission, Batch("a", MAX_WAITING_TOKENS), MAX_WAITING_TOKENS)
     with pytest.raises(Overloaded, match="prompt tokens"):
-        await admission.place(Batch("b", 1), 1).__aenter__()
+        await admission.slot(Batch("b", 1), 1).__aenter__()
     await end(running, large)
 
 
@@ -469,16 +480,16 @@ async def test_channels_to_nodes_that_left_are_dropped_once_they_have_no_request
             add(registry, name)
             channels.get(f"{name}:1")
         if round == 0:
-            using = registry.using(registry.usable(pb.ROLE_DECODE)[0])
+            using = InFlight(registry, usable(registry, pb.ROLE_DECODE)[0])
             using.__enter__()
         for name in names[:4]:
             registry.deregister(name)
-        await channels.keep(registry.addresses())
+        await channels.keep(addresses(registry))
         assert len(channels) == round + 2  # those that stay, and the one at work
     using.__exit__(None, None, None)
-    await channels.keep(registry.addresses())
+    await channels.keep(addresses(registry))
     assert len(channels) == 20
     clock.time += 10**6  # silent for long: forgotten
     registry.sweep()
-    await channels.keep(registry.addresses())
+    await channels.keep(addresses(registry))
     assert len(channels) == 0

@@ -26,15 +26,14 @@ from pdserve.common.core.sampling import SampledToken
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc as pb_grpc
 from pdserve.common.text.tokenizer import Tokenizer
-from pdserve.router import merge as merge_module
-from pdserve.router.generation import GenerationRequest, GenerationStats, TextDelta
+from pdserve.router import generation as generation_module
+from pdserve.router.generation import GenerationRequest, GenerationStats, TextDelta, merge
 from pdserve.router.http import bodies as bodies_module
 from pdserve.router.http import connection as connection_module
 from pdserve.router.http.app import make_app
 from pdserve.router.http.connection import Connection, Limits
 from pdserve.router.http.front import Front
 from pdserve.router.http.server import HTTPServer
-from pdserve.router.merge import merge
 from pdserve.router.served_model import ServedModel
 from pdserve.router.service import InferenceServicer
 
@@ -83,7 +82,7 @@ def served_model(folder: Path) -> ServedModel:
 
 @asynccontextmanager
 async def serving(folder: Path, talker: Talker, **limits: float) -> AsyncIterator[HTTPServer]:
-    front = Front(generator=talker, model=served_model(folder))
+    front = Front(pipeline=talker, model=served_model(folder))
     app = make_app(front, CollectorRegistry(), 2**20)
     server = await HTTPServer.start(app, "127.0.0.1", 0, limits=Limits(**limits))
     try:
@@ -157,7 +156,7 @@ async def test_a_client_that_does_not_read_is_hung_up_on(tmp_path: Path, stream:
 async def test_an_endless_answer_that_nobody_reads_is_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(merge_module, "MAX_BEHIND", 500)
+    monkeypatch.setattr(generation_module, "MAX_BEHIND", 500)
     talker = Talker(10**9)
     async with serving(tmp_path, talker, write_timeout=60) as server:
         _, writer = await connect(server.port)
@@ -169,7 +168,7 @@ async def test_an_endless_answer_that_nobody_reads_is_cancelled(
 
 
 async def test_merge_gives_up_a_reader_that_is_far_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merge_module, "MAX_BEHIND", 5)
+    monkeypatch.setattr(generation_module, "MAX_BEHIND", 5)
     closed = asyncio.Event()
 
     async def numbers() -> AsyncGenerator[int, None]:

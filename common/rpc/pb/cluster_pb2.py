@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.common.rpc.pb import inference_pb2 as inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rcluster.proto\x12\npdserve.v1\x1a\x0finference.proto\"\xf7\x03\n\x08NodeInfo\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.pdserve.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\t\x12\x45\n\x11\x66ingerprint_parts\x18\x06 \x03(\x0b\x32*.pdserve.v1.NodeInfo.FingerprintPartsEntry\x12\x15\n\rkv_connectors\x18\x07 \x03(\t\x12\x1c\n\x14tensor_parallel_size\x18\x08 \x01(\r\x12\x15\n\rmax_model_len\x18\t \x01(\r\x12\x12\n\nblock_size\x18\n \x01(\r\x12\x12\n\nnum_blocks\x18\x0b \x01(\r\x12\x0c\n\x04host\x18\x0c \x01(\t\x12\x17\n\x0fmetrics_address\x18\r \x01(\t\x12\x1e\n\x16pipeline_parallel_size\x18\x0e \x01(\r\x12\x1c\n\x14\x65xpert_parallel_size\x18\x0f \x01(\r\x12\x1a\n\x12\x64\x61ta_parallel_size\x18\x10 \x01(\r\x12\x10\n\x08instance\x18\x11 \x01(\t\x1a\x37\n\x15\x46ingerprintPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xaa\x01\n\x08NodeLoad\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x03 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x04 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x05 \x01(\x04\x12\x0f\n\x07healthy\x18\x06 \x01(\x08\x12\x0e\n\x06reason\x18\x07 \x01(\t\x12\x18\n\x10most_free_blocks\x18\x08 \x01(\r\"Y\n\x0fRegisterRequest\x12\"\n\x04node\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.NodeInfo\x12\"\n\x04load\x18\x02 \x01(\x0b\x32\x14.pdserve.v1.NodeLoad\"0\n\x10RegisterResponse\x12\x1c\n\x14heartbeat_interval_s\x18\x01 \x01(\x01\"Y\n\x10HeartbeatRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\"\n\x04load\x18\x02 \x01(\x0b\x32\x14.pdserve.v1.NodeLoad\x12\x10\n\x08instance\x18\x03 \x01(\t\"\"\n\x11HeartbeatResponse\x12\r\n\x05known\x18\x01 \x01(\x08\"6\n\x11\x44\x65registerRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x10\n\x08instance\x18\x02 \x01(\t\"\x14\n\x12\x44\x65registerResponse\"\x9a\x01\n\x03Job\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12,\n\x08sampling\x18\x03 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12#\n\x07\x63hoices\x18\x04 \x03(\x0b\x32\x12.pdserve.v1.Choice\x12\x12\n\ncache_salt\x18\x05 \x01(\t\"1\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x18\n\x10output_token_ids\x18\x02 \x03(\r\"\xe4\x01\n\x06Ticket\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\t\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x12\n\nnum_tokens\x18\x08 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\t \x01(\r\x12+\n\tendpoints\x18\n \x03(\x0b\x32\x18.pdserve.v1.RankEndpoint\x12\x0f\n\x07\x64igests\x18\x0b \x01(\x08J\x04\x08\x06\x10\x07\"|\n\x0cRankEndpoint\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x13\n\x0blayer_start\x18\x02 \x01(\r\x12\x11\n\tlayer_end\x18\x03 \x01(\r\x12\x12\n\nhead_start\x18\x04 \x01(\r\x12\x10\n\x08head_end\x18\x05 \x01(\r\x12\x10\n\x08\x65ndpoint\x18\x06 \x01(\x0c\"\x7f\n\x0ePrefillRequest\x12\x1c\n\x03job\x18\x01 \x01(\x0b\x32\x0f.pdserve.v1.Job\x12\"\n\x06ticket\x18\x02 \x01(\x0b\x32\x12.pdserve.v1.Ticket\x12+\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x16.pdserve.v1.TokenEvent\"s\n\x0cPrefillEvent\x12-\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.FirstTokenH\x00\x12+\n\nhanded_off\x18\x02 \x01(\x0b\x32\x15.pdserve.v1.HandedOffH\x00\x42\x07\n\x05\x65vent\"n\n\nFirstToken\x12%\n\x05token\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.TokenEvent\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\x12\x11\n\tcompute_s\x18\x04 \x01(\x01\".\n\tHandedOff\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x12\n\ntransfer_s\x18\x02 \x01(\x01\"9\n\x13\x46inishChoiceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\"\x16\n\x14\x46inishChoiceResponse\"D\n\rDecodeRequest\x12\x1c\n\x03job\x18\x01 \x01(\x0b\x32\x0f.pdserve.v1.Job\x12\x15\n\rlocal_prefill\x18\x02 \x01(\x08\"\x8e\x01\n\x0b\x44\x65\x63odeEvent\x12&\n\x08reserved\x18\x01 \x01(\x0b\x32\x12.pdserve.v1.TicketH\x00\x12(\n\x06tokens\x18\x02 \x01(\x0b\x32\x16.pdserve.v1.TokenEventH\x00\x12$\n\x06landed\x18\x03 \x01(\x0b\x32\x12.pdserve.v1.LandedH\x00\x42\x07\n\x05\x65vent\"[\n\x06Landed\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12+\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x16.pdserve.v1.TokenEvent\"\x9e\x01\n\nTokenEvent\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12!\n\x06tokens\x18\x02 \x03(\x0b\x32\x11.pdserve.v1.Token\x12/\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_stop_token_id\"\x88\x01\n\rCommitRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12+\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x16.pdserve.v1.TokenEvent\x12&\n\x07\x64igests\x18\x04 \x03(\x0b\x32\x15.pdserve.v1.RunDigest\"\xa5\x01\n\tRunDigest\x12\x11\n\tsink_rank\x18\x01 \x01(\r\x12\x13\n\x0blayer_start\x18\x02 \x01(\r\x12\x11\n\tlayer_end\x18\x03 \x01(\r\x12\x12\n\nhead_start\x18\x04 \x01(\r\x12\x10\n\x08head_end\x18\x05 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x06 \x01(\r\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x0e\n\x06\x64igest\x18\x08 \x01(\x0c\"\x1f\n\x0e\x43ommitResponse\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\"E\n\x0cRenewRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x11\n\tcommitted\x18\x03 \x01(\x08\"!\n\rRenewResponse\x12\x10\n\x08progress\x18\x01 \x01(\x04\"B\n\x0c\x41\x62ortRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x0f\n\rAbortResponse\"5\n\x0fRetargetRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"6\n\x10RetargetResponse\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.pdserve.v1.Ticket*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x32\xe8\x01\n\x08Registry\x12\x45\n\x08Register\x12\x1b.pdserve.v1.RegisterRequest\x1a\x1c.pdserve.v1.RegisterResponse\x12H\n\tHeartbeat\x12\x1c.pdserve.v1.HeartbeatRequest\x1a\x1d.pdserve.v1.HeartbeatResponse\x12K\n\nDeregister\x12\x1d.pdserve.v1.DeregisterRequest\x1a\x1e.pdserve.v1.DeregisterResponse2H\n\x07Prefill\x12=\n\x03Run\x12\x1a.pdserve.v1.PrefillRequest\x1a\x18.pdserve.v1.PrefillEvent0\x01\x32\x98\x01\n\x06\x44\x65\x63ode\x12;\n\x03Run\x12\x19.pdserve.v1.DecodeRequest\x1a\x17.pdserve.v1.DecodeEvent0\x01\x12Q\n\x0c\x46inishChoice\x12\x1f.pdserve.v1.FinishChoiceRequest\x1a .pdserve.v1.FinishChoiceResponse2\x90\x02\n\nKVTransfer\x12?\n\x06\x43ommit\x12\x19.pdserve.v1.CommitRequest\x1a\x1a.pdserve.v1.CommitResponse\x12<\n\x05Renew\x12\x18.pdserve.v1.RenewRequest\x1a\x19.pdserve.v1.RenewResponse\x12<\n\x05\x41\x62ort\x12\x18.pdserve.v1.AbortRequest\x1a\x19.pdserve.v1.AbortResponse\x12\x45\n\x08Retarget\x12\x1b.pdserve.v1.RetargetRequest\x1a\x1c.pdserve.v1.RetargetResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rcluster.proto\x12\npdserve.v1\x1a\x0finference.proto\"\xf7\x03\n\x08NodeInfo\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.pdserve.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\t\x12\x45\n\x11\x66ingerprint_parts\x18\x06 \x03(\x0b\x32*.pdserve.v1.NodeInfo.FingerprintPartsEntry\x12\x15\n\rkv_connectors\x18\x07 \x03(\t\x12\x1c\n\x14tensor_parallel_size\x18\x08 \x01(\r\x12\x15\n\rmax_model_len\x18\t \x01(\r\x12\x12\n\nblock_size\x18\n \x01(\r\x12\x12\n\nnum_blocks\x18\x0b \x01(\r\x12\x0c\n\x04host\x18\x0c \x01(\t\x12\x17\n\x0fmetrics_address\x18\r \x01(\t\x12\x1e\n\x16pipeline_parallel_size\x18\x0e \x01(\r\x12\x1c\n\x14\x65xpert_parallel_size\x18\x0f \x01(\r\x12\x1a\n\x12\x64\x61ta_parallel_size\x18\x10 \x01(\r\x12\x10\n\x08instance\x18\x11 \x01(\t\x1a\x37\n\x15\x46ingerprintPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xaa\x01\n\x08NodeLoad\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x03 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x04 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x05 \x01(\x04\x12\x0f\n\x07healthy\x18\x06 \x01(\x08\x12\x0e\n\x06reason\x18\x07 \x01(\t\x12\x18\n\x10most_free_blocks\x18\x08 \x01(\r\"Y\n\x0fRegisterRequest\x12\"\n\x04node\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.NodeInfo\x12\"\n\x04load\x18\x02 \x01(\x0b\x32\x14.pdserve.v1.NodeLoad\"0\n\x10RegisterResponse\x12\x1c\n\x14heartbeat_interval_s\x18\x01 \x01(\x01\"Y\n\x10HeartbeatRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\"\n\x04load\x18\x02 \x01(\x0b\x32\x14.pdserve.v1.NodeLoad\x12\x10\n\x08instance\x18\x03 \x01(\t\"\"\n\x11HeartbeatResponse\x12\r\n\x05known\x18\x01 \x01(\x08\"6\n\x11\x44\x65registerRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x10\n\x08instance\x18\x02 \x01(\t\"\x14\n\x12\x44\x65registerResponse\"\x9a\x01\n\x03Job\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12,\n\x08sampling\x18\x03 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12#\n\x07\x63hoices\x18\x04 \x03(\x0b\x32\x12.pdserve.v1.Choice\x12\x12\n\ncache_salt\x18\x05 \x01(\t\"1\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x18\n\x10output_token_ids\x18\x02 \x03(\r\"\xe4\x01\n\x06Ticket\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\t\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x12\n\nnum_tokens\x18\x08 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\t \x01(\r\x12+\n\tendpoints\x18\n \x03(\x0b\x32\x18.pdserve.v1.RankEndpoint\x12\x0f\n\x07\x64igests\x18\x0b \x01(\x08J\x04\x08\x06\x10\x07\"|\n\x0cRankEndpoint\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x13\n\x0blayer_start\x18\x02 \x01(\r\x12\x11\n\tlayer_end\x18\x03 \x01(\r\x12\x12\n\nhead_start\x18\x04 \x01(\r\x12\x10\n\x08head_end\x18\x05 \x01(\r\x12\x10\n\x08\x65ndpoint\x18\x06 \x01(\x0c\"\x7f\n\x0ePrefillRequest\x12\x1c\n\x03job\x18\x01 \x01(\x0b\x32\x0f.pdserve.v1.Job\x12\"\n\x06ticket\x18\x02 \x01(\x0b\x32\x12.pdserve.v1.Ticket\x12+\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x16.pdserve.v1.TokenEvent\"s\n\x0cPrefillEvent\x12-\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.FirstTokenH\x00\x12+\n\nhanded_off\x18\x02 \x01(\x0b\x32\x15.pdserve.v1.HandedOffH\x00\x42\x07\n\x05\x65vent\"n\n\nFirstToken\x12%\n\x05token\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.TokenEvent\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\x12\x11\n\tcompute_s\x18\x04 \x01(\x01\"%\n\tHandedOff\x12\x12\n\ntransfer_s\x18\x02 \x01(\x01J\x04\x08\x01\x10\x02\"9\n\x13\x46inishChoiceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\"\x16\n\x14\x46inishChoiceResponse\"D\n\rDecodeRequest\x12\x1c\n\x03job\x18\x01 \x01(\x0b\x32\x0f.pdserve.v1.Job\x12\x15\n\rlocal_prefill\x18\x02 \x01(\x08\"\x8e\x01\n\x0b\x44\x65\x63odeEvent\x12&\n\x08reserved\x18\x01 \x01(\x0b\x32\x12.pdserve.v1.TicketH\x00\x12(\n\x06tokens\x18\x02 \x01(\x0b\x32\x16.pdserve.v1.TokenEventH\x00\x12$\n\x06landed\x18\x03 \x01(\x0b\x32\x12.pdserve.v1.LandedH\x00\x42\x07\n\x05\x65vent\"[\n\x06Landed\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12+\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x16.pdserve.v1.TokenEvent\"\x9e\x01\n\nTokenEvent\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12!\n\x06tokens\x18\x02 \x03(\x0b\x32\x11.pdserve.v1.Token\x12/\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_stop_token_id\"\x88\x01\n\rCommitRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12+\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x16.pdserve.v1.TokenEvent\x12&\n\x07\x64igests\x18\x04 \x03(\x0b\x32\x15.pdserve.v1.RunDigest\"\xa5\x01\n\tRunDigest\x12\x11\n\tsink_rank\x18\x01 \x01(\r\x12\x13\n\x0blayer_start\x18\x02 \x01(\r\x12\x11\n\tlayer_end\x18\x03 \x01(\r\x12\x12\n\nhead_start\x18\x04 \x01(\r\x12\x10\n\x08head_end\x18\x05 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x06 \x01(\r\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x0e\n\x06\x64igest\x18\x08 \x01(\x0c\"\x1f\n\x0e\x43ommitResponse\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\"E\n\x0cRenewRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x11\n\tcommitted\x18\x03 \x01(\x08\"!\n\rRenewResponse\x12\x10\n\x08progress\x18\x01 \x01(\x04\"B\n\x0c\x41\x62ortRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x0f\n\rAbortResponse\"5\n\x0fRetargetRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"6\n\x10RetargetResponse\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.pdserve.v1.Ticket*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x32\xe8\x01\n\x08Registry\x12\x45\n\x08Register\x12\x1b.pdserve.v1.RegisterRequest\x1a\x1c.pdserve.v1.RegisterResponse\x12H\n\tHeartbeat\x12\x1c.pdserve.v1.HeartbeatRequest\x1a\x1d.pdserve.v1.HeartbeatResponse\x12K\n\nDeregister\x12\x1d.pdserve.v1.DeregisterRequest\x1a\x1e.pdserve.v1.DeregisterResponse2H\n\x07Prefill\x12=\n\x03Run\x12\x1a.pdserve.v1.PrefillRequest\x1a\x18.pdserve.v1.PrefillEvent0\x01\x32\x98\x01\n\x06\x44\x65\x63ode\x12;\n\x03Run\x12\x19.pdserve.v1.DecodeRequest\x1a\x17.pdserve.v1.DecodeEvent0\x01\x12Q\n\x0c\x46inishChoice\x12\x1f.pdserve.v1.FinishChoiceRequest\x1a .pdserve.v1.FinishChoiceResponse2\x90\x02\n\nKVTransfer\x12?\n\x06\x43ommit\x12\x19.pdserve.v1.CommitRequest\x1a\x1a.pdserve.v1.CommitResponse\x12<\n\x05Renew\x12\x18.pdserve.v1.RenewRequest\x1a\x19.pdserve.v1.RenewResponse\x12<\n\x05\x41\x62ort\x12\x18.pdserve.v1.AbortRequest\x1a\x19.pdserve.v1.AbortResponse\x12\x45\n\x08Retarget\x12\x1b.pdserve.v1.RetargetRequest\x1a\x1c.pdserve.v1.RetargetResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_NODEINFO_FINGERPRINTPARTSENTRY']._loaded_options = None
   _globals['_NODEINFO_FINGERPRINTPARTSENTRY']._serialized_options = b'8\001'
-  _globals['_ROLE']._serialized_start=3236
-  _globals['_ROLE']._serialized_end=3299
+  _globals['_ROLE']._serialized_start=3227
+  _globals['_ROLE']._serialized_end=3290
   _globals['_NODEINFO']._serialized_start=47
   _globals['_NODEINFO']._serialized_end=550
   _globals['_NODEINFO_FINGERPRINTPARTSENTRY']._serialized_start=495
@@ -69,43 +69,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FIRSTTOKEN']._serialized_start=1882
   _globals['_FIRSTTOKEN']._serialized_end=1992
   _globals['_HANDEDOFF']._serialized_start=1994
-  _globals['_HANDEDOFF']._serialized_end=2040
-  _globals['_FINISHCHOICEREQUEST']._serialized_start=2042
-  _globals['_FINISHCHOICEREQUEST']._serialized_end=2099
-  _globals['_FINISHCHOICERESPONSE']._serialized_start=2101
-  _globals['_FINISHCHOICERESPONSE']._serialized_end=2123
-  _globals['_DECODEREQUEST']._serialized_start=2125
-  _globals['_DECODEREQUEST']._serialized_end=2193
-  _globals['_DECODEEVENT']._serialized_start=2196
-  _globals['_DECODEEVENT']._serialized_end=2338
-  _globals['_LANDED']._serialized_start=2340
-  _globals['_LANDED']._serialized_end=2431
-  _globals['_TOKENEVENT']._serialized_start=2434
-  _globals['_TOKENEVENT']._serialized_end=2592
-  _globals['_COMMITREQUEST']._serialized_start=2595
-  _globals['_COMMITREQUEST']._serialized_end=2731
-  _globals['_RUNDIGEST']._serialized_start=2734
-  _globals['_RUNDIGEST']._serialized_end=2899
-  _globals['_COMMITRESPONSE']._serialized_start=2901
-  _globals['_COMMITRESPONSE']._serialized_end=2932
-  _globals['_RENEWREQUEST']._serialized_start=2934
-  _globals['_RENEWREQUEST']._serialized_end=3003
-  _globals['_RENEWRESPONSE']._serialized_start=3005
-  _globals['_RENEWRESPONSE']._serialized_end=3038
-  _globals['_ABORTREQUEST']._serialized_start=3040
-  _globals['_ABORTREQUEST']._serialized_end=3106
-  _globals['_ABORTRESPONSE']._serialized_start=3108
-  _globals['_ABORTRESPONSE']._serialized_end=3123
-  _globals['_RETARGETREQUEST']._serialized_start=3125
-  _globals['_RETARGETREQUEST']._serialized_end=3178
-  _globals['_RETARGETRESPONSE']._serialized_start=3180
-  _globals['_RETARGETRESPONSE']._serialized_end=3234
-  _globals['_REGISTRY']._serialized_start=3302
-  _globals['_REGISTRY']._serialized_end=3534
-  _globals['_PREFILL']._serialized_start=3536
-  _globals['_PREFILL']._serialized_end=3608
-  _globals['_DECODE']._serialized_start=3611
-  _globals['_DECODE']._serialized_end=3763
-  _globals['_KVTRANSFER']._serialized_start=3766
-  _globals['_KVTRANSFER']._serialized_end=4038
+  _globals['_HANDEDOFF']._serialized_end=2031
+  _globals['_FINISHCHOICEREQUEST']._serialized_start=2033
+  _globals['_FINISHCHOICEREQUEST']._serialized_end=2090
+  _globals['_FINISHCHOICERESPONSE']._serialized_start=2092
+  _globals['_FINISHCHOICERESPONSE']._serialized_end=2114
+  _globals['_DECODEREQUEST']._serialized_start=2116
+  _globals['_DECODEREQUEST']._serialized_end=2184
+  _globals['_DECODEEVENT']._serialized_start=2187
+  _globals['_DECODEEVENT']._serialized_end=2329
+  _globals['_LANDED']._serialized_start=2331
+  _globals['_LANDED']._serialized_end=2422
+  _globals['_TOKENEVENT']._serialized_start=2425
+  _globals['_TOKENEVENT']._serialized_end=2583
+  _globals['_COMMITREQUEST']._serialized_start=2586
+  _globals['_COMMITREQUEST']._serialized_end=2722
+  _globals['_RUNDIGEST']._serialized_start=2725
+  _globals['_RUNDIGEST']._serialized_end=2890
+  _globals['_COMMITRESPONSE']._serialized_start=2892
+  _globals['_COMMITRESPONSE']._serialized_end=2923
+  _globals['_RENEWREQUEST']._serialized_start=2925
+  _globals['_RENEWREQUEST']._serialized_end=2994
+  _globals['_RENEWRESPONSE']._serialized_start=2996
+  _globals['_RENEWRESPONSE']._serialized_end=3029
+  _globals['_ABORTREQUEST']._serialized_start=3031
+  _globals['_ABORTREQUEST']._serialized_end=3097
+  _globals['_ABORTRESPONSE']._serialized_start=3099
+  _globals['_ABORTRESPONSE']._serialized_end=3114
+  _globals['_RETARGETREQUEST']._serialized_start=3116
+  _globals['_RETARGETREQUEST']._serialized_end=3169
+  _globals['_RETARGETRESPONSE']._serialized_start=3171
+  _globals['_RETARGETRESPONSE']._serialized_end=3225
+  _globals['_REGISTRY']._serialized_start=3293
+  _globals['_REGISTRY']._serialized_end=3525
+  _globals['_PREFILL']._serialized_start=3527
+  _globals['_PREFILL']._serialized_end=3599
+  _globals['_DECODE']._serialized_start=3602
+  _globals['_DECODE']._serialized_end=3754
+  _globals['_KVTRANSFER']._serialized_start=3757
+  _globals['_KVTRANSFER']._serialized_end=4029
 # @@protoc_insertion_point(module_scope)

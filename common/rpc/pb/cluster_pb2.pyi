@@ -217,12 +217,10 @@ class FirstToken(_message.Message):
     def __init__(self, token: _Optional[_Union[TokenEvent, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ...) -> None: ...
 
 class HandedOff(_message.Message):
-    __slots__ = ("bytes", "transfer_s")
-    BYTES_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("transfer_s",)
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
-    bytes: int
     transfer_s: float
-    def __init__(self, bytes: _Optional[int] = ..., transfer_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, transfer_s: _Optional[float] = ...) -> None: ...
 
 class FinishChoiceRequest(_message.Message):
     __slots__ = ("request_id", "choice")

@@ -110,7 +110,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Timeline(_message.Message):
-    __slots__ = ("queued", "reserved", "first_token", "transferred", "finished", "cached_tokens", "transfer_bytes", "transfer_seconds", "migrations")
+    __slots__ = ("queued", "reserved", "first_token", "transferred", "finished", "cached_tokens", "transfer_bytes", "transfer_seconds", "migrations", "prefill_queue_seconds", "prefill_seconds", "decode_cached_tokens")
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -120,6 +120,9 @@ class Timeline(_message.Message):
     TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_SECONDS_FIELD_NUMBER: _ClassVar[int]
     MIGRATIONS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     queued: float
     reserved: float
     first_token: float
@@ -129,7 +132,10 @@ class Timeline(_message.Message):
     transfer_bytes: int
     transfer_seconds: float
     migrations: int
-    def __init__(self, queued: _Optional[float] = ..., reserved: _Optional[float] = ..., first_token: _Optional[float] = ..., transferred: _Optional[float] = ..., finished: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., migrations: _Optional[int] = ...) -> None: ...
+    prefill_queue_seconds: float
+    prefill_seconds: float
+    decode_cached_tokens: int
+    def __init__(self, queued: _Optional[float] = ..., reserved: _Optional[float] = ..., first_token: _Optional[float] = ..., transferred: _Optional[float] = ..., finished: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., migrations: _Optional[int] = ..., prefill_queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., decode_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("request_id", "index", "tokens", "text", "finish_reason", "stop_reason", "usage", "timeline")

@@ -30,6 +30,7 @@ from pdserve.common.rpc.server import Channels, GrpcServer
 from pdserve.common.rpc.status import from_rpc_error
 from pdserve.common.rpc.tls import TLS
 from pdserve.router import registry as registry_module
+from pdserve.router.cluster_view import ClusterView
 from pdserve.router.registry import Registry
 from pdserve.router.registry_service import MAX_REASON_LENGTH, ElsewhereRegistry, RegistryService
 
@@ -369,7 +370,7 @@ async def test_a_stranger_registers_nothing() -> None:
                 with refused(grpc.StatusCode.UNAUTHENTICATED, "same --cluster-key"):
                     await call(request)
             await channels.close()
-        assert registry.describe() == []
+        assert ClusterView(registry).describe()["nodes"] == []
 
 
 async def test_a_node_registers_as_itself_alone() -> None:
@@ -381,8 +382,10 @@ async def test_a_node_registers_as_itself_alone() -> None:
             with refused(grpc.StatusCode.UNAUTHENTICATED, "the caller is not"):
                 await stub.Register(pb.RegisterRequest(node=other, load=LOAD))
         await channels.close()
-        assert [each["node_id"] for each in registry.describe()] == ["decode-1"]
-        assert "instance" not in registry.describe()[0]
+        assert [each["node_id"] for each in ClusterView(registry).describe()["nodes"]] == [
+            "decode-1"
+        ]
+        assert "instance" not in ClusterView(registry).describe()["nodes"][0]
 
 
 def test_a_live_node_is_not_taken_over(caplog: pytest.LogCaptureFixture) -> None:
@@ -396,11 +399,11 @@ def test_a_live_node_is_not_taken_over(caplog: pytest.LogCaptureFixture) -> None
     # Nor kept alive, slandered or sent away by whoever does not know its instance.
     assert not registry.heartbeat("d0", pb.NodeLoad(healthy=False, reason="slander"), "fake")
     registry.deregister("d0", "fake")
-    (usable,) = registry.usable(pb.ROLE_DECODE)
+    (usable,) = ClusterView(registry).usable(pb.ROLE_DECODE)
     assert usable.info.address == "10.0.0.3:1"
     assert registry.heartbeat("d0", LOAD, "first")
     registry.deregister("d0", "first")
-    assert registry.describe() == []
+    assert ClusterView(registry).describe()["nodes"] == []
 
 
 def test_a_node_of_the_same_id_comes_back_once_the_old_one_is_gone(
@@ -409,7 +412,7 @@ def test_a_node_of_the_same_id_comes_back_once_the_old_one_is_gone(
     clock = Clock()
     registry = Registry(RoutingConfig(heartbeat_timeout=5), clock)
     registry.register(node(), LOAD)
-    (old,) = registry.usable(pb.ROLE_DECODE)
+    (old,) = ClusterView(registry).usable(pb.ROLE_DECODE)
     ended: list[str] = []
     old.on_lost.add(lambda error: ended.append(error.code))
     registry.register(node(instance="second"), LOAD)  # at its address: it was restarted
@@ -417,7 +420,7 @@ def test_a_node_of_the_same_id_comes_back_once_the_old_one_is_gone(
     assert "is replaced by a new process" in caplog.text
     clock.time += 5.1
     registry.register(node(address="10.0.0.9:1", instance="third"), LOAD)
-    (new,) = registry.usable(pb.ROLE_DECODE)
+    (new,) = ClusterView(registry).usable(pb.ROLE_DECODE)
     assert new.info.address == "10.0.0.9:1"
 
 
@@ -431,7 +434,9 @@ def test_registrations_are_bounded_in_number_and_pace(monkeypatch: pytest.Monkey
     registry.register(node("d0"), LOAD)  # who is known is not counted
     clock.time += 1.01 / registry_module.NEW_NODES_PER_S
     registry.register(node("one-more"), LOAD)
-    monkeypatch.setattr(registry_module, "MAX_NODES", len(registry.describe()))
+    monkeypatch.setattr(
+        registry_module, "MAX_NODES", len(ClusterView(registry).describe()["nodes"])
+    )
     clock.time += 10
     with pytest.raises(Overloaded, match="nodes are registered"):
         registry.register(node("yet-another"), LOAD)
@@ -464,7 +469,7 @@ async def test_what_no_node_says_of_itself_is_refused(changes: dict[str, Any]) -
                 await stub.Register(pb.RegisterRequest(node=node(**changes)))
             long = pb.NodeLoad(reason="\x1b[2J" + "r" * 5000)
             await stub.Register(pb.RegisterRequest(node=node(), load=long))
-        (described,) = registry.describe()
+        (described,) = ClusterView(registry).describe()["nodes"]
         assert described["reason"].isprintable()
         assert len(described["reason"]) < MAX_REASON_LENGTH + 50
 

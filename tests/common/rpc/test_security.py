@@ -297,7 +297,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 async def http_server(
     tokenizer: Tokenizer, keys: str | None, config: ServerConfig | None = None
 ) -> AsyncIterator[int]:
-    front = Front(generator=FakeGenerator(tokenizer), model=served(tokenizer), keys=APIKeys(keys))
+    front = Front(pipeline=FakeGenerator(tokenizer), model=served(tokenizer), keys=APIKeys(keys))
     app = make_app(front, CollectorRegistry(), 1 << 20)
     context = https_context(config or ServerConfig())
     server = await HTTPServer.start(app, "127.0.0.1", 0, context)
@@ -353,7 +353,7 @@ async def test_by_option_each_key_has_cached_prompts_of_its_own(
 ) -> None:
     generator = FakeGenerator(tokenizer)
     keys = APIKeys("first, second", salted=salted)
-    front = Front(generator=generator, model=served(tokenizer), keys=keys)
+    front = Front(pipeline=generator, model=served(tokenizer), keys=keys)
     server = await HTTPServer.start(
         make_app(front, CollectorRegistry(), 1 << 20), "127.0.0.1", 0, None
     )

@@ -1,13 +1,22 @@
-"""What a failed node means for a request: go on elsewhere, compute it in one place, or give up."""
+"""How long a request may take, and what a failed node means for it: go on elsewhere, compute it
+in one place, or give up."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from time import monotonic
 
-from pdserve.common.core.errors import Blame, NodeError, PdserveError, RequestError, TransferError
-from pdserve.router.deadline import Deadline
+from pdserve.common.core.errors import (
+    Blame,
+    DeadlineExceeded,
+    NodeError,
+    PdserveError,
+    RequestError,
+    TransferError,
+)
 from pdserve.router.registry import Node
 
 TRANSFER_FAILURES = 2  # of one request, after which the decode node computes the prompt itself
@@ -18,7 +27,68 @@ POISONOUS = frozenset({"SEQUENCE_FAILED", "INTERNAL"})
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds; the first failure is followed by none
 
 
-class Recovery:
+class Deadline:
+    """Two bounds, both moved by progress alone, never by another try.
+
+    Waiting (for a place, for nodes, between tries) may take `queue_timeout` seconds in all
+    until the first token; from then on `request_timeout`, anew after every token, for a node
+    that comes back is worth more to a half-read answer than an error. While nodes work on the
+    request, `request_timeout` seconds may pass without progress (0: any time).
+    """
+
+    def __init__(self, queue_timeout: float, request_timeout: float) -> None:
+        self._made = monotonic()
+        self._request_timeout = request_timeout or None
+        self._patience = queue_timeout  # seconds it may still wait
+        self._limit: asyncio.Timeout | None = None
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Bounds what is inside; the time until here was spent on waiting for a place.
+
+        Raises:
+            DeadlineExceeded: nothing happened for too long.
+        """
+        waited = monotonic() - self._made
+        if waited < self._patience:  # else it is a body's later prompt: its time begins here
+            self._patience -= waited
+        limit = asyncio.timeout(self._request_timeout)
+        try:
+            async with limit as self._limit:
+                yield
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise DeadlineExceeded(
+                f"the request made no progress for {self._request_timeout:g} s"
+            ) from None
+        finally:
+            self._limit = None
+
+    def progress(self) -> None:
+        """It got further: blocks were reserved, KV has landed."""
+        if self._limit is not None and self._request_timeout and not self._limit.expired():
+            self._limit.reschedule(asyncio.get_running_loop().time() + self._request_timeout)
+
+    def token(self) -> None:
+        """A token is on its way to the client."""
+        self._patience = self._request_timeout or float("inf")
+        self.progress()
+
+    @contextmanager
+    def waiting(self) -> Iterator[float]:
+        """Waiting for a node rather than on one; yields until when (`monotonic`)."""
+        since = monotonic()
+        if self._limit is not None and not self._limit.expired():
+            self._limit.reschedule(None)
+        try:
+            yield since + self._patience
+        finally:
+            self._patience -= monotonic() - since
+            self.progress()
+
+
+class Retries:
     """One request's failures so far.
 
     A request goes on as long as its deadline allows, with longer and longer pauses while no token
@@ -34,8 +104,8 @@ class Recovery:
         # Where it failed poisonously, by code; until it gets further there, on whatever node.
         self._alike: dict[str, list[Node]] = {}
         self._transfer_failures = 0
+        self._last: PdserveError | None = None
         self.failures = 0
-        self.last: PdserveError | None = None
         self.avoid: set[str] = set()  # nodes (ids) that have failed it: only if there is no other
 
     @property
@@ -43,11 +113,11 @@ class Recovery:
         """Whether the KV should not travel any more."""
         return self._transfer_failures >= TRANSFER_FAILURES
 
-    def suspect(self, role: str) -> Recovery | None:
-        """Itself when one more death of a node of this role would be its end: whoever was there,
-        too, until now, the next time it shall be the only such request on its node."""
+    def last_chance(self, role: str) -> bool:
+        """Whether one more death of a node of this role would be its end: whatever else was there
+        until now, the next time it shall be the only such request on its node."""
         deaths = self._deaths.get(role, 0.0)
-        return self if deaths and deaths + 1 > self._limit else None
+        return deaths > 0 and deaths + 1 > self._limit
 
     def progress(self, role: str) -> None:
         """A node of this role has made a token."""
@@ -60,14 +130,13 @@ class Recovery:
                     if node.role == role:
                         node.breaker.failed()
 
-    def failed(self, error: PdserveError, node: Node, computing: bool = True) -> None:
+    def node_failed(self, error: PdserveError, node: Node, computing: bool = True) -> None:
         """Notes a node's own failure; `computing`: it was at work for this request.
 
         Raises:
             PdserveError: another try would not help.
         """
-        self._note(error)
-        self.avoid.add(node.info.node_id)
+        self._note(error, node)
         if error.code in POISONOUS:
             alike = self._alike.setdefault(error.code, [])
             alike.append(node)
@@ -79,17 +148,16 @@ class Recovery:
             if deaths > self._limit:
                 raise _poison(f"{node.role} nodes died in a row while they computed it", error)
 
-    def parted(self, error: PdserveError, node: Node) -> None:
+    def transfer_failed(self, error: PdserveError, node: Node) -> None:
         """Notes that a hand-off failed as this node tells, which is nobody's own failure.
 
         Raises:
             PdserveError: another try would not help.
         """
-        self._note(error)
-        self.avoid.add(node.info.node_id)
+        self._note(error, node)
         self._transfer_failures += isinstance(error, TransferError)
 
-    def _note(self, error: PdserveError) -> None:
+    def _note(self, error: PdserveError, node: Node) -> None:
         # That the client left, only this router can know: a node's call was cut off.
         curable = error.blame in (Blame.PREFILL, Blame.DECODE, Blame.NETWORK)
         curable |= error.code == "CANCELLED"
@@ -97,9 +165,10 @@ class Recovery:
             raise error
         self.failures += 1
         self._tries += 1
-        self.last = error
+        self._last = error
+        self.avoid.add(node.id)
 
-    async def pause(self, deadline: Deadline) -> None:
+    async def backoff(self, deadline: Deadline) -> None:
         """Before another try: longer after each failure, and never the same for all.
 
         Raises:
@@ -109,8 +178,8 @@ class Recovery:
             return
         with deadline.waiting() as until:
             left = until - monotonic()
-            if left <= 0 and self.last is not None:
-                raise self.last
+            if left <= 0 and self._last is not None:
+                raise self._last
             pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(self._tries - 2, 10))
             await asyncio.sleep(min(left, pause * random.uniform(0.5, 1.0)))
 

@@ -1,44 +1,51 @@
-"""One request on its way: its choices' tokens and text so far, its times, its failures."""
+"""What one request has become so far: its choices' tokens and text, its times, its failures."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
 from time import monotonic
+from typing import Any
 
 from pdserve.common.config.router import RoutingConfig
-from pdserve.common.core.errors import Blame, NodeError
+from pdserve.common.core.errors import NodeError
 from pdserve.common.core.request import Choice, FinishReason, GenerateJob, Timeline, TokenEvent
 from pdserve.common.core.sampling import SampledToken
+from pdserve.common.rpc import convert
+from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.text.stream import TextStream
 from pdserve.common.text.tokenizer import Tokenizer
-from pdserve.router.admission import Batch
-from pdserve.router.deadline import Deadline
 from pdserve.router.generation import GenerationRequest, GenerationStats, TextDelta
-from pdserve.router.recovery import Recovery
+from pdserve.router.node_client import protocol_error
+from pdserve.router.retry import Deadline, Retries
 
 
-class Run:
-    """What one request has become so far: its choices' tokens and text, its times."""
+class RequestState:
+    """Fed with what nodes tell; `deltas` is what the client is to get of it."""
 
     def __init__(
-        self, request: GenerationRequest, tokenizer: Tokenizer, config: RoutingConfig
+        self,
+        request: GenerationRequest,
+        tokenizer: Tokenizer,
+        config: RoutingConfig,
+        vocab_size: int = 2**32,
     ) -> None:
-        self.recovery = Recovery(config.migration_limit)
+        self.request = request
+        self.retries = Retries(config.migration_limit)
         self.deadline = Deadline(config.queue_timeout, config.request_timeout)
         # What the client has not read yet: at most max_tokens for each choice. None: the end.
         self.deltas: asyncio.Queue[TextDelta | None] = asyncio.Queue()
         self.ended = asyncio.Event()  # every choice has finished
-        self.cached_tokens = self.transfer_bytes = 0
-        self.transfer_seconds = 0.0
+        # Choices that a stop string has ended, each once: nodes do not know.
+        self.stopped: asyncio.Queue[int] = asyncio.Queue()
         # Fingerprint of the nodes that have made the tokens so far: an answer is never made of
         # two versions of a model.
         self.version: str | None = None
         self.finish_reasons: list[FinishReason] = []
         self.token_gaps: list[float] = []
-        self._request = request
+        self._vocab_size = vocab_size
         self._start = monotonic()
-        self._moments: dict[str, float] = {}
+        self._timeline: dict[str, Any] = {}  # its fields
         self._num_tokens = 0
         self._last_token: dict[int, float] = {}
         self._outputs: dict[int, list[int]] = {choice: [] for choice in range(request.n)}
@@ -55,17 +62,12 @@ class Run:
 
     @property
     def request_id(self) -> str:
-        return self._request.request_id
-
-    @property
-    def admission(self) -> tuple[Batch, int, int]:
-        """What it takes places as: the body it is part of, its tokens and its choices."""
-        return self._request.batch, len(self._request.prompt_token_ids), self._request.n
+        return self.request.request_id
 
     @property
     def job(self) -> GenerateJob:
         """What is left to do: the choices that are open, from where they are."""
-        request = self._request
+        request = self.request
         return GenerateJob(
             request.request_id,
             tuple(request.prompt_token_ids),
@@ -77,7 +79,7 @@ class Run:
     @property
     def num_tokens(self) -> int:
         """How many are to be prefilled now."""
-        return len(self._request.prompt_token_ids) + len(self._outputs[min(self._open)])
+        return len(self.request.prompt_token_ids) + len(self._outputs[min(self._open)])
 
     @property
     def begun(self) -> bool:
@@ -88,45 +90,62 @@ class Run:
     def finished(self) -> bool:
         return not self._open
 
-    def check_finished(self) -> None:
-        """Raises NodeError when the decode node ended its stream and a choice is open."""
-        if self._open:
-            raise NodeError(
-                f"the decode node's stream ended before choice {min(self._open)} did",
-                code="PROTOCOL_ERROR",
-                blame=Blame.DECODE,
-            )
-
     def mark(self, moment: str) -> None:
         """Notes that a moment of the timeline (one of its fields) is now, the first time. It is
         progress every time."""
         self.deadline.progress()
-        self._moments.setdefault(moment, monotonic() - self._start)
+        self._timeline.setdefault(moment, monotonic() - self._start)
 
-    def fault_of(self, event: TokenEvent, vocab_size: int) -> str:
-        """Why no node that does its work tells these tokens; empty: one may."""
-        if event.choice not in self._outputs:
-            return f"there is no choice {event.choice}"
-        left = self._request.sampling.max_tokens - len(self._outputs[event.choice])
-        ended = event.finish_reason is not None or event.choice not in self._open
-        if (not ended and not 0 < len(event.tokens) < left) or len(event.tokens) > left:
-            return f"{len(event.tokens)} where {left} are left"
-        if any(token_id >= vocab_size for token in event.tokens for token_id in _ids(token)):
-            return "it is outside the vocabulary"
-        return ""
+    def prefilled(self, first: pb.FirstToken) -> None:
+        """A prefill node has computed the prompt."""
+        line = self._timeline
+        line["cached_tokens"] = line.get("cached_tokens") or first.cached_tokens
+        self._add(prefill_queue_seconds=first.queue_s, prefill_seconds=first.compute_s)
 
-    def take(self, event: TokenEvent, role: str, version: str) -> bool:
+    def landed(self, landed: pb.Landed) -> None:
+        """The decode node has all KV."""
+        self.mark("transferred")
+        self._timeline["decode_cached_tokens"] = landed.cached_tokens
+        self._add(transfer_bytes=landed.bytes)
+
+    def handed_off(self, handed_off: pb.HandedOff) -> None:
+        """The prefill node is done with it."""
+        self._add(transfer_seconds=handed_off.transfer_s)
+
+    def _add(self, **amounts: float) -> None:
+        """What each of several nodes may take its share of."""
+        for name, amount in amounts.items():
+            self._timeline[name] = self._timeline.get(name, 0) + amount
+
+    def take(self, message: pb.TokenEvent, role: str, version: str) -> None:
         """Tokens that a node of this role has made: their text is on its way to the client. What
-        comes for a choice after a stop string has ended it is dropped. Returns whether these have
-        ended a choice and the node does not know."""
+        comes for a choice after a stop string has ended it is dropped.
+
+        Raises:
+            NodeError: a token that cannot be, the fault of the node that made it. Once it were
+                among the request's tokens, it would be the client's.
+        """
+        event = convert.event_from_pb(message)
+        self._check(event, role)
         self.version = version
-        if taken := event.choice in self._open:
-            self.recovery.progress(role)
+        if event.choice in self._open:
+            self.retries.progress(role)
             self.deadline.token()
             self.deltas.put_nowait(self._delta(self._open[event.choice], event))
+            if event.choice not in self._open and event.finish_reason is None:
+                self.stopped.put_nowait(event.choice)
         if self.finished:
             self.ended.set()
-        return taken and event.choice not in self._open and event.finish_reason is None
+
+    def _check(self, event: TokenEvent, role: str) -> None:
+        if event.choice not in self._outputs:
+            raise bad_token(role, f"there is no choice {event.choice}")
+        left = self.request.sampling.max_tokens - len(self._outputs[event.choice])
+        ended = event.finish_reason is not None or event.choice not in self._open
+        if (not ended and not 0 < len(event.tokens) < left) or len(event.tokens) > left:
+            raise bad_token(role, f"{len(event.tokens)} where {left} are left")
+        if any(token_id >= self._vocab_size for token in event.tokens for token_id in _ids(token)):
+            raise bad_token(role, "it is outside the vocabulary")
 
     def _delta(self, stream: TextStream, event: TokenEvent) -> TextDelta:
         output = stream.push(
@@ -145,17 +164,11 @@ class Run:
         return TextDelta(event.choice, output.text, tokens, reason, stop_reason)
 
     def stats(self) -> GenerationStats:
-        timeline = Timeline(
-            **self._moments,  # type: ignore[arg-type]
-            cached_tokens=self.cached_tokens,
-            transfer_bytes=self.transfer_bytes,
-            transfer_seconds=self.transfer_seconds,
-            migrations=self.recovery.failures,
-        )
+        timeline = Timeline(**self._timeline, migrations=self.retries.failures)
         return GenerationStats(
-            prompt_tokens=len(self._request.prompt_token_ids),
+            prompt_tokens=len(self.request.prompt_token_ids),
             completion_tokens=self._num_tokens,
-            cached_tokens=self.cached_tokens,
+            cached_tokens=timeline.cached_tokens,
             timeline=timeline,
         )
 
@@ -166,6 +179,10 @@ class Run:
             self.token_gaps += [(now - self._last_token[choice]) / num_tokens] * num_tokens
         self._last_token[choice] = now
         self._num_tokens += num_tokens
+
+
+def bad_token(role: str, fault: str) -> NodeError:
+    return protocol_error(role, f"a token: {fault}")
 
 
 def _ids(token: SampledToken) -> Iterator[int]:

@@ -16,8 +16,8 @@ from pdserve.common.core.errors import (
     TransferError,
 )
 from pdserve.common.rpc.pb import cluster_pb2 as pb
-from pdserve.router.recovery import WAITING, Recovery
 from pdserve.router.registry import Node, Registry
+from pdserve.router.retry import WAITING, Retries
 
 LIMIT = 3
 LOST = NodeError("gone", code="PEER_LOST", blame=Blame.DECODE)
@@ -27,10 +27,10 @@ LOST = NodeError("gone", code="PEER_LOST", blame=Blame.DECODE)
 def node() -> Node:
     registry = Registry(RoutingConfig())
     registry.register(pb.NodeInfo(node_id="d", role=pb.ROLE_DECODE), pb.NodeLoad(healthy=True))
-    return registry.usable(pb.ROLE_DECODE)[0]
+    return registry.nodes()[0]
 
 
-def fails_after(recovery: Recovery, fail: Callable[[], None]) -> int:
+def fails_after(retries: Retries, fail: Callable[[], None]) -> int:
     """How many failures it bears."""
     for count in range(1000):
         try:
@@ -41,31 +41,31 @@ def fails_after(recovery: Recovery, fail: Callable[[], None]) -> int:
 
 
 def test_failures_in_a_row_end_it(node: Node) -> None:
-    recovery = Recovery(LIMIT)
-    assert fails_after(recovery, lambda: recovery.failed(LOST, node)) == LIMIT
-    assert recovery.failures == LIMIT + 1
-    assert recovery.avoid == {"d"}
+    retries = Retries(LIMIT)
+    assert fails_after(retries, lambda: retries.node_failed(LOST, node)) == LIMIT
+    assert retries.failures == LIMIT + 1
+    assert retries.avoid == {"d"}
 
 
 @pytest.mark.parametrize("kind", [Cancelled, TransferError])
 def test_a_node_cannot_know_that_the_client_left(node: Node, kind: type[PdserveError]) -> None:
     """It saw a call end; that the router is here shows that it was cut off."""
-    recovery = Recovery(LIMIT)
-    recovery.parted(kind("the call ended", code="CANCELLED"), node)
-    assert recovery.failures == 1
+    retries = Retries(LIMIT)
+    retries.transfer_failed(kind("the call ended", code="CANCELLED"), node)
+    assert retries.failures == 1
 
 
 def test_a_token_between_them_forgives_all(node: Node) -> None:
-    recovery = Recovery(LIMIT)
+    retries = Retries(LIMIT)
     for _ in range(10 * LIMIT):
-        recovery.failed(LOST, node)
-        recovery.progress(node.role)
-    assert recovery.failures == 10 * LIMIT
+        retries.node_failed(LOST, node)
+        retries.progress(node.role)
+    assert retries.failures == 10 * LIMIT
 
 
 def test_a_request_that_only_waited_is_hardly_to_blame(node: Node) -> None:
-    recovery = Recovery(LIMIT)
-    borne = fails_after(recovery, lambda: recovery.failed(LOST, node, computing=False))
+    retries = Retries(LIMIT)
+    borne = fails_after(retries, lambda: retries.node_failed(LOST, node, computing=False))
     assert borne == LIMIT / WAITING
 
 
@@ -73,40 +73,40 @@ ODD = NodeError("not a number", code="SEQUENCE_FAILED", blame=Blame.DECODE)
 
 
 def test_who_gets_further_elsewhere_is_no_poison(node: Node) -> None:
-    recovery = Recovery(LIMIT)
+    retries = Retries(LIMIT)
     for _ in range(5):
-        recovery.failed(ODD, node)
-        recovery.progress("prefill")  # of which nothing follows for the decode node
-        recovery.progress(node.role)
-    recovery.failed(ODD, node)
-    recovery.progress("prefill")
+        retries.node_failed(ODD, node)
+        retries.progress("prefill")  # of which nothing follows for the decode node
+        retries.progress(node.role)
+    retries.node_failed(ODD, node)
+    retries.progress("prefill")
     with pytest.raises(NodeError, match="failed twice in the same way"):
-        recovery.failed(ODD, node)
+        retries.node_failed(ODD, node)
 
 
 def test_a_node_that_fails_what_others_compute_is_at_fault(node: Node) -> None:
     """A broken accelerator, say, whose every row is NaN: it fails fast and looks idle."""
     for _ in range(RoutingConfig().breaker_failures):
         assert node.breaker.allows()
-        recovery = Recovery(LIMIT)
-        recovery.failed(ODD, node)
-        recovery.progress(node.role)
+        retries = Retries(LIMIT)
+        retries.node_failed(ODD, node)
+        retries.progress(node.role)
     assert not node.breaker.allows()
 
 
 def test_transfers_that_fail_end_in_a_local_prefill(node: Node) -> None:
-    recovery = Recovery(LIMIT)
-    recovery.parted(TransferError("torn"), node)
-    assert not recovery.local_prefill
-    recovery.parted(TransferError("torn"), node)
-    assert recovery.local_prefill
+    retries = Retries(LIMIT)
+    retries.transfer_failed(TransferError("torn"), node)
+    assert not retries.local_prefill
+    retries.transfer_failed(TransferError("torn"), node)
+    assert retries.local_prefill
 
 
 @pytest.mark.parametrize(
     "error", [InvalidRequest("no"), PdserveError("a defect", blame=Blame.ROUTER)]
 )
 def test_what_another_node_would_not_cure(node: Node, error: PdserveError) -> None:
-    recovery = Recovery(LIMIT)
+    retries = Retries(LIMIT)
     with pytest.raises(PdserveError):
-        recovery.failed(error, node)
-    assert recovery.failures == 0
+        retries.node_failed(error, node)
+    assert retries.failures == 0

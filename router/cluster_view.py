@@ -1,0 +1,155 @@
+"""Which nodes and pairs may be given a request now, and why the others may not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.router.health import BreakerState
+from pdserve.router.registry import Node, Registry
+
+
+class ClusterView:
+    """The registry, as placement, `/ready`, `/v1/cluster` and the metrics see it."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.registry = registry
+
+    # ---- what may be used -------------------------------------------------------------------
+
+    def usable(self, role: int) -> list[Node]:
+        """Nodes of a role that may be given a request now."""
+        return [node for node in self._nodes(role) if self._why_unusable(node) is None]
+
+    def can_hand_over(self, prefill: Node, decode: Node) -> bool:
+        """Whether these two fit, and reach each other as far as is known."""
+        return can_pair(prefill, decode) and self.registry.links.allows(prefill.id, decode.id)
+
+    def pairs(self) -> list[tuple[Node, Node]]:
+        """Those that may be given a request now."""
+        usable = self.usable(pb.ROLE_PREFILL), self.usable(pb.ROLE_DECODE)
+        return [pair for pair in product(*usable) if self.can_hand_over(*pair)]
+
+    def must_prefill(self, decode: Node) -> bool:
+        """Whether no prefill node can serve this decode node now, but one that could, lives: its
+        link is cut, or it is sick. Then it would be a pity to wait."""
+        if any(self.can_hand_over(node, decode) for node in self.usable(pb.ROLE_PREFILL)):
+            return False
+        alive = [node for node in self._nodes(pb.ROLE_PREFILL) if self.registry.is_alive(node)]
+        return any(can_pair(node, decode) for node in alive)
+
+    def ready(self) -> tuple[bool, str]:
+        """Whether a new request could be served now; the reason when not, or what is amiss."""
+        if self.pairs():
+            return True, "ok"
+        prefills, decodes = self.usable(pb.ROLE_PREFILL), self.usable(pb.ROLE_DECODE)
+        if prefills and decodes:
+            reasons = [self._why_apart(*pair) for pair in product(prefills, decodes)]
+            reason = f"no prefill node pairs with a decode node ({'; '.join(reasons[:4])})"
+        else:
+            reason = self._why_missing(prefills, decodes)
+        if any(self.must_prefill(decode) for decode in decodes):
+            return True, f"decode nodes prefill: {reason}"
+        return False, reason
+
+    # ---- why not ----------------------------------------------------------------------------
+
+    def unusable_reasons(self, role: int) -> list[str]:
+        """For each registered node of a role that may not be given a request now."""
+        reasons = [(node.id, self._why_unusable(node)) for node in self._nodes(role)]
+        return [f"{node_id}: {reason}" for node_id, reason in reasons if reason is not None]
+
+    def _why_unusable(self, node: Node) -> str | None:
+        if node.unreachable:
+            return f"it cannot be reached: {node.unreachable}"
+        if not self.registry.is_alive(node):
+            return "it does not answer"
+        if not node.load.healthy:
+            return node.load.reason
+        return None if node.breaker.allows() else "its circuit breaker is open"
+
+    def _why_apart(self, prefill: Node, decode: Node) -> str:
+        if can_pair(prefill, decode):
+            return f"{prefill.id} does not reach {decode.id}"
+        return mismatch(prefill, decode)
+
+    def _why_missing(self, prefills: Sequence[Node], decodes: Sequence[Node]) -> str:
+        roles = (("prefill", pb.ROLE_PREFILL, prefills), ("decode", pb.ROLE_DECODE, decodes))
+        missing = [(name, role) for name, role, nodes in roles if not nodes]
+        what = " and ".join(f"no usable {name} node" for name, _ in missing)
+        why = [text for _, role in missing for text in self.unusable_reasons(role)]
+        return f"{what} ({'; '.join(why[:4])})" if why else what
+
+    def _nodes(self, role: int) -> list[Node]:
+        return [node for node in self.registry.nodes() if node.info.role == role]
+
+    # ---- what is shown ----------------------------------------------------------------------
+
+    def describe(self) -> dict[str, Any]:
+        """All nodes and the pairs in use, for `/v1/cluster`."""
+        return {
+            "nodes": [self._describe(node) for node in self.registry.nodes()],
+            "pairings": [
+                {"prefill": prefill.id, "decode": decode.id} for prefill, decode in self.pairs()
+            ],
+        }
+
+    def counts(self) -> dict[tuple[str, str], int]:
+        """Nodes by (role, state), for the metrics."""
+        counts: dict[tuple[str, str], int] = {}
+        for node in self.registry.nodes():
+            key = (node.role, self._state(node))
+            counts[key] = counts.get(key, 0) + 1
+        return counts
+
+    def _state(self, node: Node) -> str:
+        if not self.registry.is_alive(node):
+            return "lost"
+        if not node.load.healthy:
+            return "unhealthy"
+        return "ready" if node.breaker.state is BreakerState.CLOSED else "broken"
+
+    def _describe(self, node: Node) -> dict[str, Any]:
+        load = node.load
+        info = MessageToDict(node.info, preserving_proto_field_name=True)
+        info["role"] = node.role
+        info.pop("instance", None)  # a secret between the node and this router
+        return {
+            **info,
+            "state": self._state(node),
+            "reason": node.unreachable or load.reason,
+            "breaker": node.breaker.state.value,
+            "in_flight": node.in_flight,
+            "prefill_tokens": node.prefill_tokens,
+            "running": load.running,
+            "waiting": load.waiting,
+            "free_blocks": load.free_blocks,
+            "most_free_blocks": load.most_free_blocks,
+            "total_blocks": load.total_blocks,
+            "kv_cache_usage": 1 - load.free_blocks / max(1, load.total_blocks),
+            "seconds_since_heartbeat": round(self.registry.now() - node.last_seen, 3),
+        }
+
+
+def can_pair(prefill: Node, decode: Node) -> bool:
+    """Whether KV of one is KV of the other, and a connector both have can carry it."""
+    same_kv = prefill.info.fingerprint == decode.info.fingerprint
+    return same_kv and not set(prefill.info.kv_connectors).isdisjoint(decode.info.kv_connectors)
+
+
+def mismatch(prefill: Node, decode: Node) -> str:
+    """In which respects two nodes differ that do not pair."""
+    ours, theirs = prefill.info.fingerprint_parts, decode.info.fingerprint_parts
+    differences = [
+        f"{part} {ours.get(part)} ≠ {theirs.get(part)}"
+        for part in sorted({*ours, *theirs})
+        if ours.get(part) != theirs.get(part)
+    ]
+    sends, takes = prefill.info.kv_connectors, decode.info.kv_connectors
+    if set(sends).isdisjoint(takes):
+        differences.append(f"no common KV connector ({', '.join(sends)} ≠ {', '.join(takes)})")
+    return f"{prefill.id} and {decode.id}: {', '.join(differences)}"
