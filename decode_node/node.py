@@ -3,40 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 
 from pdserve.common.core.errors import Blame
 from pdserve.common.core.request import GenerateJob
 from pdserve.common.engine.messages import RankReady
 from pdserve.common.node.node import EngineNode
-from pdserve.common.node.replica import Call
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
-from pdserve.common.worker.worker import ExtensionConfig
 from pdserve.decode_node.service import DecodeService, KVTransferService, Sinks
 from pdserve.decode_node.session import DecodeSession
+from pdserve.kv_transfer.commands import Call
 from pdserve.kv_transfer.control.sink import KVSink
 from pdserve.kv_transfer.control.ticket import RankEndpoint
-from pdserve.kv_transfer.layout import Rect, fingerprint
-from pdserve.kv_transfer.rank.transfer_rank import FACTORY, rank_config
-from pdserve.kv_transfer.selection import Connectors, choose_connectors
+from pdserve.kv_transfer.layout import Rect
 
 
 class DecodeNode(EngineNode[DecodeSession, KVSink]):
     role = pb.ROLE_DECODE
     blame = Blame.DECODE
-
-    def fingerprint(self) -> str:
-        return fingerprint(self.kv_identity())
-
-    @cached_property
-    def connectors(self) -> Connectors:
-        return choose_connectors(self.config.transfer, self.facts.device)
-
-    def extension(self) -> ExtensionConfig:
-        tls = self.config.tls
-        config = rank_config(self.connectors, self.fingerprint(), tls, source=False)
-        return ExtensionConfig(FACTORY, config, self.config.transfer.kv_host)
 
     def make_transfers(self, ranks: Sequence[RankReady], call: Call) -> KVSink:
         """A ticket names the ranks of its replica alone."""
@@ -50,7 +34,7 @@ class DecodeNode(EngineNode[DecodeSession, KVSink]):
                 for ready in ranks
                 for c in (ready.cache,)
             ],
-            fingerprint=self.fingerprint(),
+            fingerprint=self.fingerprint,
             block_size=self.config.engine.cache.block_size,
             address=self.address,
             lease_s=self.config.transfer.kv_lease,
@@ -73,6 +57,7 @@ class DecodeNode(EngineNode[DecodeSession, KVSink]):
 
     def finish_choice(self, request_id: str, choice: int) -> None:
         """The router has all it wants of a choice."""
-        for session in self.sessions:
-            if session.request_id == request_id:
-                self.spawn(session.finish(choice))
+        for replica in self.replicas:
+            for session in replica.sessions:
+                if session.request_id == request_id:
+                    self.spawn(session.finish(choice))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import grpc
@@ -13,18 +12,15 @@ from pdserve.common.core.errors import Blame, NodeError, PdserveError
 from pdserve.common.core.request import GenerateJob, TokenEvent
 from pdserve.common.engine.messages import RankReady
 from pdserve.common.node.node import EngineNode
-from pdserve.common.node.replica import Call
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.status import from_rpc_error
 from pdserve.common.worker.kv_cache import cache_bytes, resized
-from pdserve.common.worker.worker import ExtensionConfig
+from pdserve.kv_transfer.commands import Call
 from pdserve.kv_transfer.control.source import KVSource
 from pdserve.kv_transfer.control.ticket import Ticket
 from pdserve.kv_transfer.digest import RunDigest
-from pdserve.kv_transfer.layout import Rect, fingerprint
-from pdserve.kv_transfer.rank.transfer_rank import FACTORY, rank_config
-from pdserve.kv_transfer.selection import Connectors, choose_connectors
+from pdserve.kv_transfer.layout import Rect
 from pdserve.prefill_node.peers import DecodePeers, why_unreachable
 from pdserve.prefill_node.service import PrefillService
 from pdserve.prefill_node.session import PrefillSession
@@ -40,26 +36,14 @@ class PrefillNode(EngineNode[PrefillSession, KVSource]):
         super().__init__(config)
         self.peers = DecodePeers()
 
-    def fingerprint(self) -> str:
-        return fingerprint(self.kv_identity())
-
-    @cached_property
-    def connectors(self) -> Connectors:
-        return choose_connectors(self.config.transfer, self.facts.device)
-
-    def extension(self) -> ExtensionConfig:
-        tls = self.config.tls
-        config = rank_config(self.connectors, self.fingerprint(), tls, source=True)
-        return ExtensionConfig(FACTORY, config, self.config.transfer.kv_host)
-
-    def ailment(self) -> str:
-        return super().ailment() or self.peers.ailment()
+    def unhealthy_reason(self) -> str:
+        return super().unhealthy_reason() or self.peers.unhealthy_reason()
 
     def make_transfers(self, ranks: Sequence[RankReady], call: Call) -> KVSource:
         caches = [rank.cache for rank in ranks]
         return KVSource(
             [Rect(c.layer_start, c.layer_end, c.head_start, c.head_end) for c in caches],
-            fingerprint=self.fingerprint(),
+            fingerprint=self.fingerprint,
             block_size=self.config.engine.cache.block_size,
             lease_s=self.config.transfer.kv_lease,
             call=call,

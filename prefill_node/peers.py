@@ -1,7 +1,7 @@
 """Which decode nodes this prefill node reaches, by its own calls and, in doubt, by probes.
 
 The router may well reach a decode node that this node does not; only this node can say so. One
-decode node that died is not this node's ailment: it has one when of all that it knows none answers.
+decode node that died is not this node's fault: it is unhealthy when of all it knows none answers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from time import monotonic
 
 # Seconds without use after which an address is forgotten.
-FORGET_AFTER = 10.0  # out of reach: or this node would be sick, and hence unused, for ever
+FORGET_AFTER = 10.0  # out of reach: or this node would be unhealthy, and hence unused, for ever
 FORGET_REACHED_AFTER = 600.0
 CHANNEL_IDLE = 60.0  # seconds without a call after which a channel is closed
 MAX_CHANNELS = 128  # kept open although no call is under way
@@ -81,7 +81,7 @@ class DecodePeers:
         doubt = any(peer.doubted or peer.lost for peer in self._peers.values())
         return list(self._peers) if doubt else []
 
-    def ailment(self) -> str:
+    def unhealthy_reason(self) -> str:
         """That no decode node answers, and why; empty: one does, or none is known. Nobody sends
         work to a node that says so, so this must pass without any."""
         self._forget()
@@ -116,7 +116,7 @@ class DecodePeers:
 
 async def why_unreachable(address: str) -> str:
     """Why the network does not lead there; empty: it does. A refusal is an answer, too: the node
-    died, which is not this node's ailment."""
+    died, which is not this node's fault."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(PROBE_TIMEOUT):

@@ -32,7 +32,7 @@ ALLOWED = {
     "common.demo_model": {"common.core", "common.config"},
     "common.node": {
         "common.core", "common.config", "common.obs", "common.rpc", "common.distributed",
-        "common.model", "common.engine", "common.worker", "common.demo_model",
+        "common.model", "common.engine", "common.worker", "common.demo_model", "kv_transfer",
     },
     "common.cli": {
         "common.core", "common.config", "common.obs", "common.distributed", "common.model",

@@ -33,7 +33,7 @@ from pdserve.common.config.router import RouterConfig
 from pdserve.common.config.sources import _YAMLFile, parse
 from pdserve.common.core.errors import InvalidRequest, RequestError, TransferError
 from pdserve.common.core.request import GenerateJob
-from pdserve.common.node.host import check_job
+from pdserve.common.node.model_facts import check_job
 from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2, inference_pb2
 from pdserve.common.text.tokenizer import Tokenizer

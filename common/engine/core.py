@@ -23,13 +23,12 @@ from pdserve.common.distributed.executor import Executor
 from pdserve.common.engine.messages import ExpertLoad, StepDelta, StepOutput
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.engine.sequence import Finish, Sequence, Status, check_finish
-from pdserve.common.engine.watchdog import Work
 
 logger = logging.getLogger(__name__)
 
 
 class EngineListener(Protocol):
-    """What a role hears from its engine; called on the event loop, must not block."""
+    """What a node is told by its engine; called on the event loop, must not block."""
 
     def admitted(self, sequence: Sequence) -> None:
         """The sequence holds blocks now."""
@@ -50,7 +49,35 @@ class EngineListener(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Flight:
+class EngineProgress:
+    """How far an engine is, for its watchdog."""
+
+    step: int  # number of the last step begun
+    computing: bool  # that step has not returned
+    call: tuple[int, int] | None  # the oldest call without an answer: its number, its rank
+    admitted: int  # sequences given blocks since start
+    freed: int  # blocks given back since start
+    waiting: int  # sequences without blocks
+    remote: int  # sequences whose blocks another node fills
+    needed_blocks: int  # of the first that waits, at most (some may be in the prefix cache)
+    free_blocks: int
+    total_blocks: int
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is to be done here. Who waits for blocks while others' KV is on its way waits
+        for that: a hand-off without progress loses them with its lease, which is progress here."""
+        return not self.computing and (not self.waiting or self.remote > 0)
+
+    @property
+    def counters(self) -> tuple[object, ...]:
+        """Differs whenever something was done in between. Arrivals are not: they would keep a
+        dead engine alive."""
+        return self.step, self.computing, self.admitted, self.freed
+
+
+@dataclass(frozen=True, slots=True)
+class _StepInFlight:
     """A step that the ranks work on."""
 
     batch: StepDelta
@@ -72,7 +99,7 @@ class EngineCore:
         self._executor = executor
         self._listener = listener
         self._max_model_len = max_model_len
-        self._flights: deque[_Flight] = deque()  # the oldest first, which ends first
+        self._in_flight: deque[_StepInFlight] = deque()  # the oldest first, which ends first
         self._last_step = 0
         self._step_done: asyncio.Event = asyncio.Event()
         self._work: asyncio.Event = asyncio.Event()
@@ -110,12 +137,12 @@ class EngineCore:
         blocks until `release`."""
         sequence.cancelled = True
         self.scheduler.hold(sequence)  # at once, or the next step would take it again
-        while self._touched(sequence):
+        while self._is_computed(sequence):
             await self._step_done.wait()
 
     def release(self, sequence: Sequence) -> None:
         """Frees the blocks of a sequence that is stopped, REMOTE, or never ran."""
-        if sequence.status is Status.RUNNING or self._touched(sequence):
+        if sequence.status is Status.RUNNING or self._is_computed(sequence):
             raise RuntimeError("a running sequence must be stopped before it is released")
         self.scheduler.release(sequence)
         self._work.set()
@@ -129,13 +156,12 @@ class EngineCore:
         finally:
             del self._calls[number]
 
-    def work(self) -> Work:
-        """How far the engine is, for its watchdog."""
+    def progress(self) -> EngineProgress:
         scheduler, pool = self.scheduler, self.scheduler.pool
         head = scheduler.waiting[0].num_tokens if scheduler.waiting else 0
-        return Work(
-            step=self._flights[0].batch.step if self._flights else self._last_step,
-            computing=bool(self._flights),
+        return EngineProgress(
+            step=self._in_flight[0].batch.step if self._in_flight else self._last_step,
+            computing=bool(self._in_flight),
             call=next(iter(self._calls.items()), None),
             admitted=scheduler.num_admitted,
             freed=scheduler.num_freed,
@@ -155,39 +181,40 @@ class EngineCore:
         try:
             while True:
                 for sequence in self.scheduler.admit():
-                    self._tell(sequence, self._listener.admitted, sequence)
+                    self._notify(sequence, self._listener.admitted)
                 batch = self.scheduler.schedule() if self._has_room else None
                 if batch is not None:
                     self._begin(batch)
-                elif self._flights:
+                elif self._in_flight:
                     await self._wait()
                 else:
                     self._work.clear()
                     await self._work.wait()
         finally:
-            for flight in self._flights:
-                flight.answer.cancel()
-            self._flights.clear()
+            for step in self._in_flight:
+                step.answer.cancel()
+            self._in_flight.clear()
             self._step_done.set()
 
     @property
     def _has_room(self) -> bool:
         """Whether another step may be in flight."""
-        return len(self._flights) < self.scheduler.micro_batches
+        return len(self._in_flight) < self.scheduler.micro_batches
 
-    def _touched(self, sequence: Sequence) -> bool:
-        return any(sequence.seq_id in flight.sequences for flight in self._flights)
+    def _is_computed(self, sequence: Sequence) -> bool:
+        """Whether a step in flight touches its blocks."""
+        return any(sequence.seq_id in step.sequences for step in self._in_flight)
 
     def _begin(self, batch: StepDelta) -> None:
         ids = {entry.seq_id for entry in batch.sequences}
         sequences = {s.seq_id: s for s in self.scheduler.running if s.seq_id in ids}
-        step = self._executor.step(msgspec.msgpack.encode(batch))
-        self._flights.append(_Flight(batch, sequences, asyncio.ensure_future(step)))
+        answer = asyncio.ensure_future(self._executor.step(msgspec.msgpack.encode(batch)))
+        self._in_flight.append(_StepInFlight(batch, sequences, answer))
         self._last_step = batch.step
 
     async def _wait(self) -> None:
-        """Until the oldest step has landed or, if another one could begin, there is new work."""
-        oldest = self._flights[0].answer
+        """Until the oldest step is done or, if another one could begin, there is new work."""
+        oldest = self._in_flight[0].answer
         if self._has_room:
             self._work.clear()
             new = asyncio.ensure_future(self._work.wait())
@@ -197,14 +224,11 @@ class EngineCore:
                 new.cancel()
             if not oldest.done():
                 return
-        answer = await oldest
-        self._land(msgspec.msgpack.decode(answer, type=StepOutput))
-
-    def _land(self, output: StepOutput) -> None:
-        flight = self._flights.popleft()
-        landed, self._step_done = self._step_done, asyncio.Event()
-        landed.set()
-        self._apply(flight.batch, flight.sequences, output)
+        output = msgspec.msgpack.decode(await oldest, type=StepOutput)
+        step = self._in_flight.popleft()
+        done, self._step_done = self._step_done, asyncio.Event()
+        done.set()
+        self._apply(step.batch, step.sequences, output)
 
     def _apply(self, batch: StepDelta, sequences: dict[int, Sequence], output: StepOutput) -> None:
         if output.experts is not None:
@@ -218,17 +242,17 @@ class EngineCore:
                 self._fail(sequence, failed[entry.seq_id])
                 continue
             self.scheduler.computed(sequence, len(entry.token_ids))
-            self._tell(sequence, self._listener.computed, sequence)
+            self._notify(sequence, self._listener.computed)
             if entry.samples and not sequence.cancelled:
                 token = tokens[entry.seq_id]
                 sequence.append(token)
                 finish = self._check(sequence)
-                self._tell(sequence, self._listener.sampled, sequence, token, finish)
+                self._notify(sequence, self._listener.sampled, token, finish)
 
-    def _tell(self, sequence: Sequence, hear: Callable[..., None], *news: object) -> None:
-        """A defect in what is made of the news is the end of the sequence, and of no other."""
+    def _notify(self, sequence: Sequence, callback: Callable[..., None], *args: object) -> None:
+        """A defect in the listener's work on a sequence is the end of that one, and of no other."""
         try:
-            hear(*news)
+            callback(sequence, *args)
         except Exception as error:
             logger.exception("a defect in the work of request %s", sequence.request_id)
             reason = f"its node met a {type(error).__name__}; the traceback is in its log"

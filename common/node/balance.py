@@ -15,14 +15,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pdserve.common.engine.block_pool import BlockHash
+from pdserve.common.core.request import GenerateJob
+from pdserve.common.engine.block_pool import BlockHash, hash_blocks
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.engine.sequence import Sequence as EngineSequence
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """What a job would find on a replica."""
+class Candidate:
+    """A replica that could take a job, and what the job would find there."""
 
     replica: int
     pending_tokens: int  # of sequences here, not yet computed
@@ -36,16 +37,29 @@ class Offer:
         return self.pending_tokens + self.decoding_tokens + self.missing_tokens
 
 
-def choose(offers: Iterable[Offer]) -> int:
-    """The index of the replica that shall take the job; there is at least one offer."""
-    best = min(offers, key=lambda o: (not o.fits, o.work, o.num_sequences, o.replica))
+def choose(candidates: Iterable[Candidate]) -> int:
+    """The index of the replica that takes the job; there is at least one candidate."""
+    best = min(candidates, key=lambda c: (not c.fits, c.work, c.num_sequences, c.replica))
     return best.replica
 
 
-def offer_of(
+def choose_replica(schedulers: dict[int, Scheduler], job: GenerateJob) -> int:
+    """As `choose`, among the replicas whose schedulers these are, by index."""
+    if len(schedulers) == 1:
+        return next(iter(schedulers))  # without hashing the prompt
+    tokens, pool = job.token_ids, next(iter(schedulers.values())).pool
+    hashes = (
+        hash_blocks(tokens, pool.block_size, cache_salt=job.cache_salt)
+        if pool.prefix_caching
+        else []
+    )
+    return choose(candidate(i, each, len(tokens), hashes) for i, each in schedulers.items())
+
+
+def candidate(
     replica: int, scheduler: Scheduler, num_tokens: int, hashes: Sequence[BlockHash]
-) -> Offer:
-    """What a job of `num_tokens` tokens, whose full blocks have `hashes`, finds here."""
+) -> Candidate:
+    """For a job of `num_tokens` tokens, whose full blocks have `hashes`."""
     pool = scheduler.pool
     cached, unheld = pool.count_cached(hashes)
     sequences = [*scheduler.waiting, *scheduler.running, *scheduler.remote]
@@ -53,7 +67,7 @@ def offer_of(
     promised = sum(pool.blocks_for(each.num_tokens) for each in scheduler.waiting)
     needed = pool.blocks_for(num_tokens) - cached + unheld + len(scheduler.running)
     decoding = [each.num_tokens for each in sequences if _decodes(each)]
-    return Offer(
+    return Candidate(
         replica=replica,
         pending_tokens=sum(each.num_pending for each in sequences if not _decodes(each)),
         decoding_tokens=sum(decoding),

@@ -17,16 +17,16 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 Replicas = Sequence[Replica[Any, Any]]
 
 
-def complaints(replicas: Replicas) -> str:
+def unhealthy_reasons(replicas: Replicas) -> str:
     """Why some could not produce a token; empty: all could."""
-    return "; ".join(filter(None, (each.complaint for each in replicas)))
+    return "; ".join(filter(None, (each.unhealthy_reason for each in replicas)))
 
 
 def num_blocks(replicas: Replicas) -> int:
     return sum(each.scheduler.pool.num_blocks for each in replicas)
 
 
-def load(replicas: Replicas, healthy: bool, reason: str) -> pb.NodeLoad:
+def node_load(replicas: Replicas, healthy: bool, reason: str) -> pb.NodeLoad:
     """`healthy` and `reason` are the node's."""
     schedulers = [each.scheduler for each in replicas]
     free = [each.pool.num_free for each in schedulers]
@@ -50,7 +50,7 @@ def transfer_counts(replicas: Replicas) -> Counter[str]:
     return counts
 
 
-def expose(replicas: Replicas, metrics: NodeMetrics) -> None:
+def export(replicas: Replicas, metrics: NodeMetrics) -> None:
     """From now on the metrics show the replicas."""
     metrics.registry.register(SchedulerCollector([each.scheduler for each in replicas]))
     metrics.transfer_events.follow(lambda: transfer_counts(replicas))

@@ -1,7 +1,7 @@
 """A node: replicas of a model behind a gRPC server. What the roles have in common, start to stop.
 
-A role adds its services and its sessions; a session is one job on one replica, hears the engine's
-events about its sequences, and must be closed whatever happened.
+A role adds its services and its sessions; a session is one job on one replica, is told the
+engine's events about its sequences, and must be closed whatever happened.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Generic
@@ -20,27 +20,38 @@ from pdserve.common.core.errors import Blame, NodeError, PdserveError, Unavailab
 from pdserve.common.core.ids import new_node_id
 from pdserve.common.core.request import GenerateJob
 from pdserve.common.demo_model.embedded import resolve_model
-from pdserve.common.engine.block_pool import hash_blocks
-from pdserve.common.engine.messages import ExpertLoad, RankReady
-from pdserve.common.node import load as totals
-from pdserve.common.node.balance import choose
-from pdserve.common.node.host import ModelFacts, Ranks, start_replicas, stop_ranks
-from pdserve.common.node.replica import Call, Replica, S, T
+from pdserve.common.engine.messages import RankReady
+from pdserve.common.node import load
+from pdserve.common.node.balance import choose_replica
+from pdserve.common.node.model_facts import ModelFacts, check_job
+from pdserve.common.node.ranks import Ranks, start_replicas, stop_ranks
+from pdserve.common.node.replica import Replica, S, T
 from pdserve.common.node.server import NodeServer
 from pdserve.common.obs.metrics import NodeMetrics
 from pdserve.common.rpc.credentials import Credentials
 from pdserve.common.rpc.lifecycle import serve_until_stopped
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.worker.worker import ExtensionConfig
+from pdserve.kv_transfer.commands import Call
+from pdserve.kv_transfer.layout import fingerprint
+from pdserve.kv_transfer.rank.transfer_rank import FACTORY, rank_config
+from pdserve.kv_transfer.selection import choose_connectors
 
 logger = logging.getLogger(__name__)
 
 _TRANSFERS_STOP = 5.0  # seconds hand-offs get to be quiesced
-_LOOKS = 4  # of the watchdog within its time-out
+_CHECKS = 4  # of the watchdog within its time-out
 
 
 class EngineNode(ABC, Generic[S, T]):
-    """`serve` runs the node from start to stop and returns the process's exit code."""
+    """`serve` runs the node from start to stop and returns the process's exit code.
+
+    A role says its `role` and `blame`, and overrides
+
+        make_transfers     its half of the KV hand-off, one for each replica
+        add_services       its gRPC services, which `admit` jobs and `close` their sessions
+        unhealthy_reason   where it knows more reasons than its engines
+    """
 
     role: ClassVar[pb.Role]
     blame: ClassVar[Blame]
@@ -49,6 +60,9 @@ class EngineNode(ABC, Generic[S, T]):
         engine = replace(config.engine, model=resolve_model(config.engine.model))
         self.config = replace(config, engine=engine)
         self.facts = ModelFacts.read(engine)
+        self.kv_identity = self.facts.kv_identity(engine.cache.block_size)
+        self.fingerprint = fingerprint(self.kv_identity)  # nodes pair only when theirs are equal
+        self.connectors = choose_connectors(config.transfer, self.facts.device)
         self.node_id = new_node_id(self.blame)
         self.metrics = NodeMetrics()
         hosts = (config.node.host, config.transfer.kv_host)
@@ -60,23 +74,9 @@ class EngineNode(ABC, Generic[S, T]):
         self.draining = False
         self.replicas: list[Replica[S, T]] = []  # from `serve` on at least one
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._open: dict[S, Replica[S, T]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    # ---- what a role defines ----------------------------------------------------------------
-
-    @abstractmethod
-    def fingerprint(self) -> str:
-        """Nodes pair only when theirs are equal."""
-
-    @property
-    @abstractmethod
-    def connectors(self) -> Mapping[str, Any]:
-        """The KV connectors this node speaks, by name, the preferred first."""
-
-    @abstractmethod
-    def extension(self) -> ExtensionConfig:
-        """What lives beside each rank."""
+    # ---- what a role overrides --------------------------------------------------------------
 
     @abstractmethod
     def make_transfers(self, ranks: Sequence[RankReady], call: Call) -> T:
@@ -84,7 +84,13 @@ class EngineNode(ABC, Generic[S, T]):
 
     @abstractmethod
     def add_services(self) -> None:
-        """Adds the role's gRPC services."""
+        """Adds the role's gRPC services to `server`."""
+
+    def unhealthy_reason(self) -> str:
+        """What keeps a node that lives from producing tokens; empty: nothing. It may pass by
+        itself."""
+        any_healthy = any(not each.unhealthy_reason for each in self.replicas)
+        return "" if any_healthy else load.unhealthy_reasons(self.replicas)
 
     # ---- start → serve → drain → stop -------------------------------------------------------
 
@@ -100,10 +106,16 @@ class EngineNode(ABC, Generic[S, T]):
 
     async def _start_ranks(self, replica: int) -> Ranks:
         engine, log = self.config.engine, self.config.log
-        ranks = await Ranks.start(self.blame, engine, self.facts, self.extension(), log, replica)
+        ranks = await Ranks.start(self.blame, engine, self.facts, self._extension(), log, replica)
         # At once: one may die while other replicas still start.
         ranks.executor.on_death(partial(self._rank_died, replica))
         return ranks
+
+    def _extension(self) -> ExtensionConfig:
+        """Beside each rank its connectors."""
+        source, tls = self.role == pb.ROLE_PREFILL, self.config.tls
+        config = rank_config(self.connectors, self.fingerprint, tls, source=source)
+        return ExtensionConfig(FACTORY, config, self.config.transfer.kv_host)
 
     async def _serve(self, ranks: Sequence[Ranks], stopping: Callable[[], None]) -> int:
         try:
@@ -116,19 +128,23 @@ class EngineNode(ABC, Generic[S, T]):
             await self._stop()
 
     def _replica(self, index: int, ranks: Ranks) -> Replica[S, T]:
-        config, limit = self.config.engine.scheduler, self.facts.max_model_len
-        name, make = self._name(index), self.make_transfers
-        return Replica(index, name, self.blame, ranks, config, limit, make, self._routed)
-
-    def _routed(self, load: ExpertLoad) -> None:
-        self.metrics.observe_experts(load.assignments, load.balancedness)
+        return Replica(
+            index,
+            self._name(index),
+            self.blame,
+            ranks,
+            self.config.engine.scheduler,
+            self.facts.max_model_len,
+            self.make_transfers,
+            self.metrics,
+        )
 
     def _name(self, replica: int) -> str:
         """For messages about it; empty: there is no other."""
         return f"replica {replica}: " if self.config.engine.parallel.data_parallel_size > 1 else ""
 
     async def _start(self) -> None:
-        totals.expose(self.replicas, self.metrics)
+        load.export(self.replicas, self.metrics)
         self.metrics.healthy.set_function(lambda: float(self.ready()[0]))
         self.add_services()
         for replica in self.replicas:
@@ -142,7 +158,7 @@ class EngineNode(ABC, Generic[S, T]):
         """The router is told first: what it has placed until then is still taken."""
         await self.server.leave()
         self.draining = True
-        await self.server.drain(lambda: not self._open)
+        await self.server.drain(lambda: not any(each.sessions for each in self.replicas))
 
     async def _stop(self) -> None:
         self.draining = True
@@ -163,11 +179,11 @@ class EngineNode(ABC, Generic[S, T]):
         """Once a rank stands still, the sessions of its replica fail, so that routers move them
         elsewhere. Their blocks stay held until it goes on: `EngineCore.stop` and the KV transfer
         wait for it."""
-        period = min(0.5, self.config.engine.scheduler.engine_stall_timeout / _LOOKS)
+        period = min(0.5, self.config.engine.scheduler.engine_stall_timeout / _CHECKS)
         while True:
             for replica in self.replicas:
-                if replica.look():
-                    error = self._stalled(replica.complaint)
+                if replica.check_health():
+                    error = self._stalled(replica.unhealthy_reason)
                     logger.warning("%s; requests that fail: %d", error, len(replica.sessions))
                     replica.fail_sessions(error)
             await asyncio.sleep(period)
@@ -196,7 +212,7 @@ class EngineNode(ABC, Generic[S, T]):
     # ---- sessions ---------------------------------------------------------------------------
 
     def admit(self, job: GenerateJob, make: Callable[[Replica[S, T]], S]) -> S:
-        """Opens a session on the replica that shall take the job.
+        """Opens a session on the replica that takes the job; whoever calls `close`s it.
 
         Raises:
             Unavailable: this node drains. NodeError: all its engines are stalled.
@@ -204,31 +220,14 @@ class EngineNode(ABC, Generic[S, T]):
         """
         if self.draining:
             raise Unavailable(f"{self.node_id} is draining", code="DRAINING", blame=self.blame)
-        able = [each for each in self.replicas if not each.watchdog.stalled]
+        able = {each.index: each.scheduler for each in self.replicas if not each.watchdog.stalled}
         if not able:
-            raise self._stalled(totals.complaints(self.replicas))
-        self.facts.check(job)
-        replica = self._choose(able, job)
+            raise self._stalled(load.unhealthy_reasons(self.replicas))
+        check_job(job, self.facts.spec.vocab_size, self.facts.max_model_len)
+        replica = self.replicas[choose_replica(able, job)]
         session = make(replica)
         replica.sessions.add(session)
-        self._open[session] = replica
         return session
-
-    def _choose(self, able: Sequence[Replica[S, T]], job: GenerateJob) -> Replica[S, T]:
-        if len(able) == 1:
-            return able[0]  # without hashing the prompt
-        tokens, cache = job.token_ids, self.config.engine.cache
-        hashes = (
-            hash_blocks(tokens, cache.block_size, cache_salt=job.cache_salt)
-            if cache.enable_prefix_caching
-            else []
-        )
-        return self.replicas[choose(each.offer(len(tokens), hashes) for each in able)]
-
-    @property
-    def sessions(self) -> Sequence[S]:
-        """Those that are not closed."""
-        return tuple(self._open)
 
     def close(self, session: S) -> None:
         """Ends a session in the background; until it is closed the node is not idle."""
@@ -245,7 +244,7 @@ class EngineNode(ABC, Generic[S, T]):
                 blame=self.blame,
             ) from error
         finally:
-            self._open.pop(session).forget(session)
+            next(each for each in self.replicas if session in each.sessions).forget(session)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs `work` in the background, until the node stops at the latest. An exception that
@@ -265,21 +264,11 @@ class EngineNode(ABC, Generic[S, T]):
     def ready(self) -> tuple[bool, str]:
         """Whether this node could produce tokens for a new job, and what is wrong. It could while
         one replica can."""
-        reason = "draining" if self.draining else self.ailment()
-        return not reason, reason or totals.complaints(self.replicas) or "ok"
-
-    def ailment(self) -> str:
-        """What keeps a node that lives from producing tokens; empty: nothing. It may pass by
-        itself."""
-        all_ail = all(each.complaint for each in self.replicas)
-        return totals.complaints(self.replicas) if all_ail else ""
-
-    def kv_identity(self) -> dict[str, str]:
-        """What goes into the fingerprint."""
-        return self.facts.kv_identity(self.config.engine.cache.block_size)
+        reason = "draining" if self.draining else self.unhealthy_reason()
+        return not reason, reason or load.unhealthy_reasons(self.replicas) or "ok"
 
     def load(self) -> pb.NodeLoad:
-        return totals.load(self.replicas, *self.ready())
+        return load.node_load(self.replicas, *self.ready())
 
     def _info(self) -> pb.NodeInfo:
         parallel = self.config.engine.parallel
@@ -288,8 +277,8 @@ class EngineNode(ABC, Generic[S, T]):
             role=self.role,
             address=self.address,
             model=self.facts.name,
-            fingerprint=self.fingerprint(),
-            fingerprint_parts=self.kv_identity(),
+            fingerprint=self.fingerprint,
+            fingerprint_parts=self.kv_identity,
             kv_connectors=self.connectors,
             tensor_parallel_size=parallel.tensor_parallel_size,
             pipeline_parallel_size=parallel.pipeline_parallel_size,
@@ -297,6 +286,6 @@ class EngineNode(ABC, Generic[S, T]):
             data_parallel_size=parallel.data_parallel_size,
             max_model_len=self.facts.max_model_len,
             block_size=self.config.engine.cache.block_size,
-            num_blocks=totals.num_blocks(self.replicas),
+            num_blocks=load.num_blocks(self.replicas),
             instance=secrets.token_hex(16),
         )

@@ -7,28 +7,28 @@ opened, and stays there: a sequence's KV is in the blocks of one replica.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from pdserve.common.config.node import SchedulerConfig
 from pdserve.common.core.errors import Blame, NodeError, PdserveError
-from pdserve.common.core.sampling import (
-    SampledToken,
-)
-from pdserve.common.engine.block_pool import BlockHash
+from pdserve.common.core.sampling import SampledToken
 from pdserve.common.engine.core import EngineCore
 from pdserve.common.engine.messages import ExpertLoad, RankReady
 from pdserve.common.engine.sequence import Finish
 from pdserve.common.engine.sequence import Sequence as EngineSequence
-from pdserve.common.engine.watchdog import Watchdog
-from pdserve.common.node.balance import Offer, offer_of
-from pdserve.common.node.host import Ranks
+from pdserve.common.node.ranks import Ranks
+from pdserve.common.node.watchdog import Watchdog
+from pdserve.common.obs.metrics import NodeMetrics
+from pdserve.kv_transfer.commands import Call
+from pdserve.kv_transfer.control.sink import KVSink
+from pdserve.kv_transfer.control.source import KVSource
 
 logger = logging.getLogger(__name__)
 
 
 class Session(Protocol):
-    """One job on a replica."""
+    """One job on a replica; a role's own."""
 
     def admitted(self, sequence: EngineSequence) -> None: ...
     def computed(self, sequence: EngineSequence) -> None: ...
@@ -41,22 +41,13 @@ class Session(Protocol):
     async def close(self) -> None: ...
 
 
-class Transfers(Protocol):
-    """The role's half of the KV hand-off, for the ranks of one replica."""
-
-    @property
-    def counts(self) -> Mapping[str, int]: ...
-    def on_event(self, rank: int, message: bytes) -> None: ...
-    async def close(self) -> None: ...
-
-
 S = TypeVar("S", bound=Session)
-T = TypeVar("T", bound=Transfers)
-Call = Callable[[int, bytes], Awaitable[bytes]]
+T = TypeVar("T", bound=KVSource | KVSink)
 
 
 class Replica(Generic[S, T]):
-    """Owns its ranks, and knows the sessions that it was given."""
+    """Owns its ranks, and knows the sessions that it was given. It is its engine's listener: what
+    the engine says of a sequence goes to the session that adopted it."""
 
     def __init__(
         self,
@@ -67,7 +58,7 @@ class Replica(Generic[S, T]):
         config: SchedulerConfig,
         max_model_len: int,
         make_transfers: Callable[[Sequence[RankReady], Call], T],
-        routed: Callable[[ExpertLoad], None],
+        metrics: NodeMetrics,
     ) -> None:
         """`name` begins messages about it; empty: the node has no other replica. `blame` is the
         node's."""
@@ -75,31 +66,27 @@ class Replica(Generic[S, T]):
         self.name = name
         self.blame = blame
         self.ranks = ranks
-        self.routed = routed
         self.scheduler = ranks.scheduler
         self.engine = EngineCore(ranks.executor, ranks.scheduler, self, max_model_len)
         self.transfers = make_transfers(ranks.ready, self.engine.call)
         self.watchdog = Watchdog(config.engine_stall_timeout)
         self.sessions: set[S] = set()
+        self._metrics = metrics
         self._by_sequence: dict[int, S] = {}
         ranks.executor.on_event(self.transfers.on_event)
 
-    def offer(self, num_tokens: int, hashes: Sequence[BlockHash]) -> Offer:
-        """What a job would find here."""
-        return offer_of(self.index, self.scheduler, num_tokens, hashes)
-
     @property
-    def complaint(self) -> str:
+    def unhealthy_reason(self) -> str:
         """Why it could not produce a token; empty: it could."""
         return self.name + self.watchdog.reason if self.watchdog.reason else ""
 
     def is_healthy(self) -> bool:
         return not self.watchdog.reason
 
-    def look(self) -> bool:
+    def check_health(self) -> bool:
         """Has the watchdog judge; whether the replica has come to a standstill since."""
         stalled = self.watchdog.stalled
-        self.watchdog.look(self.engine.work())
+        self.watchdog.check(self.engine.progress())
         return self.watchdog.stalled and not stalled
 
     # ---- sessions ---------------------------------------------------------------------------
@@ -133,3 +120,6 @@ class Replica(Generic[S, T]):
         logger.warning("%s%s; it ends here, the others go on", self.name, message)
         error = NodeError(message, code=code, blame=self.blame)
         self._by_sequence[sequence.seq_id].fail(error)
+
+    def routed(self, load: ExpertLoad) -> None:
+        self._metrics.observe_experts(load.assignments, load.balancedness)

@@ -20,7 +20,7 @@ from pdserve.common.rpc.server import GrpcServer
 logger = logging.getLogger(__name__)
 
 _STOP_GRACE = 1.0  # seconds gRPC calls in flight get when the node stops
-_HEALTH_PERIOD = 0.5  # seconds between two looks at `ready`
+_HEALTH_PERIOD = 0.5  # seconds between two calls of `ready`
 
 Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 """Runs work in the background; an exception that the work lets pass ends the node."""
@@ -77,10 +77,10 @@ class NodeServer:
         self._registration = Registration(
             self.config.router, info, load, self.channels, over_tls=self._tls is not None
         )
-        self._tasks = [spawn(self._registration.run()), spawn(self._follow(ready))]
+        self._tasks = [spawn(self._registration.run()), spawn(self._watch(ready))]
         logger.info("serving gRPC on %s, metrics on %s", info.address, info.metrics_address)
 
-    async def _follow(self, ready: Readiness) -> None:
+    async def _watch(self, ready: Readiness) -> None:
         """The standard health service says what `ready` says; every change is logged."""
         was_healthy = True
         while True:
@@ -94,7 +94,11 @@ class NodeServer:
 
     async def leave(self) -> None:
         """The router places nothing here any more."""
-        await self._end_registration()
+        registration, self._registration = self._registration, None
+        for task in self._tasks:
+            task.cancel()
+        if registration is not None:
+            await registration.deregister()
 
     async def drain(self, idle: Callable[[], bool]) -> None:
         """Returns when `idle` says that the old work is done."""
@@ -103,17 +107,10 @@ class NodeServer:
             await asyncio.sleep(0.05)
 
     async def stop(self) -> None:
-        await self._end_registration()
+        await self.leave()
         await self.grpc.stop(_STOP_GRACE)
         if self._metrics is not None:
             await self._metrics.close()
         if self._metrics_socket is not None:
             self._metrics_socket.close()
         await self.channels.close()
-
-    async def _end_registration(self) -> None:
-        registration, self._registration = self._registration, None
-        for task in self._tasks:
-            task.cancel()
-        if registration is not None:
-            await registration.deregister()

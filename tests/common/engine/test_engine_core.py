@@ -292,14 +292,14 @@ async def test_two_steps_are_in_flight_and_land_in_order() -> None:
         engine.add(engine.new_sequence(job(16, max_tokens=1), Choice()))
         await settle()
         assert [batch.step for batch in executor.batches] == [1, 2]
-        assert engine.work().step == 1 and engine.work().computing
+        assert engine.progress().step == 1 and engine.progress().computing
         await executor.finish_step()
         assert log.lines == [("admitted", 0), ("computed", 0, 8)]
-        assert engine.work().step == 2
+        assert engine.progress().step == 2
         executor.started.set()
         await executor.finish_step()
         assert log.lines[2:] == [("computed", 0, 16), ("sampled", 0, FinishReason.LENGTH)]
-        assert not engine.work().computing
+        assert not engine.progress().computing
 
 
 async def test_a_newcomer_does_not_wait_for_the_step_in_flight() -> None:

@@ -28,7 +28,7 @@ from pdserve.common.model.decoder import CausalLM
 from pdserve.common.model.experts import FusedExperts, grouped_linear
 from pdserve.common.model.layers import Placement
 from pdserve.common.model.mlp import MoE
-from pdserve.common.node.host import ModelFacts
+from pdserve.common.node.model_facts import ModelFacts
 from pdserve.common.worker.runner import ModelRunner, fold, made_up_batch
 from tiny_engine import (
     CPU,

@@ -28,7 +28,7 @@ from pdserve.common.model.loader import load_model
 from pdserve.common.model.sharding import Placement
 from pdserve.common.model.stages import Stage
 from pdserve.common.model.weights import GroupedWeight, Int8Weight, MatrixPart, Weight, make_weight
-from pdserve.common.node.host import ModelFacts
+from pdserve.common.node.model_facts import ModelFacts
 from slow_quantization import dequantize, dequantized_folder
 from tiny_engine import CPU, greedy, load, new_cache, single_threaded_inference, some_tokens, step
 

@@ -24,8 +24,8 @@ from pdserve.common.engine.block_pool import BlockPool, hash_blocks
 from pdserve.common.engine.messages import CacheShape
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.engine.sequence import Sequence as EngineSequence
-from pdserve.common.node import host
-from pdserve.common.node.balance import Offer, choose, offer_of
+from pdserve.common.node import ranks
+from pdserve.common.node.balance import Candidate, candidate, choose
 from pdserve.common.node.load import SchedulerCollector
 from pdserve.common.worker import memory, worker
 from pdserve.common.worker.worker import WorkerConfig, worker_specs
@@ -36,7 +36,7 @@ from pdserve.kv_transfer.layout import Rect
 
 # ---- the choice -----------------------------------------------------------------------------
 
-IDLE = Offer(
+IDLE = Candidate(
     replica=0,
     pending_tokens=0,
     decoding_tokens=0,
@@ -89,25 +89,25 @@ def test_an_offer_counts_what_is_still_to_be_computed() -> None:
     it, one, two = scheduler(), sequence(10), sequence(7, first=50)
     it.add(one)
     it.add(two)
-    assert offer_of(0, it, 5, []) == Offer(0, 17, 0, 5, num_sequences=2, fits=True)
+    assert candidate(0, it, 5, []) == Candidate(0, 17, 0, 5, num_sequences=2, fits=True)
     it.admit()
     compute(it, one, 8)
-    assert offer_of(0, it, 5, []).pending_tokens == 2 + 7
+    assert candidate(0, it, 5, []).pending_tokens == 2 + 7
 
 
 def test_an_offer_counts_what_decodes_whole() -> None:
     it, local, remote = scheduler(), sequence(6), sequence(9, first=50, remote=True)
     it.add(remote)
-    assert offer_of(0, it, 5, []).decoding_tokens == 9, "its KV comes, it is not computed here"
+    assert candidate(0, it, 5, []).decoding_tokens == 9, "its KV comes, it is not computed here"
     it.add(local)
     it.admit()
     compute(it, local, 6)
     local.append(SampledToken(1))
-    offer = offer_of(0, it, 5, [])
+    offer = candidate(0, it, 5, [])
     assert (offer.decoding_tokens, offer.pending_tokens) == (9 + 7, 0)
     it.release(local)
     it.release(remote)
-    assert offer_of(0, it, 5, []) == Offer(0, 0, 0, 5, num_sequences=0, fits=True)
+    assert candidate(0, it, 5, []) == Candidate(0, 0, 0, 5, num_sequences=0, fits=True)
 
 
 def test_an_offer_leaves_out_what_is_cached() -> None:
@@ -116,8 +116,8 @@ def test_an_offer_leaves_out_what_is_cached() -> None:
     it.admit()
     compute(it, one, 10)
     hashes = hash_blocks([*range(10), 99, 98, 97], 4)
-    assert offer_of(0, it, 13, hashes).missing_tokens == 13 - 8
-    assert offer_of(0, it, 13, hash_blocks([9, *range(1, 10)], 4)).missing_tokens == 13
+    assert candidate(0, it, 13, hashes).missing_tokens == 13 - 8
+    assert candidate(0, it, 13, hash_blocks([9, *range(1, 10)], 4)).missing_tokens == 13
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_whether_a_job_fits(num_tokens: int, held: int, waiting: int, fits: bool
         it.admit()
     if waiting:
         it.add(sequence(waiting, first=100))
-    assert offer_of(0, it, num_tokens, []).fits is fits
+    assert candidate(0, it, num_tokens, []).fits is fits
 
 
 def test_a_job_fits_into_the_blocks_of_its_prefix() -> None:
@@ -147,20 +147,20 @@ def test_a_job_fits_into_the_blocks_of_its_prefix() -> None:
     it.admit()
     compute(it, one, 12)
     hashes = hash_blocks(range(12), 4)
-    assert not offer_of(0, it, 12, []).fits
+    assert not candidate(0, it, 12, []).fits
     it.release(one)
     taken = it.pool.allocate(1)
-    assert offer_of(0, it, 12, hashes).fits, "three blocks that nobody holds, all of them cached"
-    assert not offer_of(0, it, 13, hashes).fits
+    assert candidate(0, it, 12, hashes).fits, "three blocks that nobody holds, all of them cached"
+    assert not candidate(0, it, 13, hashes).fits
     it.pool.free(taken)
-    assert offer_of(0, it, 13, hashes).fits
+    assert candidate(0, it, 13, hashes).fits
 
 
 def test_a_full_batch_has_no_turn_left() -> None:
     it = scheduler(max_num_seqs=1)
-    assert offer_of(0, it, 1, []).fits
+    assert candidate(0, it, 1, []).fits
     it.add(sequence(1))
-    assert not offer_of(0, it, 1, []).fits
+    assert not candidate(0, it, 1, []).fits
 
 
 # ---- the front over the sinks ---------------------------------------------------------------
@@ -285,7 +285,7 @@ async def test_when_one_replica_cannot_start_none_is_left(monkeypatch: pytest.Mo
             config = replace(config, engine=replace(config.engine, model=ModelConfig(model="/no")))
         return worker_specs(config, role, log, replica)
 
-    monkeypatch.setattr(host, "worker_specs", specs)
+    monkeypatch.setattr(ranks, "worker_specs", specs)
     with pytest.raises(ConfigError, match="/no"):
         await DecodeNode(node_config(replicas=2)).serve()
 
@@ -306,7 +306,7 @@ async def test_one_that_does_not_stop_keeps_no_other_from_it() -> None:
     executors: Sequence[Any] = [Started(), Started(fails=True), Started()]
     none: Any = None
     with pytest.raises(NodeError, match="does not end"):
-        await host.stop_ranks([host.Ranks(each, (), none) for each in executors])
+        await ranks.stop_ranks([ranks.Ranks(each, (), none) for each in executors])
     assert all(each.stopped for each in executors)
 
 
@@ -314,17 +314,17 @@ async def test_when_one_fails_those_that_had_started_are_stopped() -> None:
     executors: list[Any] = []
     none: Any = None
 
-    async def start(replica: int) -> host.Ranks:
+    async def start(replica: int) -> ranks.Ranks:
         if replica == 1:
             await asyncio.sleep(0.01)
             raise NodeError("rank 0 died")
         if replica == 2:
             await asyncio.sleep(60)
         executors.append(Started())
-        return host.Ranks(executors[-1], (), none)
+        return ranks.Ranks(executors[-1], (), none)
 
     with pytest.raises(NodeError, match="rank 0 died"):
-        await host.start_replicas(start, 3)
+        await ranks.start_replicas(start, 3)
     assert [each.stopped for each in executors] == [True]
 
 
@@ -335,11 +335,11 @@ async def test_a_rank_that_dies_while_another_replica_starts_is_heard_of(
         def on_death(self, callback: Any) -> None:
             callback(0, "rank 0 was killed")
 
-    async def start(*args: Any) -> host.Ranks:
+    async def start(*args: Any) -> ranks.Ranks:
         executor: Any = Mortal()
-        return host.Ranks(executor, (), executor)
+        return ranks.Ranks(executor, (), executor)
 
-    monkeypatch.setattr(host.Ranks, "start", start)
+    monkeypatch.setattr(ranks.Ranks, "start", start)
     node = DecodeNode(node_config(replicas=2))
     await node._start_ranks(1)
     with pytest.raises(NodeError, match="replica 1: rank 0 was killed"):

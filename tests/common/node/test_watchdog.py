@@ -17,7 +17,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from live_node import decode_node, eventually, generate
 from pdserve.common.core.errors import Blame, NodeError, TransferError
-from pdserve.common.engine.watchdog import Watchdog, Work
+from pdserve.common.engine.core import EngineProgress
+from pdserve.common.node.watchdog import Watchdog
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.server import Channels, GrpcServer
@@ -27,7 +28,7 @@ from pdserve.decode_node.session import DecodeSession
 from pdserve.prefill_node.node import DecodePeer
 from pdserve.prefill_node.peers import FORGET_AFTER, DecodePeers, why_unreachable
 
-IDLE = Work(
+IDLE = EngineProgress(
     step=0,
     computing=False,
     call=None,
@@ -57,9 +58,9 @@ class Watched:
         self.clock = Clock()
         self.watchdog = Watchdog(20.0, self.clock)
 
-    def after(self, seconds: float, work: Work) -> str:
+    def after(self, seconds: float, work: EngineProgress) -> str:
         self.clock.time += seconds
-        self.watchdog.look(work)
+        self.watchdog.check(work)
         return self.watchdog.reason
 
 
@@ -147,15 +148,15 @@ def test_idle_time_does_not_count() -> None:
 
 def test_no_decode_node_reachable_until_one_answers() -> None:
     peers = DecodePeers(Clock())
-    assert not peers.ailment() and not peers.in_doubt()
+    assert not peers.unhealthy_reason() and not peers.in_doubt()
     peers.used("d0:1", answered=False)
-    assert not peers.ailment(), "it may just have died"
+    assert not peers.unhealthy_reason(), "it may just have died"
     assert peers.in_doubt() == ["d0:1"]
     peers.probed("d0:1", lost="no route")
     peers.used("d0:1", answered=False)
-    assert peers.ailment() == "no decode node reachable: d0:1 (no route)"
+    assert peers.unhealthy_reason() == "no decode node reachable: d0:1 (no route)"
     peers.probed("d0:1", lost="")
-    assert not peers.ailment() and not peers.in_doubt()
+    assert not peers.unhealthy_reason() and not peers.in_doubt()
 
 
 def test_one_decode_node_out_of_reach_is_not_the_prefill_nodes_ailment() -> None:
@@ -163,10 +164,10 @@ def test_one_decode_node_out_of_reach_is_not_the_prefill_nodes_ailment() -> None
     peers.used("d0:1")
     peers.used("d1:1", answered=False)
     peers.probed("d1:1", lost="no route")
-    assert not peers.ailment()
+    assert not peers.unhealthy_reason()
     assert peers.in_doubt() == ["d0:1", "d1:1"], "the other one may be out of reach by now"
     peers.probed("d0:1", lost="time-out")
-    assert "d0:1 (time-out), d1:1 (no route)" in peers.ailment()
+    assert "d0:1 (time-out), d1:1 (no route)" in peers.unhealthy_reason()
 
 
 def test_an_address_out_of_reach_is_forgotten() -> None:
@@ -177,11 +178,11 @@ def test_an_address_out_of_reach_is_forgotten() -> None:
     peers.probed("d0:1", lost="no route")
     clock.time += FORGET_AFTER - 0.1
     peers.probed("d0:1", lost="no route")
-    assert peers.ailment()
+    assert peers.unhealthy_reason()
     clock.time += 0.2
-    assert not peers.ailment() and not peers.in_doubt()
+    assert not peers.unhealthy_reason() and not peers.in_doubt()
     peers.probed("d0:1", lost="a probe that was under way")
-    assert not peers.ailment()
+    assert not peers.unhealthy_reason()
 
 
 async def test_probes_until_somebody_answers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ from pdserve.common.core.errors import ConfigError, InvalidRequest, Unauthentica
 from pdserve.common.core.ids import new_transfer_id
 from pdserve.common.core.request import Choice, GenerateJob
 from pdserve.common.core.sampling import MAX_CHOICES, MAX_TOKENS_NAMED, SamplingParams
-from pdserve.common.node.host import check_job
+from pdserve.common.node.model_facts import check_job
 from pdserve.common.rpc.pb import cluster_pb2, inference_pb2, inference_pb2_grpc
 from pdserve.common.rpc.server import Channels, GrpcServer
 from pdserve.common.rpc.tls import TLS

@@ -1,0 +1,81 @@
+"""The model a node serves, known before any weight is read, and which jobs it can do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pdserve.common.config.node import EngineConfig
+from pdserve.common.core.errors import InvalidRequest
+from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.core.request import GenerateJob
+from pdserve.common.core.sampling import MAX_CHOICES, check_range, check_sampling, check_token_ids
+from pdserve.common.model.backends import choose_dtype, dtype_name
+from pdserve.common.model.revision import weights_revision
+from pdserve.common.worker.worker import device_type, stages_of
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    name: str
+    spec: ModelSpec
+    max_model_len: int
+    revision: str
+    dtype: str
+    device: str  # "cpu" or "cuda", of all ranks
+
+    @classmethod
+    def read(cls, engine: EngineConfig) -> ModelFacts:
+        """Raises ConfigError when this node could not serve the model as configured."""
+        config = engine.model
+        assert config.model is not None, "resolve_model comes first"
+        folder = Path(config.model)
+        spec = ModelSpec.from_folder(folder).quantized(config.quantization)
+        max_model_len = config.max_model_len or spec.max_position_embeddings
+        spec.check_max_model_len(max_model_len)
+        parallel = engine.parallel
+        spec.validate_tensor_parallel(parallel.tensor_parallel_size)
+        spec.validate_expert_parallel(parallel.tensor_parallel_size, parallel.expert_parallel_size)
+        stages_of(spec, parallel)
+        device = device_type(parallel.device)
+        dtype = choose_dtype(config.dtype, spec.dtype, torch.device(device))
+        return cls(
+            name=config.served_model_name or folder.resolve().name,
+            spec=spec,
+            max_model_len=max_model_len,
+            revision=weights_revision(folder, config.load_format, config.seed),
+            dtype=dtype_name(dtype),
+            device=device,
+        )
+
+    def kv_identity(self, block_size: int) -> dict[str, str]:
+        """What must be equal wherever this model's KV is to be used."""
+        return {
+            "weights": self.revision,
+            "dtype": self.dtype,
+            "quantization": kind.method if (kind := self.spec.quantization) else "none",
+            "block_size": str(block_size),
+            "layers": str(self.spec.num_layers),
+            "kv_heads": str(self.spec.num_kv_heads),
+            "head_dim": str(self.spec.head_dim),
+        }
+
+
+def check_job(job: GenerateJob, vocab_size: int, max_model_len: int) -> None:
+    """Raises InvalidRequest for a job this node cannot do; a router should have known."""
+    longest = max(len(choice.output_token_ids) for choice in job.choices)
+    if len(job.prompt_token_ids) + longest >= max_model_len:
+        raise InvalidRequest(
+            f"the prompt has {len(job.prompt_token_ids)} tokens; this node's maximum context "
+            f"length is {max_model_len} tokens, prompt and completion together",
+            param="prompt",
+        )
+    if len(job.choices) > MAX_CHOICES:
+        raise InvalidRequest(f"{len(job.choices)} choices are more than {MAX_CHOICES}", param="n")
+    check_sampling(job.sampling, vocab_size)
+    check_token_ids(job.prompt_token_ids, vocab_size, "prompt")
+    for choice in job.choices:
+        check_range("choice", choice.index, 0, MAX_CHOICES - 1)
+        check_token_ids(choice.output_token_ids, vocab_size, "prompt")

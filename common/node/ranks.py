@@ -1,0 +1,88 @@
+"""The ranks of a node's replicas: started together, stopped together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from pdserve.common.config.node import EngineConfig
+from pdserve.common.config.shared import LogConfig
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.distributed.executor import Executor
+from pdserve.common.distributed.launch import make_executor
+from pdserve.common.engine.block_pool import BlockPool
+from pdserve.common.engine.messages import RankReady
+from pdserve.common.engine.scheduler import Scheduler
+from pdserve.common.node.model_facts import ModelFacts
+from pdserve.common.worker.worker import ExtensionConfig, WorkerConfig, worker_specs
+
+RANKS_STOP = 5.0  # seconds ranks get to end by themselves
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """A replica's ranks, running."""
+
+    executor: Executor
+    ready: tuple[RankReady, ...]
+    scheduler: Scheduler
+
+    @classmethod
+    async def start(
+        cls,
+        role: str,
+        engine: EngineConfig,
+        facts: ModelFacts,
+        extension: ExtensionConfig,
+        log: LogConfig,
+        replica: int = 0,
+    ) -> Ranks:
+        """Raises ConfigError or NodeError when a rank cannot start; nothing is left then."""
+        parallel = replace(engine.parallel, device=facts.device)  # of all hosts
+        engine = replace(engine, parallel=parallel)
+        specs = worker_specs(WorkerConfig(engine, extension), role, log, replica)
+        executor = make_executor(specs, parallel, facts.device)
+        answers = await executor.start()
+        ready = tuple(msgspec.msgpack.decode(answer, type=RankReady) for answer in answers)
+        cache = ready[0].cache
+        pool = BlockPool(cache.num_blocks, cache.block_size, engine.cache.enable_prefix_caching)
+        if pool.blocks_for(facts.max_model_len) > pool.num_blocks:
+            raise ConfigError(f"{pool.num_blocks} KV blocks cannot hold one sequence")
+        scheduler = Scheduler(
+            pool,
+            engine.scheduler,
+            facts.spec.eos_token_ids,
+            micro_batches=engine.parallel.pipeline_parallel_size,
+        )
+        return cls(executor, ready, scheduler)
+
+
+async def start_replicas(
+    start: Callable[[int], Coroutine[Any, Any, Ranks]], count: int
+) -> list[Ranks]:
+    """Starts replicas `0 … count-1` at once; `start` starts one.
+
+    Raises:
+        ConfigError, NodeError: as `Ranks.start`, of the first that failed; nothing is left of any.
+    """
+    starting = [asyncio.create_task(start(replica)) for replica in range(count)]
+    try:
+        return await asyncio.gather(*starting)
+    except BaseException:
+        for each in starting:
+            each.cancel()
+        ended = await asyncio.gather(*starting, return_exceptions=True)
+        await stop_ranks([each for each in ended if isinstance(each, Ranks)])
+        raise
+
+
+async def stop_ranks(ranks: Iterable[Ranks]) -> None:
+    """Stops the ranks of several replicas at once, all of them whatever happens to one."""
+    stopping = [each.executor.shutdown(RANKS_STOP) for each in ranks]
+    errors = await asyncio.gather(*stopping, return_exceptions=True)
+    for error in filter(None, errors):
+        raise error
