@@ -21,8 +21,8 @@ from pdserve.common.core.ids import new_node_id
 from pdserve.common.core.request import GenerateJob
 from pdserve.common.demo_model.embedded import resolve_model
 from pdserve.common.engine.messages import RankReady
-from pdserve.common.node import load
 from pdserve.common.node.balance import choose_replica
+from pdserve.common.node.load import export, node_load, num_blocks, unhealthy_reasons
 from pdserve.common.node.model_facts import ModelFacts, check_job
 from pdserve.common.node.ranks import Ranks, start_replicas, stop_ranks
 from pdserve.common.node.replica import Replica, S, T
@@ -90,7 +90,7 @@ class EngineNode(ABC, Generic[S, T]):
         """What keeps a node that lives from producing tokens; empty: nothing. It may pass by
         itself."""
         any_healthy = any(not each.unhealthy_reason for each in self.replicas)
-        return "" if any_healthy else load.unhealthy_reasons(self.replicas)
+        return "" if any_healthy else unhealthy_reasons(self.replicas)
 
     # ---- start → serve → drain → stop -------------------------------------------------------
 
@@ -144,7 +144,7 @@ class EngineNode(ABC, Generic[S, T]):
         return f"replica {replica}: " if self.config.engine.parallel.data_parallel_size > 1 else ""
 
     async def _start(self) -> None:
-        load.export(self.replicas, self.metrics)
+        export(self.replicas, self.metrics)
         self.metrics.healthy.set_function(lambda: float(self.ready()[0]))
         self.add_services()
         for replica in self.replicas:
@@ -222,7 +222,7 @@ class EngineNode(ABC, Generic[S, T]):
             raise Unavailable(f"{self.node_id} is draining", code="DRAINING", blame=self.blame)
         able = {each.index: each.scheduler for each in self.replicas if not each.watchdog.stalled}
         if not able:
-            raise self._stalled(load.unhealthy_reasons(self.replicas))
+            raise self._stalled(unhealthy_reasons(self.replicas))
         check_job(job, self.facts.spec.vocab_size, self.facts.max_model_len)
         replica = self.replicas[choose_replica(able, job)]
         session = make(replica)
@@ -265,10 +265,10 @@ class EngineNode(ABC, Generic[S, T]):
         """Whether this node could produce tokens for a new job, and what is wrong. It could while
         one replica can."""
         reason = "draining" if self.draining else self.unhealthy_reason()
-        return not reason, reason or load.unhealthy_reasons(self.replicas) or "ok"
+        return not reason, reason or unhealthy_reasons(self.replicas) or "ok"
 
     def load(self) -> pb.NodeLoad:
-        return load.node_load(self.replicas, *self.ready())
+        return node_load(self.replicas, *self.ready())
 
     def _info(self) -> pb.NodeInfo:
         parallel = self.config.engine.parallel
@@ -286,6 +286,6 @@ class EngineNode(ABC, Generic[S, T]):
             data_parallel_size=parallel.data_parallel_size,
             max_model_len=self.facts.max_model_len,
             block_size=self.config.engine.cache.block_size,
-            num_blocks=load.num_blocks(self.replicas),
+            num_blocks=num_blocks(self.replicas),
             instance=secrets.token_hex(16),
         )
