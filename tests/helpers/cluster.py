@@ -228,7 +228,9 @@ class Cluster(Service):
     def node_process(self, role: str) -> psutil.Process | None:
         """The first node of a role, if it runs (its ranks are this process's children)."""
         children = psutil.Process(self.processes["up"].pid).children()
-        return next((child for child in children if f"{role}_node" in child.cmdline()), None)
+        return next(
+            (child for child in children if f"pdserve.{role}_node" in child.cmdline()), None
+        )
 
 
 class Roles(Service):
