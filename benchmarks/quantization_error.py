@@ -37,7 +37,7 @@ from pdserve.common.demo_model.embedded import ensure_embedded_model
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.attention import AttentionBatch
 from pdserve.common.model.loader import load_model
-from pdserve.common.model.sharding import Placement
+from pdserve.common.model.sharding import Sharding
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "models"))
@@ -75,7 +75,7 @@ class Subject:
             ModelSpec.from_folder(folder),
             ModelConfig(model=str(folder), quantization=quantization),
         )
-        self.model = load_model(spec, config, Placement(GroupCoordinator(), CPU, torch.float32))
+        self.model = load_model(spec, config, Sharding(GroupCoordinator(), CPU, torch.float32))
         shape = self.model.attention.shape
         sizes = (2, 128, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
         self.cache = torch.zeros(spec.num_layers, *sizes)

@@ -9,27 +9,27 @@ Inference only: callers run it under `torch.inference_mode()`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.core.model_spec import ModelSpec, RopeSpec
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.attention import AttentionBackend, AttentionContext, AttentionShape
-from pdserve.common.model.backends import make_backend
+from pdserve.common.model.device import make_backend
 from pdserve.common.model.layers import (
+    MLP,
     ParallelLMHead,
     QKVParallelLinear,
     RMSNorm,
-    RotaryEmbedding,
     RowParallelLinear,
     VocabParallelEmbedding,
-    rotate,
 )
-from pdserve.common.model.mlp import MLP, MoE
-from pdserve.common.model.sharding import Placement, Shard, shards_of
+from pdserve.common.model.moe import MoE
+from pdserve.common.model.sharding import Shard, Sharding, shards_of
 from pdserve.common.model.stages import Stage
 
 EMBEDDING = "model.embed_tokens"
@@ -38,20 +38,20 @@ EMBEDDING = "model.embed_tokens"
 class Attention:
     """Grouped-query self-attention (arXiv:2305.13245)."""
 
-    def __init__(self, prefix: str, spec: ModelSpec, placement: Placement) -> None:
+    def __init__(self, prefix: str, spec: ModelSpec, sharding: Sharding) -> None:
         self.head_dim = spec.head_dim
-        self.qkv_proj = QKVParallelLinear(prefix, spec, placement)
+        self.qkv_proj = QKVParallelLinear(prefix, spec, sharding)
         self.o_proj = RowParallelLinear(
             f"{prefix}.o_proj",
             spec.num_heads * spec.head_dim,
             spec.hidden_size,
             spec.o_bias,
-            placement,
+            sharding,
         )
         self.qk_norms: tuple[RMSNorm, ...] = ()
         if spec.qk_norm:
             self.qk_norms = tuple(
-                RMSNorm(f"{prefix}.{name}", spec.head_dim, spec.rms_norm_eps, placement)
+                RMSNorm(f"{prefix}.{name}", spec.head_dim, spec.rms_norm_eps, sharding)
                 for name in ("q_norm", "k_norm")
             )
 
@@ -73,17 +73,17 @@ class Attention:
 class DecoderLayer:
     """Attention and MLP, or experts in its place, each behind a norm and added to what came in."""
 
-    def __init__(self, index: int, spec: ModelSpec, placement: Placement) -> None:
+    def __init__(self, index: int, spec: ModelSpec, sharding: Sharding) -> None:
         prefix = f"model.layers.{index}"
         size, eps = spec.hidden_size, spec.rms_norm_eps
-        self.input_norm = RMSNorm(f"{prefix}.input_layernorm", size, eps, placement)
-        self.attention = Attention(f"{prefix}.self_attn", spec, placement)
-        self.mlp_norm = RMSNorm(f"{prefix}.post_attention_layernorm", size, eps, placement)
+        self.input_norm = RMSNorm(f"{prefix}.input_layernorm", size, eps, sharding)
+        self.attention = Attention(f"{prefix}.self_attn", spec, sharding)
+        self.mlp_norm = RMSNorm(f"{prefix}.post_attention_layernorm", size, eps, sharding)
         self.mlp: MLP | MoE
         if spec.moe is not None and spec.is_sparse(index):
-            self.mlp = MoE(f"{prefix}.{spec.moe.family.block}", spec, spec.moe, placement)
+            self.mlp = MoE(f"{prefix}.{spec.moe.family.block}", spec, spec.moe, sharding)
         else:
-            self.mlp = MLP(f"{prefix}.mlp", spec, spec.intermediate_size, placement)
+            self.mlp = MLP(f"{prefix}.mlp", spec, spec.intermediate_size, sharding)
 
     def shards(self) -> Iterator[Shard]:
         return shards_of(self.input_norm, self.attention, self.mlp_norm, self.mlp)
@@ -96,23 +96,22 @@ class CausalLM:
     `load_model` fills them.
     """
 
-    def __init__(self, spec: ModelSpec, placement: Placement, stage: Stage | None = None) -> None:
-        """Raises ConfigError if the model cannot be split over the placement's ranks."""
-        group, device, dtype = placement.group, placement.device, placement.dtype
+    def __init__(self, spec: ModelSpec, sharding: Sharding, stage: Stage | None = None) -> None:
+        """Raises ConfigError if the model cannot be split over the group's ranks."""
+        group, device, dtype = sharding.group, sharding.device, sharding.dtype
         spec.validate_tensor_parallel(group.size)
-        spec.validate_expert_parallel(group.size, placement.all2all.group.size)
-        placement = replace(placement, quantization=spec.quantization)
+        spec.validate_expert_parallel(group.size, sharding.all2all.group.size)
+        sharding = replace(sharding, quantization=spec.quantization)
         self.spec = spec
         self.stage = stage or Stage.whole(spec.num_layers)
         self.dtype = dtype
-        self.expert_parallel_size = placement.all2all.group.size
+        self.expert_parallel_size = sharding.all2all.group.size
         self.rope = RotaryEmbedding(spec.rope, spec.head_dim, device)
         self.layers = [
-            DecoderLayer(index, spec, placement)
-            for index in range(self.stage.start, self.stage.end)
+            DecoderLayer(index, spec, sharding) for index in range(self.stage.start, self.stage.end)
         ]
-        self.embedding = _embedding(spec, placement) if self.stage.first else None
-        self.head = _Head(spec, placement, self.embedding) if self.stage.last else None
+        self.embedding = _embedding(spec, sharding) if self.stage.first else None
+        self.head = _Head(spec, sharding, self.embedding) if self.stage.last else None
         self.attention: AttentionBackend = make_backend(
             _attention_shape(spec, group), device, dtype
         )
@@ -170,13 +169,13 @@ class _Head:
     weight where both are of one stage, and reads the same tensor elsewhere."""
 
     def __init__(
-        self, spec: ModelSpec, placement: Placement, embedding: VocabParallelEmbedding | None
+        self, spec: ModelSpec, sharding: Sharding, embedding: VocabParallelEmbedding | None
     ) -> None:
         tied = spec.tie_word_embeddings
         name = EMBEDDING if tied else "lm_head"
         shared = embedding.weight if tied and embedding is not None else None
-        self.norm = RMSNorm("model.norm", spec.hidden_size, spec.rms_norm_eps, placement)
-        self.lm_head = ParallelLMHead(name, spec.vocab_size, spec.hidden_size, placement, shared)
+        self.norm = RMSNorm("model.norm", spec.hidden_size, spec.rms_norm_eps, sharding)
+        self.lm_head = ParallelLMHead(name, spec.vocab_size, spec.hidden_size, sharding, shared)
         self._owned = (self.norm,) if shared is not None else (self.norm, self.lm_head)
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -186,10 +185,52 @@ class _Head:
         return shards_of(*self._owned)
 
 
-def _embedding(spec: ModelSpec, placement: Placement) -> VocabParallelEmbedding:
-    return VocabParallelEmbedding(EMBEDDING, spec.vocab_size, spec.hidden_size, placement)
+def _embedding(spec: ModelSpec, sharding: Sharding) -> VocabParallelEmbedding:
+    return VocabParallelEmbedding(EMBEDDING, spec.vocab_size, spec.hidden_size, sharding)
 
 
 def _attention_shape(spec: ModelSpec, group: GroupCoordinator) -> AttentionShape:
     start, end = spec.kv_head_range(group.rank, group.size)
     return AttentionShape(spec.num_heads // group.size, end - start, spec.head_dim)
+
+
+# ---- rotary position embeddings (arXiv:2104.09864), half-split as in Llama ----
+
+
+class RotaryEmbedding:
+    """Turns query and key heads by angles that grow with the position."""
+
+    def __init__(self, spec: RopeSpec, head_dim: int, device: torch.device) -> None:
+        self.inverse_frequencies = _inverse_frequencies(spec, head_dim).to(device)
+
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin `[T, 1, head_dim/2]` for positions `[T]`: once per step, for all layers.
+        Computed in float32, where bfloat16 would lose the position."""
+        angles = positions.to(torch.float32)[:, None, None] * self.inverse_frequencies
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads `x` [T, H, D] turned by the step's angles."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+    frequencies = 1.0 / spec.theta**exponents
+    if spec.kind == "linear":
+        return frequencies / spec.factor
+    if spec.kind == "llama3":
+        return _stretch_llama3(frequencies, spec)
+    return frequencies
+
+
+def _stretch_llama3(frequencies: Tensor, spec: RopeSpec) -> Tensor:
+    """Llama 3.1's rule: wavelengths well inside the original context stay, those beyond it
+    stretch by `factor`, those between are blended."""
+    context = spec.original_max_position_embeddings
+    turns = context * frequencies / (2 * math.pi)  # over the original context
+    low, high = spec.low_freq_factor, spec.high_freq_factor
+    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return keep * frequencies + (1 - keep) * frequencies / spec.factor

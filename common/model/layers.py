@@ -6,73 +6,30 @@ nor do the layers know files. How a linear layer's matrix is stored is its `Weig
 
     ColumnParallelLinear   splits output features   y_rank = x W_rankᵀ          no communication
     RowParallelLinear      splits input features    y = Σ_rank x_rank W_rankᵀ   all-reduce
+    MLP                    one of each              down(silu(gate x) · up x)   all-reduce
     VocabParallelEmbedding splits the vocabulary                                all-reduce
     ParallelLMHead         splits the vocabulary                                all-gather
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.common.core.model_spec import ModelSpec, RopeSpec
-from pdserve.common.model.sharding import Placement, Shard
+from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.model.sharding import Shard, Sharding, shards_of
 from pdserve.common.model.weights import MatrixPart, make_weight
-
-# ---- rotary position embeddings (arXiv:2104.09864), half-split as in Llama ----
-
-
-class RotaryEmbedding:
-    """Turns query and key heads by angles that grow with the position."""
-
-    def __init__(self, spec: RopeSpec, head_dim: int, device: torch.device) -> None:
-        self.inverse_frequencies = _inverse_frequencies(spec, head_dim).to(device)
-
-    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin `[T, 1, head_dim/2]` for positions `[T]`: once per step, for all layers.
-        Computed in float32, where bfloat16 would lose the position."""
-        angles = positions.to(torch.float32)[:, None, None] * self.inverse_frequencies
-        return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads `x` [T, H, D] turned by the step's angles."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-def _inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
-    frequencies = 1.0 / spec.theta**exponents
-    if spec.kind == "linear":
-        return frequencies / spec.factor
-    if spec.kind == "llama3":
-        return _stretch_llama3(frequencies, spec)
-    return frequencies
-
-
-def _stretch_llama3(frequencies: Tensor, spec: RopeSpec) -> Tensor:
-    """Llama 3.1's rule: wavelengths well inside the original context stay, those beyond it
-    stretch by `factor`, those between are blended."""
-    context = spec.original_max_position_embeddings
-    turns = context * frequencies / (2 * math.pi)  # over the original context
-    low, high = spec.low_freq_factor, spec.high_freq_factor
-    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return keep * frequencies + (1 - keep) * frequencies / spec.factor
 
 
 class RMSNorm:
     """Root-mean-square norm (arXiv:1910.07467) over the last dimension, computed in float32."""
 
-    def __init__(self, name: str, size: int, eps: float, placement: Placement) -> None:
+    def __init__(self, name: str, size: int, eps: float, sharding: Sharding) -> None:
         self.name = name
         self.eps = eps
-        self.weight = placement.zeros(size)
+        self.weight = sharding.zeros(size)
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
@@ -82,32 +39,13 @@ class RMSNorm:
         yield Shard(f"{self.name}.weight", shape, (slice(None),), self.weight)
 
 
-@dataclass(frozen=True, slots=True)
-class OutputPart:
-    """One checkpoint matrix of a fused column-parallel layer: this rank keeps `rows` of
-    `total` output features."""
-
-    name: str
-    total: int
-    rows: slice
-
-    @property
-    def count(self) -> int:
-        return int(self.rows.stop - self.rows.start)
-
-    def matrix(self, in_features: int) -> MatrixPart:
-        return MatrixPart(self.name, (self.total, in_features), self.rows, slice(0, in_features))
-
-
 class ColumnParallelLinear:
     """Several matrices with one input, fused into one product: `[T, in] → [T, Σ part.count]`."""
 
-    def __init__(
-        self, in_features: int, parts: Sequence[OutputPart], bias: bool, placement: Placement
-    ) -> None:
+    def __init__(self, parts: Sequence[MatrixPart], bias: bool, sharding: Sharding) -> None:
         self.parts = tuple(parts)
-        self.weight = make_weight([part.matrix(in_features) for part in parts], placement)
-        self.bias = placement.zeros(sum(part.count for part in parts)) if bias else None
+        self.weight = make_weight(parts, sharding)
+        self.bias = sharding.zeros(sum(part.count for part in parts)) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.weight.linear(x, self.bias)
@@ -118,24 +56,25 @@ class ColumnParallelLinear:
             return
         targets = self.bias.split([part.count for part in self.parts])
         for part, target in zip(self.parts, targets, strict=True):
-            yield Shard(f"{part.name}.bias", (part.total,), (part.rows,), target)
+            yield Shard(f"{part.name}.bias", part.shape[:1], (part.rows,), target)
 
 
 class QKVParallelLinear(ColumnParallelLinear):
     """Query, key and value projections. A rank holds its share of the query heads and the KV
     heads they attend to; where ranks outnumber KV heads, a KV head lies on several ranks."""
 
-    def __init__(self, prefix: str, spec: ModelSpec, placement: Placement) -> None:
-        group, dim = placement.group, spec.head_dim
+    def __init__(self, prefix: str, spec: ModelSpec, sharding: Sharding) -> None:
+        group, dim = sharding.group, spec.head_dim
         start, end = spec.kv_head_range(group.rank, group.size)
         queries, kv = spec.num_heads * dim, spec.num_kv_heads * dim
         kv_rows = slice(start * dim, end * dim)
-        parts = (
-            OutputPart(f"{prefix}.q_proj", queries, placement.split(queries)),
-            OutputPart(f"{prefix}.k_proj", kv, kv_rows),
-            OutputPart(f"{prefix}.v_proj", kv, kv_rows),
-        )
-        super().__init__(spec.hidden_size, parts, spec.qkv_bias, placement)
+        hidden, columns = spec.hidden_size, slice(0, spec.hidden_size)
+        parts = [
+            MatrixPart(f"{prefix}.q_proj", (queries, hidden), sharding.split(queries), columns),
+            MatrixPart(f"{prefix}.k_proj", (kv, hidden), kv_rows, columns),
+            MatrixPart(f"{prefix}.v_proj", (kv, hidden), kv_rows, columns),
+        ]
+        super().__init__(parts, spec.qkv_bias, sharding)
         self.num_heads = parts[0].count // dim
         self.num_kv_heads = end - start
 
@@ -149,11 +88,11 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         in_features: int,
         out_features: int,
         bias: bool,
-        placement: Placement,
+        sharding: Sharding,
     ) -> None:
-        rows = placement.split(out_features)
-        parts = [OutputPart(name, out_features, rows) for name in names]
-        super().__init__(in_features, parts, bias, placement)
+        shape, rows = (out_features, in_features), sharding.split(out_features)
+        parts = [MatrixPart(name, shape, rows, slice(0, in_features)) for name in names]
+        super().__init__(parts, bias, sharding)
 
 
 class RowParallelLinear:
@@ -166,16 +105,16 @@ class RowParallelLinear:
         in_features: int,
         out_features: int,
         bias: bool,
-        placement: Placement,
+        sharding: Sharding,
         reduce_results: bool = True,
     ) -> None:
         self.name = name
         self.reduce_results = reduce_results
-        self.group = placement.group
-        columns = placement.split(in_features)
+        self.group = sharding.group
+        columns = sharding.split(in_features)
         part = MatrixPart(name, (out_features, in_features), slice(0, out_features), columns)
-        self.weight = make_weight([part], placement)
-        self.bias = placement.zeros(out_features) if bias else None
+        self.weight = make_weight([part], sharding)
+        self.bias = sharding.zeros(out_features) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
         # One rank adds the bias, or the sum would hold it once per rank.
@@ -190,6 +129,33 @@ class RowParallelLinear:
             yield Shard(f"{self.name}.bias", shape, (slice(None),), self.bias)
 
 
+class MLP:
+    """SwiGLU (arXiv:2002.05202) with `inner` features between its two products."""
+
+    def __init__(
+        self,
+        prefix: str,
+        spec: ModelSpec,
+        inner: int,
+        sharding: Sharding,
+        reduce_results: bool = True,
+    ) -> None:
+        names = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
+        self.gate_up_proj = MergedColumnParallelLinear(
+            names, spec.hidden_size, inner, spec.mlp_bias, sharding
+        )
+        self.down_proj = RowParallelLinear(
+            f"{prefix}.down_proj", inner, spec.hidden_size, spec.mlp_bias, sharding, reduce_results
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
+
+    def shards(self) -> Iterator[Shard]:
+        return shards_of(self.gate_up_proj, self.down_proj)
+
+
 class _VocabParallel:
     """A `[vocab, hidden]` matrix split by rows. Every rank holds equally many; those past the
     vocabulary's end are zero and stand for no token."""
@@ -199,17 +165,17 @@ class _VocabParallel:
         name: str,
         vocab_size: int,
         hidden_size: int,
-        placement: Placement,
+        sharding: Sharding,
         weight: Tensor | None = None,
     ) -> None:
         """`weight` is another layer's to share (tied embeddings); absent, this layer owns one."""
         self.name = name
-        self.group = placement.group
+        self.group = sharding.group
         self.vocab_size = vocab_size
         count = -(-vocab_size // self.group.size)
         self.start = min(self.group.rank * count, vocab_size)
         self.end = min(self.start + count, vocab_size)
-        self.weight = placement.zeros(count, hidden_size) if weight is None else weight
+        self.weight = sharding.zeros(count, hidden_size) if weight is None else weight
 
     def shards(self) -> Iterator[Shard]:
         shape = (self.vocab_size, self.weight.shape[1])

@@ -1,38 +1,34 @@
-"""Fills a model's weights from a checkpoint folder. Safetensors only: nothing executable is
-ever read. Files are memory-mapped and each rank reads only the parts it keeps.
-"""
+"""Fills a model's weights from a checkpoint folder; each rank reads only the parts it keeps."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.distributed.group import GroupCoordinator
+from pdserve.common.model.checkpoint import open_checkpoint
 from pdserve.common.model.decoder import CausalLM
-from pdserve.common.model.sharding import Placement, Shard
+from pdserve.common.model.sharding import Shard, Sharding
 from pdserve.common.model.stages import Stage
 
 OnProgress = Callable[[int, int], None]  # (bytes done, bytes in total)
 
-INDEX_FILE = "model.safetensors.index.json"
 DUMMY_SCALE = 0.05
 
 
 def load_model(
     spec: ModelSpec,
     config: ModelConfig,
-    placement: Placement,
+    sharding: Sharding,
     stage: Stage | None = None,
     on_progress: OnProgress | None = None,
 ) -> CausalLM:
@@ -42,7 +38,7 @@ def load_model(
         ConfigError: the folder's tensors are not those of `spec`; the message names them all.
     """
     spec = spec.quantized(config.quantization)
-    model = CausalLM(spec, placement, stage)
+    model = CausalLM(spec, sharding, stage)
     shards = list(model.shards())
     if config.load_format == "dummy":
         _check_dummy(spec)
@@ -51,29 +47,11 @@ def load_model(
     if config.model is None:
         raise ConfigError("--model must name a checkpoint folder")
     with ExitStack() as stack:
-        checkpoint = _open_checkpoint(Path(config.model), stack)
+        checkpoint = open_checkpoint(Path(config.model), stack)
         _check(checkpoint, spec)
-        _copy(_checkpoint_parts(shards, checkpoint), shards, on_progress)
+        parts = ((shard, checkpoint[shard.name][shard.index]) for shard in shards)
+        _copy(parts, shards, on_progress)
     return model
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The folder's safetensors files, sorted: those its index names, or all.
-
-    Raises:
-        ConfigError: there are none, or one the index names is missing.
-    """
-    index = folder / INDEX_FILE
-    if index.is_file():
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
-        files = [folder / name for name in sorted(names)]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    missing = [file.name for file in files if not file.is_file()]
-    if missing or not files:
-        what = ", ".join(missing) or "*.safetensors"
-        raise ConfigError(f"{folder} lacks {what}; only safetensors weights are read")
-    return files
 
 
 def _copy(
@@ -88,31 +66,9 @@ def _copy(
             on_progress(done, total)
 
 
-# ---- safetensors ----
-
-
-def _open_checkpoint(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """Tensor name → the file's lazy slice of it."""
-    checkpoint: dict[str, Any] = {}
-    for path in weight_files(folder):
-        try:
-            file = stack.enter_context(safe_open(path, framework="pt"))
-        except SafetensorError as error:
-            raise ConfigError(f"{path} is not a safetensors file: {error}") from error
-        checkpoint.update((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118
-    return checkpoint
-
-
-def _checkpoint_parts(
-    shards: list[Shard], checkpoint: Mapping[str, Any]
-) -> Iterator[tuple[Shard, Tensor]]:
-    for shard in shards:
-        yield shard, checkpoint[shard.name][shard.index]
-
-
 def _check(checkpoint: Mapping[str, Any], spec: ModelSpec) -> None:
     """Raises ConfigError if the checkpoint's tensors are not exactly the whole model's."""
-    whole = CausalLM(spec, Placement(GroupCoordinator(), torch.device("meta"), torch.float32))
+    whole = CausalLM(spec, Sharding(GroupCoordinator(), torch.device("meta"), torch.float32))
     expected = {shard.name: list(shard.shape) for shard in whole.shards()}
     found = {name: part.get_shape() for name, part in checkpoint.items()}
     problems = {

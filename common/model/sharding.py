@@ -43,7 +43,7 @@ def shards_of(*parts: Sharded) -> Iterator[Shard]:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class Sharding:
     """Where one rank's tensors live, the ranks it shares each layer with, and how its linear
     layers hold their weights."""
 

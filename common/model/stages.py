@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from pdserve.common.config.node import ParallelConfig
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.model_spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +63,9 @@ def parse_partition(text: str | None) -> tuple[int, ...] | None:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
         raise ConfigError(f"--pipeline-partition {text!r} is not a list such as 9,8,8,5") from error
+
+
+def stages_of(spec: ModelSpec, parallel: ParallelConfig) -> tuple[Stage, ...]:
+    """Raises ConfigError if the model's layers cannot be cut as the options say."""
+    partition = parse_partition(parallel.pipeline_partition)
+    return pipeline_stages(spec.num_layers, parallel.pipeline_parallel_size, partition)

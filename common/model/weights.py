@@ -23,7 +23,7 @@ from torch import Tensor
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.quantization import Quantization
 from pdserve.common.model.packing import PackedMatrix, pack_nibbles, unpack_nibbles
-from pdserve.common.model.sharding import Placement, Shard
+from pdserve.common.model.sharding import Shard, Sharding
 
 INT8_MAX = 127
 
@@ -56,23 +56,23 @@ class Weight(Protocol):
         """This rank's parts of the checkpoint."""
 
 
-def make_weight(parts: Sequence[MatrixPart], placement: Placement) -> Weight:
-    """The weight of a layer, zero, in the form that the placement's quantization asks for.
+def make_weight(parts: Sequence[MatrixPart], sharding: Sharding) -> Weight:
+    """The weight of a layer, zero, in the form that the sharding's quantization asks for.
 
     Raises:
         ConfigError: the parts are not quantized alike, or numbers do not fill whole bytes.
     """
-    quantization = placement.quantization
+    quantization = sharding.quantization
     if quantization is None or not any(quantization.covers(part.name) for part in parts):
-        return PlainWeight(parts, placement)
+        return PlainWeight(parts, sharding)
     if not all(quantization.covers(part.name) for part in parts):
         names = ", ".join(part.name for part in parts)
         raise ConfigError(
             f"quantization_config: {names} are one product: all of them must be quantized or none"
         )
     if quantization.method == "int8":
-        return Int8Weight(parts, placement)
-    return GroupedWeight(parts, placement, quantization)
+        return Int8Weight(parts, sharding)
+    return GroupedWeight(parts, sharding, quantization)
 
 
 def _rows(parts: Sequence[MatrixPart]) -> int:
@@ -87,10 +87,10 @@ def _columns(parts: Sequence[MatrixPart]) -> slice:
 class PlainWeight:
     """Not quantized."""
 
-    def __init__(self, parts: Sequence[MatrixPart], placement: Placement) -> None:
+    def __init__(self, parts: Sequence[MatrixPart], sharding: Sharding) -> None:
         self.parts = parts
         columns = _columns(parts)
-        self.tensor = placement.zeros(_rows(parts), columns.stop - columns.start)
+        self.tensor = sharding.zeros(_rows(parts), columns.stop - columns.start)
 
     def dense(self) -> Tensor:
         return self.tensor
@@ -111,12 +111,12 @@ class Int8Weight:
     """Unquantized weights, rounded while they are loaded: symmetric, so that the largest of an
     output channel is ±127. Ranks that split a channel's inputs share its scale."""
 
-    def __init__(self, parts: Sequence[MatrixPart], placement: Placement) -> None:
+    def __init__(self, parts: Sequence[MatrixPart], sharding: Sharding) -> None:
         self.parts = parts
         columns = _columns(parts)
         shape = (_rows(parts), columns.stop - columns.start)
-        self.values = placement.zeros(*shape, dtype=torch.int8)
-        self.scales = placement.zeros(shape[0])
+        self.values = sharding.zeros(*shape, dtype=torch.int8)
+        self.scales = sharding.zeros(shape[0])
 
     def dense(self) -> Tensor:
         return self.values * self.scales[:, None]
@@ -164,20 +164,20 @@ class GroupedWeight:
     """
 
     def __init__(
-        self, parts: Sequence[MatrixPart], placement: Placement, quantization: Quantization
+        self, parts: Sequence[MatrixPart], sharding: Sharding, quantization: Quantization
     ) -> None:
         self.parts, self.quantization = parts, quantization
-        self.dtype = placement.dtype
+        self.dtype = sharding.dtype
         columns, inputs = _columns(parts), parts[0].shape[1]
         rows, count = _rows(parts), columns.stop - columns.start
         _check_packing(parts, count, quantization.bits)
         self.groups = slice(*quantization.groups(columns.start, columns.stop, inputs))
         shape = (rows, self.groups.stop - self.groups.start)
         packed = count // 2 if quantization.bits == 4 else count
-        self.values = placement.zeros(rows, packed, dtype=torch.uint8)
-        self.zeros = placement.zeros(*shape, dtype=torch.uint8)  # as stored: see `zero_offset`
-        self.scales = placement.zeros(*shape)
-        self.group_of = self._group_of(columns, inputs, placement.device)
+        self.values = sharding.zeros(rows, packed, dtype=torch.uint8)
+        self.zeros = sharding.zeros(*shape, dtype=torch.uint8)  # as stored: see `zero_offset`
+        self.scales = sharding.zeros(*shape)
+        self.group_of = self._group_of(columns, inputs, sharding.device)
 
     def _group_of(self, columns: slice, inputs: int, device: torch.device) -> Tensor | None:
         """int32 `[parts, in]`; with `desc_act` the checkpoint's, which is loaded later."""

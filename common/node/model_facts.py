@@ -12,9 +12,9 @@ from pdserve.common.core.errors import InvalidRequest
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.request import GenerateJob
 from pdserve.common.core.sampling import MAX_CHOICES, check_range, check_sampling, check_token_ids
-from pdserve.common.model.backends import choose_dtype, dtype_name
-from pdserve.common.model.revision import weights_revision
-from pdserve.common.worker.worker import device_type, stages_of
+from pdserve.common.model.checkpoint import weights_revision
+from pdserve.common.model.device import choose_dtype, device_type, dtype_name
+from pdserve.common.model.stages import stages_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Bytes of a model's parts on one rank: weights, KV, activations, communication.
 
 Pure arithmetic over a `ModelSpec`, without torch. It says again, in numbers, what
-`common/model/layers.py`, `weights.py`, `mlp.py` and `decoder.py` allocate;
+`common/model/layers.py`, `weights.py`, `moe.py` and `decoder.py` allocate;
 `tests/common/planning/test_plan.py` holds the two together. Below, H is the hidden size, D the head
 dimension, h and k a rank's query and KV heads, I its part of the intermediate size, V the
 vocabulary, b the bytes of the dtype.

@@ -12,7 +12,7 @@ from pdserve.common.config.node import EngineConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.quantization import QUANTIZATIONS
-from pdserve.common.model.stages import Stage, parse_partition, pipeline_stages
+from pdserve.common.model.stages import Stage, stages_of
 from pdserve.common.planning.footprint import Footprint, overhead
 from pdserve.common.planning.kv_budget import (
     blocks_per_sequence,
@@ -60,8 +60,7 @@ class NodeSetup:
         return Footprint(self.spec, self.dtype)
 
     def stages(self) -> tuple[Stage, ...]:
-        partition = parse_partition(self.engine.parallel.pipeline_partition)
-        return pipeline_stages(self.spec.num_layers, self.pp, partition)
+        return stages_of(self.spec, self.engine.parallel)
 
     def check(self) -> None:
         """Raises ConfigError if a node would refuse these options, whatever its memory."""

@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 import torch
 
-from pdserve.common.config.node import EngineConfig, ParallelConfig
+from pdserve.common.config.node import EngineConfig
 from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import usable_cores
@@ -33,11 +33,11 @@ from pdserve.common.distributed.parallel_state import (
     initialize_model_parallel,
 )
 from pdserve.common.engine.messages import CacheShape, RankReady, StepDelta
-from pdserve.common.model.backends import choose_dtype, dtype_name
 from pdserve.common.model.decoder import CausalLM
+from pdserve.common.model.device import choose_device, choose_dtype, dtype_name
 from pdserve.common.model.loader import load_model
-from pdserve.common.model.sharding import Placement
-from pdserve.common.model.stages import Stage, parse_partition, pipeline_stages
+from pdserve.common.model.sharding import Sharding
+from pdserve.common.model.stages import stages_of
 from pdserve.common.planning.kv_budget import check_num_blocks, format_bytes, plan_num_blocks
 from pdserve.common.worker.known_sequences import KnownSequences
 from pdserve.common.worker.kv_cache import KVCache, cache_bytes, resized
@@ -120,8 +120,8 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     state.world.agree([dtype_name(dtype), max_model_len], "dtype and context window")
     stage = stages_of(model_spec, engine.parallel)[state.pp.rank]
     all2all = make_all2all(engine.parallel.all2all_backend, state.ep)
-    placement = Placement(state.tp, device, dtype, all2all)
-    model = load_model(model_spec, engine.model, placement, stage, _Progress(spec.rank))
+    sharding = Sharding(state.tp, device, dtype, all2all)
+    model = load_model(model_spec, engine.model, sharding, stage, _Progress(spec.rank))
     neighbours = Neighbours(state, model_spec.hidden_size, dtype)
     shape = _cache_shape(model, engine, state.tp)
     room = available_bytes(engine, model, shape, max_model_len, device, neighbours)
@@ -181,34 +181,6 @@ class ModelWorker:
 # ---- the stages of build_worker ----
 
 
-def device_type(requested: str) -> str:
-    """--device resolved, "cpu" or "cuda": auto is what this host has."""
-    if requested == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return requested
-
-
-def choose_device(requested: str, rank: int) -> torch.device:
-    """--device resolved: rank r of a host computes on GPU r, or on the CPU. Replica i of w ranks
-    has the node's ranks i·w … (i + 1)·w - 1.
-
-    Raises:
-        ConfigError: there is no such GPU.
-    """
-    if device_type(requested) == "cpu":
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if rank >= count:
-        raise ConfigError(
-            f"rank {rank} of the node has no GPU of its own (found {count}): lower "
-            "--tensor-parallel-size, --pipeline-parallel-size or --data-parallel-size, join hosts "
-            "to a Ray cluster (--distributed-executor-backend), or pass --device cpu"
-        )
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    return device
-
-
 def _set_threads(requested: int, num_neighbours: int) -> None:
     """`num_neighbours` ranks share the cores that this process may use."""
     torch.set_num_threads(requested or max(1, usable_cores() // num_neighbours))
@@ -248,12 +220,6 @@ def _meet(
         parallel.pipeline_parallel_size,
         parallel.expert_parallel_size,
     )
-
-
-def stages_of(spec: ModelSpec, parallel: ParallelConfig) -> tuple[Stage, ...]:
-    """Raises ConfigError if the model's layers cannot be cut so."""
-    partition = parse_partition(parallel.pipeline_partition)
-    return pipeline_stages(spec.num_layers, parallel.pipeline_parallel_size, partition)
 
 
 def _read_model(engine: EngineConfig) -> tuple[ModelSpec, int]:

@@ -15,7 +15,7 @@ from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.decoder import CausalLM
 from pdserve.common.model.loader import load_model
-from pdserve.common.model.sharding import Placement
+from pdserve.common.model.sharding import Sharding
 from pdserve.common.planning.kv_budget import format_bytes
 from tiny_engine import CPU, greedy, single_threaded_inference
 from warm import WarmCluster, shared
@@ -27,8 +27,8 @@ NUM_TOKENS = 24
 
 def load(folder: Path, quantization: str | None = None) -> CausalLM:
     config = ModelConfig(model=str(folder), quantization=quantization)
-    placement = Placement(GroupCoordinator(), CPU, torch.float32)
-    return load_model(ModelSpec.from_folder(folder), config, placement)
+    sharding = Sharding(GroupCoordinator(), CPU, torch.float32)
+    return load_model(ModelSpec.from_folder(folder), config, sharding)
 
 
 def expected(model: CausalLM, folder: Path) -> list[str]:

@@ -14,8 +14,8 @@ from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.attention import AttentionBatch
 from pdserve.common.model.decoder import CausalLM
-from pdserve.common.model.layers import Placement
 from pdserve.common.model.loader import load_model
+from pdserve.common.model.sharding import Sharding
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
@@ -34,7 +34,7 @@ def single_threaded_inference() -> Iterator[None]:
 def load(folder: Path, group: Any = None) -> CausalLM:
     spec = ModelSpec.from_folder(folder)
     group = group or GroupCoordinator()
-    return load_model(spec, ModelConfig(model=str(folder)), Placement(group, CPU, torch.float32))
+    return load_model(spec, ModelConfig(model=str(folder)), Sharding(group, CPU, torch.float32))
 
 
 def new_cache(model: CausalLM) -> torch.Tensor:

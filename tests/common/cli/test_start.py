@@ -29,7 +29,7 @@ from pdserve.common.core.host import allow_open_files, refusals
 from pdserve.common.demo_model import embedded
 from pdserve.common.distributed import environment
 from pdserve.common.distributed.environment import DistributedEnvironment
-from pdserve.common.model import backends
+from pdserve.common.model import device
 from pdserve.common.model.attention import AttentionShape
 from pdserve.common.node import registration
 from pdserve.common.node.server import NodeServer
@@ -261,11 +261,11 @@ def test_slower_attention_on_a_gpu_is_a_warning(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(backends, "find_spec", lambda name: None)
+    monkeypatch.setattr(device, "find_spec", lambda name: None)
     shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8)
-    backends.make_backend(shape, torch.device("cpu"), dtype)
+    device.make_backend(shape, torch.device("cpu"), dtype)
     assert not caplog.records
-    backends.make_backend(shape, torch.device("cuda", 0), dtype)
+    device.make_backend(shape, torch.device("cuda", 0), dtype)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert re.search(mend, record.getMessage())

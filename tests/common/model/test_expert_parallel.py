@@ -24,8 +24,8 @@ from pdserve.common.distributed.all2all import (
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.distributed.launch import make_executor
 from pdserve.common.distributed.parallel_state import ParallelState
-from pdserve.common.model.layers import Placement
 from pdserve.common.model.loader import load_model
+from pdserve.common.model.sharding import Sharding
 from pdserve.common.worker.worker import WorkerConfig, worker_specs
 from ranks import Ranks
 from tiny_engine import CPU, greedy, load, single_threaded_inference
@@ -62,9 +62,9 @@ def loads_of(model: Any) -> list[list[int]]:
 
 def _generate(state: ParallelState, name: str, backend: str) -> tuple[list[int], list[list[int]]]:
     folder = MODELS / name
-    placement = Placement(state.tp, CPU, torch.float32, make_all2all(backend, state.ep))
+    sharding = Sharding(state.tp, CPU, torch.float32, make_all2all(backend, state.ep))
     config = ModelConfig(model=str(folder))
-    model = load_model(ModelSpec.from_folder(folder), config, placement)
+    model = load_model(ModelSpec.from_folder(folder), config, sharding)
     return greedy(model, PROMPT, COUNT, TABLE), loads_of(model)
 
 

@@ -17,12 +17,12 @@ from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.distributed.group import GroupCoordinator
-from pdserve.common.model import backends as dtypes
-from pdserve.common.model.backends import choose_dtype
+from pdserve.common.model import device as dtypes
+from pdserve.common.model.checkpoint import weights_revision
 from pdserve.common.model.decoder import CausalLM
-from pdserve.common.model.layers import Placement
+from pdserve.common.model.device import choose_dtype
 from pdserve.common.model.loader import load_model
-from pdserve.common.model.revision import weights_revision
+from pdserve.common.model.sharding import Sharding
 
 LLAMA = MODELS / "llama-gqa"
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ CONFIG: dict[str, Any] = {
 def load(folder: Path, **options: Any) -> CausalLM:
     spec = ModelSpec.from_folder(folder)
     config = ModelConfig(model=str(folder), **options)
-    return load_model(spec, config, Placement(GroupCoordinator(), CPU, torch.float32))
+    return load_model(spec, config, Sharding(GroupCoordinator(), CPU, torch.float32))
 
 
 def spec_of(**changes: Any) -> ModelSpec:
@@ -215,7 +215,7 @@ def test_progress_ends_at_the_weights_size() -> None:
     model = load_model(
         spec,
         ModelConfig(model=str(MODELS / "mistral")),
-        Placement(GroupCoordinator(), CPU, torch.float32),
+        Sharding(GroupCoordinator(), CPU, torch.float32),
         on_progress=lambda done, total: seen.append((done, total)),
     )
     assert seen == sorted(seen)

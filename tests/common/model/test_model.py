@@ -20,8 +20,8 @@ from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.model.attention import AttentionBatch, AttentionShape
 from pdserve.common.model.attention_torch import TorchAttention
 from pdserve.common.model.decoder import CausalLM
-from pdserve.common.model.layers import Placement
 from pdserve.common.model.loader import load_model
+from pdserve.common.model.sharding import Sharding
 from tiny_engine import (
     BLOCK_SIZE,
     CPU,
@@ -218,7 +218,7 @@ def test_a_vocabulary_that_does_not_divide_is_padded() -> None:
     config = ModelConfig(load_format="dummy")
 
     def build(member: Any) -> CausalLM:
-        return load_model(spec, config, Placement(member, CPU, torch.float32))
+        return load_model(spec, config, Sharding(member, CPU, torch.float32))
 
     whole = split_logits(1, build)[0]
     assert whole.shape == (1, 509)
@@ -229,7 +229,7 @@ def test_a_vocabulary_that_does_not_divide_is_padded() -> None:
 def test_a_split_that_does_not_fit_is_refused() -> None:
     spec = ModelSpec.from_folder(MODELS / "llama-gqa")
     with pytest.raises(ConfigError, match=r"--tensor-parallel-size 3 does not divide.* 4 heads"):
-        CausalLM(spec, Placement(CrowdMember(Crowd(3), 0), CPU, torch.float32))
+        CausalLM(spec, Sharding(CrowdMember(Crowd(3), 0), CPU, torch.float32))
 
 
 # ---- FlashInfer ----

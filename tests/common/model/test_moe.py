@@ -25,9 +25,8 @@ from pdserve.common.distributed.all2all import RoutedTokens
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.engine.messages import ExpertLoad
 from pdserve.common.model.decoder import CausalLM
-from pdserve.common.model.experts import FusedExperts, grouped_linear
-from pdserve.common.model.layers import Placement
-from pdserve.common.model.mlp import MoE
+from pdserve.common.model.moe import FusedExperts, MoE, grouped_linear
+from pdserve.common.model.sharding import Sharding
 from pdserve.common.node.model_facts import ModelFacts
 from pdserve.common.worker.runner import ModelRunner, fold, made_up_batch
 from tiny_engine import (
@@ -163,7 +162,7 @@ def test_the_grouped_kernel_equals_the_loop() -> None:
 def test_a_token_is_computed_alike_in_any_company() -> None:
     spec = ModelSpec.from_folder(MODELS / "mixtral")
     assert spec.moe is not None
-    experts = FusedExperts("", spec.moe, 16, Placement(GroupCoordinator(), CPU, torch.float32))
+    experts = FusedExperts("", spec.moe, 16, Sharding(GroupCoordinator(), CPU, torch.float32))
     for weight in (experts.gate_up_proj, experts.down_proj):
         weight.copy_(torch.randn(weight.shape))
     hidden, chosen = torch.randn(50, 16), torch.rand(50, 8).topk(2).indices

@@ -25,7 +25,7 @@ from pdserve.common.core.quantization import Quantization
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.decoder import CausalLM
 from pdserve.common.model.loader import load_model
-from pdserve.common.model.sharding import Placement
+from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.stages import Stage
 from pdserve.common.model.weights import GroupedWeight, Int8Weight, MatrixPart, Weight, make_weight
 from pdserve.common.node.model_facts import ModelFacts
@@ -69,7 +69,7 @@ def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load_int8(folder: Path, group: Any = None, dtype: torch.dtype = torch.float32) -> CausalLM:
     spec = ModelSpec.from_folder(folder)
     config = ModelConfig(model=str(folder), quantization="int8")
-    return load_model(spec, config, Placement(group or GroupCoordinator(), CPU, dtype))
+    return load_model(spec, config, Sharding(group or GroupCoordinator(), CPU, dtype))
 
 
 # ---- one matrix ----
@@ -84,10 +84,10 @@ def filled(weight: Weight, tensors: Mapping[str, Tensor]) -> Weight:
 
 
 def grouped(parts: list[MatrixPart], scheme: Scheme) -> GroupedWeight:
-    placement = Placement(
+    sharding = Sharding(
         GroupCoordinator(), CPU, torch.float32, quantization=Quantization.from_config(scheme.config)
     )
-    weight = make_weight(parts, placement)
+    weight = make_weight(parts, sharding)
     assert isinstance(weight, GroupedWeight)
     return weight
 
@@ -132,9 +132,9 @@ def share(total: int, rank: int, size: int) -> slice:
 
 def int8(matrix: Tensor, columns: slice, dtype: torch.dtype = torch.float32) -> Int8Weight:
     kind = Quantization("int8", 8)
-    placement = Placement(GroupCoordinator(), CPU, dtype, quantization=kind)
+    sharding = Sharding(GroupCoordinator(), CPU, dtype, quantization=kind)
     part = MatrixPart("a", tuple(matrix.shape), slice(0, len(matrix)), columns)
-    weight = filled(make_weight([part], placement), {"a.weight": matrix})
+    weight = filled(make_weight([part], sharding), {"a.weight": matrix})
     assert isinstance(weight, Int8Weight)
     return weight
 
@@ -204,9 +204,9 @@ def check_split(size: int, build: Callable[[Any], CausalLM]) -> None:
 def test_stages_hold_what_the_whole_does(tmp_path: Path) -> None:
     folder = quantize_folder(LLAMA, tmp_path / "quantized", SCHEMES["gptq"])
     spec, config = ModelSpec.from_folder(folder), ModelConfig(model=str(folder))
-    placement = Placement(GroupCoordinator(), CPU, torch.float32)
+    sharding = Sharding(GroupCoordinator(), CPU, torch.float32)
     stages = (Stage(0, 3, last=False), Stage(3, 4, first=False))
-    halves = [load_model(spec, config, placement, stage) for stage in stages]
+    halves = [load_model(spec, config, sharding, stage) for stage in stages]
     layers = [layer for half in halves for layer in half.layers]
     for ours, theirs in zip(layers, load(folder).layers, strict=True):
         assert torch.equal(ours.mlp.down_proj.weight.dense(), theirs.mlp.down_proj.weight.dense())
@@ -280,13 +280,13 @@ def test_int8_is_not_put_on_top(tmp_path: Path) -> None:
     spec = ModelSpec.from_folder(folder)
     dummy = ModelConfig(model=str(folder), load_format="dummy")
     with pytest.raises(ConfigError, match="dummy makes no awq weights"):
-        load_model(spec, dummy, Placement(GroupCoordinator(), CPU, torch.float32))
+        load_model(spec, dummy, Sharding(GroupCoordinator(), CPU, torch.float32))
 
 
 def test_dummy_weights_can_be_int8() -> None:
     config = ModelConfig(load_format="dummy", quantization="int8")
     spec = ModelSpec.from_folder(LLAMA)
-    model = load_model(spec, config, Placement(GroupCoordinator(), CPU, torch.float32))
+    model = load_model(spec, config, Sharding(GroupCoordinator(), CPU, torch.float32))
     assert model.layers[0].mlp.down_proj.weight.values.abs().amax(1).eq(127).all()
 
 
@@ -340,7 +340,7 @@ def test_one_product_is_quantized_alike() -> None:
     kind = Quantization("awq", 4, 32, excluded=("v_proj",))
     spec = replace(ModelSpec.from_folder(LLAMA), quantization=kind)
     with pytest.raises(ConfigError, match=r"q_proj.*v_proj are one product"):
-        CausalLM(spec, Placement(GroupCoordinator(), CPU, torch.float32))
+        CausalLM(spec, Sharding(GroupCoordinator(), CPU, torch.float32))
 
 
 def test_numbers_fill_words_and_bytes() -> None:
@@ -348,12 +348,13 @@ def test_numbers_fill_words_and_bytes() -> None:
     ranks: Any = SimpleNamespace(rank=0, size=4)
     with pytest.raises(ConfigError, match="not packed in whole 32-bit words"):
         CausalLM(
-            replace(spec, intermediate_size=324), Placement(GroupCoordinator(), CPU, torch.float32)
+            replace(spec, intermediate_size=324),
+            Sharding(GroupCoordinator(), CPU, torch.float32),
         )
     with pytest.raises(ConfigError, match="--tensor-parallel-size leaves a rank 9 inputs"):
         make_weight(
             [MatrixPart("a", (128, 72), slice(0, 128), slice(0, 9))],
-            Placement(ranks, CPU, torch.float32, quantization=spec.quantization),
+            Sharding(ranks, CPU, torch.float32, quantization=spec.quantization),
         )
 
 

@@ -35,7 +35,7 @@ from pdserve.common.distributed.all2all import Replicated
 from pdserve.common.distributed.launch import make_executor
 from pdserve.common.engine.messages import RankReady
 from pdserve.common.model.decoder import CausalLM
-from pdserve.common.model.layers import Placement
+from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.stages import Stage, pipeline_stages
 from pdserve.common.planning.footprint import DTYPE_BYTES, Footprint, Matrix, overhead
 from pdserve.common.planning.role_plan import RolePlan
@@ -264,9 +264,9 @@ def test_weights_are_those_of_a_model_with_experts(name: str, tp: int, ep: int) 
 def assert_weights(spec: ModelSpec, tp: int, dtype: str, ep: int = 1) -> None:
     group: Any = SimpleNamespace(rank=0, size=tp)
     owners: Any = SimpleNamespace(rank=0, size=ep)
-    placement = Placement(group, CPU, getattr(torch, dtype), Replicated(owners))
+    sharding = Sharding(group, CPU, getattr(torch, dtype), Replicated(owners))
     footprint, whole = Footprint(spec, dtype, tp, ep=ep), Stage.whole(spec.num_layers)
-    assert footprint.weights(whole) == CausalLM(spec, placement).weights_bytes
+    assert footprint.weights(whole) == CausalLM(spec, sharding).weights_bytes
 
 
 @pytest.mark.parametrize("name", SPARSE)
@@ -412,7 +412,7 @@ def peak_of_step(
         all_gather=lambda tensor, dim: torch.cat([tensor] * tp, dim) if tp > 1 else tensor,
     )
     owners: Any = SimpleNamespace(rank=0, size=ep)
-    model = CausalLM(spec, Placement(group, CPU, getattr(torch, dtype), Replicated(owners)))
+    model = CausalLM(spec, Sharding(group, CPU, getattr(torch, dtype), Replicated(owners)))
     blocks = made_up_blocks(tokens, sequences, block_size=16)
     shape = (spec.num_layers, 2, blocks, model.attention.shape.num_kv_heads, 16, spec.head_dim)
     cache = torch.zeros(shape, dtype=model.dtype)

@@ -1,18 +1,59 @@
-"""A cheap identity of a checkpoint, so that two nodes can tell whether they hold the same."""
+"""A checkpoint folder's files: safetensors only, so nothing executable is ever read; memory-mapped.
+
+Their revision is a cheap identity, so that two nodes can tell whether they hold the same.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import msgspec
+from safetensors import SafetensorError, safe_open
 
 from pdserve.common.core.errors import ConfigError
-from pdserve.common.model.loader import weight_files
 
+INDEX_FILE = "model.safetensors.index.json"
 _PAGE = 4096  # bytes read of each tensor
 _HEADER_LENGTH_BYTES = 8  # a safetensors file begins with its header's length, little-endian
 _MAX_HEADER = 100_000_000  # the format's own limit
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The folder's safetensors files, sorted: those its index names, or all.
+
+    Raises:
+        ConfigError: there are none, or one the index names is missing.
+    """
+    index = folder / INDEX_FILE
+    if index.is_file():
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+        files = [folder / name for name in sorted(names)]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    missing = [file.name for file in files if not file.is_file()]
+    if missing or not files:
+        what = ", ".join(missing) or "*.safetensors"
+        raise ConfigError(f"{folder} lacks {what}; only safetensors weights are read")
+    return files
+
+
+def open_checkpoint(folder: Path, stack: ExitStack) -> dict[str, Any]:
+    """Tensor name → the file's lazy slice of it."""
+    checkpoint: dict[str, Any] = {}
+    for path in weight_files(folder):
+        try:
+            file = stack.enter_context(safe_open(path, framework="pt"))
+        except SafetensorError as error:
+            raise ConfigError(f"{path} is not a safetensors file: {error}") from error
+        checkpoint.update((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118
+    return checkpoint
+
+
+# ---- the revision ----
 
 
 class _Tensor(msgspec.Struct):

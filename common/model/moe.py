@@ -1,4 +1,5 @@
-"""The experts of one layer that a rank holds, computed together."""
+"""A mixture of experts in place of a decoder layer's MLP: a router, the experts that a rank holds,
+computed together, and perhaps one expert that every token visits."""
 
 from __future__ import annotations
 
@@ -8,9 +9,75 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.moe_spec import MoESpec
 from pdserve.common.distributed.all2all import RoutedTokens, occurrences
-from pdserve.common.model.sharding import Placement, Shard
+from pdserve.common.model.layers import MLP
+from pdserve.common.model.sharding import Shard, Sharding, shards_of
+
+
+class MoE:
+    """`[T, H]`, equal on all tensor-parallel ranks → `[T, H]`, equal again."""
+
+    def __init__(self, prefix: str, spec: ModelSpec, moe: MoESpec, sharding: Sharding) -> None:
+        self.group, self.all2all = sharding.group, sharding.all2all
+        self.router = Router(f"{prefix}.gate", moe, spec.hidden_size, sharding)
+        self.experts = FusedExperts(prefix, moe, spec.hidden_size, sharding)
+        self.shared: SharedExpert | None = None
+        if inner := moe.shared_intermediate_size:
+            self.shared = SharedExpert(prefix, spec, inner, sharding)
+        self.loads = torch.zeros(moe.num_experts, dtype=torch.int64)
+        """int64 `[num_experts]`: how many tokens of the last step visited each expert."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        total = torch.zeros_like(x) if self.shared is None else self.shared(x)
+        own = self.all2all.share(len(x))
+        dispatched = self.all2all.dispatch(self.router(x[own]), len(x))
+        total[own] += self.all2all.combine(self.experts(dispatched.tokens), dispatched)
+        self.loads = dispatched.loads
+        return self.group.all_reduce(total)
+
+    def shards(self) -> Iterator[Shard]:
+        yield from shards_of(self.router, self.experts)
+        if self.shared is not None:
+            yield from self.shared.shards()
+
+
+class Router:
+    """Scores every expert for a token and chooses the best `top_k`. Each rank holds all of it."""
+
+    def __init__(self, name: str, spec: MoESpec, hidden: int, sharding: Sharding) -> None:
+        self.name, self.spec = name, spec
+        self.weight = sharding.zeros(spec.num_experts, hidden)
+
+    def __call__(self, x: Tensor) -> RoutedTokens:
+        """`[T, H]`. The product is in the model's dtype, what follows in float32."""
+        scores = F.linear(x, self.weight).softmax(-1, dtype=torch.float32)
+        weights, experts = scores.topk(self.spec.top_k)
+        if self.spec.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return RoutedTokens(x, experts, weights, self.spec.num_experts)
+
+    def shards(self) -> Iterator[Shard]:
+        shape = tuple(self.weight.shape)
+        yield Shard(f"{self.name}.weight", shape, (slice(None), slice(None)), self.weight)
+
+
+class SharedExpert:
+    """An MLP for every token, scaled by a gate of its own. Ranks split it as a dense one."""
+
+    def __init__(self, prefix: str, spec: ModelSpec, inner: int, sharding: Sharding) -> None:
+        self.name = f"{prefix}.shared_expert_gate.weight"
+        self.gate = sharding.zeros(1, spec.hidden_size)
+        self.mlp = MLP(f"{prefix}.shared_expert", spec, inner, sharding, reduce_results=False)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[T, H]` → this rank's part of the sum over ranks."""
+        return F.linear(x, self.gate).sigmoid() * self.mlp(x)
+
+    def shards(self) -> Iterator[Shard]:
+        yield Shard(self.name, tuple(self.gate.shape), (slice(None), slice(None)), self.gate)
+        yield from self.mlp.shards()
 
 
 class FusedExperts:
@@ -18,16 +85,16 @@ class FusedExperts:
     neighbours that hold the same ones split each of them by its inner features, so that what they
     compute adds up to it."""
 
-    def __init__(self, prefix: str, spec: MoESpec, hidden: int, placement: Placement) -> None:
-        owners, group = placement.all2all.group, placement.group
+    def __init__(self, prefix: str, spec: MoESpec, hidden: int, sharding: Sharding) -> None:
+        owners, group = sharding.all2all.group, sharding.group
         split = group.size // owners.size
         inner, part = spec.intermediate_size // split, group.rank % split
         self.prefix, self.spec = prefix, spec
         self.count = spec.num_experts // owners.size
         self.first = owners.rank * self.count
         self.inner = slice(part * inner, (part + 1) * inner)
-        self.gate_up_proj = placement.zeros(self.count, 2 * inner, hidden)
-        self.down_proj = placement.zeros(self.count, hidden, inner)
+        self.gate_up_proj = sharding.zeros(self.count, 2 * inner, hidden)
+        self.down_proj = sharding.zeros(self.count, hidden, inner)
 
     def __call__(self, tokens: RoutedTokens) -> Tensor:
         """`[T, H]`: of each token the weighted sum of what those of its experts that are here say;

@@ -1,4 +1,4 @@
-"""What fits a device: an attention backend, a dtype to compute in."""
+"""The device a rank computes on, and what fits it: a dtype and an attention backend."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from pdserve.common.model.attention_torch import TorchAttention
 logger = logging.getLogger(__name__)
 
 
-# ---- dtypes ----
-
 _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -24,6 +22,34 @@ _DTYPES = {
 }
 _CPU_INFO = Path("/proc/cpuinfo")
 _FAST_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86, x86, Arm
+
+
+def device_type(requested: str) -> str:
+    """--device resolved, "cpu" or "cuda": auto is what this host has."""
+    if requested == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return requested
+
+
+def choose_device(requested: str, rank: int) -> torch.device:
+    """--device resolved: rank r of a host computes on GPU r, or on the CPU. Replica i of w ranks
+    has the node's ranks i·w … (i + 1)·w - 1.
+
+    Raises:
+        ConfigError: there is no such GPU.
+    """
+    if device_type(requested) == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if rank >= count:
+        raise ConfigError(
+            f"rank {rank} of the node has no GPU of its own (found {count}): lower "
+            "--tensor-parallel-size, --pipeline-parallel-size or --data-parallel-size, join hosts "
+            "to a Ray cluster (--distributed-executor-backend), or pass --device cpu"
+        )
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    return device
 
 
 def choose_dtype(requested: str, checkpoint_dtype: str, device: torch.device) -> torch.dtype:
