@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from test_executor import eventually
-from test_runner import config
 
 from benchmarks.fleet import free_port
+from echo_worker import config
 from pdserve.common.config.node import ParallelConfig
 from pdserve.common.core.errors import ConfigError, NodeError
 from pdserve.common.distributed import wire

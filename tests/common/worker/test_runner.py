@@ -6,70 +6,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 import torch
 
-from paths import MODELS
-from pdserve.common.config.node import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from echo_worker import BLOCK_SIZE, MODEL, config
+from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import ConfigError, NodeError
 from pdserve.common.core.sampling import SamplingParams
-from pdserve.common.distributed.executor import Emit
 from pdserve.common.distributed.launch import make_executor
-from pdserve.common.engine.messages import CacheShape, RankReady, SequenceDelta
+from pdserve.common.engine.messages import RankReady, SequenceDelta
 from pdserve.common.worker.batch import StepSequence
 from pdserve.common.worker.runner import flatten, made_up_batch
-from pdserve.common.worker.worker import ExtensionConfig, WorkerConfig, worker_specs
+from pdserve.common.worker.worker import WorkerConfig, worker_specs
 from whole_steps import Steps, whole
 
-MODEL = MODELS / "llama-gqa"
-BLOCK_SIZE = 4
 GREEDY = SamplingParams(temperature=0.0)
 PROMPT = (5, 17, 33, 60, 12, 9, 41)
 NUM_TOKENS = 12
-
-
-class EchoExtension:
-    """Built as `kv_transfer`'s rank half is; reports what it was given."""
-
-    def __init__(
-        self,
-        cache_tensor: torch.Tensor,
-        cache_shape: CacheShape,
-        shared_fd: int | None,
-        rank: int,
-        host: str,
-        config: bytes,
-        emit: Emit,
-    ) -> None:
-        assert cache_tensor.shape[2] == cache_shape.num_blocks
-        assert shared_fd is not None
-        self.cache = cache_tensor
-        self.announced = b"%d %s" % (rank, config)
-
-    def info(self) -> bytes:
-        return self.announced
-
-    def handle(self, message: bytes) -> bytes:
-        """Whether anything was written into the block of that number."""
-        return b"used" if self.cache[:, :, int(message)].any() else b"unused"
-
-    def close(self, deadline: float) -> None:
-        pass
-
-
-def config(tensor_parallel_size: int = 1, **cache: Any) -> WorkerConfig:
-    cache = {"num_gpu_blocks_override": 16, **cache}
-    engine = EngineConfig(
-        model=ModelConfig(model=str(MODEL), dtype="float32", max_model_len=48),
-        parallel=ParallelConfig(
-            tensor_parallel_size=tensor_parallel_size, cpu_threads=1, device="cpu"
-        ),
-        cache=CacheConfig(block_size=BLOCK_SIZE, **cache),
-    )
-    return WorkerConfig(engine, ExtensionConfig(f"{__name__}:EchoExtension", b"\x00\xff"))
 
 
 async def step(steps: Steps, *sequences: SequenceDelta) -> dict[int, int]:
