@@ -1,4 +1,4 @@
-"""Writes the parts of the pages that the code says: options, metrics, state tables.
+"""Writes the parts of the pages that the code says: options, request parameters, metrics, states.
 
     python docs/generate.py
 
@@ -19,6 +19,7 @@ from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.node import SchedulerConfig, WorkerNodeConfig
 from pdserve.common.config.router import RouterConfig, RoutingConfig
 from pdserve.common.config.sources import Option, options
+from pdserve.common.core.sampling import PARAMETERS, Parameter, SamplingParams
 from pdserve.common.engine.block_pool import BlockPool
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.node.load import SchedulerCollector
@@ -30,7 +31,7 @@ from pdserve.router.registry import Registry
 from pdserve.router.server import PipelineCollector
 
 FOLDER = Path(__file__).parent
-PAGES = ("operate.md", "internals.md")
+PAGES = ("operate.md", "internals.md", "clients.md")
 COMMANDS = {"up": ClusterConfig, "router": RouterConfig, "prefill, decode": WorkerNodeConfig}
 
 Found = dict[str, Option]  # by command
@@ -100,6 +101,45 @@ def _default(option: Option) -> str:
     return "–" if option.default is None else f"`{option.default}`"
 
 
+# ---- request parameters ----
+
+
+def parameter_table() -> Iterator[str]:
+    head = ("field", "type", "default", "range and meaning", "from", "gRPC")
+    return _table(head, *(_parameter_row(each) for each in PARAMETERS.values()))
+
+
+def _parameter_row(each: Parameter) -> tuple[str, ...]:
+    name = f"`{each.name}`" + ("" if each.http else " (gRPC)")
+    meaning = "; ".join(filter(None, (_range(each), each.meaning)))
+    number = "–" if each.number is None else str(each.number)
+    return name, each.kind, each.default or _sampling_default(each), meaning, each.origin, number
+
+
+def _sampling_default(each: Parameter) -> str:
+    value = getattr(SamplingParams(), each.name)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, (int, float)) else "–"
+
+
+def _range(each: Parameter) -> str:
+    values, characters = "", f"1 … {each.longest} characters" if each.longest else ""
+    if each.low is not None and each.high is not None:
+        low, high = _bound(each.low), _bound(each.high)
+        values = f"({low}, {high}]" if each.positive else f"{low} … {high}"
+    if not each.most:
+        return values or characters
+    return ", each ".join(filter(None, (f"up to {each.most}", values or characters)))
+
+
+def _bound(value: float) -> str:
+    power = (int(value) + 1).bit_length() - 1
+    if power > 16 and value == 2**power - 1:
+        return f"2{str(power).translate(str.maketrans('0123456789', '⁰¹²³⁴⁵⁶⁷⁸⁹'))}−1"
+    return f"{value:g}".replace("-", "−")
+
+
 # ---- metrics ----
 
 
@@ -153,6 +193,7 @@ def _events_of(table: Mapping[Any, Mapping[Any, Any]]) -> type[StrEnum]:
 
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "options": option_tables,
+    "parameters": parameter_table,
     "router-metrics": router_metrics,
     "node-metrics": node_metrics,
     "sink": lambda: _state_table(SINK, _events_of(SINK)),

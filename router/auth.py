@@ -6,10 +6,10 @@ import hmac
 import ipaddress
 from hashlib import sha256
 
-from pdserve.common.core.errors import ConfigError, InvalidRequest, Unauthenticated
+from pdserve.common.core.errors import ConfigError, Unauthenticated
+from pdserve.common.core.sampling import PARAMETERS
 
 HEADER = "authorization"
-MAX_CACHE_SALT = 1024  # characters
 
 
 class APIKeys:
@@ -66,10 +66,8 @@ class APIKeys:
         Raises:
             InvalidRequest: it is empty or too long.
         """
-        if given is not None and not 0 < len(given) <= MAX_CACHE_SALT:
-            raise InvalidRequest(
-                f"cache_salt must have 1 to {MAX_CACHE_SALT} characters", param="cache_salt"
-            )
+        if given is not None:
+            PARAMETERS["cache_salt"].check_length(given)
         return f"{client} {given or ''}" if self._salted else given or ""
 
 

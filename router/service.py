@@ -35,10 +35,6 @@ Context = grpc.aio.ServicerContext[Any, Any]
 logger = logging.getLogger(__name__)
 
 _DEFAULT_MAX_TOKENS = 16
-_OPTIONAL = (
-    "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty",
-    "frequency_penalty", "repetition_penalty", "logprobs",
-)  # fmt: skip
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -105,25 +101,20 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             raise InvalidRequest("request_id must be a word of ASCII", param="request_id")
         self._model.check_name(request.model or None)
         token_ids = await self._prompt(request, client)
-        given = request.sampling
-        options = {name: getattr(given, name) for name in _OPTIONAL if given.HasField(name)}
-        max_tokens = given.max_tokens if given.HasField("max_tokens") else None
+        given = convert.fields_set(request.sampling)
         return GenerationRequest(
             # The client's id need not be unique; ours names the request on the nodes.
             request_id=new_request_id("gen"),
             prompt_token_ids=token_ids,
             sampling=make_sampling(
-                vocab_size=self._model.vocab_size,
-                max_tokens=self._model.fit_max_tokens(
-                    len(token_ids), max_tokens, _DEFAULT_MAX_TOKENS, "prompt"
+                given,
+                self._model,
+                self._model.fit_max_tokens(
+                    len(token_ids), given.get("max_tokens"), _DEFAULT_MAX_TOKENS, "prompt"
                 ),
-                logit_bias=given.logit_bias,
-                stop_token_ids=given.stop_token_ids,
-                ignore_eos=given.ignore_eos,
-                **options,
             ),
-            n=make_choices(given.n if given.HasField("n") else None),
-            stop=make_stop(given.stop),
+            n=make_choices(given.get("n")),
+            stop=make_stop(given.get("stop")),
             cache_salt=self._keys.cache_salt(client, request.cache_salt or None),
             batch=Batch(client, len(token_ids)),
         )

@@ -1,11 +1,13 @@
-"""How a sequence's next token is chosen, when the sequence ends, and what may be asked for."""
+"""The table of request parameters, and what a node is told of a request: how a sequence's next
+token is chosen and when the sequence ends."""
 
 from __future__ import annotations
 
 import ctypes
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
 from typing import Any
 
 from pdserve.common.core.errors import InvalidRequest
@@ -13,30 +15,150 @@ from pdserve.common.core.errors import InvalidRequest
 MAX_TOKENS = 2**31 - 1  # to ask for; a context window is shorter
 MAX_CHOICES = 128  # of one prompt
 MAX_LOGPROBS = 20  # beside the chosen token
-MAX_TOKENS_NAMED = 1024  # entries of logit_bias, and of stop_token_ids
+MAX_TOKENS_NAMED = 1024  # in a list of token ids
+MAX_CACHE_SALT = 1024  # characters
 
-RANGES: dict[str, tuple[float, float]] = {
-    "max_tokens": (1, MAX_TOKENS),
-    "min_tokens": (0, MAX_TOKENS),
-    "temperature": (0, 100),
-    "top_p": (0, 1),
-    "top_k": (-1, 2**31 - 1),
-    "min_p": (0, 1),
-    "seed": (0, 2**63 - 1),
-    "presence_penalty": (-2, 2),
-    "frequency_penalty": (-2, 2),
-    "repetition_penalty": (0.01, 100),
-    "logprobs": (0, MAX_LOGPROBS),
-    "logit_bias": (-100, 100),
-}
-"""Of every numeric parameter, inclusive: wider than any client has a use for, and narrow enough
-that no arithmetic on float32 logits overflows. Both fronts and the nodes check it."""
-POSITIVE = frozenset({"top_p"})  # 0 itself is out of range
+
+class Kind(StrEnum):
+    """What a value is, as a client writes it."""
+
+    INTEGER = "integer"
+    NUMBER = "number"
+    BOOLEAN = "boolean"
+    TEXT = "string"
+    TEXT_OR_TEXTS = "string or strings"
+    TOKEN_IDS = "token ids"
+    BIASES = "token id (as a string) → number"
+    OBJECT = "object"
+
+
+OPENAI, VLLM, PDSERVE = "OpenAI", "vLLM", "pdserve"
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A row of the table. Bounds are inclusive: wider than any client has a use for, and narrow
+    enough that no arithmetic on float32 logits overflows."""
+
+    name: str
+    kind: Kind
+    origin: str  # whose word it is
+    number: int | None = None  # of its field in pdserve.v1.SamplingParams; None: not in there
+    low: float | None = None  # of a number, or of each bias
+    high: float | None = None
+    positive: bool = False  # 0 itself is out of range
+    most: int = 0  # entries
+    longest: int = 0  # characters of an entry, which has one at least
+    default: str = ""  # in words, where it is not that of SamplingParams' field
+    meaning: str = ""
+    http: bool = True  # both endpoints take it, as it is here; false: only gRPC does
+
+    def check(self, value: Any, vocab_size: int) -> None:
+        """Raises InvalidRequest, whose `param` is the name, unless a node may be told this."""
+        if self.kind in (Kind.INTEGER, Kind.NUMBER) and value is not None:
+            self.check_range(value)
+        if self.kind in (Kind.TOKEN_IDS, Kind.BIASES):
+            self.check_count(value)
+            check_token_ids(value, vocab_size, self.name)
+        if self.kind is Kind.BIASES:
+            for bias in value.values():
+                self.check_range(bias)
+
+    def check_range(self, value: float) -> None:
+        check_range(self.name, value, self.low, self.high, self.positive)
+
+    def check_count(self, given: Collection[object]) -> None:
+        if len(given) > self.most:
+            what = "tokens" if self.kind in (Kind.TOKEN_IDS, Kind.BIASES) else "strings"
+            raise InvalidRequest(f"{self.name} takes at most {self.most} {what}", param=self.name)
+
+    def check_length(self, text: str) -> None:
+        if not 0 < len(text) <= self.longest:
+            raise InvalidRequest(
+                f"{self.name} must have 1 to {self.longest} characters", param=self.name
+            )
+
+
+PARAMETERS: dict[str, Parameter] = {
+    each.name: each
+    for each in (
+        Parameter(
+            "model", Kind.TEXT, OPENAI, default="the served one", meaning="another name: 404"
+        ),
+        Parameter(
+            "max_tokens", Kind.INTEGER, OPENAI, 1, low=1, high=MAX_TOKENS,
+            default="completions, gRPC: 16; chat: what fits the window",
+            meaning="`max_completion_tokens` (chat) wins over it",
+        ),
+        Parameter(
+            "min_tokens", Kind.INTEGER, VLLM, 2, low=0, high=MAX_TOKENS,
+            meaning="no end token and no stop before so many tokens",
+        ),
+        Parameter(
+            "temperature", Kind.NUMBER, OPENAI, 3, low=0, high=100, meaning="0 is greedy"
+        ),
+        Parameter("top_p", Kind.NUMBER, OPENAI, 4, low=0, high=1, positive=True),
+        Parameter(
+            "top_k", Kind.INTEGER, VLLM, 5, low=-1, high=2**31 - 1, meaning="0 or −1: all"
+        ),
+        Parameter("min_p", Kind.NUMBER, VLLM, 6, low=0, high=1),
+        Parameter(
+            "seed", Kind.INTEGER, OPENAI, 7, low=0, high=2**63 - 1, default="random",
+            meaning="same seed and parameters: same tokens",
+        ),
+        Parameter(
+            "n", Kind.INTEGER, OPENAI, 16, low=1, high=MAX_CHOICES, default="1",
+            meaning="choices share one prefill and one transfer",
+        ),
+        Parameter("stop", Kind.TEXT_OR_TEXTS, OPENAI, 12, most=4, longest=1024, default="–"),
+        Parameter(
+            "stop_token_ids", Kind.TOKEN_IDS, VLLM, 13, most=MAX_TOKENS_NAMED,
+            meaning="each ends the answer",
+        ),
+        Parameter("include_stop_str_in_output", Kind.BOOLEAN, VLLM, default="false"),
+        Parameter("ignore_eos", Kind.BOOLEAN, VLLM, 14),
+        Parameter("presence_penalty", Kind.NUMBER, OPENAI, 8, low=-2, high=2),
+        Parameter("frequency_penalty", Kind.NUMBER, OPENAI, 9, low=-2, high=2),
+        Parameter("repetition_penalty", Kind.NUMBER, VLLM, 10, low=0.01, high=100),
+        Parameter(
+            "logit_bias", Kind.BIASES, OPENAI, 11, low=-100, high=100, most=MAX_TOKENS_NAMED
+        ),
+        Parameter(
+            "logprobs", Kind.INTEGER, OPENAI, 15, low=0, high=MAX_LOGPROBS, http=False,
+            meaning="the chosen token and so many of the most likely; over HTTP: see below",
+        ),
+        Parameter("skip_special_tokens", Kind.BOOLEAN, VLLM, default="true"),
+        Parameter(
+            "cache_salt", Kind.TEXT, VLLM, longest=MAX_CACHE_SALT, default="–",
+            meaning="cached prompts are found with the same salt alone (over gRPC, too)",
+        ),
+        Parameter(
+            "stream", Kind.BOOLEAN, OPENAI, default="false", meaning="server-sent events"
+        ),
+        Parameter(
+            "stream_options", Kind.OBJECT, OPENAI, default="–",
+            meaning="`include_usage`: true asks for a last event with `usage` and no choices",
+        ),
+        Parameter(
+            "response_format", Kind.OBJECT, OPENAI, default="–",
+            meaning='only `{"type": "text"}`',
+        ),
+        Parameter(
+            "user", Kind.TEXT, OPENAI, default="–", meaning="accepted, without effect"
+        ),
+        Parameter(
+            "priority", Kind.INTEGER, VLLM, default="–", meaning="accepted, without effect"
+        ),
+    )
+}  # fmt: skip
+"""All that completions and chat have in common, and all of gRPC's SamplingParams. The body's fields
+(`router/http/schema.py`), the checks of router and nodes, the conversion to protobuf and the table
+in docs/clients.md are made of it; `proto/inference.proto` is compared with it by a test."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling parameters, as the nodes see them; `check_sampling` says whether they are valid.
+    """Those that nodes must know, by the same names; `check_sampling` says whether they are valid.
 
     Stop *strings* are not here: text exists only in the router, which ends the sequence by
     cancelling it. `seed` is always set (the router draws one when the client gave none), so
@@ -45,18 +167,18 @@ class SamplingParams:
 
     max_tokens: int = 16
     min_tokens: int = 0
-    temperature: float = 1.0  # 0 = greedy
+    temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0  # 0 (a client's -1 too) = all
+    top_k: int = 0  # never -1: the router has made that 0
     min_p: float = 0.0
-    seed: int = 0  # unsigned 63 bit
+    seed: int = 0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # None = none; k = the chosen token and the k most likely
+    logprobs: int | None = None  # None: not even of the chosen token
 
     @property
     def greedy(self) -> bool:
@@ -64,48 +186,26 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Whether choosing a token needs the tokens before it."""
         return (
             self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
             or self.repetition_penalty != 1.0
         )
 
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log-probabilities (natural log) of one chosen token and the most likely ones beside it."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
+    @property
+    def needs_history(self) -> bool:
+        """Whether choosing a token needs the tokens before it."""
+        return self.penalised
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """One generated token."""
-
-    token_id: int
-    logprobs: TokenLogprobs | None = None
-
-
-# ---- what may be asked for ----
+SAMPLING_PARAMETERS = tuple(PARAMETERS[each.name] for each in fields(SamplingParams))
 
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     """Raises InvalidRequest, whose `param` names the field, unless every parameter is in its
-    range and every token id in the vocabulary."""
-    for name in RANGES.keys() - {"logit_bias", "logprobs"}:
-        _check(name, getattr(params, name))
-    if params.logprobs is not None:
-        _check("logprobs", params.logprobs)
-    for name, ids in (
-        ("logit_bias", params.logit_bias),
-        ("stop_token_ids", params.stop_token_ids),
-    ):
-        check_count(name, ids)
-        check_token_ids(ids, vocab_size, name)
-    for value in params.logit_bias.values():
-        _check("logit_bias", value)
+    range and every token id in the vocabulary. The router checks it, and the nodes again."""
+    for parameter in SAMPLING_PARAMETERS:
+        parameter.check(getattr(params, parameter.name), vocab_size)
     if params.min_tokens > params.max_tokens:
         raise InvalidRequest(
             f"min_tokens {params.min_tokens} exceeds max_tokens {params.max_tokens}",
@@ -118,21 +218,19 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
         )
 
 
-def _check(name: str, value: float) -> None:
-    check_range(name, value, *RANGES[name])
-
-
-def check_range(name: str, value: float, low: float | None, high: float | None) -> None:
+def check_range(
+    name: str, value: float, low: float | None, high: float | None, positive: bool = False
+) -> None:
     """Raises InvalidRequest unless low ≤ value ≤ high (None: no bound) and value is finite.
     A float counts as what the nodes get of it: 32 bits."""
     number, least, most = (_as_sent(each) for each in (value, low, high))
     finite = isinstance(number, int) or math.isfinite(number)
-    below = least is not None and (number <= least if name in POSITIVE else number < least)
+    below = least is not None and (number <= least if positive else number < least)
     if finite and not below and (most is None or number <= most):
         return
     bounds = "a finite number"
     if low is not None:
-        bounds = f"{'greater than' if name in POSITIVE else 'at least'} {low}"
+        bounds = f"{'greater than' if positive else 'at least'} {low}"
     if high is not None:
         bounds += f" and at most {high}"
     raise InvalidRequest(f"{name} must be {bounds}, not {_shown(value)}", param=name)
@@ -151,14 +249,27 @@ def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> 
         )
 
 
-def check_count(name: str, given: Collection[object]) -> None:
-    """Raises InvalidRequest when a field names too many tokens."""
-    if len(given) > MAX_TOKENS_NAMED:
-        raise InvalidRequest(f"{name} takes at most {MAX_TOKENS_NAMED} tokens", param=name)
-
-
 def _shown(value: float) -> str:
     """For a message: Python refuses to write integers of thousands of digits."""
     if isinstance(value, int) and value.bit_length() > 64:
         return f"an integer of {value.bit_length()} bits"
     return str(value)
+
+
+# ---- what a node answers ----
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities (natural log) of one chosen token and the most likely ones beside it."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """One generated token."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None

@@ -20,7 +20,7 @@ class NewSequence:
     num_prompt_tokens: int
     seed: int  # sampling.seed + choice
     min_tokens_bans: tuple[int, ...] = ()  # what sampling.min_tokens forbids: EOS, stop ids
-    history: tuple[int, ...] = ()  # prompt + output so far, only if sampling.penalised
+    history: tuple[int, ...] = ()  # prompt + output so far, if sampling.needs_history
 
 
 @dataclass(frozen=True, slots=True)

@@ -303,7 +303,7 @@ class Scheduler:
             min_tokens_bans=(*self.eos_token_ids, *params.stop_token_ids)
             if params.min_tokens
             else (),
-            history=tuple(sequence.token_ids) if params.penalised else (),
+            history=tuple(sequence.token_ids) if params.needs_history else (),
         )
 
     def _stop_running(self, sequence: Sequence) -> None:

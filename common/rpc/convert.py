@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 from pdserve.common.core.errors import InvalidRequest
 from pdserve.common.core.request import Choice, FinishReason, GenerateJob, Timeline, TokenEvent
-from pdserve.common.core.sampling import SampledToken, SamplingParams, TokenLogprobs
+from pdserve.common.core.sampling import (
+    SAMPLING_PARAMETERS,
+    Kind,
+    Parameter,
+    SampledToken,
+    SamplingParams,
+    TokenLogprobs,
+)
 from pdserve.common.rpc.pb import cluster_pb2 as cluster
 from pdserve.common.rpc.pb import inference_pb2 as inference
 
@@ -20,41 +28,33 @@ _FINISH_FROM_PB = {value: key for key, value in _FINISH_TO_PB.items()}
 
 def sampling_to_pb(params: SamplingParams) -> inference.SamplingParams:
     return inference.SamplingParams(
-        max_tokens=params.max_tokens,
-        min_tokens=params.min_tokens,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        seed=params.seed,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-        logit_bias=params.logit_bias,
-        stop_token_ids=params.stop_token_ids,
-        ignore_eos=params.ignore_eos,
-        logprobs=params.logprobs,
+        **{each.name: getattr(params, each.name) for each in SAMPLING_PARAMETERS}
     )
 
 
 def sampling_from_pb(message: inference.SamplingParams) -> SamplingParams:
-    """Every field must be set: routers fill in the defaults, nodes do not guess."""
-    return SamplingParams(
-        max_tokens=message.max_tokens,
-        min_tokens=message.min_tokens,
-        temperature=message.temperature,
-        top_p=message.top_p,
-        top_k=message.top_k,
-        min_p=message.min_p,
-        seed=message.seed,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        repetition_penalty=message.repetition_penalty,
-        logit_bias=dict(message.logit_bias),
-        stop_token_ids=tuple(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-    )
+    """Every field must be set: routers fill in the defaults, nodes do not guess. `logprobs` is
+    the one that may be absent."""
+    values = {each.name: _from_pb(each, message) for each in SAMPLING_PARAMETERS}
+    if not message.HasField("logprobs"):
+        values["logprobs"] = None
+    return SamplingParams(**values)
+
+
+def _from_pb(parameter: Parameter, message: inference.SamplingParams) -> Any:
+    value = getattr(message, parameter.name)
+    match parameter.kind:
+        case Kind.TOKEN_IDS:
+            return tuple(value)
+        case Kind.BIASES:
+            return dict(value)
+        case _:
+            return value
+
+
+def fields_set(message: inference.SamplingParams) -> dict[str, Any]:
+    """What a client has set, by name, as it is in the message."""
+    return {field.name: value for field, value in message.ListFields()}
 
 
 def job_to_pb(job: GenerateJob) -> cluster.Job:

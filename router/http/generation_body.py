@@ -7,6 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
+from pdserve.common.core.sampling import PARAMETERS
 from pdserve.router.admission import Batch
 from pdserve.router.generation import GenerationRequest
 from pdserve.router.http.front import Front
@@ -26,26 +27,11 @@ def make_request(
     batch: Batch,
 ) -> GenerationRequest:
     """Raises InvalidRequest when a value is out of range."""
+    given = {each.name: getattr(body, each.name) for each in PARAMETERS.values() if each.http}
     return GenerationRequest(
         request_id=request_id,
         prompt_token_ids=prompt_token_ids,
-        sampling=make_sampling(
-            vocab_size=front.model.vocab_size,
-            max_tokens=max_tokens,
-            min_tokens=body.min_tokens,
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=body.top_k,
-            min_p=body.min_p,
-            seed=body.seed,
-            presence_penalty=body.presence_penalty,
-            frequency_penalty=body.frequency_penalty,
-            repetition_penalty=body.repetition_penalty,
-            logit_bias=body.logit_bias,
-            stop_token_ids=body.stop_token_ids,
-            ignore_eos=body.ignore_eos,
-            logprobs=logprobs,
-        ),
+        sampling=make_sampling({**given, "logprobs": logprobs}, front.model, max_tokens),
         n=make_choices(body.n),
         stop=make_stop(body.stop),
         include_stop_str_in_output=bool(body.include_stop_str_in_output),

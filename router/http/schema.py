@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, field_validator
+from pydantic import BaseModel, ConfigDict, FailFast, create_model, field_validator
 from typing_extensions import TypeAliasType
+
+from pdserve.common.core.sampling import PARAMETERS, Kind
 
 # A long list of the wrong type would otherwise give as long a list of errors.
 Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
@@ -41,33 +43,26 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class GenerationBody(Body):
-    """What completions and chat have in common."""
+TYPES: dict[Kind, Any] = {
+    Kind.INTEGER: int,
+    Kind.NUMBER: float,
+    Kind.BOOLEAN: bool,
+    Kind.TEXT: str,
+    Kind.TEXT_OR_TEXTS: str | Texts,
+    Kind.TOKEN_IDS: TokenIds,
+    Kind.BIASES: dict[str, float],
+    Kind.OBJECT: dict[str, Any],
+}
+_FIELDS: dict[str, Any] = {
+    each.name: (TYPES[each.kind] | None, None) for each in PARAMETERS.values() if each.http
+}
+TableBody: Any = create_model("TableBody", __base__=Body, **_FIELDS)
 
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    n: int | None = None
-    seed: int | None = None
-    stop: str | Texts | None = None
-    stop_token_ids: TokenIds | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    skip_special_tokens: bool | None = None
-    cache_salt: str | None = None
-    stream: bool | None = None
+
+class GenerationBody(TableBody):
+    """What completions and chat have in common: the table of `common/core/sampling.py`."""
+
     stream_options: StreamOptions | None = None
-    response_format: dict[str, Any] | None = None
-    # Accepted for compatibility; they change nothing here.
-    user: str | None = None
-    priority: int | None = None
 
 
 class CompletionBody(GenerationBody):

@@ -10,12 +10,12 @@ from pdserve.common.config.node import SchedulerConfig
 from pdserve.common.config.router import RouterConfig, RoutingConfig, ServerConfig
 from pdserve.common.core.errors import ConfigError, InvalidRequest
 from pdserve.common.core.request import Choice, GenerateJob
-from pdserve.common.core.sampling import SamplingParams
+from pdserve.common.core.sampling import MAX_CACHE_SALT, SamplingParams
 from pdserve.common.engine.block_pool import BlockPool, hash_blocks
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.engine.sequence import Sequence
 from pdserve.common.rpc.convert import job_from_pb, job_to_pb
-from pdserve.router.auth import MAX_CACHE_SALT, APIKeys
+from pdserve.router.auth import APIKeys
 from pdserve.router.generation import GenerationRequest
 from pdserve.router.request_state import RequestState
 

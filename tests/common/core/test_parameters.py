@@ -1,0 +1,177 @@
+"""The table of request parameters, and what must agree with it: SamplingParams, the protobuf
+message, the bodies of requests and the pages."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from google.protobuf.descriptor import FieldDescriptor as Field
+from pydantic import ValidationError
+
+from paths import ROOT
+from pdserve.common.core.errors import InvalidRequest
+from pdserve.common.core.sampling import (
+    PARAMETERS,
+    SAMPLING_PARAMETERS,
+    Kind,
+    Parameter,
+    SamplingParams,
+    check_sampling,
+)
+from pdserve.common.rpc.convert import fields_set, sampling_from_pb, sampling_to_pb
+from pdserve.common.rpc.pb import inference_pb2 as pb
+from pdserve.router.http.schema import ChatBody, CompletionBody, GenerationBody
+
+VOCAB = 512
+WIRE = pb.SamplingParams.DESCRIPTOR
+CARRIED = [each for each in PARAMETERS.values() if each.number is not None]
+WIRE_TYPES: dict[Kind, tuple[bool, set[int]]] = {  # repeated?, of which types
+    Kind.INTEGER: (False, {Field.TYPE_UINT32, Field.TYPE_INT32, Field.TYPE_UINT64}),
+    Kind.NUMBER: (False, {Field.TYPE_FLOAT}),
+    Kind.BOOLEAN: (False, {Field.TYPE_BOOL}),
+    Kind.TEXT_OR_TEXTS: (True, {Field.TYPE_STRING}),
+    Kind.TOKEN_IDS: (True, {Field.TYPE_UINT32}),
+    Kind.BIASES: (True, {Field.TYPE_MESSAGE}),
+}
+# One value of each kind that every parameter of it takes, and one that none does.
+GOOD: dict[Kind, Any] = {
+    Kind.INTEGER: 1,
+    Kind.NUMBER: 0.5,
+    Kind.BOOLEAN: True,
+    Kind.TEXT: "x",
+    Kind.TEXT_OR_TEXTS: ["x"],
+    Kind.TOKEN_IDS: [3, 4],
+    Kind.BIASES: {"3": 0.5},
+    Kind.OBJECT: {},
+}
+FOREIGN: dict[Kind, Any] = {
+    Kind.INTEGER: "1",
+    Kind.NUMBER: "1",
+    Kind.BOOLEAN: 1,
+    Kind.TEXT: 1,
+    Kind.TEXT_OR_TEXTS: [1],
+    Kind.TOKEN_IDS: ["3"],
+    Kind.BIASES: [3],
+    Kind.OBJECT: [],
+}
+
+
+def name_of(parameter: Parameter) -> str:
+    return parameter.name
+
+
+# ---- SamplingParams -----------------------------------------------------------------------------
+
+
+def test_every_sampling_parameter_has_a_row() -> None:
+    assert [each.name for each in SAMPLING_PARAMETERS] == [f.name for f in fields(SamplingParams)]
+    assert all(each.number is not None for each in SAMPLING_PARAMETERS), "nodes must be told"
+    check_sampling(SamplingParams(), VOCAB)
+
+
+@pytest.mark.parametrize("parameter", SAMPLING_PARAMETERS, ids=name_of)
+def test_nodes_check_every_bound(parameter: Parameter) -> None:
+    for bad in out_of_range(parameter):
+        with pytest.raises(InvalidRequest) as caught:
+            check_sampling(replace(SamplingParams(), **{parameter.name: bad}), VOCAB)
+        assert caught.value.param == parameter.name
+
+
+def out_of_range(parameter: Parameter) -> list[Any]:
+    bounds = [parameter.low, parameter.high]
+    numbers = [] if None in bounds else [parameter.low - 1, parameter.high + 1]  # type: ignore[operator]
+    numbers += [0] if parameter.positive else []
+    match parameter.kind:
+        case Kind.INTEGER | Kind.NUMBER:
+            assert numbers, "a number without bounds"
+            return numbers
+        case Kind.TOKEN_IDS:
+            return [(VOCAB,), (-1,), (1,) * (parameter.most + 1)]
+        case Kind.BIASES:
+            many = dict.fromkeys(range(parameter.most + 1), 0.0)
+            return [{VOCAB: 0.0}, {-1: 0.0}, many, *({1: float(n)} for n in numbers)]
+        case _:
+            return []
+
+
+# ---- protobuf -----------------------------------------------------------------------------------
+
+
+def test_the_message_has_the_fields_of_the_table() -> None:
+    assert {f.name: f.number for f in WIRE.fields} == {p.name: p.number for p in CARRIED}
+
+
+@pytest.mark.parametrize("parameter", CARRIED, ids=name_of)
+def test_a_field_holds_what_its_row_allows(parameter: Parameter) -> None:
+    field = WIRE.fields_by_name[parameter.name]
+    repeated, types = WIRE_TYPES[parameter.kind]
+    assert (field.is_repeated, field.type in types) == (repeated, True)
+    if parameter.kind is Kind.BIASES:
+        entry = field.message_type
+        assert entry.GetOptions().map_entry
+        assert [f.type for f in entry.fields] == [Field.TYPE_UINT32, Field.TYPE_FLOAT]
+    if parameter.kind in (Kind.INTEGER, Kind.NUMBER):
+        assert field.has_presence, "absent is not 0"
+        for bound in (parameter.low, parameter.high):
+            pb.SamplingParams(**{parameter.name: bound})  # no ValueError
+
+
+FULL = SamplingParams(
+    max_tokens=9, min_tokens=2, temperature=0.5, top_p=0.25, top_k=7, min_p=0.125, seed=2**63 - 1,
+    presence_penalty=-1.5, frequency_penalty=1.5, repetition_penalty=2.0, ignore_eos=True,
+    logit_bias={3: -1.5, 4: 100.0}, stop_token_ids=(5, 6), logprobs=0,
+)  # fmt: skip
+
+
+def test_nodes_are_told_every_parameter() -> None:
+    unlike = [
+        f.name for f in fields(FULL) if getattr(FULL, f.name) != getattr(SamplingParams(), f.name)
+    ]
+    assert unlike == [f.name for f in fields(FULL)], "FULL differs from the defaults everywhere"
+    for params in (FULL, SamplingParams(), replace(FULL, logprobs=None)):
+        message = pb.SamplingParams.FromString(sampling_to_pb(params).SerializeToString())
+        assert sampling_from_pb(message) == params
+
+
+def test_what_a_client_set_is_told_apart_from_what_it_did_not() -> None:
+    assert fields_set(pb.SamplingParams()) == {}
+    assert fields_set(pb.SamplingParams(temperature=0, n=0)) == {"temperature": 0, "n": 0}
+
+
+# ---- HTTP ---------------------------------------------------------------------------------------
+
+
+def test_a_body_has_the_fields_of_the_table() -> None:
+    shared = {each.name for each in PARAMETERS.values() if each.http}
+    assert set(GenerationBody.model_fields) == shared
+    for body in (CompletionBody, ChatBody):
+        assert set(body.model_fields) >= shared
+
+
+@pytest.mark.parametrize(
+    "parameter", [each for each in PARAMETERS.values() if each.http], ids=name_of
+)
+def test_a_body_takes_values_of_the_rows_kind(parameter: Parameter) -> None:
+    for value in (None, GOOD[parameter.kind]):
+        body = GenerationBody(**{parameter.name: value})
+        assert value is None or getattr(body, parameter.name) is not None
+    with pytest.raises(ValidationError) as caught:
+        GenerationBody(**{parameter.name: FOREIGN[parameter.kind]})
+    assert caught.value.errors()[0]["loc"][0] == parameter.name
+
+
+# ---- the pages ----------------------------------------------------------------------------------
+
+
+def test_the_page_names_every_field_of_the_endpoints() -> None:
+    page = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
+    shared = set(GenerationBody.model_fields)
+    for body, endpoint in ((CompletionBody, "completions"), (ChatBody, "chat/completions")):
+        table = (
+            page.partition(f"Only `/v1/{endpoint}`:")[2].partition("\n\n")[2].partition("\n\n")[0]
+        )
+        cells = " ".join(line.split("|")[1] for line in table.splitlines()[2:])
+        assert set(re.findall(r"`(\w+)`", cells)) == set(body.model_fields) - shared
