@@ -17,6 +17,7 @@ from typing import Protocol
 
 import msgspec
 
+from pdserve.common.core.errors import InvalidRequest
 from pdserve.common.core.request import Choice, GenerateJob
 from pdserve.common.core.sampling import SampledToken
 from pdserve.common.distributed.executor import Executor
@@ -239,7 +240,9 @@ class EngineCore:
             if sequence.cancelled:
                 continue
             if entry.seq_id in failed:
-                self._fail(sequence, failed[entry.seq_id])
+                forbidden = entry.seq_id in output.forbidden
+                code = InvalidRequest.default_code if forbidden else "SEQUENCE_FAILED"
+                self._fail(sequence, failed[entry.seq_id], code)
                 continue
             self.scheduler.computed(sequence, len(entry.token_ids))
             self._notify(sequence, self._listener.computed)
@@ -258,7 +261,7 @@ class EngineCore:
             reason = f"its node met a {type(error).__name__}; the traceback is in its log"
             self._fail(sequence, reason, "INTERNAL")
 
-    def _fail(self, sequence: Sequence, reason: str, code: str = "SEQUENCE_FAILED") -> None:
+    def _fail(self, sequence: Sequence, reason: str, code: str) -> None:
         sequence.cancelled = True
         self.scheduler.fail(sequence)
         self._listener.failed(sequence, reason, code)

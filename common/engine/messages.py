@@ -63,6 +63,7 @@ class StepOutput:
     tokens: tuple[tuple[int, SampledToken], ...]
     experts: ExpertLoad | None = None  # None: the answering rank has no layer with experts
     failed: tuple[tuple[int, str], ...] = ()
+    forbidden: tuple[int, ...] = ()  # of the failed: those whose own parameters forbid every token
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from pdserve.common.config.node import SchedulerConfig
-from pdserve.common.core.errors import Blame, NodeError, PdserveError
+from pdserve.common.core.errors import Blame, InvalidRequest, NodeError, PdserveError
 from pdserve.common.core.sampling import SampledToken
 from pdserve.common.engine.core import EngineCore
 from pdserve.common.engine.messages import ExpertLoad, RankReady
@@ -118,7 +118,9 @@ class Replica(Generic[S, T]):
     def failed(self, sequence: EngineSequence, reason: str, code: str) -> None:
         message = f"request {sequence.request_id}, choice {sequence.choice}: {reason}"
         logger.warning("%s%s; it ends here, the others go on", self.name, message)
-        error = NodeError(message, code=code, blame=self.blame)
+        error: PdserveError = NodeError(message, code=code, blame=self.blame)
+        if code == InvalidRequest.default_code:
+            error = InvalidRequest(message)
         self._by_sequence[sequence.seq_id].fail(error)
 
     def routed(self, load: ExpertLoad) -> None:

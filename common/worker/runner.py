@@ -65,6 +65,7 @@ class ModelRunner:
             tuple((i, row) for i, row in rows if not isinstance(row, FailedRow)),
             self._expert_load(),
             tuple((i, row.reason) for i, row in rows if isinstance(row, FailedRow)),
+            tuple(i for i, row in rows if isinstance(row, FailedRow) and row.forbidden),
         )
 
     def _expert_load(self) -> ExpertLoad | None:

@@ -66,6 +66,7 @@ class FailedRow:
     """A row for which there is no token."""
 
     reason: str
+    forbidden: bool = False  # by the request's own parameters: the model did its work
 
 
 def sample(
@@ -106,15 +107,16 @@ def _sample(
             ids[row], possible[row] = int(token), possible[row] and bool(chosen)
     logprobs = _logprobs(logits, ids, params)
     return [
-        SampledToken(ids[row], logprobs[row]) if possible[row] else FailedRow(_why(tops[row]))
+        SampledToken(ids[row], logprobs[row]) if possible[row] else _failed(tops[row])
         for row in range(len(ids))
     ]
 
 
-def _why(top: float) -> str:
+def _failed(top: float) -> FailedRow:
+    """Of a row whose largest logit is `top`."""
     if math.isnan(top):
-        return "the model computed NaN logits"
-    return "there is no token that may be chosen"
+        return FailedRow("the model computed NaN logits")
+    return FailedRow("there is no token that may be chosen", forbidden=top > -math.inf)
 
 
 def params_of(sequence: StepSequence) -> SamplingParams:

@@ -84,6 +84,18 @@ async def test_a_failed_row_ends_its_request_and_no_other(
     assert await run(stub, GOOD) == alone and decode.ready() == (True, "ok")
 
 
+async def test_a_request_that_forbids_every_token_is_its_clients_mistake(
+    node: tuple[DecodeNode, pb_grpc.DecodeStub],
+) -> None:
+    """No node's: a router neither tries another one nor counts it against this one."""
+    _, stub = node
+    but_the_end = tuple(token for token in range(512) if token not in (0, 2))
+    sampling = replace(PARAMS, min_tokens=3, stop_token_ids=but_the_end)
+    with pytest.raises(InvalidRequest, match="no token that may be chosen") as caught:
+        await run(stub, replace(GOOD, sampling=sampling))
+    assert (caught.value.blame, caught.value.retryable) == (Blame.CLIENT, False)
+
+
 @pytest.mark.parametrize("event", ["admitted", "computed", "sampled"])
 async def test_a_defect_in_one_requests_work_is_not_the_nodes_end(
     node: tuple[DecodeNode, pb_grpc.DecodeStub], monkeypatch: pytest.MonkeyPatch, event: str
