@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+
+import grpc
 
 from pdserve.common.core.errors import Blame
 from pdserve.common.core.request import GenerateJob
 from pdserve.common.engine.messages import RankReady
 from pdserve.common.node.node import EngineNode
+from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
-from pdserve.decode_node.service import DecodeService, KVTransferService, Sinks
+from pdserve.common.rpc.status import serving
+from pdserve.decode_node.service import KVTransferService, Sinks
 from pdserve.decode_node.session import DecodeSession
 from pdserve.kv_transfer.commands import Call
 from pdserve.kv_transfer.control.sink import KVSink
@@ -61,3 +66,29 @@ class DecodeNode(EngineNode[DecodeSession, KVSink]):
             for session in replica.sessions:
                 if session.request_id == request_id:
                     self.spawn(session.finish(choice))
+
+
+class DecodeService(pb_grpc.DecodeServicer):
+    """Jobs from routers."""
+
+    def __init__(self, node: DecodeNode) -> None:
+        self._node = node
+
+    async def Run(
+        self, request: pb.DecodeRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.DecodeEvent]:
+        async with serving(context, Blame.DECODE):
+            session = self._node.open(convert.job_from_pb(request.job))
+            try:
+                async with aclosing(session.events(request.local_prefill)) as events:
+                    async for event in events:
+                        yield event
+            finally:
+                self._node.close(session)
+
+    async def FinishChoice(
+        self, request: pb.FinishChoiceRequest, context: grpc.aio.ServicerContext
+    ) -> pb.FinishChoiceResponse:
+        async with serving(context):
+            self._node.finish_choice(request.request_id, request.choice)
+        return pb.FinishChoiceResponse()

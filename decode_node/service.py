@@ -1,60 +1,18 @@
-"""The decode node's gRPC services: jobs from routers, commits from prefill nodes."""
+"""The decode node's half of the hand-off over gRPC: commits from prefill nodes."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
-from typing import Protocol
+from collections.abc import Sequence
 
 import grpc
 
 from pdserve.common.core.errors import Blame, TransferError
-from pdserve.common.core.request import GenerateJob
 from pdserve.common.core.sampling import MAX_LOGPROBS
-from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.status import serving
-from pdserve.decode_node.session import DecodeSession
 from pdserve.kv_transfer.control.sink import KVSink
 from pdserve.kv_transfer.digest import RunDigest
-
-
-class SessionHost(Protocol):
-    """The node, as its service sees it."""
-
-    def open(self, job: GenerateJob) -> DecodeSession:
-        """A session for a router's job; raises Unavailable, NodeError, InvalidRequest."""
-
-    def close(self, session: DecodeSession) -> None:
-        """Ends a session in the background."""
-
-    def finish_choice(self, request_id: str, choice: int) -> None:
-        """Ends a choice of a session in the background, if there is such a one."""
-
-
-class DecodeService(pb_grpc.DecodeServicer):
-    def __init__(self, host: SessionHost) -> None:
-        self._host = host
-
-    async def Run(
-        self, request: pb.DecodeRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[pb.DecodeEvent]:
-        async with serving(context, Blame.DECODE):
-            session = self._host.open(convert.job_from_pb(request.job))
-            try:
-                async with aclosing(session.events(request.local_prefill)) as events:
-                    async for event in events:
-                        yield event
-            finally:
-                self._host.close(session)
-
-    async def FinishChoice(
-        self, request: pb.FinishChoiceRequest, context: grpc.aio.ServicerContext
-    ) -> pb.FinishChoiceResponse:
-        async with serving(context):
-            self._host.finish_choice(request.request_id, request.choice)
-        return pb.FinishChoiceResponse()
 
 
 class KVTransferService(pb_grpc.KVTransferServicer):

@@ -6,6 +6,7 @@ Commands travel as the bytes of `Executor.call`; events as those of `Executor.on
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -50,11 +51,17 @@ class Ready(msgspec.Struct, tag=True):
 
 class Verify(msgspec.Struct, tag=True):
     """The reply has the digests that are wrong, of those meant for this rank that it came to:
-    `left` are for another `Verify`, which has none and names the epoch."""
+    `left` are for `VerifyMore`."""
 
     transfer_id: bytes
     digests: tuple[RunDigest, ...]
-    goes_on: int = 0  # in this epoch, with the digests of the one before
+
+
+class VerifyMore(msgspec.Struct, tag=True):
+    """Goes on with the last `Verify`, which was in this epoch."""
+
+    transfer_id: bytes
+    epoch: int
 
 
 class Quiesce(msgspec.Struct, tag=True):
@@ -67,16 +74,16 @@ class Release(msgspec.Struct, tag=True):
     transfer_id: bytes
 
 
-Command = Accept | Submit | Ready | Verify | Quiesce | Release
+Command = Accept | Submit | Ready | Verify | VerifyMore | Quiesce | Release
 
 
 class Reply(msgspec.Struct):
-    error: Fault | None = None
+    error: RankError | None = None
     digests: tuple[RunDigest, ...] = ()
     left: int = 0
 
 
-class Fault(msgspec.Struct):
+class RankError(msgspec.Struct):
     """A PdserveError on its way to the node."""
 
     message: str
@@ -123,14 +130,32 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], message: bytes | msgspec.Raw) -
 Call = Callable[[int, bytes], Awaitable[bytes]]  # Executor.call
 
 
-async def call_rank(call: Call, rank: int, command: Command) -> Reply:
-    """Raises TransferError when the rank's connector did."""
-    reply = _decode(_replies, await call(rank, msgspec.msgpack.encode(command)))
-    if (fault := reply.error) is not None:
-        raise TransferError(
-            fault.message, code=fault.code, blame=Blame(fault.blame), retryable=fault.retryable
-        )
-    return reply
+class RankCalls:
+    """Commands to the ranks of a node. `counts` are those of its half of the hand-off."""
+
+    def __init__(self, call: Call, counts: Counter[str]) -> None:
+        self.call = call
+        self.counts = counts
+
+    async def send(self, rank: int, command: Command) -> Reply:
+        """Raises TransferError when the rank's connector did."""
+        reply = _decode(_replies, await self.call(rank, msgspec.msgpack.encode(command)))
+        if (error := reply.error) is not None:
+            raise TransferError(
+                error.message, code=error.code, blame=Blame(error.blame), retryable=error.retryable
+            )
+        return reply
+
+    async def send_all(self, commands: Mapping[int, Command]) -> list[Reply]:
+        """Calls several ranks at once and waits for all of them; raises the first one's error."""
+        return await all_of(self.send(rank, command) for rank, command in commands.items())
+
+    async def send_alive(self, ranks: Iterable[int], command: Command) -> None:
+        """As `send_all`, but only counts ranks that cannot answer: a dead rank reads and writes
+        nothing any more, and its node ends soon."""
+        calls = (self.send(rank, command) for rank in ranks)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        self.counts["dead_rank"] += sum(isinstance(each, BaseException) for each in answers)
 
 
 async def all_of(calls: Iterable[Awaitable[T]]) -> list[T]:
@@ -140,20 +165,6 @@ async def all_of(calls: Iterable[Awaitable[T]]) -> list[T]:
         if isinstance(answer, BaseException):
             raise answer
     return cast(list[T], answers)
-
-
-async def call_ranks(call: Call, commands: Mapping[int, Command]) -> list[Reply]:
-    """Calls several ranks at once and waits for all of them; raises the first one's error."""
-    calls = (call_rank(call, rank, command) for rank, command in commands.items())
-    return await all_of(calls)
-
-
-async def call_living(call: Call, commands: Mapping[int, Command]) -> int:
-    """As `call_ranks`, but returns how many ranks could not answer: a dead rank reads and
-    writes nothing any more, and its node ends soon."""
-    calls = (call_rank(call, rank, command) for rank, command in commands.items())
-    answers = await asyncio.gather(*calls, return_exceptions=True)
-    return sum(isinstance(answer, BaseException) for answer in answers)
 
 
 def failure(event: Failed) -> TransferError:

@@ -15,7 +15,7 @@ epoch is stale: it is refused, so a source that was given up can never touch the
                └──── retarget ── STOPPING ─▶ SUSPENDED        (blocks kept for another source)
     any     ─── cancelled, lease lapsed ─▶ DRAINING ─▶ FREED
 
-`KVSink` and `KVSource` drive these tables with real I/O; `tests/helpers/explorer.py` drives them
+`Reservation` and `Handoff` drive these tables with real I/O; `tests/helpers/explorer.py` drives them
 through every order of events.
 """
 

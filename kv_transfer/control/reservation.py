@@ -1,34 +1,44 @@
-"""One transfer as its sink keeps it: the blocks it holds, whose turn it is, who waits for what."""
+"""One transfer as its sink keeps it: the blocks it holds, whose turn it is, who waits for what.
+
+Drives the `SINK` table of `protocol.py`. Events come from `KVSink` (the waiter, the sources, what
+ranks report), from the ranks' answers and from the lease; `_do` carries the actions out.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from pdserve.common.core.errors import PdserveError
-from pdserve.kv_transfer.control.lease import Lease
-from pdserve.kv_transfer.control.protocol import Machine, SinkEvent, SinkState
+from pdserve.common.core.errors import Blame, PdserveError, TransferError
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.kv_transfer.commands import (
+    Accept,
+    Quiesce,
+    RankCalls,
+    Release,
+    Verify,
+    VerifyMore,
+    all_of,
+)
+from pdserve.kv_transfer.connector import SinkTransfer
+from pdserve.kv_transfer.control.background import Lease, Tasks
+from pdserve.kv_transfer.control.protocol import Action, SinkEvent, SinkState, sink_machine
 from pdserve.kv_transfer.control.ticket import Ticket
-from pdserve.kv_transfer.digest import RunDigest
+from pdserve.kv_transfer.digest import RunDigest, mismatch
+
+T = TypeVar("T")
 
 MAX_MESSAGE = 500  # characters of a failure that are kept
-
-
-def new_future() -> asyncio.Future[Any]:
-    """A future that nobody need be waiting for when it fails."""
-    future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    future.add_done_callback(lambda done: done.cancelled() or done.exception())
-    return future
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """All KV is in place."""
 
-    first_token: Any  # what the source passed to the commit
+    first_token: pb.TokenEvent  # what the source passed to the commit
     nbytes: int
 
 
@@ -37,10 +47,230 @@ class Epoch:
 
     def __init__(self) -> None:
         self.landed: dict[int, int] = {}  # rank → bytes
-        self.payload: Any = None
+        self.first_token = pb.TokenEvent()  # as committed
         self.digests: Sequence[RunDigest] = ()
-        self.ticket = new_future()  # what `reserve` or `retarget` waits for: Ticket
-        self.committed = new_future()  # what `commit` waits for: bytes landed
+        self.ticket: asyncio.Future[Ticket] = _new_future()  # `Reservation.open`, `retarget`
+        self.committed: asyncio.Future[int] = _new_future()  # `commit`: bytes landed
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.landed.values())
+
+
+class Reservation:
+    """Holds the blocks until the waiter has them (`arrival` has a result) or they are free
+    (`on_freed` was called, `arrival` has an error)."""
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        block_ids: Sequence[int],
+        ranks: RankCalls,
+        tasks: Tasks,
+        *,
+        on_freed: Callable[[], None],
+        on_over: Callable[[Reservation], None],
+    ) -> None:
+        """`on_over`: it has an outcome, which is about to be told to whoever waits."""
+        self.ticket = ticket  # of the current epoch
+        self.block_ids = tuple(block_ids)
+        self.epoch = Epoch()
+        self.arrival: asyncio.Future[Arrival] = _new_future()
+        self.machine = sink_machine(ranks.counts)
+        self.cause: PdserveError | None = None  # of the present failure: the first one
+        self.progress = 0  # grows as the lease is renewed
+        self._ranks = ranks
+        self._rank_ids = [each.rank for each in ticket.endpoints]
+        self._counts = ranks.counts
+        self._tasks = tasks
+        self._on_freed = on_freed
+        self._on_over = on_over
+        self._lease = Lease(ticket.lease_s, self._lapse)
+        self._open()
+
+    # ---- what others want of it --------------------------------------------------------------
+
+    async def issued(self) -> Ticket:
+        """The first epoch's ticket, once every rank takes data.
+
+        Raises:
+            TransferError: a rank refused, or somebody else asked for another epoch meanwhile.
+        """
+        try:
+            return await asyncio.shield(self.epoch.ticket)
+        except asyncio.CancelledError:
+            self.cancel("while blocks were reserved")
+            raise
+
+    async def commit(self, first_token: pb.TokenEvent, digests: Sequence[RunDigest]) -> int:
+        """As `KVSink.commit`, of the current epoch."""
+        epoch = self.epoch
+        if self.machine.state in (SinkState.RESERVED, SinkState.LANDED):
+            epoch.first_token, epoch.digests = first_token, digests
+            self.renew()
+        self._on(SinkEvent.COMMIT)
+        return await asyncio.shield(epoch.committed)
+
+    async def retarget(self, *, outbids: bool) -> Ticket:
+        """As `KVSink.retarget`. Of several who wait for a ticket one gets it: the last that
+        `outbids` the others, which fail."""
+        if self.machine.state is SinkState.DRAINING and self.cause is not None:
+            raise self.cause
+        superseded = stale_epoch("another prefill node takes over")
+        if not self.epoch.ticket.done():
+            if not outbids:
+                raise superseded
+            self.epoch.ticket.set_exception(superseded)
+        self.cause = self.cause or superseded
+        mine = self.epoch.ticket = _new_future()
+        self.renew()
+        self._on(SinkEvent.RETARGET)
+        return await asyncio.shield(mine)
+
+    def cancel(self, when: str) -> None:
+        """Nobody waits for it any more. Whether its client left or its router cannot reach this
+        node, a sink does not know."""
+        message = f"the call that waits for the KV ended {when}"
+        error = TransferError(message, code="CANCELLED", blame=Blame.NETWORK, retryable=True)
+        self.fail(SinkEvent.CANCEL, error)
+
+    def fail(self, event: SinkEvent, error: PdserveError, epoch: int | None = None) -> None:
+        """`epoch` is the one that failed; None: the current one."""
+        actions = self.machine.on(event, epoch)
+        if actions:  # else it is too late to matter: the first cause stays
+            self.cause = error
+        self._run(actions)
+
+    def landed(self, rank: int, nbytes: int) -> None:
+        """All of the current epoch's data is in this rank."""
+        self.epoch.landed[rank] = nbytes
+        self._count_landed()
+
+    def renew(self) -> None:
+        self.progress += 1
+        self._lease.renew()
+
+    # ---- the machine -------------------------------------------------------------------------
+
+    def _lapse(self) -> None:
+        error = TransferError(
+            f"no KV arrived for {self.ticket.lease_s} s", code="LEASE_EXPIRED", retryable=True
+        )
+        self.fail(SinkEvent.LEASE_LAPSED, self.cause or error)
+
+    def _on(self, event: SinkEvent, epoch: int | None = None) -> None:
+        self._run(self.machine.on(event, epoch))
+
+    def _run(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            self._do(action)
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Action.OPEN:
+                self._open()
+            case Action.ISSUE_TICKET:
+                self._issue()
+            case Action.VERIFY:
+                self._start(self._verify(self.machine.epoch))
+            case Action.ACTIVATE:
+                self._activate()
+            case Action.REPLY_COMMIT:
+                self.epoch.committed.set_result(self.epoch.nbytes)
+            case Action.REJECT_COMMIT:
+                assert self.cause is not None
+                self._counts[f"stopped/{self.cause.code}"] += 1
+                self.epoch.committed.set_exception(self.cause)
+                self.renew()  # another source has a whole lease to take over
+            case Action.REPORT_FAILURE:
+                assert self.cause is not None
+                self._counts[f"failed/{self.cause.code}"] += 1
+            case Action.QUIESCE:
+                self._tasks.start(self._quiesce())
+            case Action.FREE:
+                self._free()
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """On behalf of the present epoch, which fails with what the work raises."""
+        epoch = self.machine.epoch
+        return self._tasks.start(work, lambda error: self.fail(SinkEvent.FAILED, error, epoch))
+
+    def _open(self) -> None:
+        waiting = self.epoch.ticket
+        self.epoch = Epoch()
+        if not waiting.done():
+            self.epoch.ticket = waiting
+        self._opening = self._start(self._accept(self.machine.epoch))
+
+    async def _accept(self, epoch: int) -> None:
+        ticket = self.ticket
+        transfer = SinkTransfer(ticket.transfer_id, epoch, ticket.first_block, self.block_ids)
+        await self._ranks.send_all(dict.fromkeys(self._rank_ids, Accept(transfer)))
+        self._on(SinkEvent.OPENED, epoch)
+        self._count_landed()  # a rank that wants no block has landed as it accepted
+
+    def _count_landed(self) -> None:
+        if len(self.epoch.landed) == len(self._rank_ids):
+            self._on(SinkEvent.RANKS_LANDED)
+
+    def _issue(self) -> None:
+        self.ticket = replace(self.ticket, epoch=self.machine.epoch)
+        self.cause = None
+        self.renew()
+        self.epoch.ticket.set_result(self.ticket)
+
+    async def _verify(self, epoch: int) -> None:
+        """Every rank compares what it holds with what the source says it sent."""
+        ranks = self._rank_ids if self.ticket.digests else ()
+        found = await all_of(self._compare(epoch, rank) for rank in ranks)
+        wrong = [each for those in found for each in those]
+        if wrong:
+            self.fail(SinkEvent.MISMATCH, mismatch(wrong), epoch)
+        else:
+            self._on(SinkEvent.VERIFIED, epoch)
+
+    async def _compare(self, epoch: int, rank: int) -> list[RunDigest]:
+        """The digests of one rank that are wrong. It compares step by step, each is progress."""
+        transfer_id = self.ticket.transfer_id
+        digests = tuple(each for each in self.epoch.digests if each.sink_rank == rank)
+        reply = await self._ranks.send(rank, Verify(transfer_id, digests))
+        wrong = list(reply.digests)
+        while reply.left:
+            self.renew()
+            reply = await self._ranks.send(rank, VerifyMore(transfer_id, epoch))
+            wrong += reply.digests
+        return wrong
+
+    async def _quiesce(self) -> None:
+        await asyncio.wait([self._opening])  # or an accept could overtake the quiesce
+        await self._ranks.send_alive(self._rank_ids, Quiesce(self.ticket.transfer_id))
+        self._on(SinkEvent.QUIESCED)
+
+    # ---- the ends ----------------------------------------------------------------------------
+
+    def _activate(self) -> None:
+        nbytes = self.epoch.nbytes
+        self._counts["landed"] += 1
+        self._counts["bytes"] += nbytes
+        self._end()
+        self.arrival.set_result(Arrival(self.epoch.first_token, nbytes))
+        release = Release(self.ticket.transfer_id)
+        self._tasks.start(self._ranks.send_alive(self._rank_ids, release))
+
+    def _free(self) -> None:
+        assert self.cause is not None
+        self._end()
+        try:
+            self._on_freed()
+        finally:  # nobody waits for ever because of a defect there
+            self.arrival.set_exception(self.cause)
+            if not self.epoch.ticket.done():
+                self.epoch.ticket.set_exception(self.cause)
+
+    def _end(self) -> None:
+        self._lease.end()
+        self.epoch.digests = ()
+        self._on_over(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +283,9 @@ class Outcome:
     failure: Callable[[], PdserveError] | None  # makes the error anew
 
     @classmethod
-    def of(cls, entry: Reservation) -> Outcome:
-        failure = None if entry.cause is None else _copies(entry.cause)
-        return cls(entry.machine.epoch, entry.nbytes, failure)
+    def of(cls, over: Reservation) -> Outcome:
+        failure = None if over.cause is None else _copies(over.cause)
+        return cls(over.machine.epoch, over.epoch.nbytes, failure)
 
 
 def _copies(error: PdserveError) -> Callable[[], PdserveError]:
@@ -68,27 +298,12 @@ def _copies(error: PdserveError) -> Callable[[], PdserveError]:
     )
 
 
-@dataclass(slots=True, eq=False)
-class Reservation:
-    """One transfer the sink holds blocks for."""
+def stale_epoch(message: str) -> TransferError:
+    return TransferError(message, code="STALE_EPOCH", blame=Blame.PREFILL, retryable=True)
 
-    ticket: Ticket  # of the current epoch
-    block_ids: tuple[int, ...]
-    machine: Machine[SinkState, SinkEvent]
-    on_freed: Callable[[], None]
-    lease: Lease | None = None
-    arrival: asyncio.Future[Any] = field(default_factory=new_future)
-    epoch: Epoch = field(default_factory=Epoch)
-    opening: asyncio.Task[None] | None = None
-    cause: PdserveError | None = None  # of the present failure: the first one
-    progress: int = 0  # grows as the lease is renewed
 
-    @property
-    def nbytes(self) -> int:
-        """Landed in this epoch."""
-        return sum(self.epoch.landed.values())
-
-    def renew(self) -> None:
-        self.progress += 1
-        if self.lease is not None:
-            self.lease.renew()
+def _new_future() -> asyncio.Future[T]:
+    """A future that nobody need be waiting for when it fails."""
+    future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return future

@@ -12,27 +12,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from pdserve.common.core.errors import Blame, PdserveError, TransferError
-from pdserve.kv_transfer.commands import (
-    Call,
-    Quiesce,
-    Ready,
-    Submit,
-    call_living,
-    call_ranks,
-    decode_event,
-    failure,
-)
-from pdserve.kv_transfer.connector import BlockRun, Failed, SourceTransfer
-from pdserve.kv_transfer.control.lease import Lease
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.kv_transfer.commands import Call, RankCalls, decode_event, failure
+from pdserve.kv_transfer.connector import BlockRun, Failed
+from pdserve.kv_transfer.control.announcer import LeaseKeeper, RunAnnouncer
+from pdserve.kv_transfer.control.background import Lease, Tasks
 from pdserve.kv_transfer.control.protocol import Action, SourceEvent, source_machine
-from pdserve.kv_transfer.control.tasks import Tasks, as_typed
+from pdserve.kv_transfer.control.sink_client import SinkClient
 from pdserve.kv_transfer.control.ticket import Ticket
-from pdserve.kv_transfer.digest import RunDigest
 from pdserve.kv_transfer.layout import Piece, Rect, plan
 
 logger = logging.getLogger(__name__)
@@ -40,30 +32,6 @@ logger = logging.getLogger(__name__)
 RUN_NBYTES = 32 << 20  # of one rank, and at least a block: longer runs are cut
 
 T = TypeVar("T")
-
-
-class SinkNode(Protocol):
-    """The decode node behind a ticket. Calls raise PdserveError: TransferError when the sink
-    refuses, others when it is out of reach."""
-
-    async def commit(self, ticket: Ticket, payload: Any, digests: Sequence[RunDigest]) -> int:
-        """Returns the bytes that landed, once the sequence is runnable there."""
-
-    async def renew(self, ticket: Ticket) -> None: ...
-
-    async def progress(self, ticket: Ticket) -> int:
-        """Grows as the sink gets on with what was committed."""
-
-    async def abort(self, ticket: Ticket, reason: str) -> None: ...
-
-    async def retarget(self, ticket: Ticket) -> Ticket:
-        """The ticket of a new epoch, in place of this one."""
-
-
-@dataclass(frozen=True, slots=True)
-class HandoffResult:
-    nbytes: int
-    seconds: float  # from the first run announced to the commit's answer
 
 
 class KVSource:
@@ -77,17 +45,17 @@ class KVSource:
         block_size: int,
         lease_s: float,
         call: Call,
-        sink: SinkNode,
+        sink: SinkClient,
         block_nbytes: int = 0,
     ) -> None:
         """`block_nbytes`: of a block in the rank that has most of it."""
         self.rank_rects = tuple(rank_rects)
         self.run_blocks = max(1, RUN_NBYTES // block_nbytes) if block_nbytes else 1 << 20
         self.lease_s = lease_s
-        self.call = call
         self.sink = sink
-        self.tasks = Tasks()
         self.counts: Counter[str] = Counter()  # sent, bytes, failed/CODE, late state/event
+        self.ranks = RankCalls(call, self.counts)
+        self.tasks = Tasks(Blame.PREFILL)
         self._fingerprint = fingerprint
         self._block_size = block_size
         self._live: dict[bytes, Handoff] = {}
@@ -125,7 +93,7 @@ class KVSource:
         if handoff is None or handoff.ticket.epoch != event.epoch:
             self.counts["late_event"] += 1
         elif isinstance(event, Failed):
-            handoff.fail(SourceEvent.FAILED, failure(event))
+            handoff.fail(failure(event))
         else:
             handoff.moved()
 
@@ -139,59 +107,51 @@ class KVSource:
         await self.tasks.join()
 
 
+@dataclass(frozen=True, slots=True)
+class HandoffResult:
+    nbytes: int
+    seconds: float  # from the first run announced to the commit's answer
+
+
 class Handoff:
     """One transfer under way."""
 
     def __init__(self, source: KVSource, ticket: Ticket, pieces: Sequence[Piece]) -> None:
         self.ticket = ticket  # of the present epoch
-        self.quiet = asyncio.Event()  # no rank reads the blocks any more
+        self.quiesced = asyncio.Event()  # no rank reads the blocks any more
         self._source = source
-        self._pieces = pieces
         self._machine = source_machine(source.counts)
         self._lease = Lease(source.lease_s, self._lapse)
         self._cause: PdserveError | None = None
+        self._first_token = pb.TokenEvent()  # as it is committed
         self._nbytes = 0
-        self._payload: Any = None
         self._started: float | None = None
         self._seconds = 0.0
-        self._runs: list[Ready] = []
-        self._digests: list[RunDigest] = []
-        self._ranks = sorted({piece.source_rank for piece in pieces})
-        self._commands: asyncio.Queue[dict[int, Submit | Ready]] = asyncio.Queue()
-        self._committed = False  # the commit is on its way: all digests are made
-        self._moved = False  # since the last renewal
-        self._submit()
-        self._announcing = self._start(self._announce())
-        self._renewing = self._start(self._keep_renewing())
+        self._announcer = RunAnnouncer(source.ranks, pieces, ticket, source.run_blocks, self._lease)
+        self._keeper = LeaseKeeper(source.sink, ticket, self._lease)
+        self._announcing = self._start(self._announcer.run())
+        self._renewing = self._start(self._keeper.run(self._renew_refused))
         self._asking: asyncio.Task[None] | None = None  # the commit, or the new epoch
 
     def ready(self, run: BlockRun, block_ids: Sequence[int], last: bool = False) -> None:
         """These blocks hold final KV: `block_ids` are this node's blocks for `run`. Runs come
         in order; blocks the sink has already are left out here. Never blocks; without effect
         on a hand-off that has failed."""
-        self.renew()
+        self._lease.renew()
         self._started = self._started or asyncio.get_running_loop().time()
-        ticket = self.ticket
-        skipped = min(run.count, max(0, ticket.first_block - run.first))
-        wanted = BlockRun(run.first + skipped, run.count - skipped)
-        if not wanted.count and not last:
-            return
-        for part, ids in _cut(wanted, tuple(block_ids)[skipped:], self._source.run_blocks):
-            ends = last and part.first + part.count == wanted.first + wanted.count
-            self._runs.append(Ready(ticket.transfer_id, part, ids, ends, ticket.digests))
-            self._commands.put_nowait(dict.fromkeys(self._ranks, self._runs[-1]))
+        self._announcer.announce(run, block_ids, last)
 
-    async def commit(self, payload: Any) -> HandoffResult:
-        """The last run was announced: asks the sink to take over with `payload`. Returns when
-        it has and no rank reads the blocks any more.
+    async def commit(self, first_token: pb.TokenEvent) -> HandoffResult:
+        """The last run was announced: asks the sink to take over with `first_token`. Returns
+        when it has and no rank reads the blocks any more.
 
         Raises:
             TransferError: why the hand-off failed; the ranks are quiet then, too.
         """
-        self._payload = payload
-        self.renew()
+        self._first_token = first_token
+        self._lease.renew()
         self._on(SourceEvent.COMMIT)
-        await self.quiet.wait()
+        await self.quiesced.wait()
         if self._cause is not None:
             raise self._cause
         return HandoffResult(self._nbytes, self._seconds)
@@ -200,8 +160,8 @@ class Handoff:
         """Gives up; returns when no rank reads the blocks any more. Without effect on the
         outcome of a hand-off that has one."""
         error = TransferError(reason, code="ABORTED", blame=Blame.PREFILL, retryable=True)
-        self.fail(SourceEvent.ABORT, error)
-        await self.quiet.wait()
+        self._fail(SourceEvent.ABORT, error)
+        await self.quiesced.wait()
 
     async def watch(self, work: asyncio.Future[T]) -> T:
         """Waits for `work` while the hand-off stands.
@@ -209,30 +169,41 @@ class Handoff:
         Raises:
             TransferError: why the hand-off failed.
         """
-        quiet = asyncio.ensure_future(self.quiet.wait())
+        quiesced = asyncio.ensure_future(self.quiesced.wait())
         try:
-            either: list[asyncio.Future[Any]] = [work, quiet]
+            either: list[asyncio.Future[Any]] = [work, quiesced]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            quiet.cancel()
+            quiesced.cancel()
         if not work.done() and self._cause is not None:
             raise self._cause
         return work.result()
 
-    def renew(self) -> None:
-        """Progress: the lease starts anew."""
-        self._lease.renew()
-
     def moved(self) -> None:
-        """A rank says so. The sink may not see it yet: the turn is another transfer's."""
-        self._moved = True
-        self.renew()
+        """A rank has moved data."""
+        self._keeper.moved()
 
-    def fail(self, event: SourceEvent, error: PdserveError) -> None:
+    def fail(self, error: PdserveError) -> None:
+        """It cannot go on; without effect on the outcome of a hand-off that has one."""
+        self._fail(SourceEvent.FAILED, error)
+
+    # ---- the machine -------------------------------------------------------------------------
+
+    def _fail(self, event: SourceEvent, error: PdserveError) -> None:
         actions = self._machine.on(event)
         if actions:  # else it is too late to matter: the first cause stays
             self._cause = error
         self._run(actions)
+
+    def _refused(self, event: SourceEvent, error: TransferError) -> None:
+        """By the sink. Wrong digests are no failure yet."""
+        actions = self._machine.on(event)
+        if Action.REPORT_FAILURE in actions:
+            self._cause = error
+        self._run(actions)
+
+    def _renew_refused(self, error: TransferError) -> None:
+        self._refused(SourceEvent.RENEW_REFUSED, error)
 
     def _lapse(self) -> None:
         error = TransferError(
@@ -240,7 +211,7 @@ class Handoff:
             code="LEASE_EXPIRED",
             retryable=True,
         )
-        self.fail(SourceEvent.LEASE_LAPSED, error)
+        self._fail(SourceEvent.LEASE_LAPSED, error)
 
     def _on(self, event: SourceEvent) -> None:
         self._run(self._machine.on(event))
@@ -255,12 +226,13 @@ class Handoff:
             case Action.SEND_COMMIT:
                 self._asking = self._start(self._send_commit())
             case Action.SEND_ABORT:
-                tasks.start(self._send_abort())
+                tasks.start(self._source.sink.abort(self.ticket, str(self._cause)))
             case Action.REPULL:
                 counts["repulled"] += 1
                 self._asking = self._start(self._repull())
             case Action.RESEND:
-                self._resend()
+                self._keeper.committed = False
+                self._announcer.submit(self.ticket)
             case Action.REPORT_SUCCESS:
                 counts["sent"] += 1
                 counts["bytes"] += self._nbytes
@@ -268,154 +240,55 @@ class Handoff:
                 assert self._cause is not None
                 counts[f"failed/{self._cause.code}"] += 1
             case Action.QUIESCE:
+                self._announcer.stop()
                 tasks.start(self._quiesce())
             case Action.FREE:
                 self._free()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """In the background; the hand-off fails with what the work raises."""
+        return self._source.tasks.start(work, self.fail)
 
-        async def run() -> None:
-            try:
-                await work
-            except Exception as error:
-                self.fail(SourceEvent.FAILED, as_typed(error, Blame.PREFILL))
+    # ---- its actions -------------------------------------------------------------------------
 
-        return self._source.tasks.start(run())
-
-    # ---- talking to the ranks ---------------------------------------------------------------
-
-    def _submit(self) -> None:
-        self._commands.put_nowait({rank: Submit(self._share(rank)) for rank in self._ranks})
-
-    def _share(self, rank: int) -> SourceTransfer:
-        """What this rank sends, and where to."""
-        mine = tuple(
-            (piece, self.ticket.endpoints[piece.sink_rank].endpoint)
-            for piece in self._pieces
-            if piece.source_rank == rank
-        )
-        return SourceTransfer(self.ticket.transfer_id, self.ticket.epoch, mine)
-
-    async def _announce(self) -> None:
-        """Passes commands to the ranks in order; collects digests."""
-        while commands := await self._commands.get():
-            if self._cause is None:
-                await self._pass_on(commands)
-            self._commands.task_done()
-
-    async def _pass_on(self, commands: dict[int, Submit | Ready]) -> None:
+    async def _send_commit(self) -> None:
+        digests = await self._announcer.digests()
+        self._keeper.committed = True
         try:
-            replies = await call_ranks(self._source.call, commands)
+            sink = self._source.sink
+            self._nbytes = await sink.commit(self.ticket, self._first_token, digests)
         except TransferError as error:
-            self.fail(SourceEvent.FAILED, error)
-        except PdserveError as error:  # a rank of this node, whatever it may say
-            self.fail(SourceEvent.FAILED, _of_this_node(error))
+            wrong = error.code == "DIGEST_MISMATCH"
+            self._refused(SourceEvent.MISMATCH if wrong else SourceEvent.COMMIT_REFUSED, error)
         else:
-            self._digests += (digest for reply in replies for digest in reply.digests)
-            self.renew()
+            now = asyncio.get_running_loop().time()
+            self._seconds = now - (self._started or now)
+            self._on(SourceEvent.COMMIT_ACKED)
 
-    def _resend(self) -> None:
-        self._digests.clear()
-        self._committed = False
-        self._submit()
-        for run in self._runs:
-            self._commands.put_nowait(dict.fromkeys(self._ranks, run))
+    async def _repull(self) -> None:
+        logger.warning("transfer %s: wrong digests; sending again", self.ticket.transfer_id.hex())
+        await self._announcer.quiesce()
+        try:
+            self.ticket = self._keeper.ticket = await self._source.sink.retarget(self.ticket)
+        except TransferError as error:
+            self._fail(SourceEvent.COMMIT_REFUSED, error)
+        else:
+            self._lease.renew()
+            self._on(SourceEvent.RETARGETED)
 
     async def _quiesce(self) -> None:
         self._renewing.cancel()
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.wait([self._asking])
-        self._commands.put_nowait({})
         await asyncio.wait([self._announcing])  # or a submit could overtake the quiesce
-        await self._quiet_ranks()
+        await self._announcer.quiesce()
         self._on(SourceEvent.QUIESCED)
-
-    async def _quiet_ranks(self) -> None:
-        command = Quiesce(self.ticket.transfer_id)
-        dead = await call_living(self._source.call, dict.fromkeys(self._ranks, command))
-        self._source.counts["dead_rank"] += dead
-
-    # ---- talking to the sink ----------------------------------------------------------------
-
-    async def _keep_renewing(self) -> None:
-        """While the prompt waits and computes, and digests are made, both leases hang on the
-        sink's answers. After that each side's hangs on what moves, at either."""
-        seen = 0
-        while True:
-            await asyncio.sleep(min(self._source.lease_s, self.ticket.lease_s) / 3)
-            try:
-                if not self._committed:
-                    await self._source.sink.renew(self.ticket)
-                    self.renew()
-                elif self._moved:
-                    self._moved = False
-                    await self._source.sink.renew(self.ticket)
-                elif (progress := await self._source.sink.progress(self.ticket)) != seen:
-                    seen = progress
-                    self.renew()
-            except TransferError as error:
-                self._refused(SourceEvent.RENEW_REFUSED, error)
-            except PdserveError as error:  # out of reach: if it stays so, the lease lapses
-                logger.warning("cannot renew a hand-off: %s", error)
-
-    async def _send_commit(self) -> None:
-        await self._commands.join()  # every digest is here
-        self._committed = True
-        try:
-            sink, digests = self._source.sink, tuple(self._digests)
-            self._nbytes = await sink.commit(self.ticket, self._payload, digests)
-        except TransferError as error:
-            wrong = error.code == "DIGEST_MISMATCH"
-            self._refused(SourceEvent.MISMATCH if wrong else SourceEvent.COMMIT_REFUSED, error)
-        except PdserveError as error:
-            self.fail(SourceEvent.FAILED, error)
-        else:
-            now = asyncio.get_running_loop().time()
-            self._seconds = now - (self._started or now)
-            self._on(SourceEvent.COMMIT_ACKED)
-
-    def _refused(self, event: SourceEvent, error: TransferError) -> None:
-        actions = self._machine.on(event)
-        if Action.REPORT_FAILURE in actions:
-            self._cause = error
-        self._run(actions)
-
-    async def _repull(self) -> None:
-        logger.warning("transfer %s: wrong digests; sending again", self.ticket.transfer_id.hex())
-        await self._quiet_ranks()
-        try:
-            self.ticket = await self._source.sink.retarget(self.ticket)
-        except TransferError as error:
-            self.fail(SourceEvent.COMMIT_REFUSED, error)
-        except PdserveError as error:
-            self.fail(SourceEvent.FAILED, error)
-        else:
-            self.renew()
-            self._on(SourceEvent.RETARGETED)
-
-    async def _send_abort(self) -> None:
-        await self._source.sink.abort(self.ticket, str(self._cause))
 
     def _free(self) -> None:
         self._lease.end()
         self._source.forget(self)
-        self.quiet.set()
-
-
-def _cut(
-    run: BlockRun, block_ids: tuple[int, ...], most: int
-) -> Iterator[tuple[BlockRun, tuple[int, ...]]]:
-    """A run in parts of at most `most` blocks; one that is empty stays."""
-    for start in range(0, max(1, run.count), most):
-        ids = block_ids[start : start + most]
-        yield BlockRun(run.first + start, len(ids)), ids
-
-
-def _of_this_node(error: PdserveError) -> TransferError:
-    message = f"a rank of the prefill node failed: {error.message}"
-    return TransferError(message, code=error.code, blame=Blame.PREFILL, retryable=True)
+        self.quiesced.set()
 
 
 def _mismatch(code: str, name: str, ours: object, theirs: object) -> TransferError:

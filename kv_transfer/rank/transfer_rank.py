@@ -20,13 +20,14 @@ from pdserve.common.core.errors import ConfigError, TransferError
 from pdserve.kv_transfer.commands import (
     Accept,
     Command,
-    Fault,
     Quiesce,
+    RankError,
     Ready,
     Release,
     Reply,
     Submit,
     Verify,
+    VerifyMore,
     decode_command,
     encode_event,
 )
@@ -123,8 +124,8 @@ class TransferRank:
         try:
             reply = self._serve(decode_command(message))
         except TransferError as error:
-            fault = Fault(error.message, error.code, error.blame.value, error.retryable)
-            reply = Reply(error=fault)
+            told = RankError(error.message, error.code, error.blame.value, error.retryable)
+            reply = Reply(error=told)
         return msgspec.msgpack.encode(reply)
 
     def _serve(self, command: Command) -> Reply:
@@ -142,6 +143,8 @@ class TransferRank:
                 return Reply(digests=self._digest(command))
             case Verify():
                 return self._verify(command)
+            case VerifyMore():
+                return self._verify_more(command)
             case Quiesce(transfer_id):
                 self._forget(transfer_id)
                 self._connector.quiesce(transfer_id)
@@ -170,11 +173,13 @@ class TransferRank:
         transfer = self._sinks.get(command.transfer_id)
         if transfer is None:
             raise _stopped()
-        if not command.goes_on:
-            begun = self._digester.verify(transfer, command.digests)
-            self._verifications[command.transfer_id] = begun
+        verification = self._digester.verify(transfer, command.digests)
+        self._verifications[command.transfer_id] = verification
+        return Reply(digests=tuple(verification.step()), left=verification.left)
+
+    def _verify_more(self, command: VerifyMore) -> Reply:
         verification = self._verifications.get(command.transfer_id)
-        if verification is None or command.goes_on not in (0, verification.transfer.epoch):
+        if verification is None or verification.transfer.epoch != command.epoch:
             raise _stopped()
         return Reply(digests=tuple(verification.step()), left=verification.left)
 

@@ -22,26 +22,27 @@ PROMPT = tuple(range(5, 155))  # three chunks
 NUM_TOKENS = 24
 MORE_BLOCKS = 400  # than the others': least-load placement prefers the node that is to die
 SINK, D = "pdserve.kv_transfer.control.sink:KVSink", "pdserve.decode_node.session:DecodeSession"
+RESERVATION = "pdserve.kv_transfer.control.reservation:Reservation"
 HANDOFF, P = (
     "pdserve.kv_transfer.control.source:Handoff",
     "pdserve.prefill_node.session:PrefillSession",
 )
-PEER = "pdserve.prefill_node.node:DecodePeer"
+CLIENT = "pdserve.kv_transfer.control.sink_client:SinkClient"
 
 STEPS = [
     *[("decode", f"{D}.{method}", 1) for method in ("events", "admitted", "_reserve", "_land")],
-    ("decode", f"{SINK}._accept", 1),
-    ("decode", f"{SINK}._issue", 1),
+    ("decode", f"{RESERVATION}._accept", 1),
+    ("decode", f"{RESERVATION}._issue", 1),
     *[("decode", f"{SINK}.on_event", count) for count in (1, 2, 3)],
     ("decode", f"{SINK}.commit", 1),
-    ("decode", f"{SINK}._verify", 1),
-    ("decode", f"{SINK}._activate", 1),
+    ("decode", f"{RESERVATION}._verify", 1),
+    ("decode", f"{RESERVATION}._activate", 1),
     ("decode", f"{D}._land>", 1),
     *[("prefill", f"{P}.{method}", 1) for method in ("events", "admitted", "sampled", "_describe")],
     *[("prefill", f"{P}.computed", count) for count in (1, 2, 3)],
     ("prefill", f"{HANDOFF}._send_commit", 1),
-    ("prefill", f"{PEER}.commit", 1),
-    ("prefill", f"{PEER}.commit>", 1),
+    ("prefill", f"{CLIENT}.commit", 1),
+    ("prefill", f"{CLIENT}.commit>", 1),
     ("prefill", f"{HANDOFF}._quiesce", 1),
     ("prefill", f"{HANDOFF}._free", 1),
 ]

@@ -33,6 +33,7 @@ from pdserve.kv_transfer.connector import (
 )
 from pdserve.kv_transfer.connectors.multi.connector import MultiConnector
 from pdserve.kv_transfer.control.sink import KVSink
+from pdserve.kv_transfer.control.sink_client import SinkClient
 from pdserve.kv_transfer.control.source import Handoff, KVSource
 from pdserve.kv_transfer.control.ticket import RankEndpoint, Ticket
 from pdserve.kv_transfer.digest import RunDigest
@@ -166,14 +167,14 @@ class Pair:
     sink_node: FakeNode
     source: KVSource
     sink: KVSink
-    peer: FakeSinkNode
+    peer: FakeSinkClient
     sink_frees: int = 0
     handoffs: list[Handoff] = field(default_factory=list)
 
     @property
     def freed(self) -> list[str]:
         """Whose blocks are free again, once for each time."""
-        quiet = sum(handoff.quiet.is_set() for handoff in self.handoffs)
+        quiet = sum(handoff.quiesced.is_set() for handoff in self.handoffs)
         return ["sink"] * self.sink_frees + ["source"] * quiet
 
     def note_sink_free(self) -> None:
@@ -190,7 +191,7 @@ class Pair:
         self.sink_node.close()
 
 
-class FakeSinkNode:
+class FakeSinkClient(SinkClient):
     """Reaches a sink by function calls, until it is cut off."""
 
     def __init__(self, sink: KVSink) -> None:
@@ -253,7 +254,7 @@ def make_pair(
         digests=digests,
     )
 
-    peer = FakeSinkNode(sink)
+    peer = FakeSinkClient(sink)
     source = KVSource(
         source_node.rects,
         fingerprint=FINGERPRINT,

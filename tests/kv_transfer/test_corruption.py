@@ -101,9 +101,9 @@ class Trials:
         self.faults = 0
         self.kinds: Counter[str] = Counter()
         self._made, self._rng, self._wanted = made, rng, wanted
-        self._call = made.sink._call
+        self._call = made.sink.ranks.call
         self._before = [cache.clone() for cache in made.sink_node.caches]
-        made.sink._call = self.call  # type: ignore[method-assign]
+        made.sink.ranks.call = self.call  # type: ignore[method-assign]
 
     async def call(self, rank: int, message: bytes) -> bytes:
         command = decode(message)
@@ -173,7 +173,7 @@ async def test_digests_of_other_transfers_epochs_and_places_do_not_pass() -> Non
         made.source_node.fill_random()
         rng, transfer = random.Random(0), Transfer(random.Random(0), 60, range(60))
         asked: list[Verify] = []
-        call, rank = made.sink._call, made.sink_node.ranks[0]
+        call, rank = made.sink.ranks.call, made.sink_node.ranks[0]
 
         async def check(number: int, message: bytes) -> bytes:
             command = decode(message)
@@ -185,7 +185,7 @@ async def test_digests_of_other_transfers_epochs_and_places_do_not_pass() -> Non
                     assert list(reply.digests) == wrong
             return await call(number, message)
 
-        made.sink._call = check  # type: ignore[method-assign]
+        made.sink.ranks.call = check  # type: ignore[method-assign]
         await transfer.hand_off(made, await transfer.reserve(made))
         assert len(asked) == 1
 
@@ -229,8 +229,8 @@ class Saboteur:
         self._held: dict[int, list[Any]] = {}
         self._spoilt: set[tuple[bytes, Rect, BlockRun]] = set()
         self._mend: list[tuple[bytes, Place, np.ndarray]] = []
-        self._call_source, self._call_sink = made.source.call, made.sink._call
-        made.source.call, made.sink._call = self.source, self.sink  # type: ignore[method-assign]
+        self._call_source, self._call_sink = made.source.ranks.call, made.sink.ranks.call
+        made.source.ranks.call, made.sink.ranks.call = self.source, self.sink  # type: ignore[method-assign]
         if end == "source":
             for number, rank in enumerate(made.source_node.ranks):
                 self._hold(number, rank._connector)
@@ -342,7 +342,7 @@ async def test_what_is_spoilt_again_is_given_up(connector: str, end: str) -> Non
             ticket = await transfer.reserve(made)
             with pytest.raises(TransferError, match="DIGEST_MISMATCH"):
                 await transfer.hand_off(made, ticket)
-            made.sink._lapse(made.sink._live[ticket.transfer_id])  # no other source takes over
+            made.sink._live[ticket.transfer_id]._lapse()  # no other source takes over
             with pytest.raises(TransferError, match="DIGEST_MISMATCH"):
                 await made.sink.wait(ticket.transfer_id)
         assert sorted(made.freed) == ["sink"] * 3 + ["source"] * 3

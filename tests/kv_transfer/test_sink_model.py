@@ -20,8 +20,8 @@ from pdserve.common.core.errors import PdserveError, TransferError
 from pdserve.kv_transfer.commands import (
     Accept,
     Command,
-    Fault,
     Quiesce,
+    RankError,
     Release,
     Reply,
     Verify,
@@ -35,7 +35,7 @@ from pdserve.kv_transfer.layout import Rect
 
 RULES = Rules(asks=2)
 WRONG = RunDigest(0, Rect(0, 1, 0, 1), BlockRun(0, 1), b"wrong")
-REFUSAL = Fault("no", "CONNECTOR_FAILED", "decode", True)
+REFUSAL = RankError("no", "CONNECTOR_FAILED", "decode", True)
 _commands = msgspec.msgpack.Decoder(Command)
 
 
@@ -176,7 +176,7 @@ class Twins:
         elif label.endswith("leaves"):
             self._tasks.append(asyncio.create_task(self.sink.cancel(self._id)))
         elif label.endswith("lapses"):
-            self.sink._lapse(self._entry)
+            self._entry._lapse()
 
     async def _settle(self) -> None:
         for _ in range(12):

@@ -17,7 +17,7 @@ from pdserve.common.core.errors import TransferError
 from pdserve.common.rpc.pb import cluster_pb2
 from pdserve.kv_transfer.commands import Command, Verify
 from pdserve.kv_transfer.connector import BlockRun
-from pdserve.kv_transfer.control.lease import Lease
+from pdserve.kv_transfer.control.background import Lease
 from pdserve.kv_transfer.control.source import Handoff
 from pdserve.kv_transfer.control.ticket import RankEndpoint, Ticket
 from pdserve.kv_transfer.layout import Rect
@@ -175,7 +175,7 @@ async def test_each_side_frees_alone() -> None:
         with pytest.raises(TransferError) as error:
             await made.sink.wait(ticket.transfer_id)
         assert error.value.code == "LEASE_EXPIRED"
-        await asyncio.wait_for(handoff.quiet.wait(), 5)
+        await asyncio.wait_for(handoff.quiesced.wait(), 5)
         with pytest.raises(TransferError, match="LEASE_EXPIRED"):
             await handoff.commit(0)
         assert made.freed == ["sink", "source"]
@@ -372,10 +372,10 @@ class Spoiler:
 
     def __init__(self, made: Pair, times: int) -> None:
         self.spoiled = 0
-        self._call = made.sink._call
+        self._call = made.sink.ranks.call
         self._times = times
         self._cache = made.sink_node.caches[0]
-        made.sink._call = self.call  # type: ignore[method-assign]
+        made.sink.ranks.call = self.call  # type: ignore[method-assign]
 
     async def call(self, rank: int, message: bytes) -> bytes:
         if rank == 0 and self.spoiled < self._times and isinstance(decode(message), Verify):

@@ -29,20 +29,23 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.pb import inference_pb2
 from pdserve.common.rpc.server import Channels, GrpcServer
-from pdserve.decode_node.node import Sinks
-from pdserve.decode_node.service import KVTransferService
+from pdserve.decode_node.service import KVTransferService, Sinks
 from pdserve.kv_transfer import digest
 from pdserve.kv_transfer.commands import Command, Ready
 from pdserve.kv_transfer.connector import BlockRun
 from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
 from pdserve.kv_transfer.connectors.tcp import Options, TCPConnector, TCPTransport
-from pdserve.kv_transfer.control.reservation import MAX_MESSAGE
-from pdserve.kv_transfer.control.sink import KVSink
-from pdserve.kv_transfer.control.source import Handoff
+from pdserve.kv_transfer.control.announcer import RunAnnouncer
+from pdserve.kv_transfer.control.reservation import MAX_MESSAGE, Reservation
+from pdserve.kv_transfer.control.sink_client import (
+    CHANNEL_IDLE,
+    MAX_CHANNELS,
+    MAX_PEERS,
+    DecodePeers,
+    SinkClient,
+)
 from pdserve.kv_transfer.control.ticket import Ticket
 from pdserve.kv_transfer.digest import Digester
-from pdserve.prefill_node.node import DecodePeer
-from pdserve.prefill_node.peers import CHANNEL_IDLE, MAX_CHANNELS, MAX_PEERS, DecodePeers
 
 decode = msgspec.msgpack.Decoder(Command).decode
 
@@ -131,14 +134,14 @@ async def test_long_runs_are_cut() -> None:
         full = made.source_node.fill_random()
         made.source.run_blocks = 2
         seen: list[tuple[int, int, bool]] = []
-        call = made.source.call
+        call = made.source.ranks.call
 
         async def note(rank: int, message: bytes) -> bytes:
             if isinstance(command := decode(message), Ready):
                 seen.append((command.run.first, command.run.count, command.last))
             return await call(rank, message)
 
-        made.source.call = note  # type: ignore[method-assign]
+        made.source.ranks.call = note  # type: ignore[method-assign]
         _, handoff = await start(made)
         handoff.ready(BlockRun(0, 5), SOURCE_IDS, last=True)
         await handoff.commit("token")
@@ -185,7 +188,7 @@ async def test_a_rank_that_failed_is_its_own_node_s_fault() -> None:
         async def dead(rank: int, message: bytes) -> bytes:
             raise NodeError("rank 0 was killed", code="RANK_DIED")
 
-        made.source.call = dead  # type: ignore[method-assign]
+        made.source.ranks.call = dead  # type: ignore[method-assign]
         announce(handoff)
         with pytest.raises(TransferError) as caught:
             await handoff.commit(0)
@@ -194,7 +197,7 @@ async def test_a_rank_that_failed_is_its_own_node_s_fault() -> None:
 
 @pytest.mark.parametrize(
     ("where", "method", "blame"),
-    [(KVSink, "_differing", Blame.DECODE), (Handoff, "_pass_on", Blame.PREFILL)],
+    [(Reservation, "_compare", Blame.DECODE), (RunAnnouncer, "_send", Blame.PREFILL)],
 )
 async def test_a_defect_ends_its_transfer_at_once(
     monkeypatch: pytest.MonkeyPatch, where: type, method: str, blame: Blame
@@ -223,7 +226,7 @@ async def test_a_bad_first_token_is_the_prefill_node_s_fault_and_another_may_try
         address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
         await server.start()
         made.sink._address = address
-        made.source.sink = DecodePeer(channels.get, DecodePeers())
+        made.source.sink = SinkClient(channels.get, DecodePeers())
         for token, bad in ((50, True), (49, False)):
             if bad:
                 ticket, handoff = await start(made)
@@ -270,7 +273,7 @@ async def test_finished_transfers_are_remembered_without_their_sessions() -> Non
             announce(handoff)
             if number % 3 == 1:
                 await handoff.abort("x" * 10_000)
-                made.sink._lapse(made.sink._live[ticket.transfer_id])
+                made.sink._live[ticket.transfer_id]._lapse()
                 with pytest.raises(TransferError):
                     await made.sink.wait(ticket.transfer_id)
             else:

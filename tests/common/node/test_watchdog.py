@@ -25,8 +25,12 @@ from pdserve.common.rpc.server import Channels, GrpcServer
 from pdserve.common.rpc.status import serving
 from pdserve.decode_node.node import DecodeNode
 from pdserve.decode_node.session import DecodeSession
-from pdserve.prefill_node.node import DecodePeer
-from pdserve.prefill_node.peers import FORGET_AFTER, DecodePeers, why_unreachable
+from pdserve.kv_transfer.control.sink_client import (
+    FORGET_AFTER,
+    DecodePeers,
+    SinkClient,
+    why_unreachable,
+)
 
 IDLE = EngineProgress(
     step=0,
@@ -186,7 +190,7 @@ def test_an_address_out_of_reach_is_forgotten() -> None:
 
 
 async def test_probes_until_somebody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.prefill_node.peers.PROBE_PERIOD", 0.01)
+    monkeypatch.setattr("pdserve.kv_transfer.control.sink_client.PROBE_PERIOD", 0.01)
     answers = iter(["no route", "time-out", ""])
     asked: list[str] = []
 
@@ -221,7 +225,7 @@ async def test_silence_and_no_route_are_told(monkeypatch: pytest.MonkeyPatch) ->
     async def no_route(host: str, port: int) -> Any:
         raise OSError(errno.EHOSTUNREACH, "No route to host")
 
-    monkeypatch.setattr("pdserve.prefill_node.peers.PROBE_TIMEOUT", 0.05)
+    monkeypatch.setattr("pdserve.kv_transfer.control.sink_client.PROBE_TIMEOUT", 0.05)
     monkeypatch.setattr(asyncio, "open_connection", silent)
     assert await why_unreachable("d0:1") == "no answer within 0.05 s"
     monkeypatch.setattr(asyncio, "open_connection", no_route)
@@ -243,7 +247,7 @@ async def test_calls_to_a_decode_node_tell_whether_it_is_there() -> None:
     server.add(descriptor, pb_grpc.add_KVTransferServicer_to_server, Refusing())
     address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
     ticket: Any = SimpleNamespace(transfer_id=b"t", epoch=0, lease_s=1.0, address=address)
-    peer = DecodePeer(channels.get, peers)
+    peer = SinkClient(channels.get, peers)
     with pytest.raises(NodeError):
         await peer.abort(ticket, "the server is not started")
     assert peers.in_doubt() == [address]

@@ -1,7 +1,8 @@
-"""Which decode nodes this prefill node reaches, by its own calls and, in doubt, by probes.
+"""A source's calls to the decode nodes behind its tickets, and which of these nodes it reaches: by
+those calls and, in doubt, by probes.
 
-The router may well reach a decode node that this node does not; only this node can say so. One
-decode node that died is not this node's fault: it is unhealthy when of all it knows none answers.
+The router may well reach a decode node that this node does not; only this node can say so. That one
+decode node died does not make this node unhealthy: it is when of all that it knows none answers.
 """
 
 from __future__ import annotations
@@ -12,6 +13,93 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
+from typing import Any
+
+import grpc
+
+from pdserve.common.core.errors import Blame, NodeError, PdserveError
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
+from pdserve.common.rpc.status import from_rpc_error
+from pdserve.kv_transfer.control.ticket import Ticket
+from pdserve.kv_transfer.digest import RunDigest
+
+CALL_TIMEOUT = 30.0  # seconds, whatever lease a ticket may promise
+
+
+class SinkClient:
+    """The sink behind a ticket, over gRPC. Calls raise PdserveError: TransferError when the sink
+    refuses, others when it is out of reach."""
+
+    def __init__(self, channel: Callable[[str], Any], peers: DecodePeers) -> None:
+        """`channel` returns the channel to an address."""
+        self._channel = channel
+        self._peers = peers
+
+    async def commit(
+        self, ticket: Ticket, first_token: pb.TokenEvent, digests: Sequence[RunDigest]
+    ) -> int:
+        """Returns the bytes that landed, once the sequence is runnable there. Has no deadline of
+        its own: it lasts as long as the transfer makes progress."""
+        request = pb.CommitRequest(
+            transfer_id=ticket.transfer_id,
+            epoch=ticket.epoch,
+            first_token=first_token,
+            digests=[digest.to_proto() for digest in digests],
+        )
+        response = await self._call("Commit", ticket, request, timeout=None)
+        nbytes: int = response.bytes
+        return nbytes
+
+    async def renew(self, ticket: Ticket) -> None:
+        request = pb.RenewRequest(transfer_id=ticket.transfer_id, epoch=ticket.epoch)
+        await self._call("Renew", ticket, request, _timeout(ticket))
+
+    async def progress(self, ticket: Ticket) -> int:
+        """Grows as the sink gets on with what was committed."""
+        request = pb.RenewRequest(
+            transfer_id=ticket.transfer_id, epoch=ticket.epoch, committed=True
+        )
+        response = await self._call("Renew", ticket, request, _timeout(ticket))
+        progress: int = response.progress
+        return progress
+
+    async def abort(self, ticket: Ticket, reason: str) -> None:
+        request = pb.AbortRequest(transfer_id=ticket.transfer_id, epoch=ticket.epoch, reason=reason)
+        await self._call("Abort", ticket, request, _timeout(ticket))
+
+    async def retarget(self, ticket: Ticket) -> Ticket:
+        """The ticket of a new epoch, in place of this one."""
+        request = pb.RetargetRequest(transfer_id=ticket.transfer_id, epoch=ticket.epoch)
+        response = await self._call("Retarget", ticket, request, _timeout(ticket))
+        return Ticket.from_proto(response.ticket)
+
+    async def _call(self, method: str, ticket: Ticket, request: Any, timeout: float | None) -> Any:
+        with self._peers.calling(ticket.address):
+            stub = pb_grpc.KVTransferStub(self._channel(ticket.address))
+            try:
+                response = await getattr(stub, method)(request, timeout=timeout)
+            except grpc.aio.AioRpcError as error:
+                failure = from_rpc_error(error, Blame.DECODE)
+                lost = failure.code == "PEER_LOST"
+                self._peers.used(ticket.address, answered=not lost)
+                raise (_unreachable(failure) if lost else failure) from None
+            self._peers.used(ticket.address)
+            return response
+
+
+def _timeout(ticket: Ticket) -> float:
+    """Seconds for an answer that needs no work."""
+    return min(ticket.lease_s, CALL_TIMEOUT)
+
+
+def _unreachable(failure: PdserveError) -> NodeError:
+    """From here: whether the decode node is to blame, the router knows, which calls it itself."""
+    message = f"the prefill node cannot reach the decode node: {failure.message}"
+    return NodeError(message, code=failure.code, blame=Blame.NETWORK)
+
+
+# ---- which decode nodes are reached ----
 
 # Seconds without use after which an address is forgotten.
 FORGET_AFTER = 10.0  # out of reach: or this node would be unhealthy, and hence unused, for ever

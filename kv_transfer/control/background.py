@@ -1,0 +1,89 @@
+"""What goes on beside the calls of a control half: tasks, none of them lost, and leases."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from pdserve.common.core.errors import Blame, PdserveError, TransferError
+
+logger = logging.getLogger(__name__)
+
+
+class Tasks:
+    """Holds on to tasks of the node whose role is `role`; `join` waits for all."""
+
+    def __init__(self, role: Blame) -> None:
+        self._role = role
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(
+        self,
+        work: Coroutine[Any, Any, None],
+        on_error: Callable[[PdserveError], None] | None = None,
+    ) -> asyncio.Task[None]:
+        """What the work raises goes to `on_error`, as a typed error; without it, to the log."""
+        task = asyncio.get_running_loop().create_task(self._run(work, on_error))
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    async def _run(
+        self, work: Coroutine[Any, Any, None], on_error: Callable[[PdserveError], None] | None
+    ) -> None:
+        try:
+            await work
+        except Exception as error:
+            if on_error is not None:
+                on_error(self._typed(error))
+            elif isinstance(error, PdserveError):
+                logger.warning("KV transfer, in the background: %s", error)
+            else:
+                raise
+
+    def _typed(self, error: Exception) -> PdserveError:
+        """What nobody expected is a defect of this node, and in its log."""
+        if isinstance(error, PdserveError):
+            return error
+        logger.error("KV transfer: a defect", exc_info=error)
+        message = f"the {self._role} node failed in the KV transfer: {type(error).__name__}"
+        return TransferError(message, code="INTERNAL", blame=self._role, retryable=True)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("KV transfer, in the background: a defect", exc_info=error)
+
+    async def join(self) -> None:
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+
+class Lease:
+    """A deadline that progress moves on: calls `on_lapse` once nothing renewed it for `seconds`.
+    Lives on the event loop."""
+
+    def __init__(self, seconds: float, on_lapse: Callable[[], None]) -> None:
+        self.seconds = seconds
+        self._loop = asyncio.get_running_loop()
+        self._on_lapse = on_lapse
+        self._deadline = self._loop.time() + seconds
+        self._timer: asyncio.TimerHandle | None = self._loop.call_at(self._deadline, self._check)
+
+    def renew(self) -> None:
+        """Cheap: the timer is moved only when it fires."""
+        self._deadline = self._loop.time() + self.seconds
+
+    def end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _check(self) -> None:
+        if self._loop.time() >= self._deadline:
+            self._timer = None
+            self._on_lapse()
+        else:
+            self._timer = self._loop.call_at(self._deadline, self._check)
