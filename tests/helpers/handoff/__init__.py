@@ -1,6 +1,6 @@
 """The hand-off's parties as pure functions: what each may do next, and what it makes of a message.
 
-    D        the decode node: its `SINK` machine, driven as `KVSink` drives it, and its ranks
+    D        the decode node: its `SINK` machine, driven as `Reservation` drives it, and its ranks
     A, B     two prefill nodes: a `SOURCE` machine each, driven as `Handoff` drives it
     R        the router: reserves, gives the ticket to A, and the next ones to B, A, …
 
