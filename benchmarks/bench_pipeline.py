@@ -44,7 +44,7 @@ from pdserve.common.engine.messages import CacheShape, RankReady
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.engine.sequence import Finish
 from pdserve.common.engine.sequence import Sequence as Seq
-from pdserve.common.worker.neighbours import Neighbours
+from pdserve.common.worker.runner import StageLink
 from pdserve.common.worker.worker import ModelWorker, WorkerConfig, build_worker, worker_specs
 
 ROUNDS = 3  # of each case; the fastest counts, since others use this host too
@@ -77,7 +77,7 @@ class TracedWorker:
         self.ready = worker.ready
         self.close = worker.close
         if worker.runner.neighbours is not None:
-            worker.runner.neighbours = TimedNeighbours(worker.runner.neighbours, self._waits)
+            worker.runner.neighbours = TimedStageLink(worker.runner.neighbours, self._waits)
 
     def step(self, message: bytes) -> bytes:
         self._waits.clear()
@@ -91,8 +91,8 @@ class TracedWorker:
         return answer
 
 
-class TimedNeighbours(Neighbours):
-    def __init__(self, inner: Neighbours, waits: list[tuple[float, float]]) -> None:
+class TimedStageLink(StageLink):
+    def __init__(self, inner: StageLink, waits: list[tuple[float, float]]) -> None:
         self._inner, self._noted = inner, waits
 
     def receive(self, num_tokens: int) -> Tensor:

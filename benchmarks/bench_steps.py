@@ -26,7 +26,7 @@ from pdserve.common.engine.block_pool import BlockPool
 from pdserve.common.engine.messages import StepDelta
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.engine.sequence import Sequence
-from pdserve.common.worker.known_sequences import KnownSequences
+from pdserve.common.worker.input_batch import InputBatch
 
 BLOCK_SIZE, VOCAB = 16, 128 * 1024
 TOKEN = SampledToken(7)
@@ -47,7 +47,7 @@ def decoding(sequences: int, tokens: int, penalties: bool) -> Scheduler:
 
 
 def measure(scheduler: Scheduler, steps: int) -> list[dict[str, float]]:
-    known = KnownSequences(BLOCK_SIZE, VOCAB, torch.device("cpu"), samples=True)
+    known = InputBatch(BLOCK_SIZE, VOCAB, torch.device("cpu"), samples=True)
     decoder = msgspec.msgpack.Decoder(StepDelta)
     rows = []
     for _ in range(steps):

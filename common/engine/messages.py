@@ -1,6 +1,6 @@
 """What the scheduler tells the ranks each step, and what they answer.
 
-A step names what is new and nothing else: ranks remember the rest (`known_sequences.py`). Steps
+A step names what is new and nothing else: ranks remember the rest (`input_batch.py`). Steps
 are numbered and every rank gets all of them in one order, so a rank that missed one knows it.
 """
 

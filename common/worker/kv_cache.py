@@ -1,16 +1,39 @@
-"""One rank's KV cache: its dimensions, and the memory it lies in."""
+"""One rank's KV cache: its dimensions, how much memory it may take, and the memory it lies in."""
 
 from __future__ import annotations
 
 import fcntl
+import logging
 import mmap
 import os
 from dataclasses import dataclass, replace
 from math import prod
 
+import psutil
 import torch
 
+from pdserve.common.config.node import EngineConfig
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.host import memory_left
+from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.engine.messages import CacheShape
+from pdserve.common.model.decoder import CausalLM
+from pdserve.common.model.device import dtype_name
+from pdserve.common.planning.kv_budget import (
+    blocks_per_sequence,
+    check_num_blocks,
+    format_bytes,
+    gpu_cache_bytes,
+    plan_num_blocks,
+)
+from pdserve.common.worker.runner import ModelRunner, StageLink, made_up_blocks
+
+logger = logging.getLogger(__name__)
+
+# Of the available RAM, unless --kv-cache-memory says more: a rank's share, and what the ranks of
+# a node take together at most.
+CPU_MEMORY_SHARE, CPU_MEMORY_SHARES = 0.1, 0.5
+CPU_MEMORY_LIMIT = 4 * 2**30
 
 
 def dimensions(shape: CacheShape) -> tuple[int, int, int, int, int, int]:
@@ -36,6 +59,22 @@ def resized(shape: CacheShape, num_blocks: int) -> CacheShape:
 
 def cache_bytes(shape: CacheShape) -> int:
     return prod(dimensions(shape)) * torch_dtype(shape).itemsize
+
+
+def cache_shape(model: CausalLM, engine: EngineConfig, group: GroupCoordinator) -> CacheShape:
+    """This rank's cache, of one block: its size is not known yet."""
+    spec, stage = model.spec, model.stage
+    head_start, head_end = spec.kv_head_range(group.rank, group.size)
+    return CacheShape(
+        layer_start=stage.start,
+        layer_end=stage.end,
+        head_start=head_start,
+        head_end=head_end,
+        num_blocks=1,
+        block_size=engine.cache.block_size,
+        head_dim=spec.head_dim,
+        dtype=dtype_name(model.dtype),
+    )
 
 
 @dataclass(slots=True)
@@ -73,3 +112,90 @@ def _allocate_shared(shape: CacheShape) -> tuple[int, torch.Tensor]:
     memory = mmap.mmap(fd, size)
     tensor = torch.frombuffer(memory, dtype=torch_dtype(shape))
     return fd, tensor.view(dimensions(shape))
+
+
+def allocate(
+    engine: EngineConfig,
+    shape: CacheShape,
+    max_model_len: int,
+    room: int,
+    group: GroupCoordinator,
+    device: torch.device,
+) -> KVCache:
+    """As many blocks as the rank of the node with the least room has."""
+    num_blocks = plan_num_blocks(engine, cache_bytes(shape), max_model_len, room, device.type)
+    everywhere = group.all_gather(torch.tensor([num_blocks], device=device), dim=0)
+    num_blocks = int(everywhere.min())
+    check_num_blocks(engine, num_blocks, max_model_len)
+    shape = resized(shape, num_blocks)
+    if device.type == "cpu":
+        check_ram(cache_bytes(shape))
+    if group.rank == 0:
+        tokens, size = num_blocks * shape.block_size, format_bytes(cache_bytes(shape))
+        logger.info("# KV blocks: %d (= %d tokens, %s per rank)", num_blocks, tokens, size)
+    return KVCache.allocate(shape, device)
+
+
+# ---- how much memory it may take, measured once the weights are loaded ----
+
+
+def available_bytes(
+    config: EngineConfig,
+    model: CausalLM,
+    shape: CacheShape,
+    max_model_len: int,
+    device: torch.device,
+    link: StageLink,
+) -> int:
+    """For a cache of blocks of `shape`. On a CPU a share of the available RAM; on a GPU what
+    --gpu-memory-utilization leaves beside other processes, the weights and the largest step's
+    activations."""
+    if device.type == "cpu":
+        sequence = blocks_per_sequence(config, max_model_len) * cache_bytes(shape)
+        return cpu_cache_bytes(available_ram(), config.parallel.world_size_across_dp, sequence)
+    peak = _peak_of_largest_step(config, model, shape, device, link)
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    return gpu_cache_bytes(total, config.cache.gpu_memory_utilization, others, peak)
+
+
+def available_ram() -> int:
+    """Bytes the host has left, or this container if that is less."""
+    host, own = psutil.virtual_memory().available, memory_left()
+    return host if own is None else min(host, own)
+
+
+def cpu_cache_bytes(available: int, ranks: int, sequence: int) -> int:
+    """A rank's share of `available` bytes: where that is less than one `sequence` of the greatest
+    length needs, so much, if the node's ranks together leave half of the memory free."""
+    most = available * CPU_MEMORY_SHARES / ranks
+    share = min(available * CPU_MEMORY_SHARE, most, CPU_MEMORY_LIMIT)
+    return int(max(share, min(sequence, most)))
+
+
+def check_ram(size: int) -> None:
+    """Raises ConfigError when a cache of `size` bytes exceeds what is left. Its pages are taken
+    when first written: the kernel would end the node in the midst of its work."""
+    if size > (left := available_ram()):
+        raise ConfigError(
+            f"a KV cache of {format_bytes(size)} does not fit into the {format_bytes(left)} of "
+            "memory that are left: lower --kv-cache-memory or --num-gpu-blocks-override, or raise "
+            "the container's memory limit"
+        )
+
+
+def _peak_of_largest_step(
+    config: EngineConfig,
+    model: CausalLM,
+    shape: CacheShape,
+    device: torch.device,
+    link: StageLink,
+) -> int:
+    """Bytes torch holds at most, weights included, during the largest step there can be."""
+    step = (config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs)
+    blocks = made_up_blocks(*step, block_size=shape.block_size)
+    cache = KVCache.allocate(resized(shape, blocks), device)
+    torch.cuda.reset_peak_memory_stats(device)
+    ModelRunner(model, cache.tensor, device, True, link).warm_up(*step)
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from pdserve.common.core.sampling import SamplingParams
+from pdserve.common.distributed.parallel_state import ParallelState
 from pdserve.common.engine.messages import ExpertLoad, StepOutput
 from pdserve.common.model.attention import AttentionBatch
 from pdserve.common.model.decoder import CausalLM
-from pdserve.common.worker.batch import StepBatch, StepSequence
-from pdserve.common.worker.neighbours import Neighbours
+from pdserve.common.worker.input_batch import StepBatch, StepSequence
 from pdserve.common.worker.sampler import FailedRow, sample
 
 
@@ -26,15 +26,15 @@ class ModelRunner:
         cache: torch.Tensor,
         device: torch.device,
         samples: bool,
-        neighbours: Neighbours | None = None,
+        link: StageLink | None = None,
     ) -> None:
-        """`samples` is true on the one rank whose tokens are used; `neighbours` are the other
+        """`samples` is true on the one rank whose tokens are used; `link` leads to the other
         stages, where there are any."""
         self.model = model
         self.cache = cache
         self.device = device
         self.samples = samples
-        self.neighbours = neighbours
+        self._link = link
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> StepOutput:
@@ -51,7 +51,7 @@ class ModelRunner:
             self.cache,
         )
         if not self.model.stage.last:
-            self._others.send(hidden)
+            self._others().send(hidden)
             return StepOutput(batch.step, ())
         if not inputs.sampled:
             return StepOutput(batch.step, (), self._expert_load())
@@ -77,17 +77,46 @@ class ModelRunner:
         """What the stage begins with."""
         if self.model.stage.first:
             return torch.tensor(token_ids, device=self.device)
-        return self._others.receive(len(token_ids))
+        return self._others().receive(len(token_ids))
 
-    @property
-    def _others(self) -> Neighbours:
-        assert self.neighbours is not None, "a stage that is not alone has neighbours"
-        return self.neighbours
+    def _others(self) -> StageLink:
+        assert self._link is not None, "a stage that is not alone has a link to the others"
+        return self._link
 
     def warm_up(self, num_tokens: int, num_seqs: int) -> None:
         """Runs a made-up step, so that kernels are chosen and memory is taken before the first
         request. Overwrites the first blocks of the cache: call it while none is held."""
         self.run(made_up_batch(num_tokens, num_seqs, block_size=self.cache.shape[4]))
+
+
+class StageLink:
+    """What a pipeline stage gets from the one before it, and gives to the one after it.
+
+    Rank r of a stage talks to rank r of the next. Hidden states are equal on all ranks of a
+    stage: each sends its share of the columns, and the receivers gather them among themselves,
+    since the ranks of a stage are closer to each other than stages are (as in Megatron-LM,
+    arXiv:2104.04473, section 4.1)."""
+
+    def __init__(self, state: ParallelState, hidden_size: int, dtype: torch.dtype) -> None:
+        self._pp = state.pp
+        self._tp = state.tp
+        self._dtype = dtype
+        splits = hidden_size % state.tp.size == 0
+        self._width = hidden_size // state.tp.size if splits else hidden_size
+        self._splits = splits and state.tp.size > 1
+
+    def receive(self, num_tokens: int) -> Tensor:
+        """`[num_tokens, hidden]` from the stage before; waits for it."""
+        part = self._pp.recv((num_tokens, self._width), self._dtype, self._pp.rank - 1)
+        return self._tp.all_gather(part, dim=-1) if self._splits else part
+
+    def send(self, hidden: Tensor) -> None:
+        """To the stage after; returns when that one has begun to take it, so that no stage runs
+        ahead by more than a micro-batch."""
+        if self._splits:
+            start = self._tp.rank * self._width
+            hidden = hidden[:, start : start + self._width]
+        self._pp.send(hidden, self._pp.rank + 1)
 
 
 @dataclass(frozen=True, slots=True)

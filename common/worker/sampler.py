@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from pdserve.common.core.sampling import SampledToken, SamplingParams, TokenLogprobs
-from pdserve.common.worker.batch import StepSequence, TokenCounts
+from pdserve.common.worker.input_batch import StepSequence, TokenCounts
 
 logger = logging.getLogger(__name__)
 

@@ -27,23 +27,19 @@ from pdserve.common.distributed.environment import (
     is_loopback,
 )
 from pdserve.common.distributed.executor import Emit, Extension, WorkerSpec
-from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.distributed.parallel_state import (
     ParallelState,
     initialize_model_parallel,
 )
-from pdserve.common.engine.messages import CacheShape, RankReady, StepDelta
-from pdserve.common.model.decoder import CausalLM
+from pdserve.common.engine.messages import RankReady, StepDelta
 from pdserve.common.model.device import choose_device, choose_dtype, dtype_name
 from pdserve.common.model.loader import load_model
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.stages import stages_of
-from pdserve.common.planning.kv_budget import check_num_blocks, format_bytes, plan_num_blocks
-from pdserve.common.worker.known_sequences import KnownSequences
-from pdserve.common.worker.kv_cache import KVCache, cache_bytes, resized
-from pdserve.common.worker.memory import available_bytes, check_ram
-from pdserve.common.worker.neighbours import Neighbours
-from pdserve.common.worker.runner import ModelRunner
+from pdserve.common.planning.kv_budget import format_bytes
+from pdserve.common.worker.input_batch import InputBatch
+from pdserve.common.worker.kv_cache import KVCache, allocate, available_bytes, cache_shape
+from pdserve.common.worker.runner import ModelRunner, StageLink
 
 logger = logging.getLogger(__name__)
 
@@ -111,23 +107,23 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     engine = config.engine
     device = choose_device(engine.parallel.device, spec.local_rank)
     model_spec, max_model_len = _read_model(engine)
-    environment, state = _meet(spec, engine, device)
+    environment, state = _init_distributed(spec, engine, device)
     replicas = engine.parallel.data_parallel_size
     _set_threads(engine.parallel.cpu_threads, replicas * environment.num_neighbours)
-    extension_config = config.extension and at_home(config.extension, environment)
+    extension_config = config.extension and resolve_host(config.extension, environment)
     dtype = choose_dtype(engine.model.dtype, model_spec.dtype, device)
     # Each host chooses by what its CPU can do, and reads its own copy of the folder.
     state.world.agree([dtype_name(dtype), max_model_len], "dtype and context window")
     stage = stages_of(model_spec, engine.parallel)[state.pp.rank]
     all2all = make_all2all(engine.parallel.all2all_backend, state.ep)
     sharding = Sharding(state.tp, device, dtype, all2all)
-    model = load_model(model_spec, engine.model, sharding, stage, _Progress(spec.rank))
-    neighbours = Neighbours(state, model_spec.hidden_size, dtype)
-    shape = _cache_shape(model, engine, state.tp)
-    room = available_bytes(engine, model, shape, max_model_len, device, neighbours)
-    cache = _allocate(engine, shape, max_model_len, room, state.world, device)
+    model = load_model(model_spec, engine.model, sharding, stage, _LoadingLog(spec.rank))
+    link = StageLink(state, model_spec.hidden_size, dtype)
+    shape = cache_shape(model, engine, state.tp)
+    room = available_bytes(engine, model, shape, max_model_len, device, link)
+    cache = allocate(engine, shape, max_model_len, room, state.world, device)
     samples = spec.rank == spec.answer_rank
-    runner = ModelRunner(model, cache.tensor, device, samples, neighbours)
+    runner = ModelRunner(model, cache.tensor, device, samples, link)
     _warm_up(runner, engine)
     extension = _build_extension(extension_config, cache, spec.rank, emit)
     return ModelWorker(spec.rank, state, runner, cache, extension)
@@ -148,16 +144,12 @@ class ModelWorker:
         self._state = state
         self.runner = runner
         self._cache = cache
-        self._extension = extension
-        self._known = KnownSequences(
+        self.extension = extension
+        self._batch = InputBatch(
             cache.shape.block_size, runner.model.spec.vocab_size, runner.device, runner.samples
         )
         self._decoder = msgspec.msgpack.Decoder(StepDelta)
         self._encoder = msgspec.msgpack.Encoder()
-
-    @property
-    def extension(self) -> CacheExtension | None:
-        return self._extension
 
     def ready(self) -> bytes:
         ready = RankReady(
@@ -165,12 +157,12 @@ class ModelWorker:
             cache=self._cache.shape,
             weights_bytes=self.runner.model.weights_bytes,
             device=str(self.runner.device),
-            extension_info=self._extension.info() if self._extension else b"",
+            extension_info=self.extension.info() if self.extension else b"",
         )
         return self._encoder.encode(ready)
 
     def step(self, message: bytes) -> bytes:
-        batch = self._known.apply(self._decoder.decode(message))
+        batch = self._batch.apply(self._decoder.decode(message))
         return self._encoder.encode(self.runner.run(batch))
 
     def close(self) -> None:
@@ -186,7 +178,7 @@ def _set_threads(requested: int, num_neighbours: int) -> None:
     torch.set_num_threads(requested or max(1, usable_cores() // num_neighbours))
 
 
-def at_home(config: ExtensionConfig, environment: DistributedEnvironment) -> ExtensionConfig:
+def resolve_host(config: ExtensionConfig, environment: DistributedEnvironment) -> ExtensionConfig:
     """`config` with this rank's address for the host "auto".
 
     Raises:
@@ -202,7 +194,7 @@ def at_home(config: ExtensionConfig, environment: DistributedEnvironment) -> Ext
     return config
 
 
-def _meet(
+def _init_distributed(
     spec: WorkerSpec, engine: EngineConfig, device: torch.device
 ) -> tuple[DistributedEnvironment, ParallelState]:
     parallel = engine.parallel
@@ -237,7 +229,7 @@ def _read_model(engine: EngineConfig) -> tuple[ModelSpec, int]:
     return spec, max_model_len
 
 
-class _Progress:
+class _LoadingLog:
     """Logs loading at each quarter, on rank 0."""
 
     def __init__(self, rank: int) -> None:
@@ -249,44 +241,6 @@ class _Progress:
         if quarters > self._quarters and not self._quiet:
             logger.info("loading weights: %d %% of %s", 25 * quarters, format_bytes(total))
         self._quarters = quarters
-
-
-def _cache_shape(model: CausalLM, engine: EngineConfig, group: GroupCoordinator) -> CacheShape:
-    """This rank's cache, of one block: its size is not known yet."""
-    spec, stage = model.spec, model.stage
-    head_start, head_end = spec.kv_head_range(group.rank, group.size)
-    return CacheShape(
-        layer_start=stage.start,
-        layer_end=stage.end,
-        head_start=head_start,
-        head_end=head_end,
-        num_blocks=1,
-        block_size=engine.cache.block_size,
-        head_dim=spec.head_dim,
-        dtype=dtype_name(model.dtype),
-    )
-
-
-def _allocate(
-    engine: EngineConfig,
-    shape: CacheShape,
-    max_model_len: int,
-    room: int,
-    group: GroupCoordinator,
-    device: torch.device,
-) -> KVCache:
-    """As many blocks as the rank of the node with the least room has."""
-    num_blocks = plan_num_blocks(engine, cache_bytes(shape), max_model_len, room, device.type)
-    everywhere = group.all_gather(torch.tensor([num_blocks], device=device), dim=0)
-    num_blocks = int(everywhere.min())
-    check_num_blocks(engine, num_blocks, max_model_len)
-    shape = resized(shape, num_blocks)
-    if device.type == "cpu":
-        check_ram(cache_bytes(shape))
-    if group.rank == 0:
-        tokens, size = num_blocks * shape.block_size, format_bytes(cache_bytes(shape))
-        logger.info("# KV blocks: %d (= %d tokens, %s per rank)", num_blocks, tokens, size)
-    return KVCache.allocate(shape, device)
 
 
 def _warm_up(runner: ModelRunner, engine: EngineConfig) -> None:

@@ -26,7 +26,7 @@ from pdserve.common.distributed.environment import (
 )
 from pdserve.common.distributed.launch import choose_backend, make_executor
 from pdserve.common.distributed.wire import Link, NodeAddress
-from pdserve.common.worker.worker import ExtensionConfig, at_home, build_worker, worker_specs
+from pdserve.common.worker.worker import ExtensionConfig, build_worker, resolve_host, worker_specs
 from ray_toy import places, toys
 from raylets import Raylets, alive
 from toy_worker import specs
@@ -95,14 +95,16 @@ def ranks_on(*hosts: str, address: str = "10.0.0.3") -> DistributedEnvironment:
 
 def test_the_kv_host_of_a_rank() -> None:
     auto = ExtensionConfig("x", host="auto")
-    assert at_home(auto, ranks_on("a", "b")).host == "10.0.0.3"
-    elsewhere = at_home(auto, ranks_on("a", address="127.0.0.1")).host
+    assert resolve_host(auto, ranks_on("a", "b")).host == "10.0.0.3"
+    elsewhere = resolve_host(auto, ranks_on("a", address="127.0.0.1")).host
     assert elsewhere == ranks_on("a", address="127.0.0.1").address_for_others
-    assert at_home(ExtensionConfig("x"), ranks_on("a", "a")).host == "127.0.0.1"
-    assert at_home(ExtensionConfig("x", host="10.0.0.9"), ranks_on("a", "b")).host == "10.0.0.9"
+    assert resolve_host(ExtensionConfig("x"), ranks_on("a", "a")).host == "127.0.0.1"
+    assert (
+        resolve_host(ExtensionConfig("x", host="10.0.0.9"), ranks_on("a", "b")).host == "10.0.0.9"
+    )
     for loopback in ("127.0.0.1", "localhost", "::1"):
         with pytest.raises(ConfigError, match="pass --kv-host auto"):
-            at_home(ExtensionConfig("x", host=loopback), ranks_on("a", "b"))
+            resolve_host(ExtensionConfig("x", host=loopback), ranks_on("a", "b"))
 
 
 def test_a_host_without_the_model_is_named() -> None:

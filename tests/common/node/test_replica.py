@@ -27,7 +27,7 @@ from pdserve.common.engine.sequence import Sequence as EngineSequence
 from pdserve.common.node import ranks
 from pdserve.common.node.balance import Candidate, candidate, choose
 from pdserve.common.node.load import SchedulerCollector
-from pdserve.common.worker import memory, worker
+from pdserve.common.worker import kv_cache, worker
 from pdserve.common.worker.worker import WorkerConfig, worker_specs
 from pdserve.decode_node.node import DecodeNode, Sinks
 from pdserve.kv_transfer.control.sink import KVSink
@@ -226,9 +226,9 @@ def test_ranks_of_a_cpu_node_leave_memory(
     replicas: int, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parallel = ParallelConfig(data_parallel_size=replicas, tensor_parallel_size=2)
-    free = memory.psutil.virtual_memory()._replace(available=10**9)
-    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: free)
-    monkeypatch.setattr(memory, "memory_left", lambda: None)
+    free = kv_cache.psutil.virtual_memory()._replace(available=10**9)
+    monkeypatch.setattr(kv_cache.psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr(kv_cache, "memory_left", lambda: None)
     assert room_on_cpu(parallel) == int(10**9 * share)
 
 
@@ -237,17 +237,17 @@ def room_on_cpu(parallel: ParallelConfig, max_model_len: int = 16) -> int:
     unused: Any = None
     engine, shape = EngineConfig(parallel=parallel), CacheShape(0, 1, 0, 1, 1, 16, 8, "float32")
     cpu = worker.torch.device("cpu")
-    return memory.available_bytes(engine, unused, shape, max_model_len, cpu, unused)
+    return kv_cache.available_bytes(engine, unused, shape, max_model_len, cpu, unused)
 
 
 def test_a_container_s_cache_is_sized_from_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "memory_left", lambda: 500 * 10**6)
+    monkeypatch.setattr(kv_cache, "memory_left", lambda: 500 * 10**6)
     assert room_on_cpu(ParallelConfig()) == 50 * 10**6
 
 
 def test_in_little_memory_one_sequence_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """100 MiB are left: a tenth holds 10,240 blocks, half of them 51,200."""
-    monkeypatch.setattr(memory, "memory_left", lambda: 100 * 2**20)
+    monkeypatch.setattr(kv_cache, "memory_left", lambda: 100 * 2**20)
     assert room_on_cpu(ParallelConfig(), 16 * 40_000) == 40_000 * 2**10
     assert room_on_cpu(ParallelConfig(), 16 * 60_000) == 50 * 2**20
     pair = ParallelConfig(tensor_parallel_size=2)
@@ -256,10 +256,10 @@ def test_in_little_memory_one_sequence_comes_first(monkeypatch: pytest.MonkeyPat
 
 def test_a_cache_that_memory_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its pages are taken when first written: the kernel would kill the node under load."""
-    monkeypatch.setattr(memory, "memory_left", lambda: 2**20)
-    memory.check_ram(2**20)
+    monkeypatch.setattr(kv_cache, "memory_left", lambda: 2**20)
+    kv_cache.check_ram(2**20)
     with pytest.raises(ConfigError, match=r"of 2\.0 MiB .* 1\.0 MiB .*--kv-cache-memory"):
-        memory.check_ram(2**21)
+        kv_cache.check_ram(2**21)
 
 
 def test_a_replica_without_a_gpu_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.stages import Stage, pipeline_stages
 from pdserve.common.planning.footprint import DTYPE_BYTES, Footprint, Matrix, overhead
 from pdserve.common.planning.role_plan import RolePlan
-from pdserve.common.worker import memory
+from pdserve.common.worker import kv_cache
 from pdserve.common.worker.runner import ModelRunner, made_up_blocks
 from pdserve.common.worker.worker import WorkerConfig, worker_specs
 from tiny_engine import single_threaded_inference
@@ -495,9 +495,9 @@ def test_a_gpu_gives_nodes_what_the_plan_says(qwen: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 24 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
     peak = found.rank.weights + found.rank.activations
-    monkeypatch.setattr(memory, "_peak_of_largest_step", lambda *args: peak)
+    monkeypatch.setattr(kv_cache, "_peak_of_largest_step", lambda *args: peak)
     unused: Any = None
-    room = memory.available_bytes(engine, unused, unused, 16384, torch.device("cuda", 0), unused)
+    room = kv_cache.available_bytes(engine, unused, unused, 16384, torch.device("cuda", 0), unused)
     assert room == found.rank.left_for_kv
 
 

@@ -17,7 +17,7 @@ from pdserve.common.core.errors import ConfigError, NodeError
 from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.distributed.launch import make_executor
 from pdserve.common.engine.messages import RankReady, SequenceDelta
-from pdserve.common.worker.batch import StepSequence
+from pdserve.common.worker.input_batch import StepSequence
 from pdserve.common.worker.runner import flatten, made_up_batch
 from pdserve.common.worker.worker import WorkerConfig, worker_specs
 from whole_steps import Steps, whole

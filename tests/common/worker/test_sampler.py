@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pdserve.common.core.sampling import SampledToken, SamplingParams, TokenLogprobs
-from pdserve.common.worker.batch import StepSequence, TokenCounts
+from pdserve.common.worker.input_batch import StepSequence, TokenCounts
 from pdserve.common.worker.sampler import (
     FailedRow,
     adjust,

@@ -14,7 +14,7 @@ import torch
 
 from pdserve.common.core.errors import InvalidRequest
 from pdserve.common.core.sampling import SamplingParams, check_sampling
-from pdserve.common.worker.batch import StepSequence, TokenCounts
+from pdserve.common.worker.input_batch import StepSequence, TokenCounts
 from pdserve.common.worker.sampler import FailedRow, sample
 
 ROWS = int(os.environ.get("FUZZ_ROWS", 10_000))

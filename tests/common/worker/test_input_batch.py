@@ -29,16 +29,15 @@ from pdserve.common.engine.core import EngineCore
 from pdserve.common.engine.messages import ExpertLoad, NewSequence, SequenceDelta, StepDelta
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.engine.sequence import Finish, Sequence
-from pdserve.common.worker.batch import StepSequence
-from pdserve.common.worker.known_sequences import KnownSequences
+from pdserve.common.worker.input_batch import InputBatch, StepSequence
 from pdserve.common.worker.worker import WorkerConfig, worker_specs
 
 VOCAB, BLOCK_SIZE, EOS = 32, 4, 0
 PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": 0.1}
 
 
-def rank(samples: bool = True) -> KnownSequences:
-    return KnownSequences(BLOCK_SIZE, VOCAB, torch.device("cpu"), samples)
+def rank(samples: bool = True) -> InputBatch:
+    return InputBatch(BLOCK_SIZE, VOCAB, torch.device("cpu"), samples)
 
 
 def over_the_wire(delta: StepDelta) -> StepDelta:

@@ -1,26 +1,77 @@
-"""What a rank remembers of the sequences it computes, so that a step need only tell what is new.
-
-    StepDelta ──apply──▶ StepBatch
-
-A delta that does not continue what the rank has seen is refused: the rank missed a step, or the
-scheduler is wrong. Either way its next token would be.
-"""
+"""A step as a rank computes it, and the sequences a rank remembers from one step to the next."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from pdserve.common.core.errors import NodeError
+from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.engine.messages import NewSequence, SequenceDelta, StepDelta
 from pdserve.common.model.attention import BlockIds
-from pdserve.common.worker.batch import StepBatch, StepSequence, TokenCounts
 
 
-class KnownSequences:
-    """As many as the scheduler runs, and those that have ended since the last step."""
+@dataclass(frozen=True, slots=True)
+class StepSequence:
+    """One sequence's share of a step: `token_ids` are at positions
+    `start … start+len(token_ids)-1`; their KV goes into the blocks of `block_table`."""
+
+    seq_id: int
+    token_ids: tuple[int, ...]
+    start: int
+    block_table: Sequence[int] | BlockIds
+    sampling: SamplingParams | None = None  # None: a chunk that is not the last; no token drawn
+    counts: TokenCounts | None = None  # of prompt + output so far, only if sampling.penalised
+    banned_token_ids: tuple[int, ...] = ()  # tokens min_tokens forbids now (EOS, stop ids)
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """One forward pass."""
+
+    step: int
+    sequences: tuple[StepSequence, ...]
+
+
+class TokenCounts:
+    """Which tokens occur in a sequence's prompt (`prompt`, bool `[vocab]`) and how often each
+    does in its output (`output`, float32 `[vocab]`)."""
+
+    def __init__(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
+        self.prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+        self.output = torch.zeros(vocab_size, device=device)
+
+    @classmethod
+    def of(cls, prompt: Sequence[int], output: Sequence[int], vocab_size: int) -> TokenCounts:
+        counts = cls(vocab_size)
+        counts.add(prompt, output)
+        return counts
+
+    def add(self, prompt: Sequence[int], output: Sequence[int]) -> None:
+        """More tokens of each."""
+        if prompt:
+            self.prompt[self._ids(prompt)] = True
+        if output:
+            ids = self._ids(output)
+            self.output.scatter_add_(0, ids, torch.ones_like(ids, dtype=self.output.dtype))
+
+    def _ids(self, tokens: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(tokens, device=self.output.device)
+
+
+class InputBatch:
+    """What a rank remembers of the sequences it computes, so that a step need only say what is new.
+
+        StepDelta ──apply──▶ StepBatch
+
+    They are as many as the scheduler runs, and those that have ended since the last step. A delta
+    that does not continue what the rank has seen is refused: the rank missed a step, or the
+    scheduler is wrong. Either way its next token would be.
+    """
 
     def __init__(
         self, block_size: int, vocab_size: int, device: torch.device, samples: bool
@@ -30,11 +81,11 @@ class KnownSequences:
         self._vocab_size = vocab_size
         self._device = device
         self._samples = samples
-        self._known: dict[int, _Known] = {}
+        self._states: dict[int, _SequenceState] = {}
         self._step = 0
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._states)
 
     def apply(self, delta: StepDelta) -> StepBatch:
         """The whole of a step. Its block tables and counts are good until the next call.
@@ -43,35 +94,35 @@ class KnownSequences:
             NodeError: STEP_MISSED, `delta` does not continue what was there.
         """
         if delta.step != self._step + 1:
-            raise _missed(f"step {delta.step} came after step {self._step}")
+            raise _step_missed(f"step {delta.step} came after step {self._step}")
         self._step = delta.step
         for seq_id in delta.ended:
-            self._known.pop(seq_id, None)
-        return StepBatch(delta.step, tuple(map(self._continue, delta.sequences)))
+            self._states.pop(seq_id, None)
+        return StepBatch(delta.step, tuple(map(self._advance, delta.sequences)))
 
-    def _continue(self, delta: SequenceDelta) -> StepSequence:
+    def _advance(self, delta: SequenceDelta) -> StepSequence:
         if delta.new is not None:
-            self._known[delta.seq_id] = self._begin(delta.new, delta.start)
-        known = self._known.get(delta.seq_id)
-        if known is None:
-            raise _missed(f"sequence {delta.seq_id} was never begun")
+            self._states[delta.seq_id] = self._begin(delta.new, delta.start)
+        state = self._states.get(delta.seq_id)
+        if state is None:
+            raise _step_missed(f"sequence {delta.seq_id} was never begun")
         try:
-            return known.continued(delta, self._block_size)
+            return state.advance(delta, self._block_size)
         except ValueError as error:
-            raise _missed(f"sequence {delta.seq_id}: {error}") from None
+            raise _step_missed(f"sequence {delta.seq_id}: {error}") from None
 
-    def _begin(self, new: NewSequence, start: int) -> _Known:
+    def _begin(self, new: NewSequence, start: int) -> _SequenceState:
         if not (self._samples and new.sampling.penalised):
-            return _Known(new, start, None)
+            return _SequenceState(new, start, None)
         if len(new.history) < start:
-            raise _missed("a sequence with penalties came without its history")
+            raise _step_missed("a sequence with penalties came without its history")
         counts = TokenCounts(self._vocab_size, self._device)
         counts.add(new.history[: new.num_prompt_tokens], new.history[new.num_prompt_tokens :])
-        return _Known(new, start, counts)
+        return _SequenceState(new, start, counts)
 
 
-class _Known:
-    """One sequence, as far as steps have told of it."""
+class _SequenceState:
+    """One sequence, as far as steps have described it."""
 
     def __init__(self, new: NewSequence, start: int, counts: TokenCounts | None) -> None:
         self._new = new
@@ -80,7 +131,7 @@ class _Known:
         self._counts = counts
         self._num_counted = len(new.history)
 
-    def continued(self, delta: SequenceDelta, block_size: int) -> StepSequence:
+    def advance(self, delta: SequenceDelta, block_size: int) -> StepSequence:
         """Raises ValueError if there is a gap."""
         if delta.start != self._next:
             raise ValueError(f"its step begins at {delta.start}, the last ended at {self._next}")
@@ -142,5 +193,5 @@ class _BlockTable:
         self._length = length
 
 
-def _missed(what: str) -> NodeError:
+def _step_missed(what: str) -> NodeError:
     return NodeError(f"this rank missed a step: {what}", code="STEP_MISSED")
