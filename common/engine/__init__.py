@@ -1,1 +1,1 @@
-"""Mechanism without policy: sequences, block pool, prefix cache, runner, sampler."""
+"""Scheduling, without torch: what the next step computes, in which blocks, and the engine loop."""

@@ -227,6 +227,8 @@ class EngineCore:
                 return
         output = msgspec.msgpack.decode(await oldest, type=StepOutput)
         step = self._in_flight.popleft()
+        if output.step != step.batch.step:
+            raise RuntimeError(f"the ranks answered step {output.step}, not {step.batch.step}")
         done, self._step_done = self._step_done, asyncio.Event()
         done.set()
         self._apply(step.batch, step.sequences, output)

@@ -89,5 +89,4 @@ class RankReady:
     rank: int
     cache: CacheShape
     weights_bytes: int
-    device: str
     extension_info: bytes = b""  # what the rank's extension announces (a connector endpoint)

@@ -3,7 +3,7 @@
 A step has a budget of tokens. Sequences that decode get one token each, first, so a long
 prompt never stalls them; what is left goes to prompts, in chunks (chunked prefill,
 Sarathi-Serve, OSDI'24), shared so that neither a long one nor many short ones keep others waiting
-(`prompt_share.py`). A sequence is admitted only when blocks for all its present tokens are free;
+(`share_budget`). A sequence is admitted only when blocks for all its present tokens are free;
 while it waits for them, shorter ones may overtake it a little. A decoding sequence that needs one
 more block when none is free preempts the youngest one, which gives its blocks back and computes its
 tokens again later.
@@ -32,35 +32,9 @@ from pdserve.common.engine.block_pool import BlockPool
 from pdserve.common.engine.messages import NewSequence, SequenceDelta, StepDelta
 from pdserve.common.engine.sequence import Sequence, Status
 
-
-def share(left: list[int], budget: int, turn: int = 0) -> list[int]:
-    """How many of `budget` tokens each prompt gets. `left` are the tokens that each still needs,
-    the prompt that was admitted first comes first; `turn` counts steps.
-
-    The oldest one gets half at least, so that nobody starves it; the other half goes to those
-    that need less than it, the shortest first, so that they need not wait for its end. What these
-    leave goes to all in order of age. Everybody becomes the oldest one day: a prompt is computed
-    after at most twice the steps it would take if all older ones came before it. Prompts of one
-    length are computed one after the other, which serves them better than all at once.
-    """
-    shares = [0] * len(left)
-    if not left:
-        return shares
-    shorter = sorted((n, i) for i, n in enumerate(left) if n < left[0])
-    # Of an odd budget, and be it of one token, the odd one goes to either in turn.
-    half = (budget + turn % 2) // 2 if shorter else budget
-    shares[0] = min(left[0], half)
-    budget -= shares[0]
-    for index in (*(i for _, i in shorter), *range(len(left))):
-        more = min(left[index] - shares[index], budget)
-        shares[index] += more
-        budget -= more
-    return shares
-
-
-LOOK_BEHIND = 64
-"""Sequences behind the head of the queue that are looked at when it does not fit."""
-LEAST_CHUNK = 64
+QUEUE_WINDOW = 64
+"""Sequences behind the head of the queue that may be admitted when it does not fit."""
+MIN_CHUNK = 64
 """Tokens below which a prompt is not cut for a pipeline: reading the weights takes as long."""
 
 
@@ -92,8 +66,8 @@ class Scheduler:
         self.cache_queries = 0  # prompt tokens looked up in the prefix cache
         self.cache_hits = 0  # prompt tokens found there
         self._step = 0
-        self._told: dict[int, int] = {}  # blocks that the ranks know, by seq_id; all are running
-        self._ended: list[int] = []  # seq_ids that they know in vain
+        self._known_blocks: dict[int, int] = {}  # to the ranks, by seq_id; all are running
+        self._ended: list[int] = []  # seq_ids that the ranks still know
 
     # ---- entering and leaving -------------------------------------------------------------
 
@@ -102,8 +76,7 @@ class Scheduler:
         that have waited for no token yet."""
         sequence.status = Status.WAITING
         begun = sum(each.num_output_tokens > 0 for each in self.waiting)
-        place = begun if sequence.num_output_tokens else len(self.waiting)
-        self.waiting.insert(place, sequence)
+        self.waiting.insert(begun if sequence.num_output_tokens else len(self.waiting), sequence)
 
     def admit(self) -> list[Sequence]:
         """Gives blocks to the sequences at the head of the queue, while they last; then to some
@@ -186,14 +159,14 @@ class Scheduler:
         if not self.waiting or self.waiting[0].num_output_tokens:
             return []
         head, overtaking = self.waiting[0], []
-        patience = self.pool.blocks_for(head.num_tokens) - head.num_overtaken
-        for sequence in list(islice(self.waiting, 1, 1 + LOOK_BEHIND)):
+        allowance = self.pool.blocks_for(head.num_tokens) - head.num_overtaken
+        for sequence in list(islice(self.waiting, 1, 1 + QUEUE_WINDOW)):
             blocks = self.pool.blocks_for(sequence.num_tokens)
             fits = blocks + len(self.running) <= self.pool.num_free  # whatever is cached
-            if blocks <= patience and fits and self._try_admit(sequence):
+            if blocks <= allowance and fits and self._try_admit(sequence):
                 self.waiting.remove(sequence)
                 overtaking.append(sequence)
-                patience -= blocks
+                allowance -= blocks
                 head.num_overtaken += blocks
         return overtaking
 
@@ -246,13 +219,15 @@ class Scheduler:
     def _chunks(self, budget: int) -> list[tuple[Sequence, int]]:
         """The prompts a step takes something of, and how many tokens."""
         prompts = [each for each in self.running if each.num_unscheduled and not each.decodes]
-        chunks = share([each.num_unscheduled for each in prompts], max(budget, 0), self._step)
+        chunks = share_budget(
+            [each.num_unscheduled for each in prompts], max(budget, 0), self._step
+        )
         return [(each, chunk) for each, chunk in zip(prompts, chunks, strict=True) if chunk]
 
     def _prompt_share(self) -> int:
         """Tokens of prompts a step takes, so that every step in flight has some."""
         pending = sum(each.num_pending for each in self.running)
-        return max(-(-pending // self.micro_batches), LEAST_CHUNK)
+        return max(-(-pending // self.micro_batches), MIN_CHUNK)
 
     def _grow(self, sequence: Sequence) -> bool:
         """Makes sure that the pending token has a slot; preempts to find one. If false, the
@@ -282,8 +257,8 @@ class Scheduler:
     def _entry(self, sequence: Sequence, count: int) -> SequenceDelta:
         start = sequence.num_scheduled
         sequence.num_scheduled += count
-        known = self._told.get(sequence.seq_id)
-        self._told[sequence.seq_id] = len(sequence.block_table)
+        known = self._known_blocks.get(sequence.seq_id)
+        self._known_blocks[sequence.seq_id] = len(sequence.block_table)
         return SequenceDelta(
             seq_id=sequence.seq_id,
             token_ids=tuple(sequence.token_ids[start : start + count]),
@@ -309,5 +284,30 @@ class Scheduler:
     def _stop_running(self, sequence: Sequence) -> None:
         """No later step takes it, unless it is admitted again."""
         self.running.remove(sequence)
-        if self._told.pop(sequence.seq_id, None) is not None:
+        if self._known_blocks.pop(sequence.seq_id, None) is not None:
             self._ended.append(sequence.seq_id)
+
+
+def share_budget(left: list[int], budget: int, turn: int = 0) -> list[int]:
+    """How many of `budget` tokens each prompt gets. `left` are the tokens that each still needs,
+    the prompt that was admitted first comes first; `turn` counts steps.
+
+    The oldest one gets half at least, so that nobody starves it; the other half goes to those
+    that need less than it, the shortest first, so that they need not wait for its end. What these
+    leave goes to all in order of age. Everybody becomes the oldest one day: a prompt is computed
+    after at most twice the steps it would take if all older ones came before it. Prompts of one
+    length are computed one after the other, which serves them better than all at once.
+    """
+    shares = [0] * len(left)
+    if not left:
+        return shares
+    shorter = sorted((n, i) for i, n in enumerate(left) if n < left[0])
+    # Of an odd budget, and be it of one token, the odd one goes to either in turn.
+    half = (budget + turn % 2) // 2 if shorter else budget
+    shares[0] = min(left[0], half)
+    budget -= shares[0]
+    for index in (*(i for _, i in shorter), *range(len(left))):
+        more = min(left[index] - shares[index], budget)
+        shares[index] += more
+        budget -= more
+    return shares

@@ -156,7 +156,6 @@ class ModelWorker:
             rank=self._rank,
             cache=self._cache.shape,
             weights_bytes=self.runner.model.weights_bytes,
-            device=str(self.runner.device),
             extension_info=self.extension.info() if self.extension else b"",
         )
         return self._encoder.encode(ready)

@@ -11,7 +11,7 @@ from pdserve.common.config.node import SchedulerConfig
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.engine.block_pool import BlockPool
 from pdserve.common.engine.messages import StepDelta
-from pdserve.common.engine.scheduler import Scheduler, share
+from pdserve.common.engine.scheduler import Scheduler, share_budget
 from pdserve.common.engine.sequence import Sequence, Status
 
 
@@ -180,12 +180,12 @@ def test_what_another_node_has_begun_comes_before_what_waits_for_its_first_token
 def test_a_step_is_shared_between_the_oldest_prompt_and_shorter_ones(
     left: list[int], shares: list[int]
 ):
-    assert share(left, 10) == shares
+    assert share_budget(left, 10) == shares
 
 
 def test_a_budget_of_one_token_goes_to_either_in_turn():
-    assert [share([9, 2], 1, turn) for turn in range(3)] == [[0, 1], [1, 0], [0, 1]]
-    assert share([9, 2], 0) == [0, 0]
+    assert [share_budget([9, 2], 1, turn) for turn in range(3)] == [[0, 1], [1, 0], [0, 1]]
+    assert share_budget([9, 2], 0) == [0, 0]
 
 
 def steps_until_computed(lengths: list[int], budget: int, arrivals: list[int]) -> list[int]:
@@ -193,7 +193,9 @@ def steps_until_computed(lengths: list[int], budget: int, arrivals: list[int]) -
     left, took, step = dict(enumerate(lengths)), [0] * len(lengths), 0
     while left:
         present = [i for i in sorted(left, key=lambda i: arrivals[i]) if arrivals[i] <= step]
-        for i, tokens in zip(present, share([left[i] for i in present], budget, step), strict=True):
+        for i, tokens in zip(
+            present, share_budget([left[i] for i in present], budget, step), strict=True
+        ):
             left[i] -= tokens
             if not left[i]:
                 took[i] = step + 1 - arrivals[i]
