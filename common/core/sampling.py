@@ -47,7 +47,8 @@ class Parameter:
     low: float | None = None  # of a number, or of each bias
     high: float | None = None
     positive: bool = False  # 0 itself is out of range
-    most: int = 0  # entries
+    fewest: int = 0  # entries, where a client names the parameter at all
+    most: int = 0
     longest: int = 0  # characters of an entry, which has one at least
     default: str = ""  # in words, where it is not that of SamplingParams' field
     meaning: str = ""
@@ -57,7 +58,7 @@ class Parameter:
         """Raises InvalidRequest, whose `param` is the name, unless a node may be told this."""
         if self.kind in (Kind.INTEGER, Kind.NUMBER) and value is not None:
             self.check_range(value)
-        if self.kind in (Kind.TOKEN_IDS, Kind.BIASES):
+        if self.kind in (Kind.TOKEN_IDS, Kind.BIASES) and value:
             self.check_count(value)
             check_token_ids(value, vocab_size, self.name)
         if self.kind is Kind.BIASES:
@@ -68,9 +69,13 @@ class Parameter:
         check_range(self.name, value, self.low, self.high, self.positive)
 
     def check_count(self, given: Collection[object]) -> None:
+        what = "tokens" if self.kind in (Kind.TOKEN_IDS, Kind.BIASES) else "strings"
         if len(given) > self.most:
-            what = "tokens" if self.kind in (Kind.TOKEN_IDS, Kind.BIASES) else "strings"
             raise InvalidRequest(f"{self.name} takes at most {self.most} {what}", param=self.name)
+        if len(given) < self.fewest:
+            raise InvalidRequest(
+                f"{self.name} takes at least {self.fewest} {what}", param=self.name
+            )
 
     def check_length(self, text: str) -> None:
         if not 0 < len(text) <= self.longest:
@@ -122,6 +127,10 @@ PARAMETERS: dict[str, Parameter] = {
         Parameter("repetition_penalty", Kind.NUMBER, VLLM, 10, low=0.01, high=100),
         Parameter(
             "logit_bias", Kind.BIASES, OPENAI, 11, low=-100, high=100, most=MAX_TOKENS_NAMED
+        ),
+        Parameter(
+            "allowed_token_ids", Kind.TOKEN_IDS, VLLM, 17, fewest=1, most=MAX_TOKENS_NAMED,
+            meaning="no other token comes, be it the end; log-probabilities stay the model's",
         ),
         Parameter(
             "logprobs", Kind.INTEGER, OPENAI, 15, low=0, high=MAX_LOGPROBS, http=False,
@@ -177,6 +186,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     stop_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()  # none: all
     ignore_eos: bool = False
     logprobs: int | None = None  # None: not even of the chosen token
 
@@ -211,9 +221,10 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
             f"min_tokens {params.min_tokens} exceeds max_tokens {params.max_tokens}",
             param="min_tokens",
         )
-    if params.min_tokens and len(set(params.stop_token_ids)) >= vocab_size:
+    stops, allowed = set(params.stop_token_ids), set(params.allowed_token_ids)
+    if params.min_tokens and (stops >= allowed if allowed else len(stops) >= vocab_size):
         raise InvalidRequest(
-            "min_tokens forbids every token: stop_token_ids names the whole vocabulary",
+            "min_tokens forbids every token: stop_token_ids names all that may come",
             param="min_tokens",
         )
 

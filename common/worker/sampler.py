@@ -1,7 +1,7 @@
 """From logits to tokens: one row per sequence, each row independent of its neighbours.
 
-    logits ─ adjust (bias, penalties, bans) ─┬─ greedy rows: argmax
-                                             └─ others: top-k ─ temperature ─ top-p ─ min-p ─ draw
+    logits ─ adjust ─┬─ greedy rows: argmax
+                     └─ others: top-k ─ temperature ─ top-p ─ min-p ─ draw
 
 A pure function of its inputs: the random number of a draw is keyed by (seed, position), so the
 same sequence draws the same tokens in any batch, on any rank and any node.
@@ -147,13 +147,15 @@ def _choose(
 
 
 def _adjusts(sequence: StepSequence, params: SamplingParams) -> bool:
-    return params.penalised or bool(params.logit_bias) or bool(sequence.banned_token_ids)
+    return params.penalised or bool(
+        params.logit_bias or params.allowed_token_ids or sequence.banned_token_ids
+    )
 
 
 def adjust(
     logits: torch.Tensor, sequences: Sequence[StepSequence], params: Sequence[SamplingParams]
 ) -> torch.Tensor:
-    """Logits after bias, penalties and bans, in place."""
+    """Logits after bias, penalties, bans and what is not allowed, in place."""
     penalised = [row for row, p in enumerate(params) if p.penalised]
     biases = [(row, t, bias) for row, p in enumerate(params) for t, bias in p.logit_bias.items()]
     banned = [(row, t) for row, sequence in enumerate(sequences) for t in sequence.banned_token_ids]
@@ -171,7 +173,21 @@ def adjust(
     if banned := [entry for entry in banned if 0 <= entry[1] < vocab]:
         rows, tokens = zip(*banned, strict=True)
         logits[list(rows), list(tokens)] = -torch.inf
+    if restricted := [row for row, p in enumerate(params) if p.allowed_token_ids]:
+        allowed = [params[row].allowed_token_ids for row in restricted]
+        logits[restricted] = _restrict(logits[restricted], allowed)
     return logits
+
+
+def _restrict(logits: torch.Tensor, allowed: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Leaves each row its allowed tokens."""
+    vocab = logits.shape[1]
+    pairs = [(row, t) for row, ids in enumerate(allowed) for t in ids if 0 <= t < vocab]
+    forbidden = torch.ones_like(logits, dtype=torch.bool)
+    if pairs:
+        rows, tokens = zip(*pairs, strict=True)
+        forbidden[list(rows), list(tokens)] = False
+    return logits.masked_fill(forbidden, -torch.inf)
 
 
 def _penalise(

@@ -317,6 +317,55 @@ def test_logit_bias_forces_a_token(cluster: Cluster) -> None:
     assert text(answer) == "aaaaa"
 
 
+ONLY = tuple(range(60, 300, 7))
+
+
+def test_allowed_token_ids_are_the_references(cluster: Cluster, client: openai.OpenAI) -> None:
+    prompt = tuple(reference.encode(cluster.model, PET))
+    ids = reference.greedy(cluster.model, prompt, 24, ONLY)
+    assert set(ids) <= set(ONLY) and len(set(ids)) > 2
+    options: dict[str, Any] = {"max_tokens": 24, "allowed_token_ids": list(ONLY)}
+    answer = cluster.complete(PET, **options, n=2, logprobs=1)
+    words = [choice["text"] for choice in answer["choices"]]
+    assert words == [reference.decode(cluster.model, ids)] * 2
+    assert text_of(cluster.stream(PET, **options)) == words[0]
+    # What is not allowed is as likely as ever.
+    rows = log_probabilities(cluster.model, prompt, ids)
+    raw = rows[range(24), ids].tolist()
+    assert answer["choices"][0]["logprobs"]["token_logprobs"] == pytest.approx(raw, abs=1e-3)
+    chat = client.chat.completions.create(
+        model=MODEL, messages=CHAT, max_tokens=24, temperature=0,  # type: ignore[arg-type]
+        extra_body={"allowed_token_ids": list(ONLY)},
+    )  # fmt: skip
+    tokens = cluster.post("/tokenize", messages=CHAT).json()["tokens"]
+    ids = reference.greedy(cluster.model, tuple(tokens), 24, ONLY)
+    assert chat.choices[0].message.content == reference.decode(cluster.model, ids)
+
+
+def test_what_is_allowed_with_other_parameters(cluster: Cluster) -> None:
+    a, b = reference.encode(cluster.model, "a")[0], reference.encode(cluster.model, "b")[0]
+    options: dict[str, Any] = {"max_tokens": 12, "allowed_token_ids": [a, b]}
+    drawn = [
+        text(cluster.complete(PET, temperature=2.0, seed=seed, **options)) for seed in range(4)
+    ]
+    assert all(set(each) <= {"a", "b"} and len(each) == 12 for each in drawn), "and no end"
+    assert text(cluster.complete(PET, temperature=2.0, seed=0, **options)) == drawn[0]
+    assert text(cluster.complete(PET, **options, logit_bias={str(b): 100})) == "b" * 12
+    turns = text(cluster.complete(PET, **options, presence_penalty=2, frequency_penalty=2))
+    assert set(turns) == {"a", "b"}
+    bias = {str(b): 100}
+    stopped = cluster.complete(PET, **options, logit_bias=bias, stop=["bbb"], min_tokens=5)
+    assert text(stopped) == "b" * 3 and stopped["usage"]["completion_tokens"] == 6
+    stopped = cluster.complete(PET, **options, logit_bias=bias, stop_token_ids=[b], min_tokens=5)
+    assert text(stopped) == "a" * 5 and stopped["choices"][0]["stop_reason"] == b
+    # Before so many tokens the end may not come, and nothing else is allowed.
+    ends = cluster.post("/v1/completions", prompt=PET, allowed_token_ids=[IM_END], min_tokens=2)
+    assert "no token that may be chosen" in check_error(ends, 400, None)["message"]
+    # The end may come where it is allowed.
+    end = {**options, "allowed_token_ids": [a, IM_END]}
+    assert text(cluster.complete(PET, **end, logit_bias={str(IM_END): 100}, min_tokens=3)) == "aaa"
+
+
 @pytest.mark.parametrize(
     "penalty",
     [{"presence_penalty": 2.0}, {"frequency_penalty": 2.0}, {"repetition_penalty": 2.0}],
@@ -447,6 +496,13 @@ WRONG: list[tuple[dict[str, Any], int, str | None]] = [
     ({"logit_bias": {"x": 1}}, 400, "logit_bias"),
     ({"logit_bias": {str(VOCABULARY): 1}}, 400, "logit_bias"),
     ({"logit_bias": {"1": 101}}, 400, "logit_bias"),
+    ({"allowed_token_ids": []}, 400, "allowed_token_ids"),
+    ({"allowed_token_ids": [VOCABULARY]}, 400, "allowed_token_ids"),
+    ({"allowed_token_ids": [5, -1]}, 400, "allowed_token_ids"),
+    ({"allowed_token_ids": [5.5]}, 400, "allowed_token_ids[0]"),
+    ({"allowed_token_ids": 5}, 400, "allowed_token_ids"),
+    ({"allowed_token_ids": [5] * 1025}, 400, "allowed_token_ids"),
+    ({"allowed_token_ids": [5], "min_tokens": 1, "stop_token_ids": [5]}, 400, "min_tokens"),
     ({"presence_penalty": 3}, 400, "presence_penalty"),
     ({"frequency_penalty": -3}, 400, "frequency_penalty"),
     ({"repetition_penalty": 0}, 400, "repetition_penalty"),

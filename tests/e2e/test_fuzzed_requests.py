@@ -37,6 +37,7 @@ INTS = ("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs")
 LISTS: dict[str, tuple[Any, ...]] = {
     "stop": ("a", [" the", "x"], [""], ["y"] * 300, [1], "\ud800"),
     "stop_token_ids": ([1, 2], list(range(512)), [-1], [2**40], list(range(2000)), ["1"]),
+    "allowed_token_ids": ([5, 6], [0], list(range(512)), [], [512], [-1], ["5"], [5] * 2000),
     "logit_bias": ({"5": 100}, {"5": NAN}, {"x": 1}, {"600": 1}, {"-1": 1}, {"1": "2"}),
     "prompt": ("once", [1, 2], [[1], [2]], ["a", "b"], [], [[]], [-1], [10**9], "", [1.5]),
 }  # fmt: skip
@@ -79,6 +80,8 @@ def odd_sampling(rng: random.Random) -> pb.SamplingParams:
             setattr(sampling, name, 1)
     for _ in range(rng.choice((0, 0, 1, 3))):
         sampling.logit_bias[rng.choice((1, 5, 511, 512, 2**32 - 1))] = rng.choice(REALS)
+    for _ in range(rng.choice((0, 0, 1, 3))):
+        sampling.allowed_token_ids.append(rng.choice((1, 5, 5, 7, 511, 512, 2**32 - 1)))
     return sampling
 
 

@@ -69,6 +69,14 @@ def test_text_and_token_ids_give_the_reference(
         assert not last.tokens
 
 
+def test_allowed_token_ids(cluster: Cluster, stub: pb_grpc.InferenceStub) -> None:
+    only = range(60, 300, 7)
+    request = pb.GenerateRequest(text=PROMPT, sampling=sampling(allowed_token_ids=only))
+    tokens = [token.id for each in stub.Generate(request, timeout=30) for token in each.tokens]
+    expected = reference.greedy(cluster.model, prompt_ids(cluster), 20, tuple(only))
+    assert tuple(tokens) == expected
+
+
 def test_choices_and_logprobs(stub: pb_grpc.InferenceStub) -> None:
     request = pb.GenerateRequest(
         text=PROMPT, sampling=sampling(n=2, temperature=4.0, seed=4, logprobs=3)
@@ -118,6 +126,10 @@ def test_a_stop_string(cluster: Cluster, stub: pb_grpc.InferenceStub) -> None:
         (
             pb.GenerateRequest(text="a", sampling=sampling(n=1000)),
             grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST", "n",
+        ),
+        (
+            pb.GenerateRequest(text="a", sampling=sampling(allowed_token_ids=[5, 5000])),
+            grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST", "allowed_token_ids",
         ),
         (
             pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5000])),

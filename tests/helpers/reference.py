@@ -7,7 +7,12 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerFast,
+)
 
 
 @cache
@@ -18,9 +23,24 @@ def load(folder: Path) -> tuple[torch.nn.Module, PreTrainedTokenizerFast]:
     return model, PreTrainedTokenizerFast.from_pretrained(folder)
 
 
+class Only(LogitsProcessor):
+    """Restricts the choice to some tokens."""
+
+    def __init__(self, allowed: Sequence[int]) -> None:
+        self.allowed = list(allowed)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        restricted = torch.full_like(scores, -torch.inf)
+        restricted[:, self.allowed] = scores[:, self.allowed]
+        return restricted
+
+
 @cache
-def greedy(folder: Path, prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
-    """The next tokens by greedy search; end-of-sequence tokens do not end it."""
+def greedy(
+    folder: Path, prompt: tuple[int, ...], num_tokens: int, allowed: tuple[int, ...] = ()
+) -> tuple[int, ...]:
+    """The next tokens by greedy search, of those that are `allowed` (none: all); end-of-sequence
+    tokens do not end it."""
     model, _ = load(folder)
     with torch.inference_mode():
         output = model.generate(  # type: ignore[operator]
@@ -30,6 +50,7 @@ def greedy(folder: Path, prompt: tuple[int, ...], num_tokens: int) -> tuple[int,
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
+            logits_processor=LogitsProcessorList([Only(allowed)] if allowed else []),
         )
     return tuple(output[0, len(prompt) :].tolist())
 

@@ -174,7 +174,7 @@ async def test_every_parameter_arrives(site: Site) -> None:
         presence_penalty=1, frequency_penalty=-1, repetition_penalty=1.5, ignore_eos=True,
         logit_bias={"5": -100}, stop="x", stop_token_ids=[3], include_stop_str_in_output=True,
         skip_special_tokens=False, logprobs=2, user="me", priority=1, best_of=2,
-        response_format={"type": "text"}, stream_options=None,
+        response_format={"type": "text"}, stream_options=None, allowed_token_ids=[3, 4],
     )  # fmt: skip
     (request,) = site.generator.requests
     sampling = request.sampling
@@ -184,6 +184,7 @@ async def test_every_parameter_arrives(site: Site) -> None:
     assert sampling.frequency_penalty == -1 and sampling.repetition_penalty == 1.5
     assert sampling.logit_bias == {5: -100} and sampling.stop_token_ids == (3,)
     assert sampling.ignore_eos and sampling.logprobs == 2
+    assert sampling.allowed_token_ids == (3, 4)
     assert request.n == 2 and request.stop == ("x",)
     assert request.include_stop_str_in_output and not request.skip_special_tokens
 
@@ -432,6 +433,13 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"1000000": 1}}, "logit_bias"),
     ({"logit_bias": {"1": 101}}, "logit_bias"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
+    ({"allowed_token_ids": [5, -1]}, "allowed_token_ids"),
+    ({"allowed_token_ids": [5.5]}, "allowed_token_ids[0]"),
+    ({"allowed_token_ids": 5}, "allowed_token_ids"),
+    ({"allowed_token_ids": [5] * 1025}, "allowed_token_ids"),
+    ({"allowed_token_ids": [5], "min_tokens": 1, "stop_token_ids": [5]}, "min_tokens"),
     ({"presence_penalty": 3}, "presence_penalty"),
     ({"frequency_penalty": -3}, "frequency_penalty"),
     ({"repetition_penalty": 0}, "repetition_penalty"),

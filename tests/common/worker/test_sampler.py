@@ -328,12 +328,51 @@ def test_bans_outweigh_bias() -> None:
     assert adjust(torch.zeros(1, 3), [sequence], [sampling])[0].tolist() == [-torch.inf, 0.0, 0.0]
 
 
+# ---- what is allowed ----
+
+ONLY = (3, 7, 11)
+
+
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0.0}, {}, {"top_k": 2}, {"top_p": 0.9}], ids=str
+)
+def test_nothing_is_drawn_but_what_is_allowed(params: dict[str, Any]) -> None:
+    logits = random_logits(64)
+    rows = [row(SamplingParams(**params, allowed_token_ids=ONLY), seed=i) for i in range(64)]
+    drawn = ids(logits, rows)
+    assert set(drawn) == set(ONLY)
+    if "temperature" in params:
+        assert drawn == [ONLY[i] for i in logits[:, ONLY].argmax(-1).tolist()]
+
+
+def test_what_is_allowed_may_be_penalised_biased_and_banned() -> None:
+    sampling = SamplingParams(
+        allowed_token_ids=(0, 1, 3), logit_bias={3: 1.0, 2: 100.0}, presence_penalty=0.5
+    )
+    sequence = row(sampling, output=(1,), banned_token_ids=(0,), vocab=4)
+    adjusted = adjust(torch.ones(1, 4), [sequence], [sampling])
+    assert adjusted[0].tolist() == [-INF, 0.5, -INF, 2.0]
+
+
+def test_only_the_row_that_says_so_is_restricted() -> None:
+    free, bound = row(GREEDY), row(SamplingParams(temperature=0.0, allowed_token_ids=(2, 77)))
+    assert ids(torch.tensor([[3.0, 2.0, 1.0]] * 3), [free, bound, free]) == [0, 2, 0]
+
+
+def test_a_row_that_may_draw_none_of_the_allowed_is_forbidden() -> None:
+    params = SamplingParams(allowed_token_ids=(0, 1))
+    found, _ = beside([1.0, 2.0, 3.0], row(params, banned_token_ids=(0, 1)))
+    assert isinstance(found, FailedRow) and found.forbidden
+
+
 # ---- log-probabilities ----
 
 
 def test_logprobs_are_of_the_raw_distribution() -> None:
     logits = random_logits(2)
-    params = SamplingParams(temperature=0.0, logit_bias={7: 100.0}, logprobs=3)
+    params = SamplingParams(
+        temperature=0.0, logit_bias={7: 100.0}, allowed_token_ids=(7, 8), logprobs=3
+    )
     token, other = sample(logits, [row(params), row(SamplingParams(logprobs=None))])
     expected = logits[0].log_softmax(-1)
     assert token.token_id == 7

@@ -57,6 +57,8 @@ def reference(case: Case, nudge: float = 0.0) -> int | None:
         scores[token] -= p.presence_penalty * (counts[token] > 0)
     for token in case.banned:
         scores[token] = -INF
+    if p.allowed_token_ids:
+        scores = [x if token in p.allowed_token_ids else -INF for token, x in enumerate(scores)]
     best = max(scores)
     if best == -INF:
         return None
@@ -170,6 +172,9 @@ def make_params(rng: random.Random, vocab: int) -> SamplingParams:
     if rng.random() < 0.2:
         ids = rng.sample(range(vocab), rng.randint(1, min(vocab, 6)))
         chosen["logit_bias"] = {i: rng.choice((-100.0, 100.0, rng.uniform(-9, 9))) for i in ids}
+    if rng.random() < 0.1:
+        count = rng.randint(1, rng.choice((1, 3, vocab)))
+        chosen["allowed_token_ids"] = tuple(rng.sample(range(vocab), min(count, vocab)))
     for table, share in ((EXTREME, 0.05), (ODD, 0.05)):
         if rng.random() < share:
             name = rng.choice(list(table))
