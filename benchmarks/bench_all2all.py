@@ -90,20 +90,18 @@ class BenchWorker(CheckWorker):
     """A rank of cluster-check; a step is a case. Its tensor-parallel ranks hold experts here."""
 
     def step(self, message: bytes) -> bytes:
-        case, group = msgspec.msgpack.decode(message, type=Case), self._state.tp
+        case, group = msgspec.msgpack.decode(message, type=Case), self.state.tp
         exchanges = {name: self._exchange(case, name) for name in EXCHANGES}
         hidden = torch.zeros(case.tokens, case.hidden)
         seconds = time_calls(group, lambda: group.all_reduce(hidden), self.config.seconds)
         return msgspec.msgpack.encode(Result(case, exchanges, 1e3 * seconds))
 
     def _exchange(self, case: Case, name: str) -> Exchange:
-        counting: Any = CountingGroup(self._state.tp)
+        counting: Any = CountingGroup(self.state.tp)
         _round_trip(make_all2all(name, counting), case)
-        sent = self._state.tp.all_reduce(torch.tensor([counting.sent]))
-        manager = make_all2all(name, self._state.tp)
-        seconds = time_calls(
-            self._state.tp, lambda: _round_trip(manager, case), self.config.seconds
-        )
+        sent = self.state.tp.all_reduce(torch.tensor([counting.sent]))
+        manager = make_all2all(name, self.state.tp)
+        seconds = time_calls(self.state.tp, lambda: _round_trip(manager, case), self.config.seconds)
         return Exchange(int(sent), 1e3 * seconds)
 
 

@@ -26,12 +26,9 @@ from rich.table import Table
 from pdserve.common.config.shared import LogConfig
 from pdserve.common.distributed.check import CheckConfig, CheckWorker, Report
 from pdserve.common.distributed.executor import WorkerSpec
+from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.distributed.launch import make_executor
 from pdserve.common.distributed.measure import Figure, time_calls
-from pdserve.common.distributed.parallel_state import (
-    get_parallel_state,
-    tensor_model_parallel_all_reduce,
-)
 
 SIZES = (256, 2304, 65_536, 1 << 20, 16 << 20)
 LAYERS, HIDDEN = 30, 576
@@ -49,19 +46,18 @@ class BenchWorker(CheckWorker):
 
     def step(self, message: bytes) -> bytes:
         report = msgspec.msgpack.decode(super().step(message), type=Report)
-        return msgspec.msgpack.encode(
-            replace(report, figures=[*report.figures, _decode_step(self.config.seconds)])
-        )
+        figure = _decode_step(self.state.tp, self.config.seconds)
+        return msgspec.msgpack.encode(replace(report, figures=[*report.figures, figure]))
 
 
-def _decode_step(seconds: float) -> Figure:
+def _decode_step(group: GroupCoordinator, seconds: float) -> Figure:
     hidden = torch.zeros(1, HIDDEN)
 
     def sums() -> None:
         for _ in range(2 * LAYERS):
-            tensor_model_parallel_all_reduce(hidden)
+            group.all_reduce(hidden)
 
-    latency = time_calls(get_parallel_state().tp, sums, seconds)
+    latency = time_calls(group, sums, seconds)
     nbytes = 2 * LAYERS * hidden.nbytes
     return Figure("tp", f"{2 * LAYERS} all_reduce", nbytes, latency * 1e6, nbytes / latency / 1e9)
 

@@ -141,7 +141,7 @@ def enter(pid: str, *then: str) -> None:
 
 def slow_steps(seconds: str) -> None:
     """A step of this process's engine takes this much longer, so that a test can keep up."""
-    from pdserve.common.distributed.inprocess import InProcessExecutor
+    from pdserve.common.distributed.executor import InProcessExecutor
 
     step = InProcessExecutor.step
 

@@ -20,8 +20,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from pdserve.common.distributed import multiprocess, rank_main
-from pdserve.common.distributed.rank_main import PR_SET_PDEATHSIG
+from pdserve.common.core.host import die_with_parent
+from pdserve.common.distributed import launch, rank_main
 
 NAME = "zygote"
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
@@ -31,7 +31,7 @@ _libc = ctypes.CDLL(None)
 def use() -> Zygote:
     """From now on this process's executors fork their ranks. It must have one thread."""
     zygote = Zygote()
-    multiprocess.spawn = zygote.spawn  # type: ignore[assignment]
+    launch.spawn = zygote.spawn  # type: ignore[assignment]
     return zygote
 
 
@@ -49,7 +49,7 @@ class Zygote:
         theirs.close()
 
     async def spawn(self, directory: Path, rank: int) -> ForkedRank:
-        """In the place of `pdserve.common.distributed.multiprocess.spawn`."""
+        """In the place of `pdserve.common.distributed.launch.spawn`."""
         read, write = os.pipe()
         socket.send_fds(self._orders, [f"{rank} {directory}".encode()], [read])
         os.close(read)
@@ -90,7 +90,7 @@ class ForkedRank:
 
 
 def _serve(orders: socket.socket, node: int) -> Any:
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     _libc.prctl(PR_SET_NAME, NAME.encode())
     while True:
         order, descriptors, _, _ = socket.recv_fds(orders, 4096, 1)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from pdserve.common.config.sources import PREFIX
+from pdserve.common.core.host import die_with_parent
 
 Write = Callable[[str, str], None]
 """Shows a line of a named process."""
 
-PR_SET_PDEATHSIG = 1
 OUTPUT_GRACE = 2.0  # seconds a pipe may stay open after its process has ended
 
 
@@ -59,7 +58,7 @@ class Child:
             env=_environment(self.spec.environment),
             # Ctrl-C in the terminal reaches the parent only, which then drains in order.
             start_new_session=True,
-            preexec_fn=_death_wish(os.getpid()),
+            preexec_fn=partial(_die_with, os.getpid()),
         )
         self._cleared = False
         assert self._process.stdout is not None
@@ -109,16 +108,8 @@ def _environment(extra: Mapping[str, str]) -> dict[str, str]:
     return {**kept, "PYTHONUNBUFFERED": "1", **extra}
 
 
-def _death_wish(parent: int) -> Callable[[], None] | None:
-    """To be called in the child before exec: it dies with its parent, even when that one is
-    killed and can no longer say so (prctl(2), Linux only)."""
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-
-    def wish() -> None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the wish was made
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return wish
+def _die_with(parent: int) -> None:
+    """Called in the child before exec."""
+    die_with_parent()
+    if os.getppid() != parent:  # it died before that
+        os.kill(os.getpid(), signal.SIGKILL)

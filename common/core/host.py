@@ -8,10 +8,14 @@ Cpusets need no reading: the kernel shows them as the process's affinity.
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import ipaddress
 import os
 import resource
+import signal
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -173,6 +177,25 @@ def bind(host: str, port: int, purpose: str, flag: str) -> socket.socket:
 def no_port(host: str, port: int, purpose: str, flag: str, error: OSError) -> ConfigError:
     mend = f": choose another {flag} (0: a free one)" if error.errno == errno.EADDRINUSE else ""
     return ConfigError(f"cannot listen on {host}:{port} for {purpose}: {error.strerror}{mend}")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is an address, or the usual name, that never leaves this host; other names may
+    mean anything."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None  # loaded before any fork
+
+
+def die_with_parent() -> None:
+    """From now on the kernel kills this process when its parent ends, however that ends (Linux)."""
+    if _prctl is not None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def allow_open_files(count: int, lower: str = "") -> None:

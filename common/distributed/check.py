@@ -6,12 +6,20 @@ group and then measures it; rank 0 answers with what all ranks found.
 
 from __future__ import annotations
 
+import os
+import socket
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import torch
 
-from pdserve.common.distributed.environment import host_identity, init_distributed_environment
+from pdserve.common.core.host import is_loopback, usable_cores
+from pdserve.common.distributed.environment import (
+    DistributedEnvironment,
+    host_identity,
+    init_distributed_environment,
+)
 from pdserve.common.distributed.executor import Emit, Extension, WorkerSpec
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.distributed.measure import OPERATIONS, Check, Figure, measure, verify
@@ -20,7 +28,10 @@ from pdserve.common.distributed.parallel_state import (
     ParallelState,
     initialize_model_parallel,
 )
-from pdserve.common.distributed.surroundings import Surroundings, advice, look_around
+
+_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
+_NAMES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+_INFINIBAND = Path("/sys/class/infiniband")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +49,22 @@ class CheckConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RankHost:
+    """What in a rank's host and environment matters to collectives."""
+
+    rank: int
+    host: str  # its name
+    host_identity: str  # see `environment.host_identity`
+    address: str  # under which the other hosts reach it
+    device: str
+    cores: int  # that this rank may run on
+    name_addresses: list[str]  # what the host's name resolves to
+    interfaces: list[str]
+    infiniband: list[str]  # adapters
+    variables: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """Everything; `layout` and `transports` by name of group."""
 
@@ -45,7 +72,7 @@ class Report:
     transports: dict[str, str]
     checks: list[Check]
     figures: list[Figure]
-    ranks: list[Surroundings]
+    ranks: list[RankHost]
     advice: list[str]
 
     @property
@@ -69,12 +96,10 @@ class CheckWorker:
             config.timeout,
             config.communicator,
         )
-        self._state = initialize_model_parallel(
+        self.state = initialize_model_parallel(
             environment, config.tensor_parallel_size, config.pipeline_parallel_size
         )
-        self._around = look_around(
-            spec.rank, host_identity(), environment.address, environment.device
-        )
+        self._host = describe_host(environment)
 
     @property
     def extension(self) -> Extension | None:
@@ -85,18 +110,18 @@ class CheckWorker:
 
     def step(self, message: bytes) -> bytes:
         """A msgpack `Report`."""
-        groups = _groups(self._state)
+        groups = _groups(self.state)
         checks = [check for group in groups for check in verify(group)]
-        world = self._state.world
+        world = self.state.world
         everyone = [
-            msgspec.msgpack.decode(body, type=tuple[list[Check], Surroundings])
-            for body in world.all_gather_bytes(msgspec.msgpack.encode((checks, self._around)))
+            msgspec.msgpack.decode(body, type=tuple[list[Check], RankHost])
+            for body in world.all_gather_bytes(msgspec.msgpack.encode((checks, self._host)))
         ]
         checks = [check for theirs, _ in everyone for check in theirs]
-        ranks = [around for _, around in everyone]
+        ranks = [rank for _, rank in everyone]
         right = not any(check.error for check in checks)
         report = Report(
-            layout=self._state.layout,
+            layout=self.state.layout,
             transports={group.name: group.transport for group in groups},
             checks=checks,
             figures=self._measure(groups) if right else [],
@@ -115,7 +140,7 @@ class CheckWorker:
         ]
 
     def close(self) -> None:
-        self._state.close()
+        self.state.close()
 
 
 def _groups(state: ParallelState) -> list[GroupCoordinator]:
@@ -130,3 +155,96 @@ def _device(config: CheckConfig, rank: int) -> torch.device:
     device = torch.device("cuda", rank if config.local_rank is None else config.local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+# ---- the ranks' hosts, and what to mend there ----
+
+
+def describe_host(environment: DistributedEnvironment) -> RankHost:
+    name, device = socket.gethostname(), environment.device
+    kind = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
+    adapters = sorted(path.name for path in _INFINIBAND.glob("*"))
+    return RankHost(
+        rank=environment.rank,
+        host=name,
+        host_identity=host_identity(),
+        address=environment.address,
+        device=f"{device}{kind}",
+        cores=usable_cores(),
+        name_addresses=_resolve(name),
+        interfaces=[interface for _, interface in socket.if_nameindex()],
+        infiniband=adapters,
+        variables={
+            variable: value
+            for variable, value in sorted(os.environ.items())
+            if variable.startswith(_PREFIXES) or variable in _NAMES
+        },
+    )
+
+
+def _resolve(name: str) -> list[str]:
+    try:
+        return sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None)})
+    except OSError:
+        return []
+
+
+def advice(ranks: list[RankHost]) -> list[str]:
+    """What to mend, the gravest first; nothing where all is well."""
+    several = len({each.host_identity for each in ranks}) > 1
+    found = [line for each in ranks for line in _of_one(each, several)]
+    return list(dict.fromkeys(found + _of_hosts(ranks, several)))
+
+
+def _of_one(rank: RankHost, several: bool) -> list[str]:
+    """`several`: the ranks are on several hosts."""
+    lines = []
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        wanted = rank.variables.get(variable, "")
+        if wanted and not _names_an_interface(wanted, rank.interfaces):
+            names = ", ".join(rank.interfaces)
+            lines.append(f"{rank.host}: {variable}={wanted} names no interface; there are: {names}")
+    if several and all(map(is_loopback, rank.name_addresses)):
+        lines.append(
+            f"{rank.host}: the host's name leads to loopback only, where other hosts cannot reach "
+            f"it: set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface of {rank.address}"
+        )
+    if several and rank.device.startswith("cuda") and not rank.infiniband:
+        lines.append(
+            f"{rank.host}: no InfiniBand adapter: NCCL goes over TCP between hosts, which is slow "
+            "for tensor parallelism; keep --tensor-parallel-size within a host"
+        )
+    if rank.variables.get("NCCL_IB_DISABLE") == "1" and rank.infiniband:
+        lines.append(f"{rank.host}: NCCL_IB_DISABLE=1 leaves {rank.infiniband[0]} idle: unset it")
+    return lines
+
+
+def _of_hosts(ranks: list[RankHost], several: bool) -> list[str]:
+    lines = []
+    for identity in dict.fromkeys(each.host_identity for each in ranks):
+        here = [each for each in ranks if each.host_identity == identity]
+        count, first = len(here), here[0]
+        if not first.device.startswith("cpu"):
+            continue
+        if count > first.cores:
+            lines.append(
+                f"{first.host}: {count} ranks share {first.cores} cores: they wait for each other; "
+                "start fewer ranks"
+            )
+        threads = first.variables.get("OMP_NUM_THREADS", "")
+        if threads.isdigit() and int(threads) * count > first.cores:
+            lines.append(
+                f"{first.host}: OMP_NUM_THREADS={threads} for each of {count} ranks on "
+                f"{first.cores} cores: set it to {max(first.cores // count, 1)}"
+            )
+    return lines
+
+
+def _names_an_interface(wanted: str, interfaces: list[str]) -> bool:
+    """NCCL takes prefixes, separated by commas; "=" asks for the whole name, "^" excludes."""
+    if wanted.startswith("^"):
+        return True
+    names = tuple(wanted.removeprefix("=").split(","))
+    if wanted.startswith("="):
+        return not set(names).isdisjoint(interfaces)
+    return any(each.startswith(names) for each in interfaces)

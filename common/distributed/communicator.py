@@ -30,8 +30,8 @@ from pdserve.common.core.plugins import resolve
 BUILTIN = {
     "gloo": "pdserve.common.distributed.torch_communicator:GlooCommunicator",
     "shm": "pdserve.common.distributed.shm:ShmCommunicator",
-    "nccl": "pdserve.common.distributed.nccl:NCCLCommunicator",
-    "symm_mem": "pdserve.common.distributed.nccl:SymmMemCommunicator",
+    "nccl": "pdserve.common.distributed.torch_communicator:NCCLCommunicator",
+    "symm_mem": "pdserve.common.distributed.torch_communicator:SymmMemCommunicator",
 }
 ENTRY_POINTS = "pdserve.device_communicators"
 

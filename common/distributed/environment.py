@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 import time
@@ -17,6 +16,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
+from pdserve.common.core.host import is_loopback
 from pdserve.common.distributed.communicator import (
     CommunicatorContext,
     DeviceCommunicator,
@@ -207,14 +207,6 @@ def address_of_name() -> str:
         return str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])
     except OSError:
         return LOOPBACK
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host` is an address, or the usual name, that never leaves this host."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Container, Coroutine, Sequence
+from collections.abc import Container, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -27,8 +27,8 @@ from pdserve.common.obs.logging import write_log
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE = 15.0  # seconds between two lines about ranks that are still starting
-_BY_FORCE = 5.0  # seconds each part of a stop gets once ranks are killed
+_START_LOG_INTERVAL = 15.0  # seconds between two lines about ranks that are still starting
+_KILL_TIMEOUT = 5.0  # seconds each part of a stop gets once ranks are killed
 
 
 class Launcher(Protocol):
@@ -77,8 +77,6 @@ class FanOutExecutor(Executor):
         self._next_number = wire.start_number(len(specs), Link.STEPS)
         self._ended: PdserveError | None = None  # why nothing can be asked any more
         self._serving = False
-        self._hear: Callable[[int, bytes], None] | None = None
-        self._mourn: Callable[[int, str], None] | None = None
 
     # ---- start ----
 
@@ -114,8 +112,8 @@ class FanOutExecutor(Executor):
 
     async def _started(self, starting: asyncio.Future[list[bytes]]) -> list[bytes]:
         seconds = 0.0
-        while not (await asyncio.wait([starting], timeout=_PATIENCE))[0]:
-            seconds += _PATIENCE
+        while not (await asyncio.wait([starting], timeout=_START_LOG_INTERVAL))[0]:
+            seconds += _START_LOG_INTERVAL
             logger.info("waiting for %s to start, %.0f s so far", self._missing(), seconds)
         return starting.result()[Link.OUT :: len(Link)]
 
@@ -173,8 +171,8 @@ class FanOutExecutor(Executor):
                 write_log(body.decode(errors="replace"))
             elif kind != Kind.EVENT:
                 self._settle(kind, number, body)
-            elif self._hear is not None:
-                self._hear(rank, body)
+            elif self._event_callback is not None:
+                self._event_callback(rank, body)
 
     def _broken(self, error: PdserveError) -> None:
         """A step failed on a rank. One that lost a peer may say so before the peer's death is
@@ -192,13 +190,7 @@ class FanOutExecutor(Executor):
         else:
             future.set_result(body)
 
-    def on_event(self, callback: Callable[[int, bytes], None]) -> None:
-        self._hear = callback
-
     # ---- death ----
-
-    def on_death(self, callback: Callable[[int, str], None]) -> None:
-        self._mourn = callback
 
     async def _watch(self, rank: int) -> None:
         how = await self._launcher.wait(rank)
@@ -212,8 +204,8 @@ class FanOutExecutor(Executor):
         self._launcher.kill()
         if self._serving:
             logger.error("%s; the node's other ranks are ended", reason)
-            if self._mourn is not None:
-                self._mourn(rank, reason)
+            if self._death_callback is not None:
+                self._death_callback(rank, reason)
 
     def _background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -244,14 +236,14 @@ class FanOutExecutor(Executor):
         if self._serving:
             await _within(deadline, self._stop_ranks(deadline))
         self._launcher.kill()
-        if not await _within(_BY_FORCE, self._all_ended()):
-            logger.error("ranks have not ended %.0f s after they were killed", _BY_FORCE)
+        if not await _within(_KILL_TIMEOUT, self._all_ended()):
+            logger.error("ranks have not ended %.0f s after they were killed", _KILL_TIMEOUT)
         if self._reader is not None:
             self._reader.cancel()
-        if not await _within(_BY_FORCE, _end(context)):
-            logger.error("ZeroMQ has not ended after %.0f s; its threads are left", _BY_FORCE)
-        if not await _within(_BY_FORCE, self._launcher.close()):
-            logger.error("the ranks' places were not given back within %.0f s", _BY_FORCE)
+        if not await _within(_KILL_TIMEOUT, _end(context)):
+            logger.error("ZeroMQ has not ended after %.0f s; its threads are left", _KILL_TIMEOUT)
+        if not await _within(_KILL_TIMEOUT, self._launcher.close()):
+            logger.error("the ranks' places were not given back within %.0f s", _KILL_TIMEOUT)
 
     async def _stop_ranks(self, deadline: float) -> None:
         await self._tell_stop(deadline)

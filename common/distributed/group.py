@@ -16,7 +16,6 @@ from torch import Tensor
 
 from pdserve.common.core.errors import NodeError
 from pdserve.common.distributed.communicator import DeviceCommunicator, rank_lost
-from pdserve.common.distributed.tensor_dict import TensorDict, from_outline, outline
 
 T = TypeVar("T")
 
@@ -130,43 +129,12 @@ class GroupCoordinator:
 
     def recv(self, shape: Iterable[int], dtype: torch.dtype, src: int) -> Tensor:
         """The tensor that rank `src` sends, on the group's device."""
-        return self._recv_into(torch.empty(tuple(shape), dtype=dtype, device=self.device), src)
-
-    def _recv_into(self, tensor: Tensor, src: int) -> Tensor:
+        tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         if tensor.numel():
             self._run("recv", tensor, lambda via: via.recv(tensor, src))
         return tensor
 
-    # ---- dicts, bytes, agreement ----
-
-    def broadcast_tensor_dict(self, items: TensorDict | None, src: int = 0) -> dict[str, Any]:
-        """The dict of rank `src` (the others pass None); see `TensorDict` for what it may hold."""
-        if self.rank == src:
-            assert items is not None
-            body, tensors = outline(items)
-            self._broadcast_bytes(body, src)
-            for tensor in tensors:
-                self.broadcast(tensor, src)
-            return dict(items)
-        received = from_outline(self._broadcast_bytes(b"", src), self.device)
-        for tensor in _tensors(received):
-            self.broadcast(tensor, src)
-        return received
-
-    def send_tensor_dict(self, items: TensorDict, dst: int) -> None:
-        body, tensors = outline(items)
-        self.send(torch.tensor([len(body)]), dst)
-        self.send(_as_tensor(body), dst)
-        for tensor in tensors:
-            self.send(tensor, dst)
-
-    def recv_tensor_dict(self, src: int) -> dict[str, Any]:
-        count = int(self._recv_into(torch.empty(1, dtype=torch.int64), src))
-        body = self._recv_into(torch.empty(count, dtype=torch.uint8), src)
-        received = from_outline(bytes(body.numpy()), self.device)
-        for tensor in _tensors(received):
-            self._recv_into(tensor, src)
-        return received
+    # ---- bytes, agreement ----
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """What each rank passed, of any length, in the order of ranks."""
@@ -194,11 +162,6 @@ class GroupCoordinator:
             message = f"the {self.name} ranks disagree on {what}: {'; '.join(views)}"
             raise NodeError(message, code="RANKS_DISAGREE")
 
-    def _broadcast_bytes(self, data: bytes, src: int) -> bytes:
-        count = int(self.broadcast(torch.tensor([len(data)]), src))
-        body = _as_tensor(data) if self.rank == src else torch.empty(count, dtype=torch.uint8)
-        return bytes(self.broadcast(body, src).numpy())
-
     # ---- the end ----
 
     def close(self) -> None:
@@ -225,10 +188,6 @@ def _join(rows: Tensor, dim: int) -> Tensor:
     if dim % (rows.ndim - 1) == 0:
         return rows.flatten(0, 1)
     return torch.cat(rows.unbind(0), dim)
-
-
-def _tensors(items: TensorDict) -> list[Tensor]:
-    return [value for value in items.values() if isinstance(value, Tensor)]
 
 
 def _as_tensor(data: bytes) -> Tensor:

@@ -4,20 +4,15 @@
     state = initialize_model_parallel(environment, tensor_parallel_size=2, pipeline_parallel_size=2)
     state.tp.all_reduce(…)
 
-Groups are objects, passed to whoever needs them; the engine does only that. The functions at the
-end are the field's standard names, for authors of models and plugins: they speak for the state
-that was made last on the calling thread.
+Groups are objects, passed to whoever needs them.
 """
 
 from __future__ import annotations
 
 import logging
-from contextvars import ContextVar
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from pdserve.common.core.errors import ConfigError, NodeError
+from pdserve.common.core.errors import ConfigError
 from pdserve.common.distributed.environment import DistributedEnvironment
 from pdserve.common.distributed.group import GroupCoordinator
 
@@ -76,8 +71,7 @@ def initialize_model_parallel(
     pipeline_parallel_size: int = 1,
     expert_parallel_size: int = 1,
 ) -> ParallelState:
-    """This rank's groups, laid out by `group_layout`; from now on the functions below speak for
-    them on this thread.
+    """This rank's groups, laid out by `group_layout`.
 
     Raises:
         ConfigError: the sizes do not fit the world.
@@ -91,7 +85,6 @@ def initialize_model_parallel(
     if environment.rank == 0 and environment.world_size > 1:
         for line in describe(state):
             logger.info(line)
-    _current.set(state)
     return state
 
 
@@ -109,44 +102,3 @@ def _own(
 ) -> GroupCoordinator:
     ranks = next(ranks for ranks in groups if environment.rank in ranks)
     return environment.group(name, ranks)
-
-
-# ---- the standard names ----
-
-_current: ContextVar[ParallelState] = ContextVar("parallel_state")
-
-
-def get_parallel_state() -> ParallelState:
-    """Raises NodeError if `initialize_model_parallel` was not called on this thread."""
-    state = _current.get(None)
-    if state is None:
-        raise NodeError("there are no groups on this thread: call initialize_model_parallel first")
-    return state
-
-
-def tensor_model_parallel_all_reduce(tensor: Tensor) -> Tensor:
-    return get_parallel_state().tp.all_reduce(tensor)
-
-
-def tensor_model_parallel_all_gather(tensor: Tensor, dim: int = -1) -> Tensor:
-    return get_parallel_state().tp.all_gather(tensor, dim)
-
-
-def tensor_model_parallel_reduce_scatter(tensor: Tensor, dim: int = -1) -> Tensor:
-    return get_parallel_state().tp.reduce_scatter(tensor, dim)
-
-
-def get_tensor_model_parallel_rank() -> int:
-    return get_parallel_state().tp.rank
-
-
-def get_tensor_model_parallel_world_size() -> int:
-    return get_parallel_state().tp.size
-
-
-def get_pipeline_model_parallel_rank() -> int:
-    return get_parallel_state().pp.rank
-
-
-def get_pipeline_model_parallel_world_size() -> int:
-    return get_parallel_state().pp.size

@@ -7,7 +7,6 @@ node's business: a rank ignores them, so that a node can drain.
 
 from __future__ import annotations
 
-import ctypes
 import io
 import logging
 import os
@@ -23,6 +22,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from pdserve.common.core.errors import NodeError
+from pdserve.common.core.host import die_with_parent
 from pdserve.common.core.plugins import import_string
 from pdserve.common.distributed import wire
 from pdserve.common.distributed.executor import Worker, WorkerSpec
@@ -31,7 +31,6 @@ from pdserve.common.obs.logging import setup_logging
 
 logger = logging.getLogger(__name__)
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 FLUSH_MS = 1000
 
 
@@ -89,8 +88,7 @@ def die_with_node() -> None:
     input, whose other end only the node holds, comes to its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     threading.Thread(target=_exit_at_eof, name="node-watch", daemon=True).start()
 
 

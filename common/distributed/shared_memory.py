@@ -5,7 +5,7 @@
 
 A round n: each rank writes its slot of parity n % 2, then round[rank] = n. Whoever then sees
 n (or n + 1) in all words writes `complete` = n and wakes the others, which wait for it: briefly
-by looking, then asleep on a futex. Then everybody reads every slot.
+spinning, then asleep on a futex. Then everybody reads every slot.
 
 Two slots per rank suffice: who writes round n + 2 has seen all ranks in n + 1, and a rank gets
 there only after it has read what it wanted of n.
@@ -21,16 +21,20 @@ import ctypes
 import fcntl
 import mmap
 import os
+import secrets
 import select
+import socket
+import struct
 import threading
 import time
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pdserve.common.core.host import usable_cores
-from pdserve.common.distributed.communicator import rank_lost
-from pdserve.common.distributed.descriptors import Descriptors
+from pdserve.common.distributed.communicator import CommunicatorContext, rank_lost
 
 SLOT_BYTES = 1 << 20
 _LINE = 16  # uint32 words in a cache line
@@ -40,6 +44,10 @@ _SLICE = 0.05  # seconds asleep between two looks for the dead
 # Seconds of looking before sleep: some times what a sleep and a wake-up cost. Each look gives the
 # core away, since the one waited for may want this very core.
 _SPIN = 200e-6
+
+_KEY = "descriptors"  # in the store
+_RANK = struct.Struct("<I")
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
 
 
 class _Timespec(ctypes.Structure):
@@ -51,6 +59,27 @@ _syscall.argtypes = [
     *(ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32),
     ctypes.POINTER(_Timespec),
 ]
+
+
+@dataclass(slots=True)
+class Descriptors:
+    """What the ranks of a group share: one memory file, and of each rank the read end of a pipe
+    that only it holds open."""
+
+    segment: int
+    living: list[int]  # by rank; readable (at their end) once that rank is gone
+    own: int  # this rank's write end
+
+    @property
+    def closed(self) -> bool:
+        return self.own < 0
+
+    def close(self) -> None:
+        """May be called again."""
+        fds = [fd for fd in (self.own, self.segment, *self.living) if fd >= 0]
+        self.own, self.segment, self.living = -1, -1, []
+        for fd in fds:
+            os.close(fd)
 
 
 class SharedMemory:
@@ -68,7 +97,7 @@ class SharedMemory:
         self._round = 0
         self._fence = threading.Lock()
         # Where ranks outnumber the cores, looking would only take them from those who compute.
-        self._spin = _SPIN if size <= usable_cores() else 0.0
+        self._spin_seconds = _SPIN if size <= usable_cores() else 0.0
         slots = torch.frombuffer(memory, dtype=torch.uint8, offset=_words_bytes(size))
         self._slots = slots.view(2, size, SLOT_BYTES)
         self._views: dict[torch.dtype, list[list[Tensor]]] = {}
@@ -99,8 +128,8 @@ class SharedMemory:
         if not self._missing():
             self._words[self._complete] = self._round
             _syscall(_SYS_FUTEX, self._address, _FUTEX_WAKE, 2**31 - 1, None)
-        elif not self._look():
-            self._sleep(deadline)
+        elif not self._spin():
+            self._wait(deadline)
 
     def _missing(self) -> list[int]:
         """Ranks that are not in this round yet; none is ever more than one ahead."""
@@ -108,20 +137,20 @@ class SharedMemory:
         ranks = range(len(self._ranks))
         return [rank for rank in ranks if (words[rank * _LINE] - current) & _MASK > 1]
 
-    def _look(self) -> bool:
+    def _spin(self) -> bool:
         words, complete, current = self._words, self._complete, self._round
-        end = time.perf_counter() + self._spin
+        end = time.perf_counter() + self._spin_seconds
         while words[complete] != current:
             if time.perf_counter() > end:
                 return False
             os.sched_yield()
         return True
 
-    def _sleep(self, deadline: float) -> None:
+    def _wait(self, deadline: float) -> None:
         """Until the round is complete; looks for the dead and at the clock now and then."""
-        nap = _Timespec(0, int(_SLICE * 1e9))
+        pause = _Timespec(0, int(_SLICE * 1e9))
         while (seen := self._words[self._complete]) != self._round:
-            if _syscall(_SYS_FUTEX, self._address, _FUTEX_WAIT, seen, nap) == 0:
+            if _syscall(_SYS_FUTEX, self._address, _FUTEX_WAIT, seen, pause) == 0:
                 continue
             missing = self._missing()
             if not missing:  # who came last may have died before it said so
@@ -166,3 +195,69 @@ def segment_bytes(size: int) -> int:
 def _words_bytes(size: int) -> int:
     """Whole pages, so that slots begin on a page."""
     return -(-4 * _LINE * (size + 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def share_segment(context: CommunicatorContext) -> Descriptors:
+    """Every rank of `context` calls this; rank 0 makes the segment. Descriptors travel as
+    SCM_RIGHTS (unix(7)) over a socket in the abstract namespace, which leaves no file.
+
+    Raises:
+        OSError, RuntimeError: the ranks did not meet within the context's timeout.
+    """
+    watched, own = os.pipe()
+    shared = Descriptors(-1, [watched], own)
+    try:
+        if context.rank == 0:
+            shared.segment = make_segment(context.size)
+            shared.living += [-1] * (context.size - 1)
+            _serve(context, shared)
+        else:
+            shared.segment, *living = _ask(context, watched)
+            os.close(watched)
+            shared.living = living
+    except BaseException:
+        shared.close()
+        raise
+    return shared
+
+
+def _serve(context: CommunicatorContext, shared: Descriptors) -> None:
+    """Takes a pipe from each other rank, then sends everything to all of them."""
+    name = f"pdserve-{secrets.token_hex(16)}"
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.socket(socket.AF_UNIX))
+        server.settimeout(context.timeout)
+        server.bind("\0" + name)
+        server.listen(context.size)
+        context.store.set(_KEY, name)
+        peers: dict[int, socket.socket] = {}
+        while len(peers) < context.size - 1:
+            peer = stack.enter_context(closing(server.accept()[0]))
+            if _uid(peer) == os.getuid():
+                peer.settimeout(context.timeout)
+                rank, shared.living[rank] = _take(peer)
+                peers[rank] = peer
+        for peer in peers.values():
+            socket.send_fds(peer, [b"."], [shared.segment, *shared.living])
+
+
+def _take(peer: socket.socket) -> tuple[int, int]:
+    data, fds, _, _ = socket.recv_fds(peer, _RANK.size, 1, socket.MSG_CMSG_CLOEXEC)
+    return _RANK.unpack(data)[0], fds[0]
+
+
+def _ask(context: CommunicatorContext, watched: int) -> list[int]:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(context.timeout)
+        sock.connect("\0" + context.store.get(_KEY).decode())
+        socket.send_fds(sock, [_RANK.pack(context.rank)], [watched])
+        _, fds, _, _ = socket.recv_fds(sock, 1, context.size + 1, socket.MSG_CMSG_CLOEXEC)
+    if len(fds) != context.size + 1:
+        raise ConnectionError("rank 0 went away while the ranks met")
+    return fds
+
+
+def _uid(peer: socket.socket) -> int:
+    """Sockets in the abstract namespace have no permissions of their own."""
+    raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(raw)[1])

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from pdserve.common.core.errors import ConfigError, NodeError
-from pdserve.common.distributed import descriptors
 from pdserve.common.distributed.communicator import CommunicatorContext
-from pdserve.common.distributed.shared_memory import SLOT_BYTES, SharedMemory, make_segment
+from pdserve.common.distributed.shared_memory import SLOT_BYTES, SharedMemory, share_segment
 from pdserve.common.distributed.torch_communicator import GlooCommunicator, as_bytes, row_bytes
 
 Read = Callable[[list[Tensor], slice], None]
@@ -34,8 +32,7 @@ class ShmCommunicator(GlooCommunicator):
                 "x86-64 host; pass --device-communicator auto"
             )
         super().__init__(context)
-        shared = descriptors.share(context, partial(make_segment, context.size))
-        self._memory = SharedMemory(context.rank, context.ranks, shared)
+        self._memory = SharedMemory(context.rank, context.ranks, share_segment(context))
 
     @property
     def transport(self) -> str:

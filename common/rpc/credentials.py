@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
 from pdserve.common.config.shared import AuthConfig, TLSConfig
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.host import is_loopback
 from pdserve.common.rpc.auth import ClusterKey
 from pdserve.common.rpc.guard import Guard
 from pdserve.common.rpc.server import Channels
@@ -59,12 +59,3 @@ class Credentials:
         if self.key is None:
             return Channels(self.tls)
         return Channels(self.tls, partial(self.key.sign, self.role, self.node_id))
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a server bound to `host` is reached from this host alone; names but one may mean
-    anything."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -17,14 +17,13 @@ import torch
 from pdserve.common.config.node import EngineConfig
 from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import ConfigError
-from pdserve.common.core.host import usable_cores
+from pdserve.common.core.host import is_loopback, usable_cores
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.plugins import import_string
 from pdserve.common.distributed.all2all import make_all2all
 from pdserve.common.distributed.environment import (
     DistributedEnvironment,
     init_distributed_environment,
-    is_loopback,
 )
 from pdserve.common.distributed.executor import Emit, Extension, WorkerSpec
 from pdserve.common.distributed.parallel_state import (

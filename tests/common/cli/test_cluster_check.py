@@ -16,9 +16,9 @@ import torch
 from benchmarks import hosts
 from pdserve.common.cli.cluster_check import main
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.distributed.check import RankHost, advice
 from pdserve.common.distributed.communicator import CommunicatorContext, make_communicator
 from pdserve.common.distributed.measure import OPERATIONS
-from pdserve.common.distributed.surroundings import Surroundings, advice
 from pdserve.common.distributed.torch_communicator import GlooCommunicator
 
 QUICK = ["--device=cpu", "--sizes=1024,70000", "--seconds=0.01", "--timeout=20"]
@@ -161,7 +161,7 @@ def test_a_communicator_that_cannot_serve_the_group(name: str, second_host: str,
 
 # ---- advice ----
 
-HOST = Surroundings(
+HOST = RankHost(
     rank=0,
     host="a",
     host_identity="a",

@@ -22,10 +22,8 @@ import zmq
 from paths import HELPERS
 from pdserve.common.core.errors import Blame, ConfigError, NodeError, TransferError
 from pdserve.common.distributed import fanout, wire
-from pdserve.common.distributed.executor import Executor
-from pdserve.common.distributed.inprocess import InProcessExecutor
-from pdserve.common.distributed.launch import make_executor
-from pdserve.common.distributed.multiprocess import MultiprocessExecutor
+from pdserve.common.distributed.executor import Executor, InProcessExecutor
+from pdserve.common.distributed.launch import MultiprocessExecutor, make_executor
 from toy_worker import specs
 
 # ---- helpers ----
@@ -232,7 +230,7 @@ async def test_a_stop_ends_though_zeromq_does_not(
         term(context)
 
     monkeypatch.setattr(zmq.Context, "term", never)
-    monkeypatch.setattr(fanout, "_BY_FORCE", 1.0)
+    monkeypatch.setattr(fanout, "_KILL_TIMEOUT", 1.0)
     executor = MultiprocessExecutor(specs(2))
     pids = pids_of(list(await executor.start()))
     try:
@@ -256,7 +254,7 @@ async def test_a_stop_ends_though_a_rank_does_not(
     async def for_ever() -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(fanout, "_BY_FORCE", 1.0)
+    monkeypatch.setattr(fanout, "_KILL_TIMEOUT", 1.0)
     monkeypatch.setattr(launcher, "kill", lambda: None)
     monkeypatch.setattr(launcher, "close", for_ever)
     step = asyncio.create_task(executor.step(b"wait"))
@@ -336,7 +334,7 @@ async def test_a_rank_may_answer_before_the_next_one_is_started(
 async def test_a_start_that_takes_long_says_what_it_waits_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(fanout, "_PATIENCE", 0.1)
+    monkeypatch.setattr(fanout, "_START_LOG_INTERVAL", 0.1)
     caplog.set_level("INFO")
     said = re.compile(r"waiting for rank 1 \(pid (\d+); builds its worker\) to start")
     come = tmp_path / "come"
@@ -375,7 +373,7 @@ async def test_ranks_ignore_terminal_and_supervisor_signals() -> None:
 
 NODE = """
 import asyncio
-from pdserve.common.distributed.multiprocess import MultiprocessExecutor
+from pdserve.common.distributed.launch import MultiprocessExecutor
 from toy_worker import specs
 
 async def main():

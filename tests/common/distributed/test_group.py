@@ -14,13 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 import pytest
 import torch
 
 from pdserve.common.core.errors import ConfigError, NodeError
-from pdserve.common.distributed import parallel_state
-from pdserve.common.distributed.descriptors import Descriptors
 from pdserve.common.distributed.environment import init_distributed_environment
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.distributed.measure import DTYPES, measure, verify
@@ -30,12 +27,15 @@ from pdserve.common.distributed.parallel_state import (
     group_layout,
     initialize_model_parallel,
 )
-from pdserve.common.distributed.shared_memory import SLOT_BYTES, SharedMemory, make_segment
-from pdserve.common.distributed.tensor_dict import from_outline, outline
+from pdserve.common.distributed.shared_memory import (
+    SLOT_BYTES,
+    Descriptors,
+    SharedMemory,
+    make_segment,
+)
 from ranks import Ranks
 
 T = TypeVar("T")
-CPU = torch.device("cpu")
 TRANSPORTS = [(2, "shm"), (2, "gloo"), (4, "shm"), (4, "gloo")]
 
 
@@ -104,7 +104,6 @@ def test_a_group_of_one_needs_nobody() -> None:
     assert group.reduce_scatter(tensor, dim=0) is tensor
     assert group.gather(tensor) is tensor
     assert group.broadcast(tensor) is tensor
-    assert group.broadcast_tensor_dict({"a": 1}) == {"a": 1}
     group.agree(1, "it")
     group.barrier()
     group.close()
@@ -216,49 +215,6 @@ def test_rows_that_were_not_expected_are_an_error(tmp_path: Path) -> None:
     assert "rank 1 sends 12 bytes, not 24" in on_threads(tmp_path, 2, work, timeout=1.0)[1]
 
 
-def _tensor_dict() -> dict[str, Any]:
-    return {
-        "hidden": torch.arange(12.0).view(3, 4)[:, ::2].to(torch.bfloat16),
-        "step": 7,
-        "nothing": torch.empty(0, 5, dtype=torch.bool),
-        "names": ["a", {"b": None}],
-        "ids": torch.arange(3),
-        "scalar": torch.tensor(2, dtype=torch.int32),
-    }
-
-
-def _exchange_dicts(state: ParallelState) -> None:
-    group, items = state.tp, _tensor_dict()
-    _assert_equal(group.broadcast_tensor_dict(items if group.rank == 1 else None, src=1))
-    if group.rank == 0:
-        group.send_tensor_dict(items, dst=1)
-    if group.rank == 1:
-        _assert_equal(group.recv_tensor_dict(src=0))
-
-
-def _assert_equal(items: dict[str, Any]) -> None:
-    expected = _tensor_dict()
-    assert list(items) == list(expected)
-    for key, value in expected.items():
-        if isinstance(value, torch.Tensor):
-            assert items[key].dtype == value.dtype and torch.equal(items[key], value)
-        else:
-            assert items[key] == value
-
-
-def test_tensor_dicts(run: Callable[..., list[Any]]) -> None:
-    run(_exchange_dicts)
-
-
-@pytest.mark.parametrize("dtype", ["float31", "__class__"])
-def test_an_unsound_outline_is_an_error(dtype: str) -> None:
-    body, _ = outline({"x": torch.ones(1)})
-    with pytest.raises(NodeError, match="no dtype"):
-        from_outline(body.replace(b"\xa7float32", msgspec.msgpack.encode(dtype)), CPU)
-    with pytest.raises(NodeError, match="outline"):
-        from_outline(body[:-1], CPU)
-
-
 def _bytes(state: ParallelState) -> list[bytes]:
     return state.tp.all_gather_bytes(b"x" * state.tp.rank)
 
@@ -311,38 +267,6 @@ def _measure(state: ParallelState) -> float:
 
 def test_speed_is_positive(run: Callable[..., list[Any]]) -> None:
     assert all(speed > 0 for speed in run(_measure))
-
-
-# ---- the standard names ----
-
-
-def _standard_names(state: ParallelState) -> tuple[int, ...]:
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    whole = torch.ones(1, size)
-    total = parallel_state.tensor_model_parallel_all_reduce(whole.clone())
-    share = parallel_state.tensor_model_parallel_reduce_scatter(whole)
-    joined = parallel_state.tensor_model_parallel_all_gather(share)
-    assert torch.equal(total, joined)
-    return (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-        int(total[0, 0]),
-    )
-
-
-def test_the_standard_names_speak_for_the_last_state(tmp_path: Path) -> None:
-    found = on_threads(tmp_path, 4, _standard_names, tp=2, pp=2)
-    assert found == [(0, 0, 2, 2), (1, 0, 2, 2), (0, 1, 2, 2), (1, 1, 2, 2)]
-
-
-def test_without_a_state_the_standard_names_say_so() -> None:
-    def ask() -> None:
-        with pytest.raises(NodeError, match="call initialize_model_parallel"):
-            parallel_state.get_tensor_model_parallel_rank()
-
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(ask).result()
 
 
 def test_rank_0_tells_the_layout(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -34,7 +34,7 @@ from toy_worker import specs
 ray = pytest.importorskip("ray")
 zmq = pytest.importorskip("zmq")
 
-from pdserve.common.distributed import ray_cluster, ray_executor  # noqa: E402
+from pdserve.common.distributed import ray_executor  # noqa: E402
 from pdserve.common.distributed.ray_executor import RayExecutor  # noqa: E402
 
 # ---- without a cluster ----
@@ -69,7 +69,7 @@ def test_no_cluster_is_told_at_once() -> None:
 
 def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "pdserve.common.distributed.ray_cluster")
+    monkeypatch.delitem(sys.modules, "pdserve.common.distributed.ray_executor")
     with pytest.raises(ConfigError, match=r"pip install 'pdserve\[ray\]'"):
         make_executor(specs(2), RAY)
 
@@ -162,7 +162,7 @@ def test_a_rank_ends_with_the_connection_to_its_node() -> None:
 def raylets() -> Iterator[Raylets]:
     with pytest.MonkeyPatch.context() as patch, Raylets() as cluster:
         patch.setenv("NCCL_DEBUG", "WARN")
-        ray_cluster.connect(cluster.address)
+        ray_executor.connect(cluster.address)
         yield cluster
         ray.shutdown()
 
@@ -223,7 +223,7 @@ async def test_a_start_that_fails_leaves_nothing() -> None:
 
 @pytest.mark.usefixtures("all_free")
 async def test_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_cluster, "_ROOM", 0.5)
+    monkeypatch.setattr(ray_executor, "_ROOM", 0.5)
     with pytest.raises(
         ConfigError, match=r"no room for 1 x 3 CPU .* has 2, .* has 2; free in all: 4"
     ):
@@ -233,7 +233,7 @@ async def test_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
 NODE = """
 import asyncio, sys
 from ray_toy import places, toys
-from pdserve.common.distributed.ray_cluster import connect
+from pdserve.common.distributed.ray_executor import connect
 from pdserve.common.distributed.ray_executor import RayExecutor
 
 async def main():

@@ -17,9 +17,8 @@ from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import ConfigError, NodeError, TransferError
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.distributed import launch
-from pdserve.common.distributed.executor import WorkerSpec
-from pdserve.common.distributed.inprocess import InProcessExecutor
-from pdserve.common.distributed.multiprocess import MultiprocessExecutor
+from pdserve.common.distributed.executor import InProcessExecutor, WorkerSpec
+from pdserve.common.distributed.launch import MultiprocessExecutor
 from pdserve.common.engine.block_pool import BlockPool, hash_blocks
 from pdserve.common.engine.messages import CacheShape
 from pdserve.common.engine.scheduler import Scheduler

@@ -19,10 +19,11 @@ from pdserve.common.cli.certs import HOSTS, write
 from pdserve.common.config.router import RoutingConfig
 from pdserve.common.config.shared import AuthConfig, TLSConfig
 from pdserve.common.core.errors import Blame, ClusterAuthError, ConfigError, Overloaded, Unavailable
+from pdserve.common.core.host import is_loopback
 from pdserve.common.node.registration import Registration
 from pdserve.common.rpc import auth
 from pdserve.common.rpc.auth import CALLERS, TOKEN_KEY, ClusterKey
-from pdserve.common.rpc.credentials import Credentials, is_loopback
+from pdserve.common.rpc.credentials import Credentials
 from pdserve.common.rpc.guard import Guard
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
