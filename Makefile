@@ -34,7 +34,7 @@ format: $(STAMP)
 
 # The generated stubs are committed; a test fails when they differ from the sources.
 proto: $(STAMP)
-	$(BIN)/python -m pdserve.common.rpc.generate
+	$(BIN)/python proto/generate.py
 
 # The tables of options and metrics in docs/ come from the code.
 docs: $(STAMP)

@@ -24,7 +24,7 @@ from pdserve.common.engine.block_pool import BlockPool
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.node.load import SchedulerCollector
 from pdserve.common.obs.metrics import NodeMetrics, RouterMetrics
-from pdserve.common.rpc.server import Channels
+from pdserve.common.rpc.channels import Channels
 from pdserve.kv_transfer.control.protocol import SINK, SOURCE
 from pdserve.router.pipeline import Pipeline
 from pdserve.router.registry import Registry

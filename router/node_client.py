@@ -13,9 +13,9 @@ from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from pdserve.common.core.errors import Blame, NodeError, PdserveError
 from pdserve.common.obs.logging import request_id_var
+from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
-from pdserve.common.rpc.server import Channels
 from pdserve.common.rpc.status import REQUEST_ID_KEY, from_rpc_error
 from pdserve.router.registry import Node
 

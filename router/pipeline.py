@@ -28,8 +28,8 @@ from pdserve.common.config.router import RoutingConfig
 from pdserve.common.core.errors import PdserveError, TransferError
 from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.common.rpc import convert
+from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2 as pb
-from pdserve.common.rpc.server import Channels
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.admission import Admission
 from pdserve.router.cluster_view import ClusterView

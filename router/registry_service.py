@@ -12,9 +12,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pdserve.common.core.errors import ClusterAuthError, InvalidRequest
 from pdserve.common.core.printable import printable
 from pdserve.common.rpc.auth import caller_var
+from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
-from pdserve.common.rpc.server import Channels
 from pdserve.common.rpc.status import serving
 from pdserve.router.registry import ROLE_NAMES, Node, Registry
 

@@ -13,14 +13,12 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pdserve.common.config.router import RouterConfig
-from pdserve.common.core.ids import new_node_id
 from pdserve.common.obs.metrics import RouterMetrics
-from pdserve.common.obs.process import write_ports
-from pdserve.common.rpc.auth import ROUTER
-from pdserve.common.rpc.credentials import Credentials
-from pdserve.common.rpc.lifecycle import pass_on, serve_until_stopped
+from pdserve.common.obs.process import pass_on, serve_until_stopped, write_ports
+from pdserve.common.rpc.auth import ROUTER, new_node_id
+from pdserve.common.rpc.channels import Channels, Credentials
 from pdserve.common.rpc.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
-from pdserve.common.rpc.server import Channels, GrpcServer
+from pdserve.common.rpc.server import GrpcServer
 from pdserve.router.auth import APIKeys
 from pdserve.router.http.app import make_app
 from pdserve.router.http.bodies import Bodies
@@ -149,7 +147,7 @@ def _inference_server(inference: InferenceServicer, max_message: int) -> GrpcSer
 
 
 def _registry_server(registry: RegistryService, credentials: Credentials) -> GrpcServer:
-    server = GrpcServer(credentials.guard(), MAX_MESSAGE_NBYTES)
+    server = GrpcServer(credentials.interceptor(), MAX_MESSAGE_NBYTES)
     server.add(
         cluster_pb2.DESCRIPTOR.services_by_name["Registry"],
         cluster_pb2_grpc.add_RegistryServicer_to_server,

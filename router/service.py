@@ -13,7 +13,7 @@ import grpc
 from msgspec.json import encode
 
 from pdserve.common.core.errors import Cancelled, InvalidRequest
-from pdserve.common.core.ids import is_plain, new_request_id
+from pdserve.common.core.request import is_plain_id, new_request_id
 from pdserve.common.obs.logging import request_id_var
 from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import inference_pb2 as pb
@@ -97,7 +97,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _make_request(
         self, request: pb.GenerateRequest, client: str = ""
     ) -> GenerationRequest:
-        if request.request_id and not is_plain(request.request_id):
+        if request.request_id and not is_plain_id(request.request_id):
             raise InvalidRequest("request_id must be a word of ASCII", param="request_id")
         self._model.check_name(request.model or None)
         token_ids = await self._prompt(request, client)

@@ -22,7 +22,7 @@ from pdserve.common.config.node import ParallelConfig
 from pdserve.common.config.sources import parse
 from pdserve.common.core.errors import ConfigError, PdserveError
 from pdserve.common.core.host import usable_cores
-from pdserve.common.obs.log_writer import LogWriter
+from pdserve.common.obs.logging import LogWriter
 from pdserve.common.obs.process import dump_stacks_on_signal
 
 STDERR = 2

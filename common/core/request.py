@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import re
+import secrets
 from dataclasses import dataclass
 from enum import StrEnum
 
 from pdserve.common.core.sampling import SampledToken, SamplingParams
+
+_ID = re.compile(r"[!-~]{1,128}")
+
+
+def new_request_id(prefix: str) -> str:
+    """For example `cmpl-5f0c…` (24 hex digits)."""
+    return f"{prefix}-{secrets.token_hex(12)}"
+
+
+def is_plain_id(given: str) -> bool:
+    """Whether an id that others chose is a short word of ASCII: fit for headers, metadata, logs."""
+    return _ID.fullmatch(given) is not None
 
 
 class FinishReason(StrEnum):

@@ -17,7 +17,6 @@ from typing import Any, ClassVar, Generic
 
 from pdserve.common.config.node import WorkerNodeConfig
 from pdserve.common.core.errors import Blame, NodeError, PdserveError, Unavailable
-from pdserve.common.core.ids import new_node_id
 from pdserve.common.core.request import GenerateJob
 from pdserve.common.demo_model.embedded import resolve_model
 from pdserve.common.engine.messages import RankReady
@@ -28,8 +27,9 @@ from pdserve.common.node.ranks import Ranks, start_replicas, stop_ranks
 from pdserve.common.node.replica import Replica, S, T
 from pdserve.common.node.server import NodeServer
 from pdserve.common.obs.metrics import NodeMetrics
-from pdserve.common.rpc.credentials import Credentials
-from pdserve.common.rpc.lifecycle import serve_until_stopped
+from pdserve.common.obs.process import serve_until_stopped
+from pdserve.common.rpc.auth import new_node_id
+from pdserve.common.rpc.channels import Credentials
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.worker.worker import ExtensionConfig
 from pdserve.kv_transfer.commands import Call

@@ -15,9 +15,9 @@ from time import monotonic
 
 import grpc
 
+from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
-from pdserve.common.rpc.server import Channels
 from pdserve.common.rpc.tls import tls_mismatch
 
 logger = logging.getLogger(__name__)

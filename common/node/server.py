@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from pdserve.common.config.node import NodeConfig
 from pdserve.common.node.registration import Registration
 from pdserve.common.obs.http import MetricsServer, Readiness, bind_metrics, start_metrics_server
-from pdserve.common.rpc.credentials import Credentials
+from pdserve.common.rpc.channels import Credentials
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.server import GrpcServer
 
@@ -31,8 +31,8 @@ class NodeServer:
 
     def __init__(self, config: NodeConfig, credentials: Credentials) -> None:
         self.config = config
-        self._guard = credentials.guard()
-        self.grpc = GrpcServer(self._guard)
+        self._auth = credentials.interceptor()
+        self.grpc = GrpcServer(self._auth)
         self.channels = credentials.channels()
         self._tls = credentials.tls
         self._registration: Registration | None = None
@@ -44,8 +44,8 @@ class NodeServer:
         """Takes the ports, before anything else is done; returns the address to announce."""
         self._metrics_socket = bind_metrics(self.config.host, self.config.metrics_port)
         port = self.grpc.bind(self.config.host, self.config.grpc_port, self._tls)
-        self._guard.address = f"{self._host}:{port}"
-        return self._guard.address
+        self._auth.address = f"{self._host}:{port}"
+        return self._auth.address
 
     @property
     def _host(self) -> str:

@@ -46,6 +46,11 @@ CALLERS: dict[str, frozenset[str]] = {
 OPEN = ("/pdserve.v1.Inference/", "/grpc.health.v1.Health/", "/grpc.reflection.")
 
 
+def new_node_id(role: str) -> str:
+    """For example `prefill-3fa9c1`: new at every start, so a restarted node is another node."""
+    return f"{role}-{secrets.token_hex(3)}"
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Who made a call, as far as it was proved."""

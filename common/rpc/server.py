@@ -1,8 +1,11 @@
-"""gRPC servers and channels, made one way for every role."""
+"""gRPC servers, made one way for every role, and who may make which call of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -10,10 +13,21 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.errors import ClusterAuthError, ConfigError
 from pdserve.common.core.host import bind
-from pdserve.common.rpc.guard import Guard, SignedChannel
-from pdserve.common.rpc.tls import TLS
+from pdserve.common.rpc.auth import (
+    OPEN,
+    TOKEN_KEY,
+    Caller,
+    ClusterKey,
+    caller_var,
+    check_role,
+    missing_here,
+)
+from pdserve.common.rpc.status import abort
+from pdserve.common.rpc.tls import TLS, certified_roles
+
+logger = logging.getLogger(__name__)
 
 # Either end of a link that is cut without a word knows it after 15 seconds: a client's call fails,
 # a server's is cancelled, which frees its blocks.
@@ -23,34 +37,30 @@ KEEPALIVE = [
     ("grpc.http2.ping_timeout_ms", 5_000),  # else a minute: it outweighs the one above
     ("grpc.http2.max_pings_without_data", 0),  # pings go on while a call is silent
 ]
-_OPTIONS = [
+MESSAGE_LIMITS = [
     ("grpc.max_receive_message_length", 64 * 2**20),
     ("grpc.max_send_message_length", 64 * 2**20),
+]
+_OPTIONS = [
+    *MESSAGE_LIMITS,
     ("grpc.so_reuseport", 0),  # a second server on the same port must fail
     *KEEPALIVE,
     ("grpc.http2.max_ping_strikes", 0),  # no number of pings is too many
 ]
-_CHANNEL_OPTIONS = [
-    *_OPTIONS[:2],
-    *KEEPALIVE,
-    # A peer that restarts at its old address is found again at once.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
-    ("grpc.min_reconnect_backoff_ms", 2_000),  # despite its name: how long one attempt may take
-    ("grpc.dns_ares_query_timeout", 3_000),  # a name that does not resolve fails soon …
-    ("grpc.dns_min_time_between_resolutions_ms", 1_000),  # … and is tried again soon
-    ("grpc.enable_http_proxy", 0),
-]
+_LOG_INTERVAL = 1.0  # between two lines about refused calls: a stranger shall not fill the log
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Handler = Any  # grpc.RpcMethodHandler, whose types know no asyncio
 
 
 class GrpcServer:
     """A grpc.aio server with the standard health service and reflection."""
 
-    def __init__(self, guard: Guard | None = None, max_message: int | None = None) -> None:
-        """Without a guard everybody may call; `max_message` are bytes."""
+    def __init__(self, auth: AuthInterceptor | None = None, max_message: int | None = None) -> None:
+        """Without `auth` everybody may call; `max_message` are bytes."""
         limit = [] if max_message is None else [("grpc.max_receive_message_length", max_message)]
         options = [*_OPTIONS, *limit]
-        self.server = grpc.aio.server(options=options, interceptors=(guard or Guard(),))
+        self.server = grpc.aio.server(options=options, interceptors=(auth or AuthInterceptor(),))
         self.health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
         self._services: list[str] = []
@@ -89,57 +99,83 @@ class GrpcServer:
         await self.server.stop(grace)
 
 
-class Channels:
-    """Channels by address, made on first use and kept; mutual TLS with `tls`."""
-
-    def __init__(
-        self, tls: TLS | None = None, sign: Callable[[str, str], str] | None = None
-    ) -> None:
-        """`sign` makes the token of a call, given its method and the address."""
-        self._credentials = None if tls is None else _channel_credentials(tls)
-        self._sign = sign
-        self._channels: dict[str, grpc.aio.Channel | SignedChannel] = {}
-
-    def get(self, address: str) -> Any:
-        """A `grpc.aio.Channel`, or what stands for one with those who sign their calls."""
-        channel = self._channels.get(address)
-        if channel is None:
-            channel = self._channels[address] = self._signed(address)
-        return channel
-
-    def _signed(self, address: str) -> grpc.aio.Channel | SignedChannel:
-        channel, sign = self._open(address), self._sign
-        return SignedChannel(channel, lambda method: sign(method, address)) if sign else channel
-
-    def _open(self, address: str) -> grpc.aio.Channel:
-        if self._credentials is None:
-            return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-        return grpc.aio.secure_channel(address, self._credentials, options=_CHANNEL_OPTIONS)
-
-    async def drop(self, addresses: Iterable[str]) -> None:
-        for address in list(addresses):
-            channel = self._channels.pop(address, None)
-            if channel is not None:
-                await channel.close(None)
-
-    async def keep(self, addresses: Collection[str]) -> None:
-        """Drops the channels to all others: each costs a connection, and trying for ever to
-        reach what is gone."""
-        await self.drop([address for address in self._channels if address not in addresses])
-
-    def __len__(self) -> int:
-        return len(self._channels)
-
-    async def close(self) -> None:
-        await self.drop(list(self._channels))
-
-
 def _server_credentials(tls: TLS) -> grpc.ServerCredentials:
     pair = (tls.key.read_bytes(), tls.cert.read_bytes())
     return grpc.ssl_server_credentials([pair], tls.ca.read_bytes(), require_client_auth=True)
 
 
-def _channel_credentials(tls: TLS) -> grpc.ChannelCredentials:
-    return grpc.ssl_channel_credentials(
-        tls.ca.read_bytes(), tls.key.read_bytes(), tls.cert.read_bytes()
-    )
+class AuthInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses calls before their message is read. With a key, callers show a token; without one,
+    but with TLS, a certificate that names their role; with neither, everybody may call."""
+
+    def __init__(self, key: ClusterKey | None = None, *, by_certificate: bool = False) -> None:
+        self._key = key
+        self._by_certificate = by_certificate and key is None
+        self.address = ""  # where callers dial this server, once it is known
+        self._logged_at, self._unlogged = float("-inf"), 0
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        handler: Handler | None = await continuation(details)
+        method: str = details.method
+        if handler is None or method.startswith(OPEN):
+            return handler
+        token = dict(details.invocation_metadata or ()).get(TOKEN_KEY)
+        try:
+            caller_var.set(self._caller(token, method))
+        except ClusterAuthError as error:
+            self._log_refusal(method, error)
+            return _refuse(error)
+        return self._certified(handler, method) if self._by_certificate else handler
+
+    def _caller(self, token: str | None, method: str) -> Caller | None:
+        if self._key is not None:
+            return self._key.check(token, method, self.address)
+        if token is not None:
+            raise missing_here()
+        return None
+
+    def _certified(self, handler: Handler, method: str) -> Handler:
+        """The handler, for callers whose certificate names a role that may call it. (Only the
+        handler's own context knows the certificate.)"""
+
+        async def check(context: Context) -> None:
+            roles = certified_roles(context.auth_context())
+            try:
+                check_role(roles, method)
+            except ClusterAuthError as error:
+                self._log_refusal(method, error)
+                await abort(context, error)
+            caller_var.set(Caller(roles))
+
+        async def unary(request: Any, context: Context) -> Any:
+            await check(context)
+            return await handler.unary_unary(request, context)
+
+        async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+            await check(context)
+            async with aclosing(handler.unary_stream(request, context)) as answers:
+                async for answer in answers:
+                    yield answer
+
+        coding = (handler.request_deserializer, handler.response_serializer)
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(stream, *coding)
+        return grpc.unary_unary_rpc_method_handler(unary, *coding)
+
+    def _log_refusal(self, method: str, error: ClusterAuthError) -> None:
+        now = time.monotonic()
+        if now - self._logged_at < _LOG_INTERVAL:
+            self._unlogged += 1
+            return
+        more = f" ({self._unlogged} more since the last line)" if self._unlogged else ""
+        logger.warning("refused a call of %s: %s%s", method, error.message, more)
+        self._logged_at, self._unlogged = now, 0
+
+
+def _refuse(error: ClusterAuthError) -> Handler:
+    """Answers any call with the error; its messages are never read."""
+
+    async def refuse(requests: Any, context: Context) -> None:
+        await abort(context, error)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)

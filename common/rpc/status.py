@@ -12,8 +12,8 @@ import grpc
 
 from pdserve.common.core import errors
 from pdserve.common.core.errors import Blame, PdserveError
-from pdserve.common.core.ids import is_plain, new_request_id
 from pdserve.common.core.printable import MAX_PEER_TEXT, peer_code, printable
+from pdserve.common.core.request import is_plain_id, new_request_id
 from pdserve.common.obs.logging import request_id_var
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ async def serving(
     """Wraps a handler's body: sets the request id for its log lines and turns exceptions into
     statuses, in one place. What nobody expected is a defect of the role that is `here`."""
     request_id = _metadata(context.invocation_metadata()).get(REQUEST_ID_KEY, "-")
-    request_id_var.set(request_id if is_plain(request_id) else "-")
+    request_id_var.set(request_id if is_plain_id(request_id) else "-")
     try:
         yield
     except PdserveError as error:

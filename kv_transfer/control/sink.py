@@ -14,7 +14,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 
 from pdserve.common.core.errors import Blame, TransferError
-from pdserve.common.core.ids import new_transfer_id
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.kv_transfer.commands import Call, RankCalls, decode_event, failure
 from pdserve.kv_transfer.connector import Failed, Landed
@@ -26,7 +25,7 @@ from pdserve.kv_transfer.control.reservation import (
     Reservation,
     stale_epoch,
 )
-from pdserve.kv_transfer.control.ticket import RankEndpoint, Ticket
+from pdserve.kv_transfer.control.ticket import RankEndpoint, Ticket, new_transfer_id
 from pdserve.kv_transfer.digest import RunDigest
 
 REMEMBERED = 1024  # outcomes of finished transfers whose outcome a late commit still learns

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 
 from pdserve.common.core.errors import Blame, TransferError
@@ -11,6 +12,11 @@ from pdserve.kv_transfer.layout import Rect
 
 MAX_LEASE_S = 86_400.0
 MAX_RANKS = 4096
+
+
+def new_transfer_id() -> bytes:
+    """16 random bytes; whoever knows them may write into the blocks they name."""
+    return secrets.token_bytes(16)
 
 
 @dataclass(frozen=True, slots=True)

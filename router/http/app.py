@@ -11,7 +11,7 @@ from aiohttp import hdrs, web
 from prometheus_client import CollectorRegistry
 
 from pdserve.common.core.errors import InvalidRequest
-from pdserve.common.core.ids import is_plain, new_request_id
+from pdserve.common.core.request import is_plain_id, new_request_id
 from pdserve.common.obs.logging import request_id_var
 from pdserve.router.auth import HEADER as AUTHORIZATION
 from pdserve.router.http import chat, completions, info
@@ -27,7 +27,7 @@ REQUEST_ID = "X-Request-Id"  # the name under which a client knows its request
 
 def adopt(given: str) -> str:
     """The client's own id, if it is a plain word, or a new one."""
-    return given if is_plain(given) else new_request_id("req")
+    return given if is_plain_id(given) else new_request_id("req")
 
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

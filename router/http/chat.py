@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from aiohttp import web
 
-from pdserve.common.core.ids import new_request_id
+from pdserve.common.core.request import new_request_id
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.admission import Batch
 from pdserve.router.generation import TextDelta

@@ -15,9 +15,9 @@ from fakes_pipeline import byte_level_folder
 from pdserve.common.config.router import RoutingConfig
 from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.obs.metrics import RouterMetrics
+from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2
-from pdserve.common.rpc.server import Channels
 from pdserve.common.rpc.status import serving
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.generation import GenerationRequest, GenerationStats, TextDelta

@@ -25,10 +25,11 @@ from test_transfer import (
 
 from kv_fakes import Geometry, Pair
 from pdserve.common.core.errors import Blame, NodeError, TransferError
+from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.pb import inference_pb2
-from pdserve.common.rpc.server import Channels, GrpcServer
+from pdserve.common.rpc.server import GrpcServer
 from pdserve.decode_node.service import KVTransferService, Sinks
 from pdserve.kv_transfer import digest
 from pdserve.kv_transfer.commands import Command, Ready

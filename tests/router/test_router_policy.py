@@ -8,8 +8,8 @@ import pytest
 from pdserve.common.config.router import RoutingConfig
 from pdserve.common.core.errors import Blame, NodeError, Overloaded, TransferError, Unavailable
 from pdserve.common.core.sampling import SamplingParams
+from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2 as pb
-from pdserve.common.rpc.server import Channels
 from pdserve.router.admission import MAX_WAITING_TOKENS, Admission, Batch
 from pdserve.router.cluster_view import ClusterView, mismatch
 from pdserve.router.generation import GenerationRequest

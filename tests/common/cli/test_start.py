@@ -34,7 +34,7 @@ from pdserve.common.model.attention import AttentionShape
 from pdserve.common.node import registration
 from pdserve.common.node.server import NodeServer
 from pdserve.common.obs.process import read_ports
-from pdserve.common.rpc.credentials import Credentials
+from pdserve.common.rpc.channels import Credentials
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 
 MODEL = str(MODELS / "llama-gqa")

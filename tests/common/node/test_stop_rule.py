@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from pdserve.common.core.errors import NodeError
-from pdserve.common.rpc.lifecycle import serve_until_stopped
+from pdserve.common.obs.process import serve_until_stopped
 
 Failed = asyncio.Future[None]
 

@@ -19,9 +19,10 @@ from live_node import decode_node, eventually, generate
 from pdserve.common.core.errors import Blame, NodeError, TransferError
 from pdserve.common.engine.core import EngineProgress
 from pdserve.common.node.watchdog import Watchdog
+from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
-from pdserve.common.rpc.server import Channels, GrpcServer
+from pdserve.common.rpc.server import GrpcServer
 from pdserve.common.rpc.status import serving
 from pdserve.decode_node.node import DecodeNode
 from pdserve.decode_node.session import DecodeSession

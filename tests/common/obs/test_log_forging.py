@@ -18,9 +18,10 @@ from pdserve.common.obs.logging import (
     TextFormatter,
     request_id_var,
 )
+from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
-from pdserve.common.rpc.server import Channels, GrpcServer
+from pdserve.common.rpc.server import GrpcServer
 from pdserve.common.rpc.status import REQUEST_ID_KEY, from_rpc_error, serving
 from pdserve.kv_transfer.connectors.base.intake import as_transfer_error
 from pdserve.router.http.front import UnknownFields

@@ -24,8 +24,15 @@ from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import ConfigError, TransferError
 from pdserve.common.core.request import FinishReason, Timeline
 from pdserve.common.obs.http import bind_metrics, start_metrics_server
-from pdserve.common.obs.log_writer import MAX_CHARS, MAX_LINES, LogWriter
-from pdserve.common.obs.logging import JSONFormatter, TextFormatter, request_id_var, setup_logging
+from pdserve.common.obs.logging import (
+    MAX_CHARS,
+    MAX_LINES,
+    JSONFormatter,
+    LogWriter,
+    TextFormatter,
+    request_id_var,
+    setup_logging,
+)
 from pdserve.common.obs.metrics import (
     TOKEN_SECONDS,
     BulkHistogram,

@@ -23,11 +23,10 @@ from pdserve.common.core.host import is_loopback
 from pdserve.common.node.registration import Registration
 from pdserve.common.rpc import auth
 from pdserve.common.rpc.auth import CALLERS, TOKEN_KEY, ClusterKey
-from pdserve.common.rpc.credentials import Credentials
-from pdserve.common.rpc.guard import Guard
+from pdserve.common.rpc.channels import Channels, Credentials
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
-from pdserve.common.rpc.server import Channels, GrpcServer
+from pdserve.common.rpc.server import AuthInterceptor, GrpcServer
 from pdserve.common.rpc.status import from_rpc_error
 from pdserve.common.rpc.tls import TLS
 from pdserve.router import registry as registry_module
@@ -221,15 +220,17 @@ class Decode(pb_grpc.DecodeServicer):
 
 
 @asynccontextmanager
-async def decode_server(guard: Guard, tls: TLS | None = None) -> AsyncIterator[tuple[Decode, str]]:
-    server, servicer = GrpcServer(guard), Decode()
+async def decode_server(
+    auth: AuthInterceptor, tls: TLS | None = None
+) -> AsyncIterator[tuple[Decode, str]]:
+    server, servicer = GrpcServer(auth), Decode()
     descriptor = pb.DESCRIPTOR.services_by_name["Decode"]
     server.add(descriptor, pb_grpc.add_DecodeServicer_to_server, servicer)
-    guard.address = f"127.0.0.1:{server.bind('127.0.0.1', 0, tls)}"
+    auth.address = f"127.0.0.1:{server.bind('127.0.0.1', 0, tls)}"
     await server.start()
     await server.set_healthy(True)
     try:
-        yield servicer, guard.address
+        yield servicer, auth.address
     finally:
         await server.stop(0)
 
@@ -257,7 +258,7 @@ def credentials(role: str, key: str | None = None, tls: TLSConfig | None = None)
 
 async def test_decode_run_needs_the_router_s_token() -> None:
     own = credentials("decode", KEY)
-    async with decode_server(own.guard()) as (decode, address):
+    async with decode_server(own.interceptor()) as (decode, address):
         for wrong in (None, OTHER):
             assert await run(credentials("router", wrong).channels(), address) == (
                 "CLUSTER_AUTH_FAILED"
@@ -271,7 +272,7 @@ async def test_decode_run_needs_the_router_s_token() -> None:
 
 async def test_a_replayed_token_is_refused() -> None:
     own = credentials("decode", KEY)
-    async with decode_server(own.guard()) as (decode, address):
+    async with decode_server(own.interceptor()) as (decode, address):
         stolen = ((TOKEN_KEY, ClusterKey(KEY).sign("router", "router-1", RUN, address)),)
         async with grpc.aio.insecure_channel(address) as channel:
             stub = pb_grpc.DecodeStub(channel)
@@ -282,14 +283,14 @@ async def test_a_replayed_token_is_refused() -> None:
 
 
 async def test_a_key_on_one_side_only_is_told() -> None:
-    async with decode_server(Guard()) as (_, address):
+    async with decode_server(AuthInterceptor()) as (_, address):
         assert await run(credentials("router").channels(), address) == ""
         assert await run(credentials("router", KEY).channels(), address) == "CLUSTER_AUTH_FAILED"
 
 
 async def test_health_and_contracts_stay_open() -> None:
     async with (
-        decode_server(credentials("decode", KEY).guard()) as (_, address),
+        decode_server(credentials("decode", KEY).interceptor()) as (_, address),
         grpc.aio.insecure_channel(address) as channel,
     ):
         await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
@@ -299,7 +300,7 @@ async def test_health_and_contracts_stay_open() -> None:
 
 
 async def test_refused_calls_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    async with decode_server(credentials("decode", KEY).guard()) as (_, address):
+    async with decode_server(credentials("decode", KEY).interceptor()) as (_, address):
         for _ in range(20):
             await run(Channels(), address)
     said = [each for each in caplog.messages if "refused a call" in each]
@@ -309,7 +310,7 @@ async def test_refused_calls_do_not_fill_the_log(caplog: pytest.LogCaptureFixtur
 
 async def test_a_certificate_that_names_its_role_needs_no_key(certs: Path) -> None:
     own = credentials("decode", tls=tls_config(certs))
-    async with decode_server(own.guard(), own.tls) as (decode, address):
+    async with decode_server(own.interceptor(), own.tls) as (decode, address):
         assert await run(credentials("router", tls=tls_config(certs)).channels(), address) == ""
         # A client of the gRPC front has a certificate of the same CA.
         client = TLS.load(tls_config(certs, "client-"))
@@ -337,7 +338,7 @@ async def registry_server(
     key: str | None = KEY, clock: Clock | None = None
 ) -> AsyncIterator[tuple[Registry, str]]:
     registry = Registry(RoutingConfig(heartbeat_interval=0.05), clock or Clock())
-    server = GrpcServer(credentials("router", key).guard())
+    server = GrpcServer(credentials("router", key).interceptor())
     server.add(
         pb.DESCRIPTOR.services_by_name["Registry"],
         pb_grpc.add_RegistryServicer_to_server,
@@ -508,9 +509,9 @@ async def test_tls_on_one_side_only_is_said_in_words(
     certs: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     own = credentials("decode", tls=tls_config(certs))
-    async with decode_server(own.guard(), own.tls) as (_, address):
+    async with decode_server(own.interceptor(), own.tls) as (_, address):
         text = await said(address, Channels(), caplog, over_tls=False)
         assert "it speaks TLS and this role does not: give all roles --tls-cert" in text
-    async with decode_server(Guard()) as (_, address):
+    async with decode_server(AuthInterceptor()) as (_, address):
         text = await said(address, own.channels(), caplog, over_tls=True)
         assert "it speaks no TLS and this role does" in text

@@ -9,10 +9,12 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
-from pdserve.common.rpc import server as rpc
+from pdserve.common.rpc import channels as rpc_channels
+from pdserve.common.rpc import server as rpc_server
+from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
-from pdserve.common.rpc.server import Channels, GrpcServer
+from pdserve.common.rpc.server import GrpcServer
 
 FAST = {"grpc.keepalive_time_ms": 300, "grpc.http2.ping_timeout_ms": 300}
 
@@ -80,8 +82,8 @@ def faster(options: list[tuple[str, int]]) -> list[tuple[str, int]]:
 
 
 async def test_both_ends_notice_that_a_link_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc, "_OPTIONS", faster(rpc._OPTIONS))
-    monkeypatch.setattr(rpc, "_CHANNEL_OPTIONS", faster(rpc._CHANNEL_OPTIONS))
+    monkeypatch.setattr(rpc_server, "_OPTIONS", faster(rpc_server._OPTIONS))
+    monkeypatch.setattr(rpc_channels, "_OPTIONS", faster(rpc_channels._OPTIONS))
     async with linked() as (servicer, link, address):
         channels = Channels()
         call = pb_grpc.DecodeStub(channels.get(address)).Run(pb.DecodeRequest())
@@ -106,7 +108,7 @@ async def test_pings_are_never_too_many() -> None:
 
 
 def test_a_cut_link_is_noticed_within_15_seconds() -> None:
-    for options in (dict(rpc._OPTIONS), dict(rpc._CHANNEL_OPTIONS)):
+    for options in (dict(rpc_server._OPTIONS), dict(rpc_channels._OPTIONS)):
         assert options["grpc.keepalive_time_ms"] + options["grpc.http2.ping_timeout_ms"] <= 15_000
 
 

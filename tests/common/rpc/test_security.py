@@ -43,12 +43,12 @@ from pdserve.common.config.router import RouterConfig, ServerConfig
 from pdserve.common.config.shared import TLSConfig
 from pdserve.common.config.sources import options, parse, to_environment, to_flags
 from pdserve.common.core.errors import ConfigError, InvalidRequest, Unauthenticated
-from pdserve.common.core.ids import new_transfer_id
 from pdserve.common.core.request import Choice, GenerateJob
 from pdserve.common.core.sampling import MAX_CHOICES, MAX_TOKENS_NAMED, SamplingParams
 from pdserve.common.node.model_facts import check_job
+from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2, inference_pb2, inference_pb2_grpc
-from pdserve.common.rpc.server import Channels, GrpcServer
+from pdserve.common.rpc.server import GrpcServer
 from pdserve.common.rpc.tls import TLS
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.decode_node.service import KVTransferService
@@ -69,6 +69,7 @@ from pdserve.kv_transfer.connectors.base.frame import Frame, Kind
 from pdserve.kv_transfer.connectors.base.pipe_connector import recv_frame, send_frame
 from pdserve.kv_transfer.connectors.base.sockets import TLSPipe
 from pdserve.kv_transfer.connectors.tcp import Endpoint, Options, TCPConnector, TCPTransport
+from pdserve.kv_transfer.control.ticket import new_transfer_id
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect
 from pdserve.kv_transfer.pipe import recv_bytes
 from pdserve.kv_transfer.rank.transfer_rank import connector_options, rank_config

@@ -1,4 +1,4 @@
-"""Generates `common/rpc/pb/` from `proto/`: `python -m pdserve.common.rpc.generate [OUT_DIR]`.
+"""Generates `common/rpc/pb/` from `proto/`: `python proto/generate.py [OUT_DIR]`.
 
 The stubs are committed; a test generates them again and compares.
 """
@@ -10,7 +10,7 @@ import sys
 from importlib.resources import files
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def generate(out: Path) -> None:

@@ -1,0 +1,156 @@
+"""What one process proves with who it is: the channels through which it calls other roles, and the
+check of those that call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import grpc
+
+from pdserve.common.config.shared import AuthConfig, TLSConfig
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.host import is_loopback
+from pdserve.common.rpc.auth import TOKEN_KEY, ClusterKey
+from pdserve.common.rpc.server import KEEPALIVE, MESSAGE_LIMITS, AuthInterceptor
+from pdserve.common.rpc.tls import TLS
+
+_OPTIONS = [
+    *MESSAGE_LIMITS,
+    *KEEPALIVE,
+    # A peer that restarts at its old address is found again at once.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.min_reconnect_backoff_ms", 2_000),  # despite its name: how long one attempt may take
+    ("grpc.dns_ares_query_timeout", 3_000),  # a name that does not resolve fails soon …
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),  # … and is tried again soon
+    ("grpc.enable_http_proxy", 0),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """Of a role, under the id by which logs name this process."""
+
+    role: str
+    node_id: str
+    tls: TLS | None = None
+    key: ClusterKey | None = None
+
+    @classmethod
+    def load(
+        cls, role: str, node_id: str, tls: TLSConfig, auth: AuthConfig, hosts: Iterable[str]
+    ) -> Credentials:
+        """`hosts` are the addresses this process will bind to.
+
+        Raises:
+            ConfigError: as `TLS.load` and `ClusterKey`; or others could reach a host, and nothing
+                would tell them from this cluster's roles.
+        """
+        files = TLS.load(tls)
+        key = None if auth.cluster_key is None else ClusterKey(auth.cluster_key)
+        if key is None and files is not None and role not in files.roles():
+            raise ConfigError(
+                f"--tls-cert {files.cert} does not name the role {role}: make certificates with "
+                "`pdserve certs`, or give all roles the same --cluster-key as well"
+            )
+        open_host = next((host for host in hosts if not is_loopback(host)), None)
+        if key is None and files is None and open_host is not None and not auth.insecure:
+            raise ConfigError(
+                f"other hosts reach {open_host}, and nothing keeps strangers out: give all roles "
+                "the same --cluster-key (PDSERVE_CLUSTER_KEY; `openssl rand -hex 32` makes one) or "
+                "--tls-cert, --tls-key and --tls-ca; or say --insecure where no stranger is"
+            )
+        return cls(role, node_id, files, key)
+
+    def interceptor(self) -> AuthInterceptor:
+        """For a server that other roles call."""
+        return AuthInterceptor(self.key, by_certificate=self.tls is not None)
+
+    def channels(self) -> Channels:
+        """For this process's calls of other roles."""
+        if self.key is None:
+            return Channels(self.tls)
+        return Channels(self.tls, partial(self.key.sign, self.role, self.node_id))
+
+
+class Channels:
+    """Channels by address, made on first use and kept; mutual TLS with `tls`."""
+
+    def __init__(
+        self, tls: TLS | None = None, sign: Callable[[str, str], str] | None = None
+    ) -> None:
+        """`sign` makes the token of a call, given its method and the address."""
+        self._credentials = None if tls is None else _channel_credentials(tls)
+        self._sign = sign
+        self._channels: dict[str, grpc.aio.Channel | SignedChannel] = {}
+
+    def get(self, address: str) -> Any:
+        """A `grpc.aio.Channel`, or what stands for one with those who sign their calls."""
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = self._signed(address)
+        return channel
+
+    def _signed(self, address: str) -> grpc.aio.Channel | SignedChannel:
+        channel, sign = self._open(address), self._sign
+        return SignedChannel(channel, lambda method: sign(method, address)) if sign else channel
+
+    def _open(self, address: str) -> grpc.aio.Channel:
+        if self._credentials is None:
+            return grpc.aio.insecure_channel(address, options=_OPTIONS)
+        return grpc.aio.secure_channel(address, self._credentials, options=_OPTIONS)
+
+    async def drop(self, addresses: Iterable[str]) -> None:
+        for address in list(addresses):
+            channel = self._channels.pop(address, None)
+            if channel is not None:
+                await channel.close(None)
+
+    async def keep(self, addresses: Collection[str]) -> None:
+        """Drops the channels to all others: each costs a connection, and trying for ever to
+        reach what is gone."""
+        await self.drop([address for address in self._channels if address not in addresses])
+
+    def __len__(self) -> int:
+        return len(self._channels)
+
+    async def close(self) -> None:
+        await self.drop(list(self._channels))
+
+
+def _channel_credentials(tls: TLS) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(
+        tls.ca.read_bytes(), tls.key.read_bytes(), tls.cert.read_bytes()
+    )
+
+
+class SignedChannel:
+    """A channel each of whose calls carries a token of its own; as much of `grpc.aio.Channel` as
+    our stubs use."""
+
+    def __init__(self, channel: grpc.aio.Channel, sign: Callable[[str], str]) -> None:
+        """`sign` makes the token of a call of a method."""
+        self._channel = channel
+        self._sign = sign
+
+    def unary_unary(self, method: str, *args: Any, **options: Any) -> Any:
+        return self._signed(method, self._channel.unary_unary(method, *args, **options))
+
+    def unary_stream(self, method: str, *args: Any, **options: Any) -> Any:
+        return self._signed(method, self._channel.unary_stream(method, *args, **options))
+
+    def _signed(self, method: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def signed(request: Any, *, metadata: Sequence[Any] | None = None, **options: Any) -> Any:
+            token = (TOKEN_KEY, self._sign(method))
+            return call(request, metadata=(*(metadata or ()), token), **options)
+
+        return signed
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._channel.get_state(try_to_connect)
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._channel.close(grace)
