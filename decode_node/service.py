@@ -32,8 +32,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
             nbytes = await sink.commit(
                 request.transfer_id, request.epoch, request.first_token, digests
             )
-            return pb.CommitResponse(bytes=nbytes)
-        raise AssertionError("unreachable: serving() aborts the call")
+        return pb.CommitResponse(bytes=nbytes)
 
     def _fault_of(self, event: pb.TokenEvent) -> str:
         """What is wrong with a first token; empty: nothing."""
@@ -55,8 +54,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
             if not request.committed:
                 sink.renew(request.transfer_id, request.epoch)
             progress = sink.progress(request.transfer_id, request.epoch)
-            return pb.RenewResponse(progress=progress)
-        raise AssertionError("unreachable: serving() aborts the call")
+        return pb.RenewResponse(progress=progress)
 
     async def Abort(
         self, request: pb.AbortRequest, context: grpc.aio.ServicerContext
@@ -72,8 +70,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         async with serving(context, Blame.DECODE):
             sink = self._sinks.of(request.transfer_id)
             ticket = await sink.retarget(request.transfer_id, request.epoch)
-            return pb.RetargetResponse(ticket=ticket.to_proto())
-        raise AssertionError("unreachable: serving() aborts the call")
+        return pb.RetargetResponse(ticket=ticket.to_proto())
 
 
 def _bad_commit(fault: str) -> TransferError:
@@ -82,11 +79,8 @@ def _bad_commit(fault: str) -> TransferError:
     return TransferError(message, code="BAD_COMMIT", blame=Blame.PREFILL, retryable=True)
 
 
-# ---- the sinks of all replicas behind one address ----
-
-
 class Sinks:
-    """A call names a transfer and no replica: whoever sends it knows of none."""
+    """Those of all replicas, behind one address: a call names a transfer and no replica."""
 
     def __init__(self, sinks: Sequence[KVSink]) -> None:
         """At least one."""

@@ -16,8 +16,7 @@ from typing import TypeVar
 
 from pdserve.common.core.errors import PdserveError
 from pdserve.common.core.request import Choice, FinishReason, GenerateJob, TokenEvent
-from pdserve.common.core.sampling import SampledToken
-from pdserve.common.engine.sequence import Finish, Sequence, Status
+from pdserve.common.engine.sequence import Sequence, Status
 from pdserve.common.node.replica import Replica
 from pdserve.common.obs.metrics import NodeMetrics
 from pdserve.common.rpc import convert
@@ -109,16 +108,9 @@ class DecodeSession:
     def computed(self, sequence: Sequence) -> None:
         """Nobody waits for the KV of a step here."""
 
-    def sampled(self, sequence: Sequence, token: SampledToken, finish: Finish | None) -> None:
-        self._events.put_nowait(
-            TokenEvent(
-                choice=sequence.choice,
-                tokens=(token,),
-                finish_reason=finish.reason if finish else None,
-                stop_token_id=finish.stop_token_id if finish else None,
-            )
-        )
-        if finish:
+    def sampled(self, sequence: Sequence, event: TokenEvent) -> None:
+        self._events.put_nowait(event)
+        if event.finish_reason is not None:
             self._engine.release(sequence)
 
     def fail(self, error: PdserveError) -> None:

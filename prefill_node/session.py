@@ -17,8 +17,7 @@ from time import monotonic
 
 from pdserve.common.core.errors import PdserveError
 from pdserve.common.core.request import GenerateJob, TokenEvent
-from pdserve.common.core.sampling import SampledToken
-from pdserve.common.engine.sequence import Finish, Sequence
+from pdserve.common.engine.sequence import Sequence
 from pdserve.common.node.replica import Replica
 from pdserve.common.obs.metrics import NodeMetrics
 from pdserve.common.rpc import convert
@@ -89,16 +88,10 @@ class PrefillSession:
     def computed(self, sequence: Sequence) -> None:
         self._send_ready_blocks()
 
-    def sampled(self, sequence: Sequence, token: SampledToken, finish: Finish | None) -> None:
-        if not finish:
+    def sampled(self, sequence: Sequence, event: TokenEvent) -> None:
+        if event.finish_reason is None:
             self._engine.scheduler.hold(sequence)
         if not self._first_token.done():
-            event = TokenEvent(
-                choice=sequence.choice,
-                tokens=(token,),
-                finish_reason=finish.reason if finish else None,
-                stop_token_id=finish.stop_token_id if finish else None,
-            )
             self._first_token.set_result(self._known_token or event)
 
     def fail(self, error: PdserveError) -> None:

@@ -12,6 +12,7 @@ from typing import Generic, Protocol, TypeVar
 
 from pdserve.common.config.node import SchedulerConfig
 from pdserve.common.core.errors import Blame, InvalidRequest, NodeError, PdserveError
+from pdserve.common.core.request import TokenEvent
 from pdserve.common.core.sampling import SampledToken
 from pdserve.common.engine.core import EngineCore
 from pdserve.common.engine.messages import ExpertLoad, RankReady
@@ -32,9 +33,7 @@ class Session(Protocol):
 
     def admitted(self, sequence: EngineSequence) -> None: ...
     def computed(self, sequence: EngineSequence) -> None: ...
-    def sampled(
-        self, sequence: EngineSequence, token: SampledToken, finish: Finish | None
-    ) -> None: ...
+    def sampled(self, sequence: EngineSequence, event: TokenEvent) -> None: ...
     def fail(self, error: PdserveError) -> None:
         """Its job ends with this error."""
 
@@ -113,7 +112,13 @@ class Replica(Generic[S, T]):
         self._by_sequence[sequence.seq_id].computed(sequence)
 
     def sampled(self, sequence: EngineSequence, token: SampledToken, finish: Finish | None) -> None:
-        self._by_sequence[sequence.seq_id].sampled(sequence, token, finish)
+        event = TokenEvent(
+            choice=sequence.choice,
+            tokens=(token,),
+            finish_reason=finish.reason if finish else None,
+            stop_token_id=finish.stop_token_id if finish else None,
+        )
+        self._by_sequence[sequence.seq_id].sampled(sequence, event)
 
     def failed(self, sequence: EngineSequence, reason: str, code: str) -> None:
         message = f"request {sequence.request_id}, choice {sequence.choice}: {reason}"

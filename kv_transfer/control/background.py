@@ -27,7 +27,7 @@ class Tasks:
         """What the work raises goes to `on_error`, as a typed error; without it, to the log."""
         task = asyncio.get_running_loop().create_task(self._run(work, on_error))
         self._tasks.add(task)
-        task.add_done_callback(self._done)
+        task.add_done_callback(self._tasks.discard)
         return task
 
     async def _run(
@@ -36,12 +36,11 @@ class Tasks:
         try:
             await work
         except Exception as error:
-            if on_error is not None:
-                on_error(self._typed(error))
-            elif isinstance(error, PdserveError):
-                logger.warning("KV transfer, in the background: %s", error)
+            typed = self._typed(error)
+            if on_error is None:
+                logger.warning("KV transfer, in the background: %s", typed)
             else:
-                raise
+                on_error(typed)
 
     def _typed(self, error: Exception) -> PdserveError:
         """What nobody expected is a defect of this node, and in its log."""
@@ -50,11 +49,6 @@ class Tasks:
         logger.error("KV transfer: a defect", exc_info=error)
         message = f"the {self._role} node failed in the KV transfer: {type(error).__name__}"
         return TransferError(message, code="INTERNAL", blame=self._role, retryable=True)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("KV transfer, in the background: a defect", exc_info=error)
 
     async def join(self) -> None:
         while self._tasks:

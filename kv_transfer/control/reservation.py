@@ -49,8 +49,8 @@ class Epoch:
         self.landed: dict[int, int] = {}  # rank → bytes
         self.first_token = pb.TokenEvent()  # as committed
         self.digests: Sequence[RunDigest] = ()
-        self.ticket: asyncio.Future[Ticket] = _new_future()  # `Reservation.open`, `retarget`
-        self.committed: asyncio.Future[int] = _new_future()  # `commit`: bytes landed
+        self.ticket: asyncio.Future[Ticket] = _new_future()  # for `issued`, `retarget`
+        self.committed: asyncio.Future[int] = _new_future()  # for `commit`: bytes landed
 
     @property
     def nbytes(self) -> int:
@@ -108,7 +108,7 @@ class Reservation:
         if self.machine.state in (SinkState.RESERVED, SinkState.LANDED):
             epoch.first_token, epoch.digests = first_token, digests
             self.renew()
-        self._on(SinkEvent.COMMIT)
+        self.on(SinkEvent.COMMIT)
         return await asyncio.shield(epoch.committed)
 
     async def retarget(self, *, outbids: bool) -> Ticket:
@@ -124,7 +124,7 @@ class Reservation:
         self.cause = self.cause or superseded
         mine = self.epoch.ticket = _new_future()
         self.renew()
-        self._on(SinkEvent.RETARGET)
+        self.on(SinkEvent.RETARGET)
         return await asyncio.shield(mine)
 
     def cancel(self, when: str) -> None:
@@ -132,14 +132,18 @@ class Reservation:
         node, a sink does not know."""
         message = f"the call that waits for the KV ended {when}"
         error = TransferError(message, code="CANCELLED", blame=Blame.NETWORK, retryable=True)
-        self.fail(SinkEvent.CANCEL, error)
+        self.on(SinkEvent.CANCEL, error)
 
-    def fail(self, event: SinkEvent, error: PdserveError, epoch: int | None = None) -> None:
-        """`epoch` is the one that failed; None: the current one."""
+    def on(
+        self, event: SinkEvent, error: PdserveError | None = None, epoch: int | None = None
+    ) -> None:
+        """`epoch` is the one it happened in; None: the current one. Without effect where it comes
+        too late to matter: the first error stays the cause."""
         actions = self.machine.on(event, epoch)
-        if actions:  # else it is too late to matter: the first cause stays
-            self.cause = error
-        self._run(actions)
+        if actions:
+            self.cause = error or self.cause
+        for action in actions:
+            self._do(action)
 
     def landed(self, rank: int, nbytes: int) -> None:
         """All of the current epoch's data is in this rank."""
@@ -156,14 +160,7 @@ class Reservation:
         error = TransferError(
             f"no KV arrived for {self.ticket.lease_s} s", code="LEASE_EXPIRED", retryable=True
         )
-        self.fail(SinkEvent.LEASE_LAPSED, self.cause or error)
-
-    def _on(self, event: SinkEvent, epoch: int | None = None) -> None:
-        self._run(self.machine.on(event, epoch))
-
-    def _run(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            self._do(action)
+        self.on(SinkEvent.LEASE_LAPSED, self.cause or error)
 
     def _do(self, action: Action) -> None:
         match action:
@@ -193,7 +190,7 @@ class Reservation:
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """On behalf of the present epoch, which fails with what the work raises."""
         epoch = self.machine.epoch
-        return self._tasks.start(work, lambda error: self.fail(SinkEvent.FAILED, error, epoch))
+        return self._tasks.start(work, lambda error: self.on(SinkEvent.FAILED, error, epoch))
 
     def _open(self) -> None:
         waiting = self.epoch.ticket
@@ -206,12 +203,12 @@ class Reservation:
         ticket = self.ticket
         transfer = SinkTransfer(ticket.transfer_id, epoch, ticket.first_block, self.block_ids)
         await self._ranks.send_all(dict.fromkeys(self._rank_ids, Accept(transfer)))
-        self._on(SinkEvent.OPENED, epoch)
+        self.on(SinkEvent.OPENED, epoch=epoch)
         self._count_landed()  # a rank that wants no block has landed as it accepted
 
     def _count_landed(self) -> None:
         if len(self.epoch.landed) == len(self._rank_ids):
-            self._on(SinkEvent.RANKS_LANDED)
+            self.on(SinkEvent.RANKS_LANDED)
 
     def _issue(self) -> None:
         self.ticket = replace(self.ticket, epoch=self.machine.epoch)
@@ -225,9 +222,9 @@ class Reservation:
         found = await all_of(self._compare(epoch, rank) for rank in ranks)
         wrong = [each for those in found for each in those]
         if wrong:
-            self.fail(SinkEvent.MISMATCH, mismatch(wrong), epoch)
+            self.on(SinkEvent.MISMATCH, mismatch(wrong), epoch)
         else:
-            self._on(SinkEvent.VERIFIED, epoch)
+            self.on(SinkEvent.VERIFIED, epoch=epoch)
 
     async def _compare(self, epoch: int, rank: int) -> list[RunDigest]:
         """The digests of one rank that are wrong. It compares step by step, each is progress."""
@@ -244,7 +241,7 @@ class Reservation:
     async def _quiesce(self) -> None:
         await asyncio.wait([self._opening])  # or an accept could overtake the quiesce
         await self._ranks.send_alive(self._rank_ids, Quiesce(self.ticket.transfer_id))
-        self._on(SinkEvent.QUIESCED)
+        self.on(SinkEvent.QUIESCED)
 
     # ---- the ends ----------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from pdserve.common.core.errors import Blame, TransferError
 from pdserve.common.rpc.pb import cluster_pb2 as pb
@@ -47,12 +48,18 @@ class KVSink:
     ) -> None:
         self.counts: Counter[str] = Counter()  # landed, bytes, failed/CODE, late state/event
         self.ranks = RankCalls(call, self.counts)
-        self._endpoints = tuple(ranks)
-        self._fingerprint = fingerprint
-        self._block_size = block_size
-        self._address = address
-        self._lease_s = lease_s
-        self._digests = digests
+        self._blank = Ticket(
+            transfer_id=b"",
+            epoch=1,
+            lease_s=lease_s,
+            address=address,
+            fingerprint=fingerprint,
+            block_size=block_size,
+            num_tokens=0,
+            first_block=0,
+            endpoints=tuple(ranks),
+            digests=digests,
+        )
         self._tasks = Tasks(Blame.DECODE)
         self._live: dict[bytes, Reservation] = {}
         self._arrivals: dict[bytes, asyncio.Future[Arrival]] = {}  # activated, not waited for yet
@@ -74,26 +81,15 @@ class KVSink:
         Raises:
             TransferError: a rank refused.
         """
-        ticket = self._ticket(num_tokens, first_block)
+        transfer_id = new_transfer_id()
+        ticket = replace(
+            self._blank, transfer_id=transfer_id, num_tokens=num_tokens, first_block=first_block
+        )
         made = Reservation(
             ticket, block_ids, self.ranks, self._tasks, on_freed=on_freed, on_over=self._finish
         )
-        self._live[ticket.transfer_id] = made
+        self._live[transfer_id] = made
         return await made.issued()
-
-    def _ticket(self, num_tokens: int, first_block: int) -> Ticket:
-        return Ticket(
-            transfer_id=new_transfer_id(),
-            epoch=1,
-            lease_s=self._lease_s,
-            address=self._address,
-            fingerprint=self._fingerprint,
-            block_size=self._block_size,
-            num_tokens=num_tokens,
-            first_block=first_block,
-            endpoints=self._endpoints,
-            digests=self._digests,
-        )
 
     async def wait(self, transfer_id: bytes) -> Arrival:
         """Waits until the transfer is committed, has landed on every rank and is what was sent.
@@ -139,7 +135,7 @@ class KVSink:
             TransferError: UNKNOWN_TRANSFER, STALE_EPOCH, DIGEST_MISMATCH, or why the transfer
                 failed.
         """
-        if (outcome := self._landed(transfer_id, epoch)) is not None:
+        if (outcome := self._outcome(transfer_id, epoch)) is not None:
             return outcome.nbytes
         return await self._find(transfer_id, epoch).commit(first_token, digests)
 
@@ -149,12 +145,12 @@ class KVSink:
         Raises:
             TransferError: UNKNOWN_TRANSFER, STALE_EPOCH, or why the transfer failed.
         """
-        if (reservation := self._healthy(transfer_id, epoch)) is not None:
+        if (reservation := self._active(transfer_id, epoch)) is not None:
             reservation.renew()
 
     def progress(self, transfer_id: bytes, epoch: int) -> int:
         """Grows as long as it goes on here: KV lands, digests are compared. Raises as `renew`."""
-        reservation = self._healthy(transfer_id, epoch)
+        reservation = self._active(transfer_id, epoch)
         return 0 if reservation is None else reservation.progress
 
     def abort(self, transfer_id: bytes, epoch: int, reason: str) -> None:
@@ -170,7 +166,7 @@ class KVSink:
             retryable=True,
         )
         if (outcome := self._finished.get(transfer_id)) is None:
-            self._find(transfer_id, epoch).fail(SinkEvent.ABORT, error)
+            self._find(transfer_id, epoch).on(SinkEvent.ABORT, error)
         else:  # it comes late
             _check_epoch(epoch, outcome.epoch)
 
@@ -184,7 +180,7 @@ class KVSink:
             TransferError: UNKNOWN_TRANSFER, STALE_EPOCH, ALREADY_LANDED (there is no need), or
                 why the transfer failed.
         """
-        if self._landed(transfer_id, epoch or None) is not None:
+        if self._outcome(transfer_id, epoch or None) is not None:
             raise TransferError("all KV has landed", code="ALREADY_LANDED")
         return await self._find(transfer_id, epoch or None).retarget(outbids=not epoch)
 
@@ -203,7 +199,7 @@ class KVSink:
             return
         match event:
             case Failed():
-                reservation.fail(SinkEvent.FAILED, failure(event))
+                reservation.on(SinkEvent.FAILED, failure(event))
             case Landed(_, _, nbytes):
                 reservation.landed(rank, nbytes)
         reservation.renew()
@@ -218,13 +214,13 @@ class KVSink:
         """
         reservation = self._live.get(transfer_id)
         if reservation is None:
-            self._landed(transfer_id, epoch)
+            self._outcome(transfer_id, epoch)
             message = f"no transfer {transfer_id.hex()} here"
             raise TransferError(message, code="UNKNOWN_TRANSFER", blame=Blame.PREFILL)
         _check_epoch(epoch, reservation.machine.epoch)
         return reservation
 
-    def _landed(self, transfer_id: bytes, epoch: int | None) -> Outcome | None:
+    def _outcome(self, transfer_id: bytes, epoch: int | None) -> Outcome | None:
         """How a transfer ended that has landed; None: it is under way, or nobody knows it.
 
         Raises:
@@ -238,9 +234,9 @@ class KVSink:
             raise outcome.failure()
         return outcome
 
-    def _healthy(self, transfer_id: bytes, epoch: int) -> Reservation | None:
+    def _active(self, transfer_id: bytes, epoch: int) -> Reservation | None:
         """One that is under way and has not failed; None: it has landed. Raises as `renew`."""
-        if self._landed(transfer_id, epoch) is not None:
+        if self._outcome(transfer_id, epoch) is not None:
             return None
         reservation = self._find(transfer_id, epoch)
         if reservation.cause is not None:

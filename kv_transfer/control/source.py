@@ -14,6 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from pdserve.common.core.errors import Blame, PdserveError, TransferError
@@ -130,7 +131,7 @@ class Handoff:
         self._announcer = RunAnnouncer(source.ranks, pieces, ticket, source.run_blocks, self._lease)
         self._keeper = LeaseKeeper(source.sink, ticket, self._lease)
         self._announcing = self._start(self._announcer.run())
-        self._renewing = self._start(self._keeper.run(self._renew_refused))
+        self._renewing = self._start(self._keeper.run(partial(self._on, SourceEvent.RENEW_REFUSED)))
         self._asking: asyncio.Task[None] | None = None  # the commit, or the new epoch
 
     def ready(self, run: BlockRun, block_ids: Sequence[int], last: bool = False) -> None:
@@ -160,7 +161,7 @@ class Handoff:
         """Gives up; returns when no rank reads the blocks any more. Without effect on the
         outcome of a hand-off that has one."""
         error = TransferError(reason, code="ABORTED", blame=Blame.PREFILL, retryable=True)
-        self._fail(SourceEvent.ABORT, error)
+        self._on(SourceEvent.ABORT, error)
         await self.quiesced.wait()
 
     async def watch(self, work: asyncio.Future[T]) -> T:
@@ -185,25 +186,9 @@ class Handoff:
 
     def fail(self, error: PdserveError) -> None:
         """It cannot go on; without effect on the outcome of a hand-off that has one."""
-        self._fail(SourceEvent.FAILED, error)
+        self._on(SourceEvent.FAILED, error)
 
     # ---- the machine -------------------------------------------------------------------------
-
-    def _fail(self, event: SourceEvent, error: PdserveError) -> None:
-        actions = self._machine.on(event)
-        if actions:  # else it is too late to matter: the first cause stays
-            self._cause = error
-        self._run(actions)
-
-    def _refused(self, event: SourceEvent, error: TransferError) -> None:
-        """By the sink. Wrong digests are no failure yet."""
-        actions = self._machine.on(event)
-        if Action.REPORT_FAILURE in actions:
-            self._cause = error
-        self._run(actions)
-
-    def _renew_refused(self, error: TransferError) -> None:
-        self._refused(SourceEvent.RENEW_REFUSED, error)
 
     def _lapse(self) -> None:
         error = TransferError(
@@ -211,12 +196,12 @@ class Handoff:
             code="LEASE_EXPIRED",
             retryable=True,
         )
-        self._fail(SourceEvent.LEASE_LAPSED, error)
+        self._on(SourceEvent.LEASE_LAPSED, error)
 
-    def _on(self, event: SourceEvent) -> None:
-        self._run(self._machine.on(event))
-
-    def _run(self, actions: Sequence[Action]) -> None:
+    def _on(self, event: SourceEvent, error: PdserveError | None = None) -> None:
+        actions = self._machine.on(event)
+        if Action.REPORT_FAILURE in actions:  # else it is no failure, or not the first one
+            self._cause = error
         for action in actions:
             self._do(action)
 
@@ -259,7 +244,7 @@ class Handoff:
             self._nbytes = await sink.commit(self.ticket, self._first_token, digests)
         except TransferError as error:
             wrong = error.code == "DIGEST_MISMATCH"
-            self._refused(SourceEvent.MISMATCH if wrong else SourceEvent.COMMIT_REFUSED, error)
+            self._on(SourceEvent.MISMATCH if wrong else SourceEvent.COMMIT_REFUSED, error)
         else:
             now = asyncio.get_running_loop().time()
             self._seconds = now - (self._started or now)
@@ -271,7 +256,7 @@ class Handoff:
         try:
             self.ticket = self._keeper.ticket = await self._source.sink.retarget(self.ticket)
         except TransferError as error:
-            self._fail(SourceEvent.COMMIT_REFUSED, error)
+            self._on(SourceEvent.COMMIT_REFUSED, error)
         else:
             self._lease.renew()
             self._on(SourceEvent.RETARGETED)

@@ -7,6 +7,7 @@ import gc
 import time
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -226,7 +227,7 @@ async def test_a_bad_first_token_is_the_prefill_node_s_fault_and_another_may_try
         server.add(descriptor, pb_grpc.add_KVTransferServicer_to_server, service)
         address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
         await server.start()
-        made.sink._address = address
+        made.sink._blank = replace(made.sink._blank, address=address)
         made.source.sink = SinkClient(channels.get, DecodePeers())
         for token, bad in ((50, True), (49, False)):
             if bad:
