@@ -20,12 +20,13 @@ from pdserve.common.rpc.channels import Channels, Credentials
 from pdserve.common.rpc.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from pdserve.common.rpc.server import GrpcServer
 from pdserve.router.auth import APIKeys
+from pdserve.router.grpc_service import InferenceServicer
 from pdserve.router.http.app import make_app
-from pdserve.router.http.bodies import Bodies
 from pdserve.router.http.connection import Limits
-from pdserve.router.http.front import Front
+from pdserve.router.http.request import Bodies
 from pdserve.router.http.server import HTTPServer, https_context
 from pdserve.router.pipeline import Pipeline
+from pdserve.router.preprocess_workers import PreprocessWorkers, Spec
 from pdserve.router.registry import Registry
 from pdserve.router.registry_service import (
     MAX_MESSAGE_NBYTES,
@@ -34,9 +35,7 @@ from pdserve.router.registry_service import (
     probe_nodes,
 )
 from pdserve.router.served_model import load_served_model
-from pdserve.router.service import InferenceServicer
-from pdserve.router.text_worker import Spec
-from pdserve.router.text_workers import TextWorkers
+from pdserve.router.serving import Serving
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +61,15 @@ async def serve(config: RouterConfig, stopping: Callable[[], None] = lambda: Non
         config.routing, registry, model.tokenizer, channels, metrics, model.vocab_size
     )
     metrics.registry.register(PipelineCollector(pipeline))
-    workers = TextWorkers(_spec(config))
-    inference = InferenceServicer(pipeline, model, keys, config.server.write_timeout, workers)
+    workers = PreprocessWorkers(_spec(config))
+    serving = Serving(
+        pipeline=pipeline,
+        model=model,
+        keys=keys,
+        trust_request_chat_template=config.server.trust_request_chat_template,
+        workers=workers,
+    )
+    inference = InferenceServicer(serving, config.server.write_timeout)
     grpc_server = _inference_server(inference, _max_message(config, model.max_model_len))
     grpc_port = grpc_server.bind(config.server.host, config.server.grpc_port, credentials.tls)
     registration = RegistryService(registry, model.name, config.routing.heartbeat_interval)
@@ -71,16 +77,9 @@ async def serve(config: RouterConfig, stopping: Callable[[], None] = lambda: Non
     registry_port = registry_server.bind(
         config.server.host, config.server.registry_port, credentials.tls, "--registry-port"
     )
-    front = Front(
-        pipeline=pipeline,
-        model=model,
-        keys=keys,
-        trust_request_chat_template=config.server.trust_request_chat_template,
-        workers=workers,
-    )
     size, routing = config.server.max_body_size, config.routing
     bodies = Bodies(size, routing.queue_timeout, routing.max_client_share)
-    app = make_app(front, metrics.registry, size, bodies)
+    app = make_app(serving, metrics.registry, size, bodies)
     limits = Limits(config.server.timeout_keep_alive, config.server.write_timeout)
     http = await HTTPServer.start(app, config.server.host, config.server.port, https, limits)
     await grpc_server.start()

@@ -56,11 +56,11 @@ from pdserve.kv_transfer.control.ticket import Ticket
 from pdserve.kv_transfer.digest import Digester, RunDigest
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect, plan
 from pdserve.kv_transfer.rank.transfer_rank import TransferRank
+from pdserve.router.grpc_service import InferenceServicer
 from pdserve.router.http.app import make_app
-from pdserve.router.http.front import Front
 from pdserve.router.http.server import HTTPServer
 from pdserve.router.served_model import ServedModel
-from pdserve.router.service import InferenceServicer
+from pdserve.router.serving import Serving
 
 settings.register_profile(
     "fuzz",
@@ -425,7 +425,8 @@ def served(tokenizer: Tokenizer) -> ServedModel:
     | st.builds(inference_pb2.GenerateRequest, text=st.text(), sampling=SAMPLING)
 )  # fmt: skip
 def test_requests_over_grpc(tokenizer: Tokenizer, request_: inference_pb2.GenerateRequest) -> None:
-    service = InferenceServicer(FakeGenerator(tokenizer), served(tokenizer))
+    serving = Serving(pipeline=FakeGenerator(tokenizer), model=served(tokenizer))
+    service = InferenceServicer(serving)
     with contextlib.suppress(RequestError):
         asyncio.run(service._make_request(request_))
 
@@ -444,8 +445,10 @@ def site(tokenizer: Tokenizer) -> Iterator[http.client.HTTPConnection]:
         return asyncio.run_coroutine_threadsafe(work, loop).result(10)
 
     async def start() -> HTTPServer:
-        front = Front(pipeline=FakeGenerator(tokenizer), model=served(tokenizer))
-        return await HTTPServer.start(make_app(front, CollectorRegistry(), 1 << 20), "127.0.0.1", 0)
+        serving = Serving(pipeline=FakeGenerator(tokenizer), model=served(tokenizer))
+        return await HTTPServer.start(
+            make_app(serving, CollectorRegistry(), 1 << 20), "127.0.0.1", 0
+        )
 
     server = on_loop(start())
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)

@@ -15,12 +15,12 @@ from pdserve.common.core.request import is_plain_id, new_request_id
 from pdserve.common.obs.logging import request_id_var
 from pdserve.router.auth import HEADER as AUTHORIZATION
 from pdserve.router.http import chat, completions, info
-from pdserve.router.http.bodies import Bodies
 from pdserve.router.http.connection import connection_of
-from pdserve.router.http.errors import as_typed, error_response, http_error_response, stopping
-from pdserve.router.http.front import BODIES, FRONT, Front
+from pdserve.router.http.encoding import as_typed, error_response, http_error_response, stopping
 from pdserve.router.http.info import REGISTRY
-from pdserve.router.http.reply import TIMELINE_HEADER
+from pdserve.router.http.request import BODIES, SERVING, Bodies
+from pdserve.router.http.response import TIMELINE_HEADER
+from pdserve.router.serving import Serving
 
 REQUEST_ID = "X-Request-Id"  # the name under which a client knows its request
 
@@ -55,17 +55,17 @@ TRAFFIC = web.AppKey("traffic", Traffic)
 
 
 def make_app(
-    front: Front,
+    serving: Serving,
     registry: CollectorRegistry,
     max_body_size: int,
     bodies: Bodies | None = None,
 ) -> web.Application:
-    """The API over `front`. Bodies of more than `max_body_size` bytes get 413."""
+    """The API over `serving`. Bodies of more than `max_body_size` bytes get 413."""
     app = web.Application(
         client_max_size=max_body_size,
         middlewares=[_identify, _answer_errors, _track, _preflight, _authenticate],
     )
-    app[FRONT] = front
+    app[SERVING] = serving
     app[BODIES] = bodies or Bodies(max_body_size)
     app[REGISTRY] = registry
     app[TRAFFIC] = Traffic()
@@ -141,7 +141,7 @@ async def _preflight(request: web.Request, handler: Handler) -> web.StreamRespon
 @web.middleware
 async def _authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
     if request.path not in _OPEN_PATHS:
-        request.app[FRONT].keys.check(request.headers.get(AUTHORIZATION))
+        request.app[SERVING].keys.check(request.headers.get(AUTHORIZATION))
     return await handler(request)
 
 

@@ -8,60 +8,40 @@ from typing import Any, ClassVar
 from aiohttp import web
 
 from pdserve.common.core.request import new_request_id
+from pdserve.common.core.sampling import SampledToken
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.admission import Batch
-from pdserve.router.generation import GenerationRequest, TextDelta
-from pdserve.router.http.front import FRONT, Front
-from pdserve.router.http.generation_body import make_request, reply_options
-from pdserve.router.http.logprobs import CompletionLogprobs
-from pdserve.router.http.reply import Reply
+from pdserve.router.generation import TextDelta
+from pdserve.router.http.request import SERVING, client_of, given_by, preprocess
+from pdserve.router.http.response import MIN_LOGPROB, Response, logprob_of
 from pdserve.router.http.schema import CompletionBody
 from pdserve.router.sampling import make_choices
-
-DEFAULT_MAX_TOKENS = 16
+from pdserve.router.serving import DEFAULT_MAX_TOKENS
 
 
 async def create_completion(request: web.Request) -> web.StreamResponse:
-    front = request.app[FRONT]
-    prepared = await front.prepare(request, "completion")
-    body, prompts = prepared.body, prepared.prompts
-    reply_id = new_request_id("cmpl")
-    batch = Batch(front.client(request), sum(map(len, prompts)))
-    requests = _requests(body, front, reply_id, prompts, batch)
-    reply = Reply(
-        id=reply_id,
-        model=front.model.name,
-        wording=CompletionWording(front.model.tokenizer, body, prepared.texts, len(prompts)),
-        requests=requests,
-        **reply_options(request, body),
-    )
-    return await reply.respond(request, front.pipeline)
-
-
-def _requests(
-    body: CompletionBody,
-    front: Front,
-    reply_id: str,
-    prompts: Sequence[Sequence[int]],
-    batch: Batch,
-) -> list[GenerationRequest]:
-    return [
-        make_request(
-            body,
-            front,
-            request_id=reply_id if len(prompts) == 1 else f"{reply_id}-{i}",
+    serving = request.app[SERVING]
+    preprocessed = await preprocess(request, "completion")
+    body, prompts = preprocessed.body, preprocessed.prompts
+    response_id = new_request_id("cmpl")
+    batch = Batch(client_of(request), sum(map(len, prompts)))
+    requests = [
+        serving.make_request(
+            given_by(body, logprobs=body.logprobs),
+            request_id=response_id if len(prompts) == 1 else f"{response_id}-{i}",
             prompt_token_ids=token_ids,
-            max_tokens=front.model.fit_max_tokens(
+            max_tokens=serving.model.fit_max_tokens(
                 len(token_ids), body.max_tokens, DEFAULT_MAX_TOKENS, "prompt"
             ),
-            logprobs=body.logprobs,
             batch=batch,
         )
         for i, token_ids in enumerate(prompts)
     ]
+    choices = CompletionChoices(serving.model.tokenizer, body, preprocessed.texts, len(prompts))
+    return await Response(response_id, body, choices, requests).respond(request)
 
 
-class CompletionWording:
+class CompletionChoices:
     object_name: ClassVar[str] = "text_completion"
     chunk_object_name: ClassVar[str] = "text_completion"
 
@@ -93,3 +73,44 @@ class CompletionWording:
         choice = self.choice(index, delta)
         if choice["text"] or choice["finish_reason"] or (choice["logprobs"] and delta.tokens):
             yield choice
+
+
+class CompletionLogprobs:
+    """`/v1/completions`: parallel lists. One object per choice: it counts text offsets."""
+
+    def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
+        self._tokenizer = tokenizer
+        self._offset = offset
+
+    def add(self, tokens: Sequence[SampledToken]) -> dict[str, list[Any]]:
+        result: dict[str, list[Any]] = {
+            "text_offset": [],
+            "token_logprobs": [],
+            "tokens": [],
+            "top_logprobs": [],
+        }
+        for token in tokens:
+            text = self._tokenizer.token_text(token.token_id)
+            result["text_offset"].append(self._offset)
+            result["tokens"].append(self._name(token.token_id))
+            result["token_logprobs"].append(logprob_of(token))
+            result["top_logprobs"].append(self._top(token))
+            self._offset += len(text)
+        return result
+
+    def _top(self, token: SampledToken) -> dict[str, float]:
+        """The most likely tokens and the chosen one, which may be one of them."""
+        top = token.logprobs.top if token.logprobs else ()
+        pairs: dict[str, float] = {}
+        for token_id, logprob in (*top, (token.token_id, logprob_of(token))):
+            pairs.setdefault(self._name(token_id), max(logprob, MIN_LOGPROB))
+        return pairs
+
+    def _name(self, token_id: int) -> str:
+        """The token's text; parts of a character, which have none, as `bytes:\\xf0\\x9f`, so
+        that two of them differ (as OpenAI's API names them)."""
+        raw = self._tokenizer.token_bytes(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)

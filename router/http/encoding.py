@@ -1,15 +1,29 @@
-"""JSON responses and server-sent events."""
+"""JSON, server-sent events, and errors as OpenAI words them:
+`{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
+from pdserve.common.core.errors import PdserveError, Unavailable
+from pdserve.common.obs.logging import request_id_var
 from pdserve.router.http.connection import connection_of
 
+logger = logging.getLogger(__name__)
+
+_TYPES = {401: "authentication_error", 429: "rate_limit_error", 504: "timeout_error"}
+_MESSAGES = {
+    404: "there is no such path",
+    405: "this path does not take that method",
+    413: "the request body is too large",
+}
 _SSE_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -54,3 +68,45 @@ class EventStream:
         await self._response.write(b"data: [DONE]\n\n")
         await self._response.write_eof()
         return self._response
+
+
+def error_body(error: PdserveError) -> dict[str, Any]:
+    """The JSON of an error, for a response or an event of a stream."""
+    return _body(error.http_status, error.message, error.param, error.code.lower())
+
+
+def error_response(error: PdserveError) -> web.Response:
+    headers = {}
+    if error.http_status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if error.http_status in (429, 503):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after or 1)))
+    return json_response(error_body(error), status=error.http_status, headers=headers)
+
+
+def http_error_response(error: web.HTTPException) -> web.Response:
+    """aiohttp's own errors: unknown path, wrong method, too large a body, …"""
+    phrase = HTTPStatus(error.status).phrase
+    message = _MESSAGES.get(error.status) or error.text or phrase
+    body = _body(error.status, message, None, phrase.lower().replace(" ", "_"))
+    allow = error.headers.get("Allow")
+    return json_response(body, status=error.status, headers={"Allow": allow} if allow else {})
+
+
+def as_typed(error: Exception) -> PdserveError:
+    """The typed error, or for a defect an internal error that names only the request."""
+    if isinstance(error, PdserveError):
+        return error
+    logger.error("unexpected error", exc_info=error)
+    return PdserveError(f"internal error; its log entry is under request id {request_id_var.get()}")
+
+
+def stopping() -> Unavailable:
+    """What clients are told while this process ends: another router may serve them."""
+    return Unavailable("the server is shutting down", code="SHUTTING_DOWN")
+
+
+def _body(status: int, message: str, param: str | None, code: str) -> dict[str, Any]:
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    kind = _TYPES.get(status, kind)
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,4 +1,4 @@
-"""GET endpoints that tell what this server is: models, health, readiness, cluster, version."""
+"""Endpoints beside the generations: what this server is, and tokens alone."""
 
 from __future__ import annotations
 
@@ -10,36 +10,33 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 import pdserve
 from pdserve.common.core.errors import Unavailable
-from pdserve.router.http.encoding import json_response
-from pdserve.router.http.errors import error_response
-from pdserve.router.http.front import FRONT
+from pdserve.router.http.encoding import error_response, json_response
+from pdserve.router.http.request import SERVING, preprocess
 from pdserve.router.served_model import ServedModel
-
-# ---- /tokenize and /detokenize, in vLLM's shapes ----
-
-
-async def tokenize(request: web.Request) -> web.Response:
-    front = request.app[FRONT]
-    (tokens,) = (await front.prepare(request, "tokenize")).prompts
-    return json_response(
-        {"tokens": list(tokens), "count": len(tokens), "max_model_len": front.model.max_model_len}
-    )
-
-
-async def detokenize(request: web.Request) -> web.Response:
-    (text,) = (await request.app[FRONT].prepare(request, "detokenize")).texts
-    return json_response({"prompt": text})
-
 
 REGISTRY = web.AppKey("registry", CollectorRegistry)
 
 
+async def tokenize(request: web.Request) -> web.Response:
+    """As vLLM's; so is `detokenize`."""
+    (tokens,) = (await preprocess(request, "tokenize")).prompts
+    max_model_len = request.app[SERVING].model.max_model_len
+    return json_response(
+        {"tokens": list(tokens), "count": len(tokens), "max_model_len": max_model_len}
+    )
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    (text,) = (await preprocess(request, "detokenize")).texts
+    return json_response({"prompt": text})
+
+
 async def list_models(request: web.Request) -> web.Response:
-    return json_response({"object": "list", "data": [_card(request.app[FRONT].model)]})
+    return json_response({"object": "list", "data": [_card(request.app[SERVING].model)]})
 
 
 async def get_model(request: web.Request) -> web.Response:
-    model = request.app[FRONT].model
+    model = request.app[SERVING].model
     model.check_name(request.match_info["model"])
     return json_response(_card(model))
 
@@ -50,7 +47,7 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def ready(request: web.Request) -> web.Response:
-    is_ready, reason = request.app[FRONT].pipeline.ready()
+    is_ready, reason = request.app[SERVING].pipeline.ready()
     if not is_ready:
         # Asked for all the time while a cluster starts: an answer, not a failure to log.
         return error_response(Unavailable(reason, code="NOT_READY"))
@@ -63,7 +60,7 @@ async def metrics(request: web.Request) -> web.Response:
 
 
 async def cluster(request: web.Request) -> web.Response:
-    return json_response(request.app[FRONT].pipeline.cluster())
+    return json_response(request.app[SERVING].pipeline.cluster())
 
 
 async def server_version(request: web.Request) -> web.Response:

@@ -8,11 +8,14 @@ import ssl
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
 from pdserve.common.config.router import ServerConfig
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.printable import printable
 from pdserve.common.rpc.tls import load_cert_chain
 from pdserve.router.health import AwakeClock
 from pdserve.router.http.app import TRAFFIC
@@ -21,6 +24,7 @@ from pdserve.router.http.connection import HEADER_TIMEOUT, Connection, Limits, w
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 128  # connections the kernel has accepted and this process has not
+MAX_MESSAGE = 200  # characters of what is wrong with a request, in the log
 _LAST_WORDS = 2.0  # seconds in which requests cut off by a stop may still say so
 
 
@@ -54,6 +58,7 @@ class HTTPServer:
             # A client that hangs up cancels its handler, which closes its generation.
             handler_cancellation=True,
             access_log=None,
+            logger=_ServerLog(logger),
             shutdown_timeout=0.5,
         )
         await runner.setup()
@@ -95,6 +100,17 @@ class HTTPServer:
             await _wait(late, _LAST_WORDS)
         await self.runner.cleanup()
         self.watcher.cancel()
+
+
+class _ServerLog(logging.LoggerAdapter[logging.Logger]):
+    """aiohttp's own words; of a request that does not parse one line is enough."""
+
+    def exception(self, msg: object, *args: object, **options: Any) -> None:
+        error = options.get("exc_info")
+        if isinstance(error, HttpProcessingError):
+            self.info("refused a malformed request: %s", printable(error.message, MAX_MESSAGE))
+        else:
+            super().exception(msg, *args, **options)
 
 
 def https_context(config: ServerConfig) -> ssl.SSLContext | None:

@@ -15,7 +15,7 @@ import torch
 
 import reference
 from cluster import Cluster, text_of
-from pdserve.router.http.reply import TIMELINE_HEADER
+from pdserve.router.http.response import TIMELINE_HEADER
 
 MODEL = "llama-gqa"
 WINDOW = 1024

@@ -1,4 +1,4 @@
-"""The gRPC front: the same generations and the same checks as over HTTP."""
+"""The gRPC API: the same generations and the same checks as over HTTP."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from pdserve.common.core.errors import Unavailable
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc
 from pdserve.common.text.tokenizer import Tokenizer
+from pdserve.router.grpc_service import InferenceServicer
 from pdserve.router.served_model import ServedModel
-from pdserve.router.service import InferenceServicer
+from pdserve.router.serving import Serving
 
 
 @pytest.fixture
@@ -31,7 +32,8 @@ async def stub(generator: FakeGenerator) -> AsyncIterator[inference_pb2_grpc.Inf
         created=0, tokenizer=tokenizer,
     )  # fmt: skip
     server = grpc.aio.server()
-    inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(generator, model), server)
+    service = InferenceServicer(Serving(pipeline=generator, model=model))
+    inference_pb2_grpc.add_InferenceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:

@@ -30,9 +30,10 @@ from pdserve.common.core.errors import (
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.http import chat, completions
 from pdserve.router.http.app import make_app
-from pdserve.router.http.front import BODIES, FRONT, Front
+from pdserve.router.http.request import BODIES, SERVING
 from pdserve.router.http.server import HTTPServer
 from pdserve.router.served_model import ServedModel
+from pdserve.router.serving import Serving
 
 WINDOW = 100
 CHAT = [{"role": "user", "content": "hello"}]
@@ -79,7 +80,7 @@ class Site:
 
 
 @asynccontextmanager
-async def serve(folder: Path, **front: Any) -> AsyncIterator[Site]:
+async def serve(folder: Path, **options: Any) -> AsyncIterator[Site]:
     tokenizer = Tokenizer.from_folder(folder)
     generator = FakeGenerator(tokenizer)
     model = ServedModel(
@@ -92,7 +93,7 @@ async def serve(folder: Path, **front: Any) -> AsyncIterator[Site]:
     )
     registry = CollectorRegistry()
     Counter("pdserve:things", "Things", registry=registry).inc()
-    app = make_app(Front(pipeline=generator, model=model, **front), registry, 64 * 1024)
+    app = make_app(Serving(pipeline=generator, model=model, **options), registry, 64 * 1024)
     server = await HTTPServer.start(app, "127.0.0.1", 0)
     try:
         async with ClientSession() as session:
@@ -286,7 +287,7 @@ async def test_a_clients_template_needs_trust(site: Site, tmp_path: Path) -> Non
 
 
 async def test_unknown_fields_are_logged_once(site: Site, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "pdserve.router.http.front")
+    caplog.set_level(logging.INFO, "pdserve.router.serving")
     await site.complete(frobnicate=1)
     await site.complete(frobnicate=2)
     assert caplog.text.count("frobnicate") == 1
@@ -496,6 +497,20 @@ async def test_bad_chats(site: Site, fields: dict[str, Any], param: str) -> None
     assert site.generator.requests == []
 
 
+async def test_a_request_that_does_not_parse_is_one_line_in_the_log(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.server.port)
+    writer.write(b"GET / HTTP/1.1\r\nHost: a\r\nno colon \x1b[31m\r\n\r\n")
+    assert (await asyncio.wait_for(reader.readline(), 30)).split()[1] == b"400"
+    writer.close()
+    (record,) = [each for each in caplog.records if "malformed" in each.getMessage()]
+    assert record.levelno == logging.INFO and not record.exc_info
+    assert "\n" not in record.getMessage() and "\x1b" not in record.getMessage()
+    assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
+
+
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"null", b'{"prompt": "\xff"}', b"[" * 5000])
 async def test_malformed_json(site: Site, raw: bytes) -> None:
     error = await check_error(await site.post("/v1/completions", raw), 400)
@@ -686,8 +701,8 @@ async def test_no_new_request_while_draining(site: Site) -> None:
 
 
 async def test_a_taken_port_is_a_config_error(site: Site) -> None:
-    front = Front(pipeline=site.generator, model=site.server.app[FRONT].model)
-    app = make_app(front, CollectorRegistry(), 1024)
+    serving = Serving(pipeline=site.generator, model=site.server.app[SERVING].model)
+    app = make_app(serving, CollectorRegistry(), 1024)
     with pytest.raises(ConfigError, match="cannot listen"):
         await HTTPServer.start(app, "127.0.0.1", site.port)
 
@@ -708,7 +723,7 @@ async def test_models(site: Site) -> None:
         "object": "model",
         "created": 1700000000,
         "owned_by": "pdserve",
-        "root": site.server.app[FRONT].model.root,
+        "root": site.server.app[SERVING].model.root,
         "max_model_len": WINDOW,
     }
     assert body == {"object": "list", "data": [card]}
@@ -773,7 +788,7 @@ async def test_log_probabilities_of_whole_answers_are_worded_off_the_loop(
 ) -> None:
     """128 choices of 1,000 tokens with 20 each would hold up everybody for half a minute."""
     threads: set[int] = set()
-    name = "ChatWording" if module is chat else "CompletionWording"
+    name = "ChatChoices" if module is chat else "CompletionChoices"
     real = getattr(module, name).choice
 
     def choice(*args: Any) -> Any:

@@ -24,14 +24,13 @@ from pdserve.common.core.errors import (
     PdserveError,
     Unavailable,
 )
-from pdserve.router import text_workers as text_workers_module
-from pdserve.router.http import bodies as bodies_module
-from pdserve.router.http import prepare as prepare_module
-from pdserve.router.http.bodies import Bodies
-from pdserve.router.http.prepare import MAX_CONTAINERS, MAX_PROMPTS, TextModel
+from pdserve.router import preprocess_workers as workers_module
+from pdserve.router.http import preprocess as preprocess_module
+from pdserve.router.http import request as request_module
+from pdserve.router.http.preprocess import MAX_CONTAINERS, MAX_PROMPTS, Preprocessor
+from pdserve.router.http.request import Bodies
+from pdserve.router.preprocess_workers import PreprocessWorkers, Spec
 from pdserve.router.served_model import ServedModel, load_served_model
-from pdserve.router.text_worker import Spec
-from pdserve.router.text_workers import TextWorkers
 
 MODEL = MODELS / "llama-gqa"
 CONFIG = ModelConfig(model=str(MODEL))
@@ -43,8 +42,8 @@ def model() -> ServedModel:
 
 
 @pytest.fixture
-def text(model: ServedModel) -> TextModel:
-    return TextModel(model)
+def text(model: ServedModel) -> Preprocessor:
+    return Preprocessor(model)
 
 
 def encode(**fields: Any) -> bytes:
@@ -69,45 +68,45 @@ def no_encoding(monkeypatch: pytest.MonkeyPatch, model: ServedModel) -> Iterator
 
 
 def test_prompts_are_counted_before_they_are_encoded(
-    text: TextModel, no_encoding: list[int]
+    text: Preprocessor, no_encoding: list[int]
 ) -> None:
     with pytest.raises(InvalidRequest, match="at most 1024 prompts") as error:
-        text.prepare("completion", encode(prompt=["a"] * (MAX_PROMPTS + 1)))
+        text.preprocess("completion", encode(prompt=["a"] * (MAX_PROMPTS + 1)))
     assert error.value.param == "prompt"
     with pytest.raises(InvalidRequest, match="prompts × n") as error:
-        text.prepare("completion", encode(prompt=["a"] * 600, n=8))
+        text.preprocess("completion", encode(prompt=["a"] * 600, n=8))
     assert error.value.param == "n"
     assert not no_encoding
 
 
 @pytest.mark.parametrize("end", [b"", b"\\", b"\\\\"])
-def test_a_string_that_never_ends_is_looked_at_once(text: TextModel, end: bytes) -> None:
+def test_a_string_that_never_ends_is_looked_at_once(text: Preprocessor, end: bytes) -> None:
     """Two megabytes of escaped quotes; trying each of them as a beginning would take hours."""
     with pytest.raises(InvalidRequest, match="not valid JSON"):
-        text.prepare("completion", b'{"prompt": "' + b'\\"' * MIB + end)
+        text.preprocess("completion", b'{"prompt": "' + b'\\"' * MIB + end)
 
 
 def test_millions_of_lists_are_refused_before_they_are_parsed(
-    text: TextModel, monkeypatch: pytest.MonkeyPatch
+    text: Preprocessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def parse(*_: Any) -> None:
         raise AssertionError("parsed")
 
-    monkeypatch.setattr(prepare_module, "parse", parse)
+    monkeypatch.setattr(preprocess_module, "parse", parse)
     many = b"[1]," * (MAX_CONTAINERS + 1)
     with pytest.raises(InvalidRequest, match="lists and objects"):
-        text.prepare("completion", b'{"prompt": [' + many + b"[1]]}")
+        text.preprocess("completion", b'{"prompt": [' + many + b"[1]]}")
     with pytest.raises(InvalidRequest, match="values"):
-        text.prepare("completion", b'{"prompt": [' + b"1," * 2**21 + b"1,1]}")
+        text.preprocess("completion", b'{"prompt": [' + b"1," * 2**21 + b"1,1]}")
     message = b'{"role": "user", "content": "[{,"},'
     with pytest.raises(InvalidRequest, match="lists and objects"):
-        text.prepare("chat", b'{"messages": [' + message * (MAX_CONTAINERS + 1) + b"]}")
+        text.preprocess("chat", b'{"messages": [' + message * (MAX_CONTAINERS + 1) + b"]}")
     with pytest.raises(AssertionError, match="parsed"):  # what is in strings does not count
-        text.prepare("completion", encode(prompt='[{,\\"\\' * MAX_CONTAINERS))
+        text.preprocess("completion", encode(prompt='[{,\\"\\' * MAX_CONTAINERS))
 
 
 def test_a_text_too_long_for_the_window_is_not_encoded(
-    text: TextModel, no_encoding: list[int]
+    text: Preprocessor, no_encoding: list[int]
 ) -> None:
     window = text.model.max_model_len
     long = "a" * (window * text.model.tokenizer.max_token_chars + 1)
@@ -117,10 +116,10 @@ def test_a_text_too_long_for_the_window_is_not_encoded(
         ("tokenize", encode(prompt=long), "prompt"),
     ):
         with pytest.raises(InvalidRequest, match=f"maximum context length is {window} tokens") as e:
-            text.prepare(kind, body)
+            text.preprocess(kind, body)
         assert (e.value.code, e.value.param) == ("CONTEXT_LENGTH_EXCEEDED", param)
     with pytest.raises(InvalidRequest, match="maximum context length"):
-        text.prepare("completion", encode(prompt=[1] * (3 * window)))
+        text.preprocess("completion", encode(prompt=[1] * (3 * window)))
     assert not no_encoding
 
 
@@ -179,7 +178,7 @@ async def test_bodies_share_a_bounded_memory_and_clients_its_shares() -> None:
 
 
 async def test_the_bodies_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies_module, "MAX_WAITING", 0)
+    monkeypatch.setattr(request_module, "MAX_WAITING", 0)
     with pytest.raises(Overloaded):
         async with Bodies(10 * MIB).reading(Slow(MIB), "a"):  # type: ignore[arg-type]
             pass
@@ -189,8 +188,8 @@ async def test_the_bodies_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.fixture
-async def workers() -> AsyncIterator[TextWorkers]:
-    workers = TextWorkers(Spec(asdict(CONFIG), asdict(LogConfig())), size=1)
+async def workers() -> AsyncIterator[PreprocessWorkers]:
+    workers = PreprocessWorkers(Spec(asdict(CONFIG), asdict(LogConfig())), size=1)
     yield workers
     await workers.close()
     assert not [each for each in psutil.Process().children() if _prepares(each)]
@@ -198,7 +197,7 @@ async def workers() -> AsyncIterator[TextWorkers]:
 
 def _prepares(process: psutil.Process) -> bool:
     try:
-        return "pdserve.router.text_worker" in process.cmdline()
+        return "pdserve.router.preprocess_workers" in process.cmdline()
     except psutil.NoSuchProcess:  # it has ended
         return False
 
@@ -224,12 +223,12 @@ WRONG = [
 
 
 async def test_a_process_prepares_as_the_router_does(
-    workers: TextWorkers, text: TextModel, monkeypatch: pytest.MonkeyPatch
+    workers: PreprocessWorkers, text: Preprocessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for kind, body in BODIES:
         here, there = (
-            text.prepare(kind, encode(**body)),
-            await workers.prepare(kind, encode(**body)),
+            text.preprocess(kind, encode(**body)),
+            await workers.preprocess(kind, encode(**body)),
         )
         assert [list(ids) for ids in there.prompts] == [list(ids) for ids in here.prompts]
         assert (list(there.texts), there.unknown) == (list(here.texts), here.unknown)
@@ -237,28 +236,28 @@ async def test_a_process_prepares_as_the_router_does(
         assert there.body.model_dump(exclude=left_out) == here.body.model_dump(exclude=left_out)
     for kind, body in WRONG:
         with pytest.raises((InvalidRequest, ModelNotFound)) as error:
-            await workers.prepare(kind, encode(**body))
+            await workers.preprocess(kind, encode(**body))
         if "user" not in body:
             with pytest.raises(type(error.value)) as own:
-                text.prepare(kind, encode(**body))
+                text.preprocess(kind, encode(**body))
             assert str(own.value) == str(error.value) and own.value.param == error.value.param
 
     # Its death fails one body, and no other.
     (worker,) = workers._idle
-    dying = asyncio.create_task(workers.prepare("tokenize", encode(prompt="a")))
+    dying = asyncio.create_task(workers.preprocess("tokenize", encode(prompt="a")))
     await asyncio.sleep(0)
     worker._process.kill()
     with pytest.raises(PdserveError) as died:
         await dying
     assert died.value.code == "PREPARATION_FAILED"
-    leaving = asyncio.create_task(workers.prepare("tokenize", encode(prompt="a")))
+    leaving = asyncio.create_task(workers.preprocess("tokenize", encode(prompt="a")))
     await asyncio.sleep(0.01)
     leaving.cancel()  # a client that leaves costs no process
-    assert (await workers.prepare("tokenize", encode(prompt="a"))).prompts
+    assert (await workers.preprocess("tokenize", encode(prompt="a"))).prompts
     (same,) = workers._idle
-    monkeypatch.setattr(text_workers_module, "_TIMEOUT", 0.0)
+    monkeypatch.setattr(workers_module, "_TIMEOUT", 0.0)
     with pytest.raises(PdserveError, match="took more than"):
-        await workers.prepare("tokenize", encode(prompt="a"))
+        await workers.preprocess("tokenize", encode(prompt="a"))
     assert not workers._idle and same._process.returncode is not None
 
 
@@ -273,7 +272,7 @@ def test_large_bodies_leave_the_router_small_and_awake() -> None:
 
 
 async def test_clients_take_turns_at_the_text_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    workers = TextWorkers(Spec(asdict(CONFIG), asdict(LogConfig())), size=1)
+    workers = PreprocessWorkers(Spec(asdict(CONFIG), asdict(LogConfig())), size=1)
     go, order = asyncio.Event(), []
 
     async def ask(kind: str, raw: bytes) -> Any:
@@ -282,12 +281,14 @@ async def test_clients_take_turns_at_the_text_processes(monkeypatch: pytest.Monk
         raise InvalidRequest("enough")
 
     monkeypatch.setattr(workers, "_ask", ask)
-    limit = text_workers_module.MAX_CLIENT_WAITING
-    many = [asyncio.create_task(workers.prepare("tokenize", b"a", "a")) for _ in range(limit + 1)]
+    limit = workers_module.MAX_CLIENT_WAITING
+    many = [
+        asyncio.create_task(workers.preprocess("tokenize", b"a", "a")) for _ in range(limit + 1)
+    ]
     await asyncio.sleep(0)
     with pytest.raises(Overloaded):
-        await workers.prepare("tokenize", b"a", "a")
-    other = asyncio.create_task(workers.prepare("tokenize", b"b", "b"))
+        await workers.preprocess("tokenize", b"a", "a")
+    other = asyncio.create_task(workers.preprocess("tokenize", b"b", "b"))
     await asyncio.sleep(0)
     go.set()
     await asyncio.gather(other, *many, return_exceptions=True)

@@ -28,14 +28,14 @@ from pdserve.common.rpc.pb import inference_pb2_grpc as pb_grpc
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router import generation as generation_module
 from pdserve.router.generation import GenerationRequest, GenerationStats, TextDelta, merge
-from pdserve.router.http import bodies as bodies_module
+from pdserve.router.grpc_service import InferenceServicer
 from pdserve.router.http import connection as connection_module
+from pdserve.router.http import request as request_module
 from pdserve.router.http.app import make_app
 from pdserve.router.http.connection import Connection, Limits
-from pdserve.router.http.front import Front
 from pdserve.router.http.server import HTTPServer
 from pdserve.router.served_model import ServedModel
-from pdserve.router.service import InferenceServicer
+from pdserve.router.serving import Serving
 
 MODEL = MODELS / "llama-gqa"
 PIECE = "x" * 50_000
@@ -82,8 +82,8 @@ def served_model(folder: Path) -> ServedModel:
 
 @asynccontextmanager
 async def serving(folder: Path, talker: Talker, **limits: float) -> AsyncIterator[HTTPServer]:
-    front = Front(pipeline=talker, model=served_model(folder))
-    app = make_app(front, CollectorRegistry(), 2**20)
+    serving = Serving(pipeline=talker, model=served_model(folder))
+    app = make_app(serving, CollectorRegistry(), 2**20)
     server = await HTTPServer.start(app, "127.0.0.1", 0, limits=Limits(**limits))
     try:
         yield server
@@ -198,7 +198,7 @@ class Observed(InferenceServicer):
 
 async def test_a_grpc_client_that_does_not_read_is_cancelled(tmp_path: Path) -> None:
     server = grpc.aio.server()
-    service = Observed(Talker(400), served_model(tmp_path), write_timeout=0.2)
+    service = Observed(Serving(pipeline=Talker(400), model=served_model(tmp_path)), 0.2)
     service.given_up = asyncio.Event()
     pb_grpc.add_InferenceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -267,7 +267,7 @@ async def test_a_header_drop_by_drop_is_not_waited_for(
 async def test_a_body_drop_by_drop_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bodies_module, "GRACE", 0.3)
+    monkeypatch.setattr(request_module, "GRACE", 0.3)
     async with serving(tmp_path, Talker(1)) as server:
         reader, writer = await connect(server.port)
         writer.write(

@@ -74,12 +74,12 @@ from pdserve.kv_transfer.layout import CacheView, Piece, Rect
 from pdserve.kv_transfer.pipe import recv_bytes
 from pdserve.kv_transfer.rank.transfer_rank import connector_options, rank_config
 from pdserve.router.auth import APIKeys
+from pdserve.router.grpc_service import InferenceServicer
 from pdserve.router.http.app import make_app
-from pdserve.router.http.front import Front
-from pdserve.router.http.prepare import MAX_PROMPTS
+from pdserve.router.http.preprocess import MAX_PROMPTS
 from pdserve.router.http.server import HTTPServer, https_context
 from pdserve.router.served_model import ServedModel
-from pdserve.router.service import InferenceServicer
+from pdserve.router.serving import Serving
 
 GEOMETRY = Geometry()
 RECT = Rect(0, GEOMETRY.layers, 0, GEOMETRY.heads)
@@ -298,8 +298,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 async def http_server(
     tokenizer: Tokenizer, keys: str | None, config: ServerConfig | None = None
 ) -> AsyncIterator[int]:
-    front = Front(pipeline=FakeGenerator(tokenizer), model=served(tokenizer), keys=APIKeys(keys))
-    app = make_app(front, CollectorRegistry(), 1 << 20)
+    serving = Serving(
+        pipeline=FakeGenerator(tokenizer), model=served(tokenizer), keys=APIKeys(keys)
+    )
+    app = make_app(serving, CollectorRegistry(), 1 << 20)
     context = https_context(config or ServerConfig())
     server = await HTTPServer.start(app, "127.0.0.1", 0, context)
     try:
@@ -354,9 +356,9 @@ async def test_by_option_each_key_has_cached_prompts_of_its_own(
 ) -> None:
     generator = FakeGenerator(tokenizer)
     keys = APIKeys("first, second", salted=salted)
-    front = Front(pipeline=generator, model=served(tokenizer), keys=keys)
+    serving = Serving(pipeline=generator, model=served(tokenizer), keys=keys)
     server = await HTTPServer.start(
-        make_app(front, CollectorRegistry(), 1 << 20), "127.0.0.1", 0, None
+        make_app(serving, CollectorRegistry(), 1 << 20), "127.0.0.1", 0, None
     )
     async with aiohttp.ClientSession() as session:
         for key in ("first", "second", "first"):
@@ -384,7 +386,13 @@ async def test_grpc_needs_the_key_for_inference_alone(tokenizer: Tokenizer) -> N
     server.add(
         inference_pb2.DESCRIPTOR.services_by_name["Inference"],
         inference_pb2_grpc.add_InferenceServicer_to_server,
-        InferenceServicer(FakeGenerator(tokenizer), served(tokenizer), APIKeys("secret")),
+        InferenceServicer(
+            Serving(
+                pipeline=FakeGenerator(tokenizer),
+                model=served(tokenizer),
+                keys=APIKeys("secret"),
+            )
+        ),
     )
     port = server.bind("127.0.0.1", 0)
     await server.start()
@@ -853,7 +861,8 @@ async def test_http_bounds(tokenizer: Tokenizer, body: dict[str, Any], param: st
     ],
 )
 async def test_grpc_bounds(tokenizer: Tokenizer, request_: dict[str, Any], param: str) -> None:
-    service = InferenceServicer(FakeGenerator(tokenizer), served(tokenizer))
+    serving = Serving(pipeline=FakeGenerator(tokenizer), model=served(tokenizer))
+    service = InferenceServicer(serving)
     sampling = inference_pb2.SamplingParams(**request_)
     with pytest.raises(InvalidRequest) as caught:
         await service._make_request(inference_pb2.GenerateRequest(text="a", sampling=sampling))
@@ -862,7 +871,8 @@ async def test_grpc_bounds(tokenizer: Tokenizer, request_: dict[str, Any], param
 
 @pytest.mark.parametrize("given", ["two words", "a\nb", "ü", "x" * 129])
 async def test_a_request_id_may_not_forge_log_lines(tokenizer: Tokenizer, given: str) -> None:
-    service = InferenceServicer(FakeGenerator(tokenizer), served(tokenizer))
+    serving = Serving(pipeline=FakeGenerator(tokenizer), model=served(tokenizer))
+    service = InferenceServicer(serving)
     with pytest.raises(InvalidRequest, match="request_id"):
         await service._make_request(inference_pb2.GenerateRequest(text="a", request_id=given))
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, Generic, TypeVar, cast
 
 from pydantic import ValidationError
 
 from pdserve.common.core.errors import InvalidRequest
 from pdserve.common.core.sampling import check_range
-from pdserve.router.http.errors import from_validation
 from pdserve.router.http.schema import (
+    SHAPES,
     Body,
     ChatBody,
     ChatTemplateBody,
@@ -28,7 +29,7 @@ from pdserve.router.http.schema import (
 from pdserve.router.sampling import make_choices
 from pdserve.router.served_model import ServedModel
 
-MAX_PROMPTS = 1024  # of one body; each waits for a place of its own
+MAX_PROMPTS = 1024  # of one body; each waits for a slot of its own
 MAX_BODY_CHOICES = 4096  # prompts × n
 # A few bytes of JSON become objects of a hundred times their size: bounds before it is parsed.
 MAX_CONTAINERS = 2**16  # lists and objects
@@ -41,7 +42,7 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared(Generic[BodyT]):
+class Preprocessed(Generic[BodyT]):
     """What a body asks. `body` may lack what became of it: prompts, messages, a template."""
 
     body: BodyT
@@ -51,13 +52,13 @@ class Prepared(Generic[BodyT]):
 
 
 @dataclass(frozen=True, slots=True)
-class TextModel:
-    """What turns text into tokens, and whose templates it runs."""
+class Preprocessor:
+    """The model whose tokens and templates they are, and whether clients' templates run, too."""
 
     model: ServedModel
     trust_request_chat_template: bool = False
 
-    def prepare(self, kind: str, raw: bytes | bytearray) -> Prepared[Any]:
+    def preprocess(self, kind: str, raw: bytes | bytearray) -> Preprocessed[Any]:
         """`kind` is one of `KINDS`.
 
         Raises:
@@ -65,20 +66,39 @@ class TextModel:
                 prompt.
             ModelNotFound: it names another model.
         """
-        schema, work = KINDS[kind]
+        schema, preprocess = KINDS[kind]
         if len(raw) > _SMALL:
             _check_structure(raw)
         body = parse(schema, raw)
         self.model.check_name(body.model)
-        prompts, texts = work(self, body)
-        return Prepared(body, prompts, texts, frozenset(body.model_extra or ()))
+        prompts, texts = preprocess(self, body)
+        return Preprocessed(body, prompts, texts, frozenset(body.model_extra or ()))
 
 
 def parse(schema: type[BodyT], raw: bytes | bytearray) -> BodyT:
     try:
         return schema.model_validate_json(raw)
     except ValidationError as error:
-        raise from_validation(error) from error
+        raise _invalid(error) from error
+
+
+def _invalid(error: ValidationError) -> InvalidRequest:
+    """The first thing pydantic found wrong; `param` is a path such as `messages[0].role`."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    if first["type"] == "json_invalid":
+        return InvalidRequest(f"the body is not valid JSON: {first['msg']}", code="INVALID_JSON")
+    if not first["loc"]:
+        return InvalidRequest("the body must be a JSON object", code="INVALID_JSON")
+    # Inside a field of several shapes pydantic goes on with its own name of the shape.
+    steps = list(takewhile(lambda step: not _is_shape(step), first["loc"]))
+    param = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)[1:]
+    if len(steps) < len(first["loc"]) and steps[-1] in SHAPES:
+        return InvalidRequest(f"{param}: must be {SHAPES[str(steps[-1])]}", param=param)
+    return InvalidRequest(f"{param}: {first['msg']}", param=param)
+
+
+def _is_shape(step: int | str) -> bool:
+    return isinstance(step, str) and (step == "str" or "[" in step)
 
 
 def _check_structure(raw: bytes | bytearray) -> None:
@@ -104,10 +124,10 @@ def _count(
 
 # ---- completions ----------------------------------------------------------------------------
 
-Work = Callable[[TextModel, Any], tuple[Sequence[Sequence[int]], Sequence[str]]]
+Preprocess = Callable[[Preprocessor, Any], tuple[Sequence[Sequence[int]], Sequence[str]]]
 
 
-def _completion(text: TextModel, body: CompletionBody) -> tuple[Any, Any]:
+def _completion(preprocessor: Preprocessor, body: CompletionBody) -> tuple[Any, Any]:
     check_response_format(body)
     if body.suffix:
         raise InvalidRequest("suffix is not supported", param="suffix")
@@ -117,13 +137,13 @@ def _completion(text: TextModel, body: CompletionBody) -> tuple[Any, Any]:
         check_range("logprobs", body.logprobs, 0, 5)
         if body.echo:
             raise InvalidRequest("logprobs of an echoed prompt are not supported", param="echo")
-    prompts = [_ids(text.model, one) for one in _prompts(body)]
+    prompts = [_ids(preprocessor.model, one) for one in _prompts(body)]
     if not body.echo:
         return prompts, ()
     given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     if isinstance(given[0], str):  # the client's own
         return prompts, given
-    decode = text.model.tokenizer.decode
+    decode = preprocessor.model.tokenizer.decode
     return prompts, [decode(ids, skip_special_tokens=False) for ids in prompts]
 
 
@@ -161,7 +181,7 @@ def check_response_format(body: GenerationBody) -> None:
 # ---- chat -----------------------------------------------------------------------------------
 
 
-def _chat(text: TextModel, body: ChatBody) -> tuple[Any, Any]:
+def _chat(preprocessor: Preprocessor, body: ChatBody) -> tuple[Any, Any]:
     check_response_format(body)
     if body.tools:
         raise InvalidRequest("tools are not supported yet", param="tools")
@@ -173,11 +193,11 @@ def _chat(text: TextModel, body: ChatBody) -> tuple[Any, Any]:
         check_range("top_logprobs", body.top_logprobs, 0, 20)
         if body.top_logprobs and not body.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-    return [_conversation(text, body, body.messages)], ()
+    return [_conversation(preprocessor, body, body.messages)], ()
 
 
 def _conversation(
-    text: TextModel, body: ChatTemplateBody, messages: list[Message]
+    preprocessor: Preprocessor, body: ChatTemplateBody, messages: list[Message]
 ) -> tuple[int, ...]:
     """The conversation as token ids, through the chat template.
 
@@ -186,7 +206,7 @@ def _conversation(
     """
     if not messages:
         raise InvalidRequest("messages is an empty list", param="messages")
-    if body.chat_template is not None and not text.trust_request_chat_template:
+    if body.chat_template is not None and not preprocessor.trust_request_chat_template:
         raise InvalidRequest(
             "this server does not run clients' chat templates "
             "(--trust-request-chat-template allows them)",
@@ -197,7 +217,7 @@ def _conversation(
             "add_generation_prompt and continue_final_message exclude each other",
             param="continue_final_message",
         )
-    rendered = text.model.tokenizer.render_chat_template(
+    rendered = preprocessor.model.tokenizer.render_chat_template(
         [_as_template_message(message) for message in messages],
         add_generation_prompt=not body.continue_final_message
         and body.add_generation_prompt is not False,
@@ -205,7 +225,7 @@ def _conversation(
         chat_template=body.chat_template,
         template_kwargs=body.chat_template_kwargs,
     )
-    return text.model.encode(rendered, "messages", bool(body.add_special_tokens))
+    return preprocessor.model.encode(rendered, "messages", bool(body.add_special_tokens))
 
 
 def _as_template_message(message: Message) -> dict[str, Any]:
@@ -217,21 +237,21 @@ def _as_template_message(message: Message) -> dict[str, Any]:
 # ---- tokens alone ---------------------------------------------------------------------------
 
 
-def _tokenize(text: TextModel, body: TokenizeBody) -> tuple[Any, Any]:
+def _tokenize(preprocessor: Preprocessor, body: TokenizeBody) -> tuple[Any, Any]:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("give either prompt or messages", param="prompt")
     if body.messages is not None:
-        return [_conversation(text, body, body.messages)], ()
+        return [_conversation(preprocessor, body, body.messages)], ()
     special = body.add_special_tokens is not False
-    return [text.model.encode(body.prompt or "", "prompt", special)], ()
+    return [preprocessor.model.encode(body.prompt or "", "prompt", special)], ()
 
 
-def _detokenize(text: TextModel, body: DetokenizeBody) -> tuple[Any, Any]:
-    token_ids = text.model.check_ids(body.tokens, "tokens")
-    return (), [text.model.tokenizer.decode(token_ids, False)]
+def _detokenize(preprocessor: Preprocessor, body: DetokenizeBody) -> tuple[Any, Any]:
+    token_ids = preprocessor.model.check_ids(body.tokens, "tokens")
+    return (), [preprocessor.model.tokenizer.decode(token_ids, False)]
 
 
-KINDS: dict[str, tuple[type[Body], Work]] = {
+KINDS: dict[str, tuple[type[Body], Preprocess]] = {
     "completion": (CompletionBody, _completion),
     "chat": (ChatBody, _chat),
     "tokenize": (TokenizeBody, _tokenize),

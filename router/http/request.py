@@ -1,17 +1,23 @@
-"""Reading bodies: how many bytes of them are held at once, whose, and how slowly they may come."""
+"""HTTP requests: who sends them, and their bodies: how many bytes of them are held at once, whose,
+and how slowly they may come."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from aiohttp import hdrs, web
 
 from pdserve.common.core.errors import Overloaded, Unavailable
+from pdserve.common.core.sampling import PARAMETERS
+from pdserve.router.auth import HEADER as AUTHORIZATION
 from pdserve.router.fair_share import FairShare
+from pdserve.router.http.preprocess import Preprocessed
+from pdserve.router.http.schema import GenerationBody
+from pdserve.router.serving import SMALL, Serving
 
-SMALL = 64 * 1024  # bytes of a body that counts for nothing, and is prepared by a thread
 MAX_WAITING = 256  # bodies; what a connection has received of one that waits is some 100 KiB
 GRACE = 20.0  # seconds a body may take
 RATE = 128 * 1024  # and a second more for so many bytes
@@ -19,7 +25,7 @@ RATE = 128 * 1024  # and a second more for so many bytes
 
 class Bodies:
     """Two bodies of the largest size are held at once, from their first byte until they are
-    prepared; others wait with their clients."""
+    preprocessed; others wait with their clients."""
 
     def __init__(self, max_body_size: int, timeout: float = 30.0, share: float = 0.75) -> None:
         self._max_body_size = max_body_size
@@ -81,3 +87,38 @@ async def _read(request: web.Request, limit: int) -> bytearray:
     except TimeoutError:
         raise web.HTTPRequestTimeout(text="the body comes too slowly") from None
     return raw
+
+
+SERVING = web.AppKey("serving", Serving)
+BODIES = web.AppKey("bodies", Bodies)
+
+
+def client_of(request: web.Request) -> str:
+    """Who sent it, for its share of this server."""
+    keys = request.app[SERVING].keys
+    return keys.client(request.headers.get(AUTHORIZATION), request.remote)
+
+
+async def preprocess(request: web.Request, kind: str) -> Preprocessed[Any]:
+    """The JSON body, as `Serving.preprocess` says.
+
+    Raises:
+        PdserveError: it is wrong, or there is no room for it.
+        web.HTTPException: it cannot be read.
+    """
+    if "Content-Type" in request.headers and not _is_json(request.content_type):
+        raise web.HTTPUnsupportedMediaType(text="the Content-Type must be application/json")
+    client = client_of(request)
+    async with request.app[BODIES].reading(request, client) as raw:
+        return await request.app[SERVING].preprocess(kind, raw, client)
+
+
+def _is_json(content_type: str) -> bool:
+    return content_type == "application/json" or content_type.endswith("+json")
+
+
+def given_by(body: GenerationBody, **renamed: Any) -> dict[str, Any]:
+    """The parameters in a body by name, as `Serving.make_request` takes them; `renamed` are those
+    that an endpoint names otherwise."""
+    given = {each.name: getattr(body, each.name) for each in PARAMETERS.values() if each.http}
+    return given | renamed

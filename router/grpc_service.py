@@ -1,4 +1,4 @@
-"""The gRPC front: the same generations as over HTTP, without JSON."""
+"""The gRPC API: the same generations as over HTTP, without JSON."""
 
 from __future__ import annotations
 
@@ -18,50 +18,33 @@ from pdserve.common.obs.logging import request_id_var
 from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc
-from pdserve.common.rpc.status import serving
+from pdserve.common.rpc.status import serving as answering
 from pdserve.router.admission import Batch
 from pdserve.router.auth import HEADER as AUTHORIZATION
-from pdserve.router.auth import APIKeys
 from pdserve.router.generation import GenerationRequest, GenerationStats, TextDelta, merge
-from pdserve.router.http.bodies import SMALL
-from pdserve.router.http.front import INLINE
-from pdserve.router.pipeline import Pipeline
-from pdserve.router.sampling import make_choices, make_sampling, make_stop
-from pdserve.router.served_model import ServedModel
-from pdserve.router.text_workers import TextWorkers
+from pdserve.router.serving import DEFAULT_MAX_TOKENS, Serving
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_MAX_TOKENS = 16
-
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """`pdserve.v1.Inference`. Calls show the API key as HTTP requests do, in their metadata."""
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        model: ServedModel,
-        keys: APIKeys | None = None,
-        write_timeout: float = 30.0,
-        workers: TextWorkers | None = None,
-    ) -> None:
-        self._pipeline = pipeline
-        self._model = model
-        self._keys = keys or APIKeys()
+    def __init__(self, serving: Serving, write_timeout: float = 30.0) -> None:
+        self._serving = serving
+        self._model = serving.model
         self._write_timeout = write_timeout
-        self._workers = workers  # without them large texts are encoded by threads
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Streams deltas; the last response carries usage and timeline only."""
-        async with serving(context):
+        async with answering(context):
             self._authenticate(context)
             generation = await self._make_request(request, self._client(context))
             public_id = request.request_id or generation.request_id
             request_id_var.set(public_id)
-            async with aclosing(merge([self._pipeline.generate(generation)])) as updates:
+            async with aclosing(merge([self._serving.pipeline.generate(generation)])) as updates:
                 async for _, update in updates:
                     await self._write(context, _response(public_id, update))
 
@@ -76,7 +59,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             raise Cancelled("the client did not read", code="CLIENT_TOO_SLOW") from None
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
-        async with serving(context):
+        async with answering(context):
             self._authenticate(context)
         return pb.GetModelResponse(
             id=self._model.name,
@@ -87,12 +70,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         )
 
     def _authenticate(self, context: Context) -> None:
-        self._keys.check(_authorization(context))
+        self._serving.keys.check(_authorization(context))
 
     def _client(self, context: Context) -> str:
         # "ipv4:127.0.0.1:5000", "ipv6:%5B::1%5D:5000", "unix:…"
         address = unquote(context.peer()).partition(":")[2].rpartition(":")[0].strip("[]")
-        return self._keys.client(_authorization(context), address)
+        return self._serving.keys.client(_authorization(context), address)
 
     async def _make_request(
         self, request: pb.GenerateRequest, client: str = ""
@@ -102,39 +85,27 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._model.check_name(request.model or None)
         token_ids = await self._prompt(request, client)
         given = convert.fields_set(request.sampling)
-        return GenerationRequest(
+        max_tokens = self._model.fit_max_tokens(
+            len(token_ids), given.get("max_tokens"), DEFAULT_MAX_TOKENS, "prompt"
+        )
+        return self._serving.make_request(
+            {**given, "cache_salt": request.cache_salt or None},
             # The client's id need not be unique; ours names the request on the nodes.
             request_id=new_request_id("gen"),
             prompt_token_ids=token_ids,
-            sampling=make_sampling(
-                given,
-                self._model,
-                self._model.fit_max_tokens(
-                    len(token_ids), given.get("max_tokens"), _DEFAULT_MAX_TOKENS, "prompt"
-                ),
-            ),
-            n=make_choices(given.get("n")),
-            stop=make_stop(given.get("stop")),
-            cache_salt=self._keys.cache_salt(client, request.cache_salt or None),
+            max_tokens=max_tokens,
             batch=Batch(client, len(token_ids)),
         )
 
     async def _prompt(self, request: pb.GenerateRequest, client: str) -> Sequence[int]:
         match request.WhichOneof("prompt"):
             case "text":
-                return await self._encode(request.text, client)
+                body = encode({"prompt": request.text})
+                return (await self._serving.preprocess("tokenize", body, client)).prompts[0]
             case "token_ids":
                 return self._model.check_prompt(request.token_ids.ids, "token_ids")
             case _:
                 raise InvalidRequest("give text or token_ids", param="prompt")
-
-    async def _encode(self, text: str, client: str) -> Sequence[int]:
-        if len(text) <= INLINE:
-            return self._model.encode(text, "prompt")
-        if len(text) <= SMALL or self._workers is None:
-            return await asyncio.to_thread(self._model.encode, text, "prompt")
-        body = encode({"prompt": text})
-        return (await self._workers.prepare("tokenize", body, client)).prompts[0]
 
 
 def _authorization(context: Context) -> str | None:

@@ -1,4 +1,4 @@
-"""Generations to one HTTP response, whole or streamed; the endpoints differ in the wording."""
+"""Generations to one HTTP response, whole or streamed; endpoints differ in their choices' shape."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ import msgspec
 from aiohttp import web
 
 from pdserve.common.core.errors import PdserveError
+from pdserve.common.core.sampling import SampledToken
 from pdserve.router.generation import GenerationRequest, GenerationStats, TextDelta, merge
-from pdserve.router.http.encoding import EventStream, json_response
-from pdserve.router.http.errors import as_typed, error_body, stopping
-from pdserve.router.pipeline import Pipeline
+from pdserve.router.http.encoding import EventStream, as_typed, error_body, json_response, stopping
+from pdserve.router.http.request import SERVING
+from pdserve.router.http.schema import GenerationBody
 
 TIMELINE_HEADER = "X-Pdserve-Timeline"
+MIN_LOGPROB = -9999.0  # JSON has no -Infinity
 
 Update = tuple[int, TextDelta | GenerationStats]  # (prompt's index, what is new)
 
 
-class Wording(Protocol):
-    """How an endpoint words its choices. One object per request; it may remember choices."""
+class ChoiceBuilder(Protocol):
+    """The shape of an endpoint's choices. One object per request; it may remember choices."""
 
     object_name: ClassVar[str]
     chunk_object_name: ClassVar[str]
@@ -36,49 +38,58 @@ class Wording(Protocol):
         """The choices of the events that tell of one delta, one choice an event."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Reply:
+@dataclass(slots=True)
+class Response:
     """One response in the making."""
 
     id: str
-    model: str
-    wording: Wording
+    body: GenerationBody
+    choices: ChoiceBuilder
     requests: Sequence[GenerationRequest]
-    stream: bool
-    include_usage: bool
-    include_timeline: bool
+    model: str = ""
+    include_timeline: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     stats: dict[int, GenerationStats] = field(default_factory=dict)
 
-    async def respond(self, request: web.Request, pipeline: Pipeline) -> web.StreamResponse:
+    async def respond(self, request: web.Request) -> web.StreamResponse:
         """Runs the generations and answers.
 
         Raises:
             PdserveError: they failed before anything was sent.
         """
-        updates = merge([pipeline.generate(one) for one in self.requests])
-        async with aclosing(updates):
-            if self.stream:
+        serving = request.app[SERVING]
+        self.model = serving.model.name
+        self.include_timeline = request.headers.get(TIMELINE_HEADER) == "1"
+        async with aclosing(
+            merge([serving.pipeline.generate(one) for one in self.requests])
+        ) as updates:
+            if self.body.stream:
                 return await self._respond_stream(request, updates)
             return await self._respond_whole(updates)
 
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream tells its usage."""
+        options = self.body.stream_options
+        return bool(options and options.include_usage)
+
     async def _respond_whole(self, updates: AsyncGenerator[Update, None]) -> web.Response:
-        choices: dict[int, list[TextDelta]] = {}
+        deltas: dict[int, list[TextDelta]] = {}
         async for prompt, update in updates:
             if isinstance(update, GenerationStats):
                 self.stats[prompt] = update
             else:
-                choices.setdefault(self._index(prompt, update), []).append(update)
-        body = self._envelope(self.wording.object_name)
-        body["choices"] = [await self._choice(i, choices.pop(i)) for i in sorted(choices)]
+                deltas.setdefault(self._index(prompt, update), []).append(update)
+        body = self._envelope(self.choices.object_name)
+        body["choices"] = [await self._choice(i, deltas.pop(i)) for i in sorted(deltas)]
         return json_response(body | {"usage": self._usage()} | self._extension())
 
     async def _choice(self, index: int, deltas: Sequence[TextDelta]) -> msgspec.Raw:
         """The JSON of a whole choice. Of log-probabilities there may be a million, which takes
-        seconds: a thread words them."""
+        seconds: a thread encodes them."""
 
         def encode() -> msgspec.Raw:
-            return msgspec.Raw(msgspec.json.encode(self.wording.choice(index, _joined(deltas))))
+            return msgspec.Raw(msgspec.json.encode(self.choices.choice(index, _joined(deltas))))
 
         if any(token.logprobs for delta in deltas for token in delta.tokens[:1]):
             return await asyncio.to_thread(encode)
@@ -115,7 +126,7 @@ class Reply:
                     yield event
             usage = self._usage()
             if self.include_usage or self.include_timeline:
-                head = self._envelope(self.wording.chunk_object_name)
+                head = self._envelope(self.choices.chunk_object_name)
                 yield head | {"choices": [], "usage": usage} | self._extension()
         except Exception as error:
             yield error_body(as_typed(error))
@@ -124,8 +135,8 @@ class Reply:
         if isinstance(update, GenerationStats):
             self.stats[prompt] = update
             return
-        for choice in self.wording.chunks(self._index(prompt, update), update):
-            chunk = self._envelope(self.wording.chunk_object_name) | {"choices": [choice]}
+        for choice in self.choices.chunks(self._index(prompt, update), update):
+            chunk = self._envelope(self.choices.chunk_object_name) | {"choices": [choice]}
             yield chunk | {"usage": None} if self.include_usage else chunk
 
     def _index(self, prompt: int, delta: TextDelta) -> int:
@@ -159,6 +170,10 @@ class Reply:
         if not self.include_timeline:
             return {}
         return {"pdserve": {"timeline": asdict(self.stats[0].timeline)}}
+
+
+def logprob_of(token: SampledToken) -> float:
+    return MIN_LOGPROB if token.logprobs is None else max(token.logprobs.logprob, MIN_LOGPROB)
 
 
 def _joined(deltas: Sequence[TextDelta]) -> TextDelta:

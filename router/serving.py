@@ -1,0 +1,95 @@
+"""What the HTTP and gRPC APIs share: the pipeline, the model, who may ask, and how a request of a
+client becomes one of the pipeline."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pdserve.router.admission import Batch
+from pdserve.router.auth import APIKeys
+from pdserve.router.generation import GenerationRequest
+from pdserve.router.http.preprocess import Preprocessed, Preprocessor
+from pdserve.router.pipeline import Pipeline
+from pdserve.router.preprocess_workers import PreprocessWorkers
+from pdserve.router.sampling import make_choices, make_sampling, make_stop
+from pdserve.router.served_model import ServedModel
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_TOKENS = 16  # of a completion
+INLINE = 4 * 1024  # bytes of a body that takes less than a few milliseconds
+SMALL = 64 * 1024  # bytes of a body that a thread may take
+# Clients choose the names: remember no more than these, of so many characters.
+_MAX_NAMES, _MAX_NAME_LENGTH = 1000, 64
+
+
+class UnknownFields:
+    """Logs each field name that no schema knows once."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def note(self, names: set[str]) -> None:
+        new = {name[:_MAX_NAME_LENGTH] for name in names} - self._seen
+        told = sorted(new)[: _MAX_NAMES - len(self._seen)]
+        if told:
+            self._seen.update(told)
+            logger.info("ignored request fields: %s", ", ".join(told))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """Everything an API needs."""
+
+    pipeline: Pipeline
+    model: ServedModel
+    keys: APIKeys = field(default_factory=APIKeys)
+    trust_request_chat_template: bool = False
+    workers: PreprocessWorkers | None = None  # without them threads take large bodies, too
+    unknown_fields: UnknownFields = field(default_factory=UnknownFields)
+
+    async def preprocess(self, kind: str, raw: bytes | bytearray, client: str) -> Preprocessed[Any]:
+        """A JSON body, of one of `pdserve.router.http.preprocess.KINDS`, as what it asks.
+
+        Raises:
+            PdserveError: as `Preprocessor.preprocess`, or there is no room for it.
+        """
+        preprocessor = Preprocessor(self.model, self.trust_request_chat_template)
+        if len(raw) <= INLINE:
+            result = preprocessor.preprocess(kind, raw)
+        elif len(raw) <= SMALL or self.workers is None:
+            result = await asyncio.to_thread(preprocessor.preprocess, kind, raw)
+        else:
+            result = await self.workers.preprocess(kind, raw, client)
+        self.unknown_fields.note(set(result.unknown))
+        return result
+
+    def make_request(
+        self,
+        given: Mapping[str, Any],
+        *,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        max_tokens: int,
+        batch: Batch,
+    ) -> GenerationRequest:
+        """`given` are the client's parameters by name; one that is None or missing is absent.
+
+        Raises:
+            InvalidRequest: a value is out of range.
+        """
+        return GenerationRequest(
+            request_id=request_id,
+            prompt_token_ids=prompt_token_ids,
+            sampling=make_sampling(given, self.model, max_tokens),
+            n=make_choices(given.get("n")),
+            stop=make_stop(given.get("stop")),
+            include_stop_str_in_output=bool(given.get("include_stop_str_in_output")),
+            skip_special_tokens=given.get("skip_special_tokens") is not False,
+            cache_salt=self.keys.cache_salt(batch.client, given.get("cache_salt")),
+            batch=batch,
+        )
