@@ -14,7 +14,17 @@ from paths import ROOT
 from pdserve.common.config.sources import ROLE_CONFIGS, options
 from pdserve.common.obs.metrics import RouterMetrics
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+SOURCES = ("common", "kv_transfer", "prefill_node", "decode_node", "router")
+OTHERS = ("pdserve", "proto", "tests", "benchmarks", "examples", "docs", "compose")
+# What follows class, def, message …, is assigned to, or is an error's code.
+DEFINED = re.compile(
+    r"""\b(?:class|def|message|service|rpc|enum) +(\w+)|\bself\.(\w+)|^ *(\w+) *[:=]|"(\w+)\"""",
+    re.M,
+)
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
 
 
@@ -82,9 +92,73 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
 
 
+# ---- names, so that nobody renames a file, a class or a test and leaves the pages behind ----
+
+
+@pytest.fixture(scope="module")
+def files() -> set[str]:
+    """All of this repository, as paths from its root."""
+    found = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("*") if path.is_file()}
+    for folder in (*SOURCES, *OTHERS):
+        for path in (ROOT / folder).rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts:
+                found.add(path.relative_to(ROOT).as_posix())
+    return found
+
+
+@pytest.fixture(scope="module")
+def code(files: set[str]) -> dict[str, str]:
+    """Python and protobuf files by path."""
+    return {name: (ROOT / name).read_text() for name in files if name.endswith((".py", ".proto"))}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_paths_in_the_pages_exist(page: Path) -> None:
-    """Words in backticks that look like files or folders of this repository."""
-    words = re.findall(r"`([a-z_]+(?:/[\w.]+)*/?)`", page.read_text(encoding="utf-8"))
-    paths = [word for word in words if "/" in word]
-    assert [path for path in paths if not (ROOT / path).exists()] == []
+def test_paths_in_the_pages_exist(page: Path, files: set[str]) -> None:
+    """Words in backticks that look like files, folders or tests of this repository; a file's name
+    alone is enough where a page has said which folder it speaks of."""
+    words = re.findall(r"`([\w./-]+(?:::\w+)?)`", page.read_text(encoding="utf-8"))
+    assert [word for word in words if not _exists(word, files)] == []
+
+
+def _exists(word: str, files: set[str]) -> bool:
+    path, _, test = word.partition("::")
+    if test:
+        return path in files and f"def {test}(" in (ROOT / path).read_text()
+    if path.partition("/")[0] in (*SOURCES, *OTHERS) and "/" in path:
+        return (ROOT / path).exists()
+    if re.fullmatch(r"(?:[a-z_0-9]+/)*[a-z_0-9]+\.(?:py|proto)", path):
+        return any(f"/{name}".endswith(f"/{path}") for name in files)
+    return True
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_modules_in_the_pages_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for name in re.findall(r"\bpdserve(?:\.[a-z_0-9]+)+(?=[`:, ;]|$)", text, re.M):
+        package = name.split(".")[1]
+        if package in SOURCES:  # not an entry point's group, nor a host's name
+            path = ROOT.joinpath(*name.split(".")[1:])
+            assert path.is_dir() or path.with_suffix(".py").is_file(), name
+
+
+@pytest.mark.parametrize("name", ["internals.md", "write-a-connector.md"])
+def test_names_in_the_pages_are_in_the_code(name: str, code: dict[str, str]) -> None:
+    """Classes, their methods and constants, in backticks."""
+    page = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    page = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
+    words = re.findall(r"`([A-Z]\w+(?:\.\w+)*)(?:\(.*?\))?`", page)
+    known = {"".join(found) for text in code.values() for found in DEFINED.findall(text)}
+    assert [w for w in words if not known.issuperset(w.split("."))] == []
+
+
+def test_files_named_in_the_code_exist(files: set[str]) -> None:
+    """`name.py` in comments and docstrings of the product."""
+    wrong = [
+        f"{name}: {word}"
+        for name in sorted(files)
+        if name.startswith(SOURCES) and name.endswith(".py")
+        for word in re.findall(r"`([\w./-]+\.(?:py|proto|md))`", (ROOT / name).read_text())
+        if not (ROOT / word).is_file()
+        and not any(f"/{each}".endswith(f"/{word}") for each in files)
+    ]
+    assert wrong == []
