@@ -46,11 +46,11 @@ class RunAnnouncer:
         """Begins the ticket's epoch; runs announced before are announced once more."""
         self._ticket = ticket
         self._digests.clear()
-        self._commands.put_nowait({rank: Submit(self._share(rank)) for rank in self._rank_ids})
+        self._commands.put_nowait({rank: Submit(self._transfer(rank)) for rank in self._rank_ids})
         for run in self._runs:
             self._commands.put_nowait(dict.fromkeys(self._rank_ids, run))
 
-    def _share(self, rank: int) -> SourceTransfer:
+    def _transfer(self, rank: int) -> SourceTransfer:
         """What this rank sends, and where to."""
         mine = tuple(
             (piece, self._ticket.endpoints[piece.sink_rank].endpoint)

@@ -111,14 +111,14 @@ class Reservation:
         self.on(SinkEvent.COMMIT)
         return await asyncio.shield(epoch.committed)
 
-    async def retarget(self, *, outbids: bool) -> Ticket:
+    async def retarget(self, *, preempts: bool) -> Ticket:
         """As `KVSink.retarget`. Of several who wait for a ticket one gets it: the last that
-        `outbids` the others, which fail."""
+        `preempts` the others, which fail."""
         if self.machine.state is SinkState.DRAINING and self.cause is not None:
             raise self.cause
         superseded = stale_epoch("another prefill node takes over")
         if not self.epoch.ticket.done():
-            if not outbids:
+            if not preempts:
                 raise superseded
             self.epoch.ticket.set_exception(superseded)
         self.cause = self.cause or superseded

@@ -174,7 +174,7 @@ class KVSink:
         """Begins the next epoch and returns its ticket: what the source of the last one still
         sends is refused. `epoch` is the one to replace; 0: whichever is current. Of the router's
         calls (0) the last one gets the ticket; a source's own next try gives way to any, or a
-        source that was given up could outbid the one that takes over.
+        source that was given up could preempt the one that takes over.
 
         Raises:
             TransferError: UNKNOWN_TRANSFER, STALE_EPOCH, ALREADY_LANDED (there is no need), or
@@ -182,7 +182,7 @@ class KVSink:
         """
         if self._outcome(transfer_id, epoch or None) is not None:
             raise TransferError("all KV has landed", code="ALREADY_LANDED")
-        return await self._find(transfer_id, epoch or None).retarget(outbids=not epoch)
+        return await self._find(transfer_id, epoch or None).retarget(preempts=not epoch)
 
     def knows(self, transfer_id: bytes) -> bool:
         """Whether it has issued a ticket of this transfer, and remembers it."""

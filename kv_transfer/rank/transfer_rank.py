@@ -124,8 +124,8 @@ class TransferRank:
         try:
             reply = self._serve(decode_command(message))
         except TransferError as error:
-            told = RankError(error.message, error.code, error.blame.value, error.retryable)
-            reply = Reply(error=told)
+            answer = RankError(error.message, error.code, error.blame.value, error.retryable)
+            reply = Reply(error=answer)
         return msgspec.msgpack.encode(reply)
 
     def _serve(self, command: Command) -> Reply:

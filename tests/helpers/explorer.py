@@ -6,7 +6,7 @@ The parties are `tests/handoff`'s. A state is a tuple of small integers: each pa
 state by its number, and the messages under way as a bit set. What a party does next is worked
 out once per state of that party. Four things are left out, none of which can hide a fault:
 
-- messages that can change nothing any more (`Party.heeds`) are taken off the network;
+- messages that can change nothing any more (`Party.matters`) are taken off the network;
 - loss and stalling are not steps: what is lost is what is never delivered;
 - A goes first: the other order is the same with names exchanged;
 - of several events that do the same to a party, one is taken.
@@ -94,7 +94,7 @@ class Report:
     HEAD = f"{'states':>10} {'transitions':>12} {'depth':>6} {'seconds':>8} {'per s':>9}  end"
 
 
-class Post:
+class Mailbox:
     """Messages as bits of a number."""
 
     def __init__(self) -> None:
@@ -121,14 +121,14 @@ class Post:
 class Actor:
     """A party with its states numbered, and what it does in each worked out once."""
 
-    def __init__(self, party: Party, post: Post) -> None:
+    def __init__(self, party: Party, post: Mailbox) -> None:
         self.party = party
         self._post = post
         self._numbers: dict[Any, int] = {}
         self.parts: list[Any] = []
         self.moves = functools.cache(self._moves)
-        self.hear = functools.cache(self._hear)
-        self._heeds = functools.cache(self._does_heed)
+        self.receive = functools.cache(self._receive)
+        self._matters = functools.cache(self._does_matter)
         self._masks: dict[int, tuple[int, int]] = {}  # messages known then, those to drop
 
     def number(self, part: Any) -> int:
@@ -166,26 +166,26 @@ class Actor:
     def _moves(self, number: int) -> tuple[Step, ...]:
         return tuple(self._step(move) for move in self.party.moves(self.parts[number]))
 
-    def _hear(self, number: int, index: int) -> Step:
+    def _receive(self, number: int, index: int) -> Step:
         message = self._post.messages[index]
         with during(f"{self.party.name}: gets {message}"):
-            move = self.party.hear(self.parts[number], message)
+            move = self.party.receive(self.parts[number], message)
         return self._step(move)
 
     def dead(self, number: int) -> int:
-        """Messages to this party that it will never heed, as bits."""
+        """Messages to this party that will never matter to it, as bits."""
         known, mask = self._masks.get(number, (0, 0))
         messages = self._post.messages
         if known == len(messages):
             return mask
         for index in range(known, len(messages)):
-            mask |= (not self._heeds(number, index)) << index
+            mask |= (not self._matters(number, index)) << index
         self._masks[number] = (len(messages), mask)
         return mask
 
-    def _does_heed(self, number: int, index: int) -> bool:
+    def _does_matter(self, number: int, index: int) -> bool:
         message = self._post.messages[index]
-        return message.to != self.party.name or self.party.heeds(self.parts[number], message)
+        return message.to != self.party.name or self.party.matters(self.parts[number], message)
 
 
 class Explorer:
@@ -193,7 +193,7 @@ class Explorer:
     whatever goes wrong within the budget, the sink's waiter must get the blocks in the end."""
 
     def __init__(self, rules: Rules, budget: dict[str, float], *, succeeds: bool = False) -> None:
-        self._post = Post()
+        self._post = Mailbox()
         self._actors = [Actor(party, self._post) for party in parties(rules)]
         self._budget = tuple((ALWAYS | budget)[cost] for cost in COSTS)
         self._succeeds = succeeds
@@ -251,7 +251,7 @@ class Explorer:
         for number, bit in self._post.under_way(network):
             message = messages[number]
             index = PARTIES.index(message.to)
-            step = self._actors[index].hear(parts[index], number)
+            step = self._actors[index].receive(parts[index], number)
             yield step.label, self._after(world, index, step, network ^ bit, budget)
             if again is not None and message.kind in REQUESTS:
                 label = f"{step.label}, which will come again"

@@ -114,7 +114,7 @@ class Twins:
         if isinstance(option, Message):
             self._asked.add(option)
             self._deliver(option)
-            option = self.node.hear(self.part, option)
+            option = self.node.receive(self.part, option)
         else:
             self._obey(option)
         self.part = option.part

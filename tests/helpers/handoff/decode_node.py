@@ -71,7 +71,7 @@ class DecodeNode(Party):
         if not part.given or part.waiting or part.asker:
             broken(Invariant.TERMINATION, f"the sink stays {part.state}")
 
-    def hear(self, part: Sink, message: Message) -> Move:
+    def receive(self, part: Sink, message: Message) -> Move:
         step = self._step(part)
         match message.kind:
             case "commit":
@@ -88,7 +88,7 @@ class DecodeNode(Party):
                 step.write(message)
         return step.move(f"gets {message}")
 
-    def heeds(self, part: Sink, message: Message) -> bool:
+    def matters(self, part: Sink, message: Message) -> bool:
         if message.kind != "write" or not self._rules.rank_checks_epoch:
             return not (part.crashed and message.kind in ("abort", "write"))
         if part.crashed:

@@ -140,11 +140,11 @@ class Party(ABC):
         """What it may do by itself."""
 
     @abstractmethod
-    def hear(self, part: Any, message: Message) -> Move:
-        """What it makes of a message that it heeds."""
+    def receive(self, part: Any, message: Message) -> Move:
+        """What it makes of a message that matters."""
 
     @abstractmethod
-    def heeds(self, part: Any, message: Message) -> bool:
+    def matters(self, part: Any, message: Message) -> bool:
         """Whether the message can ever change anything; else it is taken off the network."""
 
     def timely(self, part: Any) -> Move | None:

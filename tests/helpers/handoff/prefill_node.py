@@ -194,7 +194,7 @@ class PrefillNode(Party):
         if part.state is not None and not part.freed:
             broken(Invariant.TERMINATION, f"{self.name} stays {part.state}")
 
-    def hear(self, part: Source, message: Message) -> Move:
+    def receive(self, part: Source, message: Message) -> Move:
         step, label = self._step(part), f"gets {message}"
         if message.kind == "run":
             live = part.state is not None and not part.freed
@@ -206,7 +206,7 @@ class PrefillNode(Party):
             return step.on(SourceEvent.RENEW_REFUSED).move(label)
         return step.on(_ANSWERS[message.kind]).move(label)
 
-    def heeds(self, part: Source, message: Message) -> bool:
+    def matters(self, part: Source, message: Message) -> bool:
         if message.kind == "run":
             return True
         if message.kind == "ended":

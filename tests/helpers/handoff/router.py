@@ -37,7 +37,7 @@ class Router(Party):
             ask = Message("D", "retarget", "R", 0, number)
             yield Move("R: gives the source up", Routing(number, True, part.turn), (ask,))
 
-    def hear(self, part: Routing, message: Message) -> Move:
+    def receive(self, part: Routing, message: Message) -> Move:
         if message.kind == "refused":
             return Move(f"R: gets {message}", Routing(part.asked, False, part.turn))
         source = "AB"[part.turn % 2]
@@ -48,5 +48,5 @@ class Router(Party):
     def check_end(self, part: Routing) -> None:
         """A router may wait for ever: nobody hangs on it."""
 
-    def heeds(self, part: Routing, message: Message) -> bool:
+    def matters(self, part: Routing, message: Message) -> bool:
         return part.waits and message.number == part.asked
