@@ -25,7 +25,7 @@ from typing import Any
 import aiohttp
 
 from pdserve.common.cli.child import Child, ChildSpec, Write
-from pdserve.common.cli.host_share import Placement
+from pdserve.common.cli.host_share import NodeShare
 from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.node import NodeConfig, WorkerNodeConfig
 from pdserve.common.config.router import RouterConfig, ServerConfig
@@ -52,13 +52,13 @@ class Cluster:
     def __init__(
         self,
         config: ClusterConfig,
-        placements: Sequence[Placement],
+        shares: Sequence[NodeShare],
         write: Write,
         programs: Mapping[str, Sequence[str]] = PROGRAMS,
     ) -> None:
-        """`placements` are the prefill nodes', then the decode nodes'."""
+        """`shares` are the prefill nodes', then the decode nodes'."""
         self.config = config
-        self.placements = placements
+        self.shares = shares
         self.write = write
         self.programs = programs
         self._auth = _with_key(config.auth)
@@ -129,9 +129,9 @@ class Cluster:
         scheme = "https" if self.config.server.ssl_certfile else "http"
         self.url = f"{scheme}://{host}:{ports['http']}"
         for name, node in self._node_configs(f"{host}:{ports['registry']}").items():
-            placement = self.placements[len(self._nodes)]
+            share = self.shares[len(self._nodes)]
             command = [*self.programs[name.partition("-")[0]], *to_flags(node)]
-            environment = {**placement.environment, **to_environment(node)}
+            environment = {**share.environment, **to_environment(node)}
             self._nodes.append(Child(ChildSpec(name, command, environment), self.write))
             await self._run(self._nodes[-1])
         await self._ready()
@@ -169,11 +169,11 @@ class Cluster:
                 node=node,
                 tls=self.config.tls,
                 auth=self._auth,
-                engine=placement.engine,
+                engine=share.engine,
                 transfer=self.config.transfer,
                 log=self.config.log,
             )
-            for name, placement in zip(names, self.placements, strict=True)
+            for name, share in zip(names, self.shares, strict=True)
         }
 
     async def _ready(self) -> None:

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NodeError as error:
         print(f"pdserve cluster-check: {error}", file=sys.stderr)
         return 1
-    return _tell(msgspec.msgpack.decode(body, type=Report), options)
+    return _report(msgspec.msgpack.decode(body, type=Report), options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -122,21 +122,21 @@ def _spec(config: CheckConfig, rank: int, world: int, init_method: str = "") -> 
     )
 
 
-# ---- tell ----
+# ---- report ----
 
 
-def _tell(report: Report, options: argparse.Namespace) -> int:
+def _report(report: Report, options: argparse.Namespace) -> int:
     failed = report.failures
     if options.rank:  # rank 0 speaks for all
         print(f"rank {options.rank}: {len(failed)} checks failed; rank 0 has the figures")
     elif options.json:
         print(json.dumps({"ok": not failed, **msgspec.to_builtins(report)}, indent=2))
     else:
-        _show(Console(highlight=False), report)
+        _print(Console(highlight=False), report)
     return 1 if failed else 0
 
 
-def _show(console: Console, report: Report) -> None:
+def _print(console: Console, report: Report) -> None:
     for name, groups in report.layout.items():
         console.print(f"{name} groups: {' '.join(map(str, groups))}", markup=False)
     for name, transport in report.transports.items():

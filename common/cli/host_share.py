@@ -8,24 +8,44 @@ from dataclasses import dataclass, field, replace
 
 import pynvml
 
+from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.node import EngineConfig, ParallelConfig
+from pdserve.common.core.host import usable_cores
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class NodeShare:
     """A node's engine options with its share filled in, and its process environment."""
 
     engine: EngineConfig
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def place(
-    engine: EngineConfig, nodes: Sequence[ParallelConfig], *, gpus: Sequence[str], cores: int
-) -> list[Placement]:
-    """One placement for each node, which has the ranks of all its replicas.
+def node_shares(config: ClusterConfig) -> list[NodeShare]:
+    """Each node's share of this host, prefill nodes first."""
+    parallel = config.engine.parallel
+    nodes = [_parallel(parallel, config.prefill_tp, config.prefill_pp)] * config.prefill
+    nodes += [_parallel(parallel, config.decode_tp, config.decode_pp)] * config.decode
+    gpus = visible_gpus(parallel.device)
+    return share_host(config.engine, nodes, gpus=gpus, cores=usable_cores())
 
-    GPUs are dealt in order. When ranks outnumber them they are dealt again and each node takes
-    only its part of a GPU's memory. CPU threads are the cores divided by all ranks.
+
+def _parallel(common: ParallelConfig, tp: int | None, pp: int | None) -> ParallelConfig:
+    """What a role says, or else what both do."""
+    return replace(
+        common,
+        tensor_parallel_size=tp or common.tensor_parallel_size,
+        pipeline_parallel_size=pp or common.pipeline_parallel_size,
+    )
+
+
+def share_host(
+    engine: EngineConfig, nodes: Sequence[ParallelConfig], *, gpus: Sequence[str], cores: int
+) -> list[NodeShare]:
+    """One share for each node, which has the ranks of all its replicas.
+
+    GPUs are given out in order. When ranks outnumber them they are given out again and each node
+    takes only its part of a GPU's memory. CPU threads are the cores divided by all ranks.
     """
     total = sum(node.world_size_across_dp for node in nodes)
     sharers = -(-total // len(gpus)) if gpus else 1
@@ -33,18 +53,18 @@ def place(
     cache = replace(
         engine.cache, gpu_memory_utilization=engine.cache.gpu_memory_utilization / sharers
     )
-    placements, dealt = [], 0
+    shares, given = [], 0
     for node in nodes:
         size = node.world_size_across_dp
-        hand = [gpus[(dealt + rank) % len(gpus)] for rank in range(size)] if gpus else []
-        dealt += size
-        placements.append(
-            Placement(
+        own = [gpus[(given + rank) % len(gpus)] for rank in range(size)] if gpus else []
+        given += size
+        shares.append(
+            NodeShare(
                 replace(engine, parallel=replace(node, cpu_threads=threads), cache=cache),
-                {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(hand))} if hand else {},
+                {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(own))} if own else {},
             )
         )
-    return placements
+    return shares
 
 
 def visible_gpus(device: str) -> list[str]:

@@ -16,12 +16,10 @@ from rich.text import Text
 
 from pdserve.common.cli.child import Write
 from pdserve.common.cli.cluster import Cluster
-from pdserve.common.cli.host_share import Placement, place, visible_gpus
+from pdserve.common.cli.host_share import node_shares
 from pdserve.common.config.cluster import ClusterConfig
-from pdserve.common.config.node import ParallelConfig
 from pdserve.common.config.sources import parse
 from pdserve.common.core.errors import ConfigError, PdserveError
-from pdserve.common.core.host import usable_cores
 from pdserve.common.obs.logging import LogWriter
 from pdserve.common.obs.process import dump_stacks_on_signal
 
@@ -43,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def serve(config: ClusterConfig, console: Console) -> int:
     """Runs the cluster until a signal (exit code 0), a death that ends it (1) or a process that
     cannot start as configured (2)."""
-    cluster = Cluster(config, placements(config), log_writer(config, console))
+    cluster = Cluster(config, node_shares(config), log_writer(config, console))
     catch_signals(cluster)
     try:
         with console.status("starting; loading weights"):
@@ -82,24 +80,6 @@ def catch_signals(cluster: Cluster) -> None:
     dump_stacks_on_signal()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, cluster.interrupt)
-
-
-def placements(config: ClusterConfig) -> list[Placement]:
-    """Each node's share of this host, prefill nodes first."""
-    parallel = config.engine.parallel
-    nodes = [_parallel(parallel, config.prefill_tp, config.prefill_pp)] * config.prefill
-    nodes += [_parallel(parallel, config.decode_tp, config.decode_pp)] * config.decode
-    gpus = visible_gpus(parallel.device)
-    return place(config.engine, nodes, gpus=gpus, cores=usable_cores())
-
-
-def _parallel(common: ParallelConfig, tp: int | None, pp: int | None) -> ParallelConfig:
-    """What a role says, or else what both do."""
-    return replace(
-        common,
-        tensor_parallel_size=tp or common.tensor_parallel_size,
-        pipeline_parallel_size=pp or common.pipeline_parallel_size,
-    )
 
 
 def with_model(config: ClusterConfig, console: Console) -> ClusterConfig:

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pdserve.common.config.node import CacheConfig, EngineConfig, SchedulerConfig, TransferConfig
+from pdserve.common.config.node import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    TransferConfig,
+)
 from pdserve.common.config.router import RoutingConfig, ServerConfig
-from pdserve.common.config.shared import AuthConfig, LogConfig, TLSConfig, option
+from pdserve.common.config.shared import AuthConfig, LogConfig, TLSConfig, option, same_option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,43 +77,24 @@ class PlanConfig:
     )
     prefill_ep: int | None = option(None, "of prefill nodes (default: --ep)", minimum=1)
     decode_ep: int | None = option(None, "of decode nodes (default: --ep)", minimum=1)
-    pipeline_partition: str | None = option(
-        None,
-        "layers of each stage, e.g. 9,8,8,5 (default: even, the first stages one more)",
-        metavar="N,N,...",
-    )
-    max_model_len: int | None = option(
-        None, "context window in tokens (default: the model's)", minimum=1
-    )
-    dtype: str = option(
-        "auto",
-        "compute and KV dtype; auto: the checkpoint's",
-        choices=("auto", "float32", "bfloat16", "float16"),
-    )
+    pipeline_partition: str | None = same_option(ParallelConfig, "pipeline_partition")
+    max_model_len: int | None = same_option(ModelConfig, "max_model_len")
+    dtype: str = same_option(ModelConfig, "dtype", "compute and KV dtype; auto: the checkpoint's")
     quantization: str | None = option(
         None,
         "weights of linear layers: int8, as nodes make them with this option; int4, an AWQ "
         "checkpoint with a scale and a zero point for 128 weights (default: as config.json says)",
         choices=("int8", "int4"),
     )
-    gpu_memory_utilization: float = option(
-        CacheConfig().gpu_memory_utilization,
-        "share of each GPU a node may use",
-        minimum=0.01,
-        maximum=1.0,
+    gpu_memory_utilization: float = same_option(
+        CacheConfig, "gpu_memory_utilization", "share of each GPU a node may use"
     )
     kv_cache_memory: str | None = option(
         None, "KV cache per rank, e.g. 2GiB (default: the rest of the GPU)"
     )
-    block_size: int = option(CacheConfig().block_size, "tokens per KV block", minimum=1)
-    max_num_seqs: int = option(
-        SchedulerConfig().max_num_seqs, "sequences computed in one step", minimum=1
-    )
-    max_num_batched_tokens: int = option(
-        SchedulerConfig().max_num_batched_tokens,
-        "tokens computed in one step (chunk size)",
-        minimum=1,
-    )
+    block_size: int = same_option(CacheConfig, "block_size")
+    max_num_seqs: int = same_option(SchedulerConfig, "max_num_seqs")
+    max_num_batched_tokens: int = same_option(SchedulerConfig, "max_num_batched_tokens")
     json: bool = option(False, "print JSON, in bytes, instead of a table")
     topology: bool = option(
         False, "also read how this host's GPUs are connected and advise (alone: without --model)"

@@ -7,7 +7,7 @@ derive from it (`sources.py`): a field `max_model_len` is the flag `--max-model-
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from pdserve.common.core.errors import ConfigError
@@ -20,6 +20,12 @@ def option(default: Any, help: str, **extra: Any) -> Any:
         kind = type(default)
         return field(default_factory=lambda: kind(default), metadata={"help": help, **extra})
     return field(default=default, metadata={"help": help, **extra})
+
+
+def same_option(owner: type, name: str, help: str | None = None) -> Any:
+    """Another class's option `name` once more; `help` in other words, if given."""
+    (found,) = (each for each in fields(owner) if each.name == name)
+    return option(found.default, **{**found.metadata, **({"help": help} if help else {})})
 
 
 PORT = {"minimum": 0, "maximum": 65535}

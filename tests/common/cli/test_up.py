@@ -25,8 +25,8 @@ from paths import HELPERS
 from pdserve.common.cli import child as child_module
 from pdserve.common.cli import cluster as cluster_module
 from pdserve.common.cli.cluster import Cluster, connect_host
-from pdserve.common.cli.host_share import Placement, place
-from pdserve.common.cli.up import log_writer, placements
+from pdserve.common.cli.host_share import NodeShare, node_shares, share_host
+from pdserve.common.cli.up import log_writer
 from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.node import CacheConfig, EngineConfig, ParallelConfig
 from pdserve.common.config.router import ServerConfig
@@ -73,7 +73,7 @@ def make(lines: Lines, **options: object) -> Cluster:
     server = ServerConfig(port=0, grpc_port=0, registry_port=0, drain_timeout=5.0)
     config = ClusterConfig(**{"server": server, **options})  # type: ignore[arg-type]
     count = config.prefill + config.decode
-    return Cluster(config, [Placement(config.engine)] * count, lines, FAKES)
+    return Cluster(config, [NodeShare(config.engine)] * count, lines, FAKES)
 
 
 def alive(pid: int) -> bool:
@@ -428,7 +428,7 @@ def nodes(*sizes: int) -> list[ParallelConfig]:
 
 
 def test_place_deals_gpus_in_order() -> None:
-    placed = place(EngineConfig(), nodes(2, 1), gpus=["0", "1", "2"], cores=8)
+    placed = share_host(EngineConfig(), nodes(2, 1), gpus=["0", "1", "2"], cores=8)
     assert [item.environment["CUDA_VISIBLE_DEVICES"] for item in placed] == ["0,1", "2"]
     assert [item.engine.parallel.tensor_parallel_size for item in placed] == [2, 1]
     assert placed[0].engine.cache.gpu_memory_utilization == 0.9
@@ -438,7 +438,7 @@ def test_every_rank_of_every_replica_has_its_gpu(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(12))))
     parallel = ParallelConfig(data_parallel_size=2, tensor_parallel_size=2)
     engine = EngineConfig(parallel=parallel)
-    prefill, decode = placements(ClusterConfig(engine=engine, prefill_tp=1, decode_pp=2))
+    prefill, decode = node_shares(ClusterConfig(engine=engine, prefill_tp=1, decode_pp=2))
     assert prefill.environment["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert decode.environment["CUDA_VISIBLE_DEVICES"] == "2,3,4,5,6,7,8,9"
     assert replace(prefill.engine.parallel, cpu_threads=0) == replace(
@@ -450,7 +450,7 @@ def test_every_rank_of_every_replica_has_its_gpu(monkeypatch: pytest.MonkeyPatch
 
 
 def test_place_shares_one_gpu() -> None:
-    placed = place(EngineConfig(), nodes(1, 1), gpus=["7"], cores=8)
+    placed = share_host(EngineConfig(), nodes(1, 1), gpus=["7"], cores=8)
     assert [item.environment["CUDA_VISIBLE_DEVICES"] for item in placed] == ["7", "7"]
     assert placed[0].engine.cache.gpu_memory_utilization == pytest.approx(0.45)
 
@@ -459,7 +459,7 @@ def test_place_shares_one_gpu() -> None:
     ("cores", "ranks", "threads"), [(8, [2, 1], 2), (2, [1, 1], 1), (1, [4], 1)]
 )
 def test_place_shares_cores(cores: int, ranks: list[int], threads: int) -> None:
-    placed = place(EngineConfig(), nodes(*ranks), gpus=[], cores=cores)
+    placed = share_host(EngineConfig(), nodes(*ranks), gpus=[], cores=cores)
     assert {item.engine.parallel.cpu_threads for item in placed} == {threads}
     assert all(item.environment == {} for item in placed)
 

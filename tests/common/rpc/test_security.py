@@ -35,7 +35,7 @@ from paths import HELPERS
 from pdserve.common.cli import cluster as cluster_module
 from pdserve.common.cli.certs import HOSTS, write
 from pdserve.common.cli.cluster import Cluster
-from pdserve.common.cli.host_share import Placement
+from pdserve.common.cli.host_share import NodeShare
 from pdserve.common.cli.main import main
 from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.node import EngineConfig, WorkerNodeConfig
@@ -428,7 +428,7 @@ async def test_up_gives_the_key_to_the_router_alone_and_not_as_a_flag(certs: Pat
     config = ClusterConfig(server=server, tls=TLSConfig(**files(certs / "ours")))
     cluster = Cluster(
         config,
-        [Placement(EngineConfig())] * 2,
+        [NodeShare(EngineConfig())] * 2,
         lambda name, line: lines.append((name, line)),
         fakes,
     )
