@@ -30,15 +30,7 @@ class DecodeNode(EngineNode[DecodeSession, KVSink]):
     def make_transfers(self, ranks: Sequence[RankReady], call: Call) -> KVSink:
         """A ticket names the ranks of its replica alone."""
         return KVSink(
-            [
-                RankEndpoint(
-                    ready.rank,
-                    Rect(c.layer_start, c.layer_end, c.head_start, c.head_end),
-                    ready.extension_info,
-                )
-                for ready in ranks
-                for c in (ready.cache,)
-            ],
+            [RankEndpoint(each.rank, Rect.of(each.cache), each.extension_info) for each in ranks],
             fingerprint=self.fingerprint,
             block_size=self.config.engine.cache.block_size,
             address=self.address,

@@ -52,7 +52,7 @@ class RunDigest:
 
     @classmethod
     def from_proto(cls, message: cluster_pb2.RunDigest) -> RunDigest:
-        rect = Rect(message.layer_start, message.layer_end, message.head_start, message.head_end)
+        rect = Rect.of(message)
         run = BlockRun(message.first_block, message.num_blocks)
         return cls(message.sink_rank, rect, run, message.digest)
 

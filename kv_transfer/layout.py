@@ -17,7 +17,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pdserve.common.core.errors import Blame, ConfigError, TransferError
 
@@ -25,6 +25,19 @@ if TYPE_CHECKING:
     import torch
 
 WIRE_VERSION = 2
+
+
+class Part(Protocol):
+    """What names a part of the KV of a model: a rank's cache shape, an endpoint's message."""
+
+    @property
+    def layer_start(self) -> int: ...
+    @property
+    def layer_end(self) -> int: ...
+    @property
+    def head_start(self) -> int: ...
+    @property
+    def head_end(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +48,10 @@ class Rect:
     layer_end: int
     head_start: int
     head_end: int
+
+    @classmethod
+    def of(cls, part: Part) -> Rect:
+        return cls(part.layer_start, part.layer_end, part.head_start, part.head_end)
 
     @property
     def area(self) -> int:

@@ -39,7 +39,7 @@ class PrefillNode(EngineNode[PrefillSession, KVSource]):
     def make_transfers(self, ranks: Sequence[RankReady], call: Call) -> KVSource:
         caches = [rank.cache for rank in ranks]
         return KVSource(
-            [Rect(c.layer_start, c.layer_end, c.head_start, c.head_end) for c in caches],
+            [Rect.of(cache) for cache in caches],
             fingerprint=self.fingerprint,
             block_size=self.config.engine.cache.block_size,
             lease_s=self.config.transfer.kv_lease,

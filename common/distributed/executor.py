@@ -36,6 +36,9 @@ class Extension(Protocol):
     """Lives beside a worker and shares its memory; speaks bytes. For pdserve this is the rank
     half of the KV transfer (`kv_transfer/rank/transfer_rank.py`); this layer does not know that."""
 
+    def info(self) -> bytes:
+        """What the rank announces for it in `RankReady.extension_info`."""
+
     def handle(self, message: bytes) -> bytes:
         """Serves one call from the node. Must return fast and may be called while a step runs."""
 

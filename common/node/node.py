@@ -133,8 +133,8 @@ class EngineNode(ABC, Generic[S, T]):
             self._name(index),
             self.blame,
             ranks,
-            self.config.engine.scheduler,
             self.facts.max_model_len,
+            self.config.engine.scheduler.engine_stall_timeout,
             self.make_transfers,
             self.metrics,
         )

@@ -46,42 +46,42 @@ class Registration:
         self._load = load
         self._over_tls = over_tls
         self._interval = 1.0
-        self._known = False
+        self._registered = False
 
     async def run(self) -> None:
         """Runs until cancelled; a router that is away is retried for ever, quietly. One that was
         there a moment ago may be restarting, or be stopping as this node is about to."""
-        said, heard = "", -math.inf
+        reported, last_contact = "", -math.inf
         while True:
             try:
                 await self._beat()
-                said, heard = "", monotonic()
+                reported, last_contact = "", monotonic()
             except grpc.aio.AioRpcError as error:
-                self._known = False
-                what = error.details() or error.code().name
-                if error.code() not in _AWAY and what != said:
-                    logger.warning("router %s: %s; trying again", self._router, what)
-                    said = what
-                elif not said and monotonic() - heard > _PATIENCE:
-                    reason = await tls_mismatch(self._router, self._over_tls) or what
+                self._registered = False
+                reason = error.details() or error.code().name
+                if error.code() not in _AWAY and reason != reported:
                     logger.warning("router %s: %s; trying again", self._router, reason)
-                    said = what
-            await asyncio.sleep(self._interval if self._known else _RETRY_DELAY)
+                    reported = reason
+                elif not reported and monotonic() - last_contact > _PATIENCE:
+                    mismatch = await tls_mismatch(self._router, self._over_tls)
+                    logger.warning("router %s: %s; trying again", self._router, mismatch or reason)
+                    reported = reason
+            await asyncio.sleep(self._interval if self._registered else _RETRY_DELAY)
 
     async def _beat(self) -> None:
         node_id, instance = self._info.node_id, self._info.instance
-        if self._known:
+        if self._registered:
             beat = pb.HeartbeatRequest(node_id=node_id, load=self._load(), instance=instance)
-            self._known = (await self._stub.Heartbeat(beat, timeout=_RPC_TIMEOUT)).known
-        if not self._known:
+            self._registered = (await self._stub.Heartbeat(beat, timeout=_RPC_TIMEOUT)).known
+        if not self._registered:
             request = pb.RegisterRequest(node=self._info, load=self._load())
             response = await self._stub.Register(request, timeout=_RPC_TIMEOUT)
-            self._interval, self._known = response.heartbeat_interval_s, True
+            self._interval, self._registered = response.heartbeat_interval_s, True
             logger.info("registered with router %s as %s", self._router, self._info.node_id)
 
     async def deregister(self) -> None:
         """Tells the router to send nothing more; a router that is away needs no telling."""
-        self._known = False
+        self._registered = False
         try:
             request = pb.DeregisterRequest(node_id=self._info.node_id, instance=self._info.instance)
             await self._stub.Deregister(request, timeout=_RPC_TIMEOUT)

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import Generic, Protocol, TypeVar
 
-from pdserve.common.config.node import SchedulerConfig
 from pdserve.common.core.errors import Blame, InvalidRequest, NodeError, PdserveError
 from pdserve.common.core.request import TokenEvent
 from pdserve.common.core.sampling import SampledToken
-from pdserve.common.engine.core import EngineCore
+from pdserve.common.engine.core import EngineCore, EngineProgress
 from pdserve.common.engine.messages import ExpertLoad, RankReady
 from pdserve.common.engine.sequence import Finish
 from pdserve.common.engine.sequence import Sequence as EngineSequence
 from pdserve.common.node.ranks import Ranks
-from pdserve.common.node.watchdog import Watchdog
 from pdserve.common.obs.metrics import NodeMetrics
 from pdserve.kv_transfer.commands import Call
 from pdserve.kv_transfer.control.sink import KVSink
@@ -54,13 +53,13 @@ class Replica(Generic[S, T]):
         name: str,
         blame: Blame,
         ranks: Ranks,
-        config: SchedulerConfig,
         max_model_len: int,
+        stall_timeout: float,
         make_transfers: Callable[[Sequence[RankReady], Call], T],
         metrics: NodeMetrics,
     ) -> None:
         """`name` begins messages about it; empty: the node has no other replica. `blame` is the
-        node's."""
+        node's. `stall_timeout`: seconds without progress after which it is unhealthy."""
         self.index = index
         self.name = name
         self.blame = blame
@@ -68,7 +67,7 @@ class Replica(Generic[S, T]):
         self.scheduler = ranks.scheduler
         self.engine = EngineCore(ranks.executor, ranks.scheduler, self, max_model_len)
         self.transfers = make_transfers(ranks.ready, self.engine.call)
-        self.watchdog = Watchdog(config.engine_stall_timeout)
+        self.watchdog = Watchdog(stall_timeout)
         self.sessions: set[S] = set()
         self._metrics = metrics
         self._by_sequence: dict[int, S] = {}
@@ -130,3 +129,57 @@ class Replica(Generic[S, T]):
 
     def routed(self, load: ExpertLoad) -> None:
         self._metrics.observe_experts(load.assignments, load.balancedness)
+
+
+class Watchdog:
+    """Whether an engine that has work gets any of it done. Numbers in, a verdict out.
+
+    There is work, and for `timeout` seconds nothing has changed: a step does not return, a rank
+    does not answer a call (of the KV transfer), or the first in the queue finds no blocks. A long
+    queue alone is no fault: while steps are computed, tokens are produced.
+
+    `check` must be called several times within `timeout` seconds: that is how time is taken.
+    """
+
+    def __init__(self, timeout: float, now: Callable[[], float] = monotonic) -> None:
+        self._timeout = timeout
+        self._progress = _Stopwatch(now)
+        self._call = _Stopwatch(now)
+        self.stalled = False
+        """A rank stands still: nothing in this engine goes on."""
+        self.reason = ""
+        """Why no token could be produced; empty: one could."""
+
+    def check(self, progress: EngineProgress) -> None:
+        """Judges the engine as it is now."""
+        unchanged = self._progress.seconds(None if progress.idle else progress.counters)
+        unanswered = self._call.seconds(progress.call)
+        self.stalled, self.reason = False, ""
+        if unchanged >= self._timeout and progress.computing:
+            self.stalled = True
+            self.reason = f"step {progress.step} has been running for {unchanged:.1f} s"
+        elif unanswered >= self._timeout and progress.call is not None:
+            self.stalled = True
+            self.reason = f"rank {progress.call[1]} has not answered a call for {unanswered:.1f} s"
+        elif unchanged >= self._timeout:
+            self.reason = (
+                f"KV memory exhausted: nothing was admitted, computed or freed for "
+                f"{unchanged:.1f} s; the first of {progress.waiting} waiting sequences needs "
+                f"{progress.needed_blocks} blocks, {progress.free_blocks} of "
+                f"{progress.total_blocks} are free"
+            )
+
+
+class _Stopwatch:
+    """How long something has been the same, as far as one has checked."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._state: object = None
+        self._since = now()
+
+    def seconds(self, state: object) -> float:
+        """None is nothing, and nothing is always new."""
+        if state is None or state != self._state:
+            self._state, self._since = state, self._now()
+        return self._now() - self._since

@@ -9,7 +9,6 @@ import logging
 import os
 import socket
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import msgspec
 import torch
@@ -43,21 +42,14 @@ from pdserve.common.worker.runner import ModelRunner, StageLink
 logger = logging.getLogger(__name__)
 
 
-class CacheExtension(Extension, Protocol):
-    """An extension that works on the rank's KV cache. Its factory is called as
-    `factory(cache_tensor, cache_shape, shared_fd, rank, host, config, emit)`; the cache and the
-    descriptor stay the rank's and outlive the extension; `host` is an address of the rank's."""
-
-    def info(self) -> bytes:
-        """What the rank announces for it in `RankReady.extension_info`."""
-
-
 @dataclass(frozen=True, slots=True)
 class ExtensionConfig:
-    """Which extension a rank hosts: an import string, bytes only its factory reads, and --kv-host:
-    the address it binds to."""
+    """Which extension a rank hosts. Its factory is called as
+    `factory(cache_tensor, cache_shape, shared_fd, rank, host, config, emit)`; the cache and the
+    descriptor stay the rank's and outlive the extension; `host` is an address of the rank's, the
+    one to bind to: --kv-host."""
 
-    factory: str
+    factory: str  # "module:callable"
     config: bytes = b""
     host: str = "127.0.0.1"
 
@@ -137,7 +129,7 @@ class ModelWorker:
         state: ParallelState,
         runner: ModelRunner,
         cache: KVCache,
-        extension: CacheExtension | None,
+        extension: Extension | None,
     ) -> None:
         self._rank = rank
         self._state = state
@@ -253,10 +245,10 @@ def _warm_up(runner: ModelRunner, engine: EngineConfig) -> None:
 
 def _build_extension(
     config: ExtensionConfig | None, cache: KVCache, rank: int, emit: Emit
-) -> CacheExtension | None:
+) -> Extension | None:
     if config is None:
         return None
-    extension: CacheExtension = import_string(config.factory)(
+    extension: Extension = import_string(config.factory)(
         cache.tensor, cache.shape, cache.fd, rank, config.host, config.config, emit
     )
     return extension

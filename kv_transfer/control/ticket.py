@@ -39,7 +39,7 @@ class RankEndpoint:
 
     @classmethod
     def from_proto(cls, message: cluster_pb2.RankEndpoint) -> RankEndpoint:
-        rect = Rect(message.layer_start, message.layer_end, message.head_start, message.head_end)
+        rect = Rect.of(message)
         if not rect.area or rect.layer_end < rect.layer_start:
             raise TransferError(
                 f"rank {message.rank} announces the empty {rect}",

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -34,23 +34,10 @@ from pdserve.kv_transfer.commands import (
 from pdserve.kv_transfer.connector import KVConnector, RankContext, SinkTransfer, SourceTransfer
 from pdserve.kv_transfer.connectors.multi.connector import MultiConnector
 from pdserve.kv_transfer.digest import Digester, RunDigest, Verification
-from pdserve.kv_transfer.layout import CacheView, Rect
+from pdserve.kv_transfer.layout import CacheView, Part, Rect
 from pdserve.kv_transfer.selection import Connectors, load_connector
 
 logger = logging.getLogger(__name__)
-
-
-class CacheShape(Protocol):
-    """What is needed of `pdserve.common.engine.messages.CacheShape`."""
-
-    @property
-    def layer_start(self) -> int: ...
-    @property
-    def layer_end(self) -> int: ...
-    @property
-    def head_start(self) -> int: ...
-    @property
-    def head_end(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +185,7 @@ def _stopped() -> TransferError:
 
 def build_rank(
     cache: torch.Tensor,
-    shape: CacheShape,
+    shape: Part,
     shared_fd: int | None,
     rank: int,
     host: str,
@@ -214,7 +201,7 @@ def build_rank(
             not where a connector can reach it.
     """
     settings = msgspec.msgpack.decode(config, type=RankConfig)
-    rect = Rect(shape.layer_start, shape.layer_end, shape.head_start, shape.head_end)
+    rect = Rect.of(shape)
     context = RankContext(
         view=CacheView(cache, rect, shared_fd),
         bind_host=host,

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from live_node import decode_node, eventually, generate
 from pdserve.common.core.errors import Blame, NodeError, TransferError
 from pdserve.common.engine.core import EngineProgress
-from pdserve.common.node.watchdog import Watchdog
+from pdserve.common.node.replica import Watchdog
 from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
