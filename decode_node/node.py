@@ -15,7 +15,7 @@ from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.status import serving
-from pdserve.decode_node.service import KVTransferService, Sinks
+from pdserve.decode_node.service import KVTransferService
 from pdserve.decode_node.session import DecodeSession
 from pdserve.kv_transfer.commands import Call
 from pdserve.kv_transfer.control.sink import KVSink
@@ -40,7 +40,7 @@ class DecodeNode(EngineNode[DecodeSession, KVSink]):
         )
 
     def add_services(self) -> None:
-        sinks = Sinks([replica.transfers for replica in self.replicas])
+        sinks = [replica.transfers for replica in self.replicas]
         self.server.add("Decode", pb_grpc.add_DecodeServicer_to_server, DecodeService(self))
         self.server.add(
             "KVTransfer",

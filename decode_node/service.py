@@ -16,15 +16,21 @@ from pdserve.kv_transfer.digest import RunDigest
 
 
 class KVTransferService(pb_grpc.KVTransferServicer):
-    def __init__(self, sinks: Sinks, vocab_size: int) -> None:
+    def __init__(self, sinks: Sequence[KVSink], vocab_size: int) -> None:
+        """`sinks` are those of all replicas, behind one address."""
         self._sinks = sinks
         self._vocab_size = vocab_size
+
+    def _sink(self, transfer_id: bytes) -> KVSink:
+        """The one that issued the transfer's ticket, which names no replica; for a transfer
+        unknown to all, one that will say so."""
+        return next((each for each in self._sinks if each.knows(transfer_id)), self._sinks[0])
 
     async def Commit(
         self, request: pb.CommitRequest, context: grpc.aio.ServicerContext
     ) -> pb.CommitResponse:
         async with serving(context, Blame.DECODE):
-            sink = self._sinks.of(request.transfer_id)
+            sink = self._sink(request.transfer_id)
             if fault := self._fault_of(request.first_token):
                 sink.abort(request.transfer_id, request.epoch, fault)
                 raise _bad_commit(fault)
@@ -50,7 +56,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         self, request: pb.RenewRequest, context: grpc.aio.ServicerContext
     ) -> pb.RenewResponse:
         async with serving(context, Blame.DECODE):
-            sink = self._sinks.of(request.transfer_id)
+            sink = self._sink(request.transfer_id)
             if not request.committed:
                 sink.renew(request.transfer_id, request.epoch)
             progress = sink.progress(request.transfer_id, request.epoch)
@@ -60,7 +66,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         self, request: pb.AbortRequest, context: grpc.aio.ServicerContext
     ) -> pb.AbortResponse:
         async with serving(context, Blame.DECODE):
-            sink = self._sinks.of(request.transfer_id)
+            sink = self._sink(request.transfer_id)
             sink.abort(request.transfer_id, request.epoch, request.reason)
         return pb.AbortResponse()
 
@@ -68,7 +74,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         self, request: pb.RetargetRequest, context: grpc.aio.ServicerContext
     ) -> pb.RetargetResponse:
         async with serving(context, Blame.DECODE):
-            sink = self._sinks.of(request.transfer_id)
+            sink = self._sink(request.transfer_id)
             ticket = await sink.retarget(request.transfer_id, request.epoch)
         return pb.RetargetResponse(ticket=ticket.to_proto())
 
@@ -77,16 +83,3 @@ def _bad_commit(fault: str) -> TransferError:
     """The prefill node's, not the client's: another one may do better."""
     message = f"the prefill node's commit: {fault}"
     return TransferError(message, code="BAD_COMMIT", blame=Blame.PREFILL, retryable=True)
-
-
-class Sinks:
-    """Those of all replicas, behind one address: a call names a transfer and no replica."""
-
-    def __init__(self, sinks: Sequence[KVSink]) -> None:
-        """At least one."""
-        self._sinks = sinks
-
-    def of(self, transfer_id: bytes) -> KVSink:
-        """The sink that issued the transfer's ticket; for a transfer unknown to all, one that will
-        say so."""
-        return next((each for each in self._sinks if each.knows(transfer_id)), self._sinks[0])

@@ -140,10 +140,8 @@ class RankCalls:
     async def send(self, rank: int, command: Command) -> Reply:
         """Raises TransferError when the rank's connector did."""
         reply = _decode(_replies, await self.call(rank, msgspec.msgpack.encode(command)))
-        if (error := reply.error) is not None:
-            raise TransferError(
-                error.message, code=error.code, blame=Blame(error.blame), retryable=error.retryable
-            )
+        if reply.error is not None:
+            raise transfer_error(reply.error)
         return reply
 
     async def send_all(self, commands: Mapping[int, Command]) -> list[Reply]:
@@ -167,7 +165,10 @@ async def all_of(calls: Iterable[Awaitable[T]]) -> list[T]:
     return cast(list[T], answers)
 
 
-def failure(event: Failed) -> TransferError:
+def transfer_error(failure: RankError | Failed) -> TransferError:
     return TransferError(
-        event.message, code=event.code, blame=Blame(event.blame), retryable=event.retryable
+        failure.message,
+        code=failure.code,
+        blame=Blame(failure.blame),
+        retryable=failure.retryable,
     )

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from pdserve.common.core.errors import Blame, TransferError
 from pdserve.common.rpc.pb import cluster_pb2 as pb
-from pdserve.kv_transfer.commands import Call, RankCalls, decode_event, failure
+from pdserve.kv_transfer.commands import Call, RankCalls, decode_event, transfer_error
 from pdserve.kv_transfer.connector import Failed, Landed
 from pdserve.kv_transfer.control.background import Tasks
 from pdserve.kv_transfer.control.protocol import SinkEvent
@@ -199,7 +199,7 @@ class KVSink:
             return
         match event:
             case Failed():
-                reservation.on(SinkEvent.FAILED, failure(event))
+                reservation.on(SinkEvent.FAILED, transfer_error(event))
             case Landed(_, _, nbytes):
                 reservation.landed(rank, nbytes)
         reservation.renew()

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from pdserve.common.core.errors import Blame, PdserveError, TransferError
 from pdserve.common.rpc.pb import cluster_pb2 as pb
-from pdserve.kv_transfer.commands import Call, RankCalls, decode_event, failure
+from pdserve.kv_transfer.commands import Call, RankCalls, decode_event, transfer_error
 from pdserve.kv_transfer.connector import BlockRun, Failed
 from pdserve.kv_transfer.control.announcer import LeaseKeeper, RunAnnouncer
 from pdserve.kv_transfer.control.background import Lease, Tasks
@@ -77,11 +77,16 @@ class KVSource:
         return handoff
 
     def _check(self, ticket: Ticket) -> None:
-        ours, theirs = self._fingerprint, ticket.fingerprint
-        if theirs != ours:
-            raise _mismatch("FINGERPRINT_MISMATCH", "fingerprint", ours, theirs)
-        if ticket.block_size != self._block_size:
-            raise _mismatch("LAYOUT_MISMATCH", "block size", self._block_size, ticket.block_size)
+        for code, name, ours, theirs in (
+            ("FINGERPRINT_MISMATCH", "fingerprint", self._fingerprint, ticket.fingerprint),
+            ("LAYOUT_MISMATCH", "block size", self._block_size, ticket.block_size),
+        ):
+            if ours != theirs:
+                message = (
+                    f"{name}: the prefill node has {ours}, the decode node {theirs}; "
+                    "give both nodes the same options"
+                )
+                raise TransferError(message, code=code, blame=Blame.PREFILL, retryable=False)
         if ticket.transfer_id in self._live:
             raise TransferError(
                 f"transfer {ticket.transfer_id.hex()} is under way", code="STALE_EPOCH"
@@ -94,7 +99,7 @@ class KVSource:
         if handoff is None or handoff.ticket.epoch != event.epoch:
             self.counts["late_event"] += 1
         elif isinstance(event, Failed):
-            handoff.fail(failure(event))
+            handoff.fail(transfer_error(event))
         else:
             handoff.moved()
 
@@ -274,13 +279,3 @@ class Handoff:
         self._lease.end()
         self._source.forget(self)
         self.quiesced.set()
-
-
-def _mismatch(code: str, name: str, ours: object, theirs: object) -> TransferError:
-    return TransferError(
-        f"{name}: the prefill node has {ours}, the decode node {theirs}; "
-        "give both nodes the same options",
-        code=code,
-        blame=Blame.PREFILL,
-        retryable=False,
-    )

@@ -31,7 +31,7 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.pb import inference_pb2
 from pdserve.common.rpc.server import GrpcServer
-from pdserve.decode_node.service import KVTransferService, Sinks
+from pdserve.decode_node.service import KVTransferService
 from pdserve.kv_transfer import digest
 from pdserve.kv_transfer.commands import Command, Ready
 from pdserve.kv_transfer.connector import BlockRun
@@ -222,7 +222,7 @@ async def test_a_defect_ends_its_transfer_at_once(
 async def test_a_bad_first_token_is_the_prefill_node_s_fault_and_another_may_try() -> None:
     async with pair("tcp") as made:
         server, channels = GrpcServer(), Channels()
-        service = KVTransferService(Sinks([made.sink]), vocab_size=50)
+        service = KVTransferService([made.sink], vocab_size=50)
         descriptor = pb.DESCRIPTOR.services_by_name["KVTransfer"]
         server.add(descriptor, pb_grpc.add_KVTransferServicer_to_server, service)
         address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"

@@ -28,7 +28,8 @@ from pdserve.common.node.balance import Candidate, candidate, choose
 from pdserve.common.node.load import SchedulerCollector
 from pdserve.common.worker import kv_cache, worker
 from pdserve.common.worker.worker import WorkerConfig, worker_specs
-from pdserve.decode_node.node import DecodeNode, Sinks
+from pdserve.decode_node.node import DecodeNode
+from pdserve.decode_node.service import KVTransferService
 from pdserve.kv_transfer.control.sink import KVSink
 from pdserve.kv_transfer.control.ticket import RankEndpoint
 from pdserve.kv_transfer.layout import Rect
@@ -175,14 +176,14 @@ def sink() -> KVSink:
 
 async def test_a_transfer_is_its_replicas() -> None:
     both = sink(), sink()
-    sinks, freed = Sinks(both), asyncio.Event()
+    service, freed = KVTransferService(both, vocab_size=50), asyncio.Event()
     ticket = await both[1].reserve(8, 0, (0, 1), freed.set)
-    assert sinks.of(ticket.transfer_id) is both[1]
+    assert service._sink(ticket.transfer_id) is both[1]
     await both[1].cancel(ticket.transfer_id)
     assert freed.is_set()
-    assert sinks.of(ticket.transfer_id) is both[1], "a late commit learns how it ended"
+    assert service._sink(ticket.transfer_id) is both[1], "a late commit learns how it ended"
     with pytest.raises(TransferError) as caught:
-        sinks.of(bytes(16)).renew(bytes(16), 1)
+        service._sink(bytes(16)).renew(bytes(16), 1)
     assert caught.value.code == "UNKNOWN_TRANSFER"
     for each in both:
         await each.close()
