@@ -38,8 +38,9 @@ from pdserve.kv_transfer.connector import (
     SinkTransfer,
     SourceTransfer,
 )
-from pdserve.kv_transfer.digest import Digester, RunDigest
+from pdserve.kv_transfer.digest import RunDigest
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect
+from pdserve.kv_transfer.rank.digester import Digester
 from pdserve.kv_transfer.rank.transfer_rank import TransferRank
 from pdserve.kv_transfer.selection import load_connector
 

@@ -47,14 +47,11 @@ def byte_runs(view: CacheView, rect: Rect, block_ids: Sequence[int]) -> ByteRuns
     """The runs of `block_ids` × `rect` (in the model's coordinates, within `view.rect`)."""
     _, _, num_blocks, num_heads, _, _ = view.cache.shape
     head = head_nbytes(view.cache)
-    planes = np.arange(
-        2 * (rect.layer_start - view.rect.layer_start), 2 * (rect.layer_end - view.rect.layer_start)
-    ) * (num_blocks * num_heads * head)
-    heads = rect.head_end - rect.head_start
-    first = (rect.head_start - view.rect.head_start) * head
-    starts, counts = _segments(block_ids, coalesce=heads == num_heads)
-    offsets = planes[:, None] + (starts * num_heads * head + first)[None, :]
-    lengths = np.broadcast_to(counts * heads * head, offsets.shape)
+    layers, heads = rect.slices_in(view.rect)
+    planes = np.arange(2 * layers.start, 2 * layers.stop) * (num_blocks * num_heads * head)
+    starts, counts = _segments(block_ids, coalesce=rect.num_heads == num_heads)
+    offsets = planes[:, None] + ((starts * num_heads + heads.start) * head)[None, :]
+    lengths = np.broadcast_to(counts * rect.num_heads * head, offsets.shape)
     return ByteRuns(offsets.ravel(), lengths.ravel())
 
 
@@ -89,8 +86,7 @@ def scatter(view: CacheView, rect: Rect, block_ids: Sequence[int], staged: torch
 
 
 def _part(view: CacheView, rect: Rect) -> torch.Tensor:
-    layers = slice(rect.layer_start - view.rect.layer_start, rect.layer_end - view.rect.layer_start)
-    heads = slice(rect.head_start - view.rect.head_start, rect.head_end - view.rect.head_start)
+    layers, heads = rect.slices_in(view.rect)
     return view.cache[layers, :, :, heads]
 
 

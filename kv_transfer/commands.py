@@ -23,8 +23,8 @@ from pdserve.kv_transfer.connector import (
     SinkTransfer,
     SourceTransfer,
 )
-from pdserve.kv_transfer.connectors.base.frame import bad_frame
 from pdserve.kv_transfer.digest import RunDigest
+from pdserve.kv_transfer.frame import bad_frame
 
 T = TypeVar("T")
 

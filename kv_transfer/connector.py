@@ -30,14 +30,12 @@ A simple transport need not implement this class: see `kv_transfer/pipe.py`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from pdserve.common.core.errors import TransferError
 from pdserve.kv_transfer.layout import CacheView, Piece
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 API_VERSION = 1
 
@@ -124,6 +122,11 @@ class Failed:
     blame: str
     retryable: bool
     message: str
+
+    @classmethod
+    def of(cls, transfer_id: bytes, epoch: int, error: TransferError) -> Failed:
+        fault = (error.code, error.blame.value, error.retryable, error.message)
+        return cls(transfer_id, epoch, *fault)
 
 
 Event = Progress | Landed | Sent | Failed

@@ -54,14 +54,36 @@ class Rect:
         return cls(part.layer_start, part.layer_end, part.head_start, part.head_end)
 
     @property
+    def corners(self) -> tuple[int, int, int, int]:
+        return self.layer_start, self.layer_end, self.head_start, self.head_end
+
+    @property
+    def num_layers(self) -> int:
+        return self.layer_end - self.layer_start
+
+    @property
+    def num_heads(self) -> int:
+        return self.head_end - self.head_start
+
+    @property
     def area(self) -> int:
-        return max(0, self.layer_end - self.layer_start) * max(0, self.head_end - self.head_start)
+        return max(0, self.num_layers) * max(0, self.num_heads)
+
+    def contains(self, part: Rect) -> bool:
+        """Whether `part` is not empty and lies within."""
+        return part.area > 0 and part.intersect(self) == part
+
+    def slices_in(self, owner: Rect) -> tuple[slice, slice]:
+        """Layers and heads as indices into the cache of a rank that owns `owner`."""
+        return (
+            slice(self.layer_start - owner.layer_start, self.layer_end - owner.layer_start),
+            slice(self.head_start - owner.head_start, self.head_end - owner.head_start),
+        )
 
     def split_layers(self, parts: int) -> list[Rect]:
         """At most `parts` rectangles of equal height, give or take a layer, one below the other."""
-        layers = self.layer_end - self.layer_start
-        parts = max(1, min(parts, layers))
-        edges = [self.layer_start + layers * part // parts for part in range(parts + 1)]
+        parts = max(1, min(parts, self.num_layers))
+        edges = [self.layer_start + self.num_layers * part // parts for part in range(parts + 1)]
         return [replace(self, layer_start=a, layer_end=b) for a, b in pairwise(edges)]
 
     def intersect(self, other: Rect) -> Rect:

@@ -1,5 +1,5 @@
 """The small plugin interface: a pipe between two ranks. Whoever implements `KVPipe` and
-`PipeTransport` has a connector: see `kv_transfer/connectors/base/pipe_connector.py`.
+`PipeTransport` has a connector: see `kv_transfer/connectors/pipe_connector.py`.
 
 A pipe belongs to one thread at each end. Errors are OSError (the peer is gone) or
 TransferError (typed). All transfers between two ranks share one (or `streams`): none is

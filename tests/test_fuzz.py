@@ -48,13 +48,14 @@ from pdserve.kv_transfer.connector import (
     SinkTransfer,
     SourceTransfer,
 )
-from pdserve.kv_transfer.connectors.base.frame import HEADER_NBYTES, Frame, Kind
 from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
 from pdserve.kv_transfer.connectors.shm import Greeting, ShmConnector
 from pdserve.kv_transfer.connectors.tcp import Endpoint, Options, TCPConnector, TCPTransport
 from pdserve.kv_transfer.control.ticket import Ticket
-from pdserve.kv_transfer.digest import Digester, RunDigest
+from pdserve.kv_transfer.digest import RunDigest
+from pdserve.kv_transfer.frame import HEADER_NBYTES, Frame, Kind
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect, plan
+from pdserve.kv_transfer.rank.digester import Digester
 from pdserve.kv_transfer.rank.transfer_rank import TransferRank
 from pdserve.router.grpc_service import InferenceServicer
 from pdserve.router.http.app import make_app

@@ -18,11 +18,12 @@ from pdserve.common.core.errors import ConfigError
 from pdserve.kv_transfer.blocks import gather, scatter
 from pdserve.kv_transfer.connector import Capabilities, RankContext
 from pdserve.kv_transfer.connectors.base import pull
-from pdserve.kv_transfer.connectors.base.frame import Frame, Kind, bad_frame
-from pdserve.kv_transfer.connectors.base.pipe_connector import refused, send_frame
+from pdserve.kv_transfer.connectors.base.handshake import refused, send_frame
 from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
 from pdserve.kv_transfer.connectors.base.staging import OwnStream, parts
+from pdserve.kv_transfer.frame import Frame, Kind, bad_frame
 from pdserve.kv_transfer.layout import CacheView, Rect
+from pdserve.kv_transfer.pipe import KVPipe
 
 # What torch calls a shared storage: device, handle, bytes, offset, a reference counter (handle
 # and offset), an event to wait for and whether to.
@@ -36,16 +37,15 @@ class Greeting(pull.Greeting):
     offset: int  # of the cache in the storage, in elements
 
 
-class CudaIpcConnector(pull.PullConnector):
+class CudaIpcConnector(pull.PullConnector[Greeting]):
     """Takes no options. The GPUs must reach each other's memory."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         pull=True, one_sided=True, same_host=True, devices=frozenset({"cuda"})
     )
+    greeting = Greeting
 
     def __init__(self, context: RankContext, config: Mapping[str, Any]) -> None:
-        if config:
-            raise ConfigError(f"the cuda_ipc connector has no option {', '.join(sorted(config))!r}")
         super().__init__(context, config)
         try:
             self._handle = self.share(context.view.cache.untyped_storage())
@@ -67,15 +67,14 @@ class CudaIpcConnector(pull.PullConnector):
         storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_cuda(device, *handle[1:])
         return storage
 
-    def introduce(self, pipe: SocketPipe) -> None:
+    def introduce(self, pipe: KVPipe) -> None:
         cache, rect = self.context.view.cache, self.context.view.rect
         offset = int(cache.storage_offset())
         fingerprint = self.context.fingerprint
         greeting = Greeting(fingerprint, rect, cache.shape[2], self._handle, offset)
         send_frame(pipe, Frame(Kind.HELLO), msgspec.msgpack.encode(greeting))
 
-    def open(self, pipe: SocketPipe, hello: bytes) -> OpenedCache:
-        greeting = msgspec.msgpack.decode(hello, type=Greeting)
+    def open(self, pipe: SocketPipe, greeting: Greeting) -> OpenedCache:
         try:
             storage = self.open_storage(greeting.handle)
         except RuntimeError as error:
@@ -84,7 +83,6 @@ class CudaIpcConnector(pull.PullConnector):
                 "are both GPUs on this host, and can they reach each other?"
             )
             raise refused(pipe, "CONNECT_FAILED", message) from error
-        self.welcome(pipe, greeting)
         return OpenedCache(greeting, storage, self.context.view)
 
 
@@ -94,8 +92,8 @@ class OpenedCache(pull.PeerCache):
     def __init__(self, greeting: Greeting, storage: torch.UntypedStorage, view: CacheView) -> None:
         super().__init__(greeting)
         rect, ours = greeting.rect, view.cache
-        layers, heads = rect.layer_end - rect.layer_start, rect.head_end - rect.head_start
-        shape = torch.Size((layers, 2, greeting.num_blocks, heads, *ours.shape[4:]))
+        sizes = (rect.num_layers, 2, greeting.num_blocks, rect.num_heads)
+        shape = torch.Size((*sizes, *ours.shape[4:]))
         end = (greeting.offset + shape.numel()) * ours.element_size()
         if min(*shape, 1 + greeting.offset) < 1 or end > storage.nbytes():
             raise bad_frame(f"a cache of {tuple(shape)} does not fit its memory")

@@ -11,21 +11,21 @@ import fcntl
 import mmap
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import msgspec
 from numpy.typing import NDArray
 
-from pdserve.common.core.errors import Blame, ConfigError
+from pdserve.common.core.errors import Blame
 from pdserve.kv_transfer.blocks import copy_blocks, memory_of, piece_nbytes, words
-from pdserve.kv_transfer.connector import Capabilities, RankContext
+from pdserve.kv_transfer.connector import Capabilities
 from pdserve.kv_transfer.connectors.base import pull
-from pdserve.kv_transfer.connectors.base.frame import Frame, Kind, bad_frame
-from pdserve.kv_transfer.connectors.base.pipe_connector import GREETING_S, send_frame
-from pdserve.kv_transfer.connectors.base.server import time_limit
+from pdserve.kv_transfer.connectors.base.handshake import GREETING_S, send_frame, time_limit
 from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
+from pdserve.kv_transfer.frame import Frame, Kind, bad_frame
 from pdserve.kv_transfer.layout import CacheView, Rect
+from pdserve.kv_transfer.pipe import KVPipe
 
 
 class Greeting(pull.Greeting):
@@ -35,19 +35,15 @@ class Greeting(pull.Greeting):
     nbytes: int  # of the cache
 
 
-class ShmConnector(pull.PullConnector):
+class ShmConnector(pull.PullConnector[Greeting]):
     """Takes no options."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(pull=True, one_sided=True, same_host=True)
+    greeting = Greeting
 
-    def __init__(self, context: RankContext, config: Mapping[str, Any]) -> None:
-        if config:
-            raise ConfigError(f"the shm connector has no option {', '.join(sorted(config))!r}")
-        super().__init__(context, config)
-
-    def introduce(self, pipe: SocketPipe) -> None:
+    def introduce(self, pipe: KVPipe) -> None:
         view = self.context.view
-        assert view.shared_fd is not None  # build_rank saw to it
+        assert view.shared_fd is not None and isinstance(pipe, SocketPipe)
         geometry = (view.cache.shape[2], view.shared_offset, view.cache.nbytes)
         greeting = Greeting(self.context.fingerprint, view.rect, *geometry)
         send_frame(pipe, Frame(Kind.HELLO), msgspec.msgpack.encode(greeting))
@@ -57,14 +53,12 @@ class ShmConnector(pull.PullConnector):
         finally:
             os.close(readable)
 
-    def open(self, pipe: SocketPipe, hello: bytes) -> MappedCache:
-        greeting = msgspec.msgpack.decode(hello, type=Greeting)
+    def open(self, pipe: SocketPipe, greeting: Greeting) -> MappedCache:
         with time_limit(pipe, GREETING_S, Blame.PREFILL):
             _, fds, _, _ = socket.recv_fds(pipe.sock, 1, 1)
         if len(fds) != 1:
             raise bad_frame("no memory came with the greeting")
         try:
-            self.welcome(pipe, greeting)
             return MappedCache(greeting, fds[0], self.context.view)
         finally:
             os.close(fds[0])
@@ -91,19 +85,17 @@ class MappedCache(pull.PeerCache):
         self._ours = rows(memory_of(view.cache), view.rect, view.cache.shape[2])
 
     def copy(self, rect: Rect, source_ids: Sequence[int], sink_ids: Sequence[int]) -> None:
-        theirs = self._theirs[frame_slices(rect, self.rect)]
-        ours = self._ours[frame_slices(rect, self._view.rect)]
+        theirs = self._theirs[planes_and_heads(rect, self.rect)]
+        ours = self._ours[planes_and_heads(rect, self._view.rect)]
         copy_blocks(ours, theirs, sink_ids, source_ids)
 
 
 def rows(memory: memoryview, rect: Rect, num_blocks: int) -> NDArray[Any]:
     """A cache of `rect` as `[planes, blocks, heads, words]`."""
-    layers, heads = rect.layer_end - rect.layer_start, rect.head_end - rect.head_start
-    return words(memory, layers, num_blocks, heads)
+    return words(memory, rect.num_layers, num_blocks, rect.num_heads)
 
 
-def frame_slices(rect: Rect, owner: Rect) -> tuple[slice, slice, slice]:
-    """`rect` as an index into `[planes, blocks, heads]` of the rank that owns `owner`."""
-    layers = rect.layer_start - owner.layer_start, rect.layer_end - owner.layer_start
-    heads = slice(rect.head_start - owner.head_start, rect.head_end - owner.head_start)
-    return slice(2 * layers[0], 2 * layers[1]), slice(None), heads
+def planes_and_heads(rect: Rect, owner: Rect) -> tuple[slice, slice, slice]:
+    """`rect` as an index into the `rows` of the rank that owns `owner`."""
+    layers, heads = rect.slices_in(owner)
+    return slice(2 * layers.start, 2 * layers.stop), slice(None), heads

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import ssl
 from collections.abc import Mapping
@@ -13,8 +12,8 @@ import msgspec
 from pdserve.common.config.shared import TLSConfig
 from pdserve.common.core.errors import Blame, ConfigError, TransferError
 from pdserve.common.rpc.tls import TLS
-from pdserve.kv_transfer.connectors.base.pipe_connector import PipeConnector
-from pdserve.kv_transfer.connectors.base.sockets import SocketPipe, TLSPipe
+from pdserve.kv_transfer.connectors.base.sockets import SocketListener, SocketPipe, TLSPipe
+from pdserve.kv_transfer.connectors.pipe_connector import PipeConnector
 from pdserve.kv_transfer.pipe import PipeListener, PipeTransport
 
 CONNECT_TIMEOUT_S = 5.0
@@ -109,21 +108,16 @@ class TCPTransport(PipeTransport):
         )
 
 
-class TCPListener(PipeListener):
+class TCPListener(SocketListener):
     """Listens on a free port of `host`, for TLS if there is a `context`."""
 
     def __init__(self, host: str, options: Options, context: ssl.SSLContext | None = None) -> None:
         self._options = options
         self._context = context
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._sock = socket.create_server((host, 0), family=family, backlog=128)
-        self._endpoint = msgspec.msgpack.encode(
-            Endpoint(host, self._sock.getsockname()[1], context is not None)
-        )
-
-    @property
-    def endpoint(self) -> bytes:
-        return self._endpoint
+        sock = socket.create_server((host, 0), family=family, backlog=128)
+        endpoint = Endpoint(host, sock.getsockname()[1], context is not None)
+        super().__init__(sock, msgspec.msgpack.encode(endpoint))
 
     def accept(self) -> SocketPipe:
         sock = tune(self._sock.accept()[0], self._options)
@@ -132,13 +126,6 @@ class TCPListener(PipeListener):
         return TLSPipe(
             self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         )
-
-    def interrupt(self) -> None:
-        with contextlib.suppress(OSError):  # it is closed already
-            self._sock.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._sock.close()
 
 
 def tune(sock: socket.socket, options: Options) -> socket.socket:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from pdserve.common.core.errors import Blame, TransferError
 from pdserve.common.rpc.pb import cluster_pb2
-from pdserve.kv_transfer.connectors.base.frame import MAX_GREETING, bad_frame
+from pdserve.kv_transfer.frame import MAX_GREETING, bad_frame
 from pdserve.kv_transfer.layout import Rect
 
 MAX_LEASE_S = 86_400.0
@@ -30,10 +30,7 @@ class RankEndpoint:
     def to_proto(self) -> cluster_pb2.RankEndpoint:
         return cluster_pb2.RankEndpoint(
             rank=self.rank,
-            layer_start=self.rect.layer_start,
-            layer_end=self.rect.layer_end,
-            head_start=self.rect.head_start,
-            head_end=self.rect.head_end,
+            **asdict(self.rect),
             endpoint=self.endpoint,
         )
 

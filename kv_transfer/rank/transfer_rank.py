@@ -33,8 +33,9 @@ from pdserve.kv_transfer.commands import (
 )
 from pdserve.kv_transfer.connector import KVConnector, RankContext, SinkTransfer, SourceTransfer
 from pdserve.kv_transfer.connectors.multi.connector import MultiConnector
-from pdserve.kv_transfer.digest import Digester, RunDigest, Verification
+from pdserve.kv_transfer.digest import RunDigest
 from pdserve.kv_transfer.layout import CacheView, Part, Rect
+from pdserve.kv_transfer.rank.digester import Digester, Verification
 from pdserve.kv_transfer.selection import Connectors, load_connector
 
 logger = logging.getLogger(__name__)
@@ -201,9 +202,8 @@ def build_rank(
             not where a connector can reach it.
     """
     settings = msgspec.msgpack.decode(config, type=RankConfig)
-    rect = Rect.of(shape)
     context = RankContext(
-        view=CacheView(cache, rect, shared_fd),
+        view=CacheView(cache, Rect.of(shape), shared_fd),
         bind_host=host,
         fingerprint=settings.fingerprint,
         emit=lambda event: emit(encode_event(event)),

@@ -20,7 +20,7 @@ from cluster import Cluster
 from pdserve.common.config.shared import TLSConfig
 from pdserve.common.rpc.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from pdserve.common.rpc.tls import TLS
-from pdserve.kv_transfer.connectors.base.frame import Frame, Kind
+from pdserve.kv_transfer.frame import Frame, Kind
 
 KEY = "correct-horse"
 CHAT = [{"role": "user", "content": "Tell me about a girl named Zoë, a mill and a naïve fox."}]

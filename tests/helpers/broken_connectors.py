@@ -223,14 +223,14 @@ class WritesAfterQuiesce(Broken):
     caught_by = "test_cancel.py::test_after_quiesce_the_sink_is_not_written"
 
     def quiesce(self, transfer_id: bytes) -> None:
-        self._links.forget(transfer_id)  # the source's half only
+        self.sender.forget(transfer_id)  # the source's half only
 
 
 class ReadsAfterQuiesce(Broken):
     caught_by = "test_cancel.py::test_after_quiesce_the_source_is_not_read"
 
     def quiesce(self, transfer_id: bytes) -> None:
-        self.intake.forget(transfer_id)  # the sink's half only
+        self.receiver.forget(transfer_id)  # the sink's half only
 
 
 class IgnoresTheEpoch(BrokenFile):
@@ -256,7 +256,7 @@ class AcceptsAnOlderEpoch(Broken):
     caught_by = "test_cancel.py::test_an_older_epoch_is_not_accepted_again"
 
     def accept(self, transfer: SinkTransfer) -> None:
-        self.intake.forget(transfer.transfer_id)
+        self.receiver.forget(transfer.transfer_id)
         super().accept(transfer)
 
 
@@ -286,10 +286,10 @@ class EndsTheConnectionOfTheSource(Broken):
     )
 
     def quiesce(self, transfer_id: bytes) -> None:
-        if transfer_id in self._links._outgoing:
-            for link in list(self._links._links.values()):
-                if link._channel is not None:
-                    link._channel.interrupt()
+        if transfer_id in self.sender._outbound:
+            for worker in list(self.sender._workers.values()):
+                if worker._channel is not None:
+                    worker._channel.interrupt()
         super().quiesce(transfer_id)
 
 
@@ -299,7 +299,7 @@ class EndsTheConnectionOfTheSink(Broken):
     )
 
     def quiesce(self, transfer_id: bytes) -> None:
-        if transfer_id in self.intake._incoming and self._server is not None:
+        if transfer_id in self.receiver._inbound and self._server is not None:
             for pipe in list(self._server._pipes):
                 pipe.interrupt()
         super().quiesce(transfer_id)

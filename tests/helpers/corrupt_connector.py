@@ -12,12 +12,12 @@ import numpy as np
 
 from kv_faults import Place, spoil
 from pdserve.kv_transfer.connector import Event, Landed, RankContext, SinkTransfer
-from pdserve.kv_transfer.connectors.base.linked import LinkedConnector
+from pdserve.kv_transfer.connectors.base.p2p import P2PConnector
 from pdserve.kv_transfer.connectors.shm import ShmConnector
 from pdserve.kv_transfer.connectors.tcp import TCPConnector
 
 
-class Corrupt(LinkedConnector):
+class Corrupt(P2PConnector):
     """Mixed into a connector. Options: `probability` that an arrival, a second try too, is
     spoilt; `seed`; `ledger`, a file that gets a line for each that was: the fault's name."""
 

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from pdserve.kv_transfer.connector import RankContext
-from pdserve.kv_transfer.connectors.base.frame import Frame
-from pdserve.kv_transfer.connectors.base.links import Channel
+from pdserve.kv_transfer.connectors.base.channel import Mover, PipeMover
 from pdserve.kv_transfer.connectors.tcp import TCPConnector
+from pdserve.kv_transfer.frame import Frame
 from pdserve.kv_transfer.gate import Gate
+from pdserve.kv_transfer.layout import CacheView
+from pdserve.kv_transfer.pipe import KVPipe
 
 
 class SlowTCP(TCPConnector):
@@ -22,30 +24,18 @@ class SlowTCP(TCPConnector):
         self._breaks = bool(options.pop("breaks", False))
         super().__init__(context, options)
 
-    def dial(self, endpoint: bytes) -> Channel:  # type: ignore[override]
-        return SlowChannel(super().dial(endpoint), self._delay, self._breaks)
+    def mover(self, pipe: KVPipe) -> Mover:
+        return SlowMover(self.context.view, pipe, self._delay, self._breaks)
 
 
-class SlowChannel(Channel):
-    def __init__(self, channel: Channel, delay: float, breaks: bool) -> None:
-        self._channel = channel
+class SlowMover(PipeMover):
+    def __init__(self, view: CacheView, pipe: KVPipe, delay: float, breaks: bool) -> None:
+        super().__init__(view, pipe)
         self._delay = delay
         self._breaks = breaks
 
-    def begin(self, frame: Frame) -> None:
-        self._channel.begin(frame)
-
-    def deliver(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> int:
+    def send(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
         time.sleep(self._delay)
         if self._breaks:
             raise ConnectionError("this connector breaks on purpose")
-        return self._channel.deliver(frame, block_ids, gate)
-
-    def alive(self) -> bool:
-        return self._channel.alive()
-
-    def interrupt(self) -> None:
-        self._channel.interrupt()
-
-    def close(self) -> None:
-        self._channel.close()
+        return super().send(frame, block_ids, gate)

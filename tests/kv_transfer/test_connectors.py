@@ -35,11 +35,12 @@ from pdserve.kv_transfer.connector import (
 )
 from pdserve.kv_transfer.connectors import tcp
 from pdserve.kv_transfer.connectors.base import sockets
-from pdserve.kv_transfer.connectors.base.frame import HEADER_NBYTES, Frame, Kind
-from pdserve.kv_transfer.connectors.base.pipe_connector import PipeConnector, recv_frame, send_frame
+from pdserve.kv_transfer.connectors.base.handshake import recv_frame, send_frame
 from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
+from pdserve.kv_transfer.connectors.pipe_connector import PipeConnector
 from pdserve.kv_transfer.connectors.shm import Greeting, ShmConnector
 from pdserve.kv_transfer.connectors.tcp import Options, TCPConnector, TCPTransport
+from pdserve.kv_transfer.frame import HEADER_NBYTES, Frame, Kind
 from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect
 from pdserve.kv_transfer.pipe import KVPipe, PipeListener, PipeTransport
@@ -311,8 +312,8 @@ def test_a_sink_that_stalls_for_good_is_lost(
     failed = source.expect(Failed, within=10)
     over.set()
     assert (failed.code, failed.blame, failed.retryable) == ("PEER_LOST", "decode", True)
-    (link,) = source.connector._links._links.values()
-    wait_for(lambda: link._channel is None)
+    (worker,) = source.connector.sender._workers.values()
+    wait_for(lambda: worker._channel is None)
 
 
 def test_a_frame_that_the_source_did_not_hold_to_its_end_does_not_count(
@@ -420,7 +421,7 @@ def test_a_connector_that_raises_fails_its_transfers(
 
     monkeypatch.setattr(TCPTransport, "dial", broken)
     sink, source = rank(TCPConnector), rank(TCPConnector)
-    for transfer_id in (ID, ID[::-1]):  # the link survives
+    for transfer_id in (ID, ID[::-1]):  # the worker survives
         submit(source, sink, transfer_id)
         failed = source.expect(Failed)
         assert (failed.code, failed.blame) == ("CONNECTOR_FAILED", "prefill")

@@ -30,9 +30,9 @@ from pdserve.kv_transfer.connector import (
     SinkTransfer,
     SourceTransfer,
 )
-from pdserve.kv_transfer.connectors.base.pull import PullChannel
-from pdserve.kv_transfer.connectors.multi.books import COOL_DOWN_S, CoolDown, host_identity
+from pdserve.kv_transfer.connectors.base.pull import PullMover
 from pdserve.kv_transfer.connectors.multi.connector import MultiConnector
+from pdserve.kv_transfer.connectors.multi.routes import AVOID_S, RecentFailures, host_identity
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect
 from pdserve.kv_transfer.selection import AUTO, auto_connectors, choose_connectors
 
@@ -159,7 +159,7 @@ async def test_ranks_of_one_node_may_differ() -> None:
     """A sink rank gets one piece through each connector."""
     async with pair("shm,tcp", 2, 1) as made:
         shm: Any = made.source_node.children(1)["shm"]
-        shm._links._dial = refuse
+        shm.sender._dial = refuse
         await hand_off(made)
         await hand_off(made)
         shares = carried(made)
@@ -173,14 +173,14 @@ def refuse(endpoint: bytes) -> Any:
 async def test_a_failure_in_mid_transfer_is_final_and_remembered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    deliver = PullChannel.deliver
+    deliver = PullMover.send
 
-    def break_at_the_second_run(self: PullChannel, frame: Any, *args: Any) -> int:
+    def break_at_the_second_run(self: PullMover, frame: Any, *args: Any) -> int:
         if frame.first:
             raise ConnectionError("the host is on fire")
         return deliver(self, frame, *args)
 
-    monkeypatch.setattr(PullChannel, "deliver", break_at_the_second_run)
+    monkeypatch.setattr(PullMover, "send", break_at_the_second_run)
     async with pair("shm,tcp", lease_s=0.5) as made:
         with pytest.raises(TransferError) as error:
             await hand_off(made)
@@ -204,11 +204,11 @@ async def test_all_fail() -> None:
 
 def test_the_cool_down_ends() -> None:
     now = 100.0
-    failing = CoolDown(lambda: now)
+    failing = RecentFailures(lambda: now)
     assert failing.add({"a", "b"}) and "a" in failing and "c" not in failing
-    now += COOL_DOWN_S / 2
+    now += AVOID_S / 2
     assert not failing.add({"b"})
-    now += COOL_DOWN_S / 2
+    now += AVOID_S / 2
     assert "a" not in failing and "b" in failing
     assert failing.add({"a", "b"})  # a is new again
 
@@ -278,9 +278,9 @@ class Stage:
 
     def settle(self) -> None:
         """Waits for a change of children that is under way."""
-        outgoing = self.multi._outgoing[ID]
-        if outgoing.switch is not None:
-            outgoing.switch.result(5.0)
+        route = self.multi._outbound[ID]
+        if route.failover is not None:
+            route.failover.result(5.0)
 
 
 @pytest.fixture

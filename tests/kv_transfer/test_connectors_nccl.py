@@ -33,12 +33,12 @@ from pdserve.kv_transfer.connector import (
     SourceTransfer,
 )
 from pdserve.kv_transfer.connectors.base import staging
-from pdserve.kv_transfer.connectors.base.frame import Frame, Kind
-from pdserve.kv_transfer.connectors.base.pipe_connector import recv_frame, send_frame
+from pdserve.kv_transfer.connectors.base.handshake import recv_frame, send_frame
 from pdserve.kv_transfer.connectors.nccl import connector as nccl
 from pdserve.kv_transfer.connectors.nccl.connector import GroupMover, NCCLConnector
 from pdserve.kv_transfer.connectors.nccl.group import NcclPair, Side
 from pdserve.kv_transfer.connectors.tcp import Options, TCPTransport
+from pdserve.kv_transfer.frame import Frame, Kind
 from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import Piece, Rect
 
@@ -180,7 +180,7 @@ def test_quiesce_frees_a_sink_whose_source_has_stalled(make: Callable[..., Rank]
     channel = source.connector.dial(sink.connector.endpoint())
     late = data(0, 4)
     channel._pipe.sock.sendall(late.encode())  # and no payload
-    wait_for(lambda: bool(sink.connector.intake._incoming[ID].next_block))
+    wait_for(lambda: bool(sink.connector.receiver._inbound[ID].next_block))
     assert timed(lambda: sink.connector.quiesce(ID)) < PROMPT
     channel._mover.send(late, (0, 1, 2, 3), Gate())
     send_frame(channel._pipe, replace(late, kind=Kind.CONFIRM, count=1))
@@ -280,7 +280,7 @@ def test_a_killed_source_is_noticed_at_once(
     process.start()
     try:
         assert delivered.wait(30.0)
-        wait_for(lambda: bool(sink.connector.intake._incoming[ID].next_block))
+        wait_for(lambda: bool(sink.connector.receiver._inbound[ID].next_block))
     finally:
         process.kill()
         process.join()

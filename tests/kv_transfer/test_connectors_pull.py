@@ -24,10 +24,10 @@ from pdserve.kv_transfer.connector import (
     SourceTransfer,
 )
 from pdserve.kv_transfer.connectors.base import pull, staging
-from pdserve.kv_transfer.connectors.base.frame import Frame, Kind
-from pdserve.kv_transfer.connectors.base.pipe_connector import recv_frame, send_frame
+from pdserve.kv_transfer.connectors.base.handshake import recv_frame, send_frame
 from pdserve.kv_transfer.connectors.cuda_ipc import CudaIpcConnector, Greeting, Handle, OpenedCache
 from pdserve.kv_transfer.connectors.shm import ShmConnector
+from pdserve.kv_transfer.frame import Frame, Kind
 from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect
 

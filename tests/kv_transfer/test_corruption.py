@@ -23,8 +23,9 @@ from pdserve.common.core.errors import TransferError
 from pdserve.kv_transfer.commands import Command, Ready, Reply, Submit, Verify
 from pdserve.kv_transfer.connector import BlockRun
 from pdserve.kv_transfer.control.ticket import Ticket
-from pdserve.kv_transfer.digest import Digester, RunDigest
+from pdserve.kv_transfer.digest import RunDigest
 from pdserve.kv_transfer.layout import CacheView, Rect
+from pdserve.kv_transfer.rank.digester import Digester
 
 CPU_IPC = "test_connectors_pull:CpuIpcConnector"  # the logic of cuda_ipc
 CONNECTORS = ("shm", "tcp", "nccl", "shm,tcp", CPU_IPC, FAKE)

@@ -95,7 +95,7 @@ async def test_several_streams_share_the_layers(streams: int, source_tp: int, si
         (tcp,) = made.source_node.children(0).values()
         pairs_of_ranks = max(1, sink_tp // source_tp)
         wanted = min(streams, made.source_node.geometry.layers) * pairs_of_ranks
-        assert len(tcp._links._links) == wanted
+        assert len(tcp.sender._workers) == wanted
 
 
 @pytest.mark.parametrize("connector", ["tcp", "shm"])

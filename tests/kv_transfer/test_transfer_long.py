@@ -32,7 +32,6 @@ from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.pb import inference_pb2
 from pdserve.common.rpc.server import GrpcServer
 from pdserve.decode_node.service import KVTransferService
-from pdserve.kv_transfer import digest
 from pdserve.kv_transfer.commands import Command, Ready
 from pdserve.kv_transfer.connector import BlockRun
 from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
@@ -47,7 +46,8 @@ from pdserve.kv_transfer.control.sink_client import (
     SinkClient,
 )
 from pdserve.kv_transfer.control.ticket import Ticket
-from pdserve.kv_transfer.digest import Digester
+from pdserve.kv_transfer.rank import digester
+from pdserve.kv_transfer.rank.digester import Digester
 
 decode = msgspec.msgpack.Decoder(Command).decode
 
@@ -114,7 +114,7 @@ async def test_digests_take_many_leases(monkeypatch: pytest.MonkeyPatch) -> None
         return right(self, *args)
 
     monkeypatch.setattr(Digester, "digest", slow)
-    monkeypatch.setattr(digest, "STEP_NBYTES", 1)
+    monkeypatch.setattr(digester, "STEP_NBYTES", 1)
     async with pair("tcp", lease_s=0.3, geometry=LARGE) as made:
         made.source_node.fill_random()
         assert await hand_off(made, range(40), runs=40) > 10 * 0.3

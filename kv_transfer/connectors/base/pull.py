@@ -8,43 +8,31 @@ count. A connector says how memory is shared (`introduce`), opened (`open`) and 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import socket
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
 
-from pdserve.common.core.errors import Blame
-from pdserve.kv_transfer.blocks import piece_nbytes
-from pdserve.kv_transfer.connectors.base.frame import Frame, Kind, bad_frame
-from pdserve.kv_transfer.connectors.base.intake import Incoming
-from pdserve.kv_transfer.connectors.base.linked import LinkedConnector
-from pdserve.kv_transfer.connectors.base.links import Channel
-from pdserve.kv_transfer.connectors.base.pipe_connector import (
-    drain,
-    expect_welcome,
-    next_frame,
-    recv_frame,
-    recv_greeting,
-    send_frame,
-    settle,
-    welcome,
-)
-from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
+from pdserve.common.core.errors import Blame, ConfigError
+from pdserve.kv_transfer.connector import RankContext
+from pdserve.kv_transfer.connectors.base.channel import Mover
+from pdserve.kv_transfer.connectors.base.handshake import check_fingerprint, recv_frame, send_frame
+from pdserve.kv_transfer.connectors.base.p2p import P2PConnector
+from pdserve.kv_transfer.connectors.base.sockets import SocketListener, SocketPipe
 from pdserve.kv_transfer.connectors.base.staging import OwnStream
+from pdserve.kv_transfer.frame import Frame, Kind, bad_frame
 from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import CacheView, Rect
-from pdserve.kv_transfer.pipe import KVPipe, PipeListener, recv_bytes
+from pdserve.kv_transfer.pipe import KVPipe, PipeListener, recv_bytes, send_bytes
 
 CONNECT_TIMEOUT_S = 5.0
-MAX_RUN_BLOCKS = 1 << 20
 
 
 class Greeting(msgspec.Struct):
@@ -53,6 +41,9 @@ class Greeting(msgspec.Struct):
     fingerprint: str
     rect: Rect
     num_blocks: Annotated[int, msgspec.Meta(ge=1)]
+
+
+G = TypeVar("G", bound=Greeting)
 
 
 class PeerCache(ABC):
@@ -64,7 +55,7 @@ class PeerCache(ABC):
 
     def check(self, rect: Rect, block_ids: Sequence[int]) -> None:
         """Raises TransferError BAD_FRAME when the source offers what it does not have."""
-        if rect.intersect(self.rect) != rect:
+        if not self.rect.contains(rect):
             raise bad_frame(f"{rect} is not within the source's {self.rect}")
         if max(block_ids) >= self._num_blocks:
             raise bad_frame(f"block {max(block_ids)} of {self._num_blocks}")
@@ -74,146 +65,110 @@ class PeerCache(ABC):
         """Returns when the source's blocks are in this rank's. All arguments are checked."""
 
 
-class PullConnector(LinkedConnector):
+class PullConnector(P2PConnector, Generic[G]):
     """Both ranks share a host, a network namespace and a user."""
 
+    greeting: type[G]  # what a source says of itself
+
+    def __init__(self, context: RankContext, config: Mapping[str, Any]) -> None:
+        if config:
+            raise ConfigError(f"{type(self).__name__} has no option {', '.join(sorted(config))!r}")
+        super().__init__(context, config)
+
     @abstractmethod
-    def introduce(self, pipe: SocketPipe) -> None:
+    def introduce(self, pipe: KVPipe) -> None:
         """Source: says HELLO with its `Greeting`."""
 
     @abstractmethod
-    def open(self, pipe: SocketPipe, hello: bytes) -> PeerCache:
-        """Sink: `welcome`s the source of a HELLO and opens its memory.
+    def open(self, pipe: SocketPipe, greeting: G) -> PeerCache:
+        """Sink: opens the memory of a source with the same fingerprint.
 
         Raises:
-            msgspec.DecodeError: this is no greeting.
-            TransferError: the source is refused, or what it says cannot be.
+            TransferError: it cannot be opened, or what the source says cannot be.
         """
 
     def listen(self, host: str) -> PipeListener:
         return UnixListener()
 
-    # ---- source ----
-
-    def dial(self, endpoint: bytes) -> PullChannel:
+    def connect(self, endpoint: bytes) -> SocketPipe:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(CONNECT_TIMEOUT_S)
             sock.connect(b"\0" + endpoint)
             check_same_user(sock)
-            pipe = SocketPipe(sock)
-            self.introduce(pipe)
-            expect_welcome(pipe)
         except BaseException:
             sock.close()
             raise
-        return PullChannel(pipe, self.context.view)
+        return SocketPipe(sock)
 
-    # ---- sink ----
+    def mover(self, pipe: KVPipe) -> Mover:
+        return PullMover(self.context.view, pipe, None)
 
-    def serve(self, pipe: KVPipe) -> None:
+    def welcome(self, pipe: KVPipe, hello: bytes) -> Mover:
         assert isinstance(pipe, SocketPipe)  # our own listener made it
-        peer = self._meet(pipe)
-        while True:
-            frame = next_frame(pipe)
-            if frame.kind is Kind.BEGIN:
-                self.intake.begin(frame, pipe)
-            elif frame.kind is Kind.OFFER:
-                self._take(pipe, frame, peer)
-            else:
-                raise bad_frame(f"{frame.kind.name} from a source that offers")
-
-    def _meet(self, pipe: SocketPipe) -> PeerCache:
         check_same_user(pipe.sock)
-        hello, payload = recv_greeting(pipe, Blame.PREFILL)
-        if hello.kind is not Kind.HELLO:
-            raise bad_frame(f"{hello.kind.name} before HELLO")
         try:
-            return self.open(pipe, payload)
+            greeting = msgspec.msgpack.decode(hello, type=self.greeting)
         except msgspec.DecodeError as error:
             raise bad_frame(f"greeting: {error}") from error
-
-    def welcome(self, pipe: SocketPipe, greeting: Greeting) -> None:
-        """Raises TransferError after refusing another fingerprint."""
-        welcome(pipe, self.context.fingerprint, greeting.fingerprint)
-
-    def _take(self, pipe: KVPipe, frame: Frame, peer: PeerCache) -> None:
-        if frame.nbytes != 4 * frame.count or frame.count > MAX_RUN_BLOCKS:
-            raise bad_frame(f"{frame.nbytes} bytes of block ids for {frame.count} blocks")
-        incoming = self.intake.admit(frame, pipe)
-        if incoming is None:
-            drain(pipe, frame.nbytes)
-            return self._settle(pipe, frame, None)
-        source_ids = np.frombuffer(recv_bytes(pipe, frame.nbytes), dtype=np.uint32).tolist()
-        peer.check(frame.rect, source_ids)
-        with incoming.gate.passage() as admitted:
-            if admitted:
-                peer.copy(frame.rect, source_ids, incoming.block_ids(frame))
-        return self._settle(pipe, frame, incoming if admitted else None)
-
-    def _settle(self, pipe: KVPipe, frame: Frame, incoming: Incoming | None) -> None:
-        """Asks whether the source still held what was read."""
-        send_frame(pipe, replace(frame, kind=Kind.TAKEN))
-        settle(pipe, frame, incoming, self.intake)
+        check_fingerprint(pipe, self.context.fingerprint, greeting.fingerprint)
+        peer = self.open(pipe, greeting)
+        send_frame(pipe, Frame(Kind.WELCOME))
+        return PullMover(self.context.view, pipe, peer)
 
 
-class PullChannel(Channel):
-    """Offers runs to a sink that has opened this rank's memory."""
+class PullMover(Mover):
+    """The payload of an offer is the ids of the source's blocks. The sink reads them from `peer`
+    (None at a source) and says when it is done."""
 
-    def __init__(self, pipe: SocketPipe, view: CacheView) -> None:
-        self._pipe = pipe
-        self._view = view
+    kind = Kind.OFFER
+    payload = "block ids"
+
+    def __init__(self, view: CacheView, pipe: KVPipe, peer: PeerCache | None) -> None:
+        super().__init__(view, pipe)
+        self._peer = peer
         self._stream = OwnStream(view.cache.device)
 
-    def begin(self, frame: Frame) -> None:
-        send_frame(self._pipe, frame)
+    def payload_nbytes(self, rect: Rect, count: int) -> int:
+        return 4 * count
 
-    def deliver(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> int:
-        """The sink may still be reading when the gate shuts: then the answer is no."""
-        if not gate.is_open:
-            return 0
+    def send(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
+        """The sink may still be reading when the gate shuts: then what it read does not count."""
         with self._stream.active():
             self._stream.synchronize()  # the device has computed what is offered
-        ids = np.asarray(block_ids, dtype=np.uint32).tobytes()
-        send_frame(self._pipe, replace(frame, kind=Kind.OFFER), ids)
+        send_bytes(self._pipe, np.asarray(block_ids, dtype=np.uint32).tobytes())
         taken = recv_frame(self._pipe)
         if taken.kind is not Kind.TAKEN or taken.nbytes:
             raise bad_frame(f"{taken.kind.name} where TAKEN was due", Blame.DECODE)
-        send_frame(self._pipe, replace(frame, kind=Kind.CONFIRM, count=int(gate.is_open)))
-        return piece_nbytes(self._view.cache, frame.rect, frame.count)
+        return gate.is_open
 
-    def alive(self) -> bool:
-        return self._pipe.alive()
+    def recv(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
+        assert self._peer is not None  # this is a sink
+        source_ids = np.frombuffer(recv_bytes(self._pipe, frame.nbytes), dtype=np.uint32).tolist()
+        self._peer.check(frame.rect, source_ids)
+        with gate.passage() as admitted:
+            if admitted:
+                self._peer.copy(frame.rect, source_ids, block_ids)
+        send_frame(self._pipe, replace(frame, kind=Kind.TAKEN))
+        return admitted
 
-    def interrupt(self) -> None:
-        self._pipe.interrupt()
-
-    def close(self) -> None:
-        self._pipe.close()
+    def drain(self, frame: Frame) -> None:
+        super().drain(frame)
+        send_frame(self._pipe, replace(frame, kind=Kind.TAKEN))
 
 
-class UnixListener(PipeListener):
+class UnixListener(SocketListener):
     """An abstract Unix socket with a random name: it is gone with the process."""
 
     def __init__(self) -> None:
-        self._endpoint = b"pdserve-kv-" + secrets.token_hex(16).encode()
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._sock.bind(b"\0" + self._endpoint)
-        self._sock.listen(128)
-
-    @property
-    def endpoint(self) -> bytes:
-        return self._endpoint
+        name = b"pdserve-kv-" + secrets.token_hex(16).encode()
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.bind(b"\0" + name)
+        sock.listen(128)
+        super().__init__(sock, name)
 
     def accept(self) -> SocketPipe:
         return SocketPipe(self._sock.accept()[0])
-
-    def interrupt(self) -> None:
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._sock.close()
 
 
 def check_same_user(sock: socket.socket) -> None:

@@ -23,7 +23,7 @@ import torch
 
 from pdserve.kv_transfer.blocks import ByteRuns
 from pdserve.kv_transfer.gate import Gate
-from pdserve.kv_transfer.pipe import KVPipe, memory_of_bytes
+from pdserve.kv_transfer.pipe import KVPipe, PipeListener, memory_of_bytes
 
 IOV_MAX = 1024  # buffers one system call takes (Linux)
 SCRATCH_NBYTES = 1 << 20
@@ -139,6 +139,25 @@ class SocketPipe(KVPipe):
 
     def close(self) -> None:
         self.sock.close()
+
+
+class SocketListener(PipeListener):
+    """Owns `sock`, which listens."""
+
+    def __init__(self, sock: socket.socket, endpoint: bytes) -> None:
+        self._sock = sock
+        self._endpoint = endpoint
+
+    @property
+    def endpoint(self) -> bytes:
+        return self._endpoint
+
+    def interrupt(self) -> None:
+        with contextlib.suppress(OSError):  # it is closed already
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._sock.close()
 
 
 def scratch(nbytes: int) -> list[memoryview]:

@@ -10,6 +10,7 @@ import torch
 from pdserve.kv_transfer.blocks import piece_nbytes
 from pdserve.kv_transfer.layout import Rect
 
+FRAME_NBYTES = 16 << 20  # of a frame's payload at most, but for one block
 PART_NBYTES = 64 << 20  # of one staging tensor; both ends of a pair must cut runs alike
 
 

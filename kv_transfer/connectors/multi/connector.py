@@ -5,12 +5,12 @@ child that both sides speak.
     source   submit ──▶ the first child both sides speak ──failed, nothing moved──▶ the next one
                                                          ──failed later──▶ Failed
 
-A child that failed is the last choice for the same sink ranks during a cool-down. The ranks of a
+A child that failed is the last choice for the same sink ranks for a while. The ranks of a
 node choose one by one, so a sink rank may get pieces of one transfer through several children. One
 that fails there before anything came through it is no loss: the source turns to another, or says
 in its abort that it cannot.
 
-Two locks: `_lock` guards the books, and is never held while a child or the core is called;
+Two locks: `_lock` guards the routes, and is never held while a child or the core is called;
 `_order` puts what a source tells its children into one order, and is not taken by their events.
 """
 
@@ -40,13 +40,13 @@ from pdserve.kv_transfer.connector import (
     SinkTransfer,
     SourceTransfer,
 )
-from pdserve.kv_transfer.connectors.base.intake import as_transfer_error
-from pdserve.kv_transfer.connectors.multi.books import (
-    COOL_DOWN_S,
-    CoolDown,
+from pdserve.kv_transfer.connectors.base.receiver import as_transfer_error
+from pdserve.kv_transfer.connectors.multi.routes import (
+    AVOID_S,
     Endpoints,
-    Incoming,
-    Outgoing,
+    RecentFailures,
+    SinkRoute,
+    SourceRoute,
     host_identity,
 )
 
@@ -67,11 +67,11 @@ class MultiConnector(KVConnector):
         self.host = host_identity()
         self._lock = threading.Lock()
         self._order = threading.Lock()
-        self._incoming: dict[bytes, Incoming] = {}
-        self._outgoing: dict[bytes, Outgoing] = {}
-        self._failing = CoolDown()  # of (child, endpoint it was to reach)
+        self._inbound: dict[bytes, SinkRoute] = {}
+        self._outbound: dict[bytes, SourceRoute] = {}
+        self._failing = RecentFailures()  # of (child, endpoint it was to reach)
         self._late: Counter[str] = Counter()
-        self._switcher = ThreadPoolExecutor(1, "kv-switch")
+        self._failovers = ThreadPoolExecutor(1, "kv-failover")
         self._closing = False
         self.children = {
             name: make(replace(context, emit=partial(self._on_event, name)))
@@ -96,23 +96,12 @@ class MultiConnector(KVConnector):
         view = self.context.view
         nbytes = piece_nbytes(view.cache, view.rect, len(transfer.block_ids))
         with self._lock:
-            known = self._incoming.get(transfer.transfer_id)
+            known = self._inbound.get(transfer.transfer_id)
             if known is None or known.transfer.epoch < transfer.epoch:
-                hopes = set(self.children)
-                self._incoming[transfer.transfer_id] = Incoming(transfer, nbytes, hopes)
+                route = SinkRoute(transfer, nbytes, set(self.children))
+                self._inbound[transfer.transfer_id] = route
         for child in self.children.values():
             child.accept(transfer)
-
-    def _judge_incoming(self, name: str, incoming: Incoming, event: Event) -> Event | None:
-        if incoming.speaker is not None:
-            return event if name == incoming.speaker else None
-        if incoming.ends(name, event):
-            incoming.speaker = name
-            if isinstance(event, Progress):
-                return Landed(event.transfer_id, event.epoch, incoming.nbytes)
-        elif isinstance(event, Failed):
-            return None
-        return event
 
     # ---- source -----------------------------------------------------------------------------
 
@@ -124,12 +113,12 @@ class MultiConnector(KVConnector):
             raise self._nothing_common(peers.values())
         with self._order:
             with self._lock:
-                if transfer.transfer_id in self._outgoing:
+                if transfer.transfer_id in self._outbound:
                     return
-                choices = sorted(common, key=lambda name: self._avoids(name, peers.values()))
-                outgoing = Outgoing(transfer, peers, choices)
-                self._outgoing[transfer.transfer_id] = outgoing
-            self._start(outgoing)
+                untried = sorted(common, key=lambda name: self._avoids(name, peers.values()))
+                route = SourceRoute(transfer, peers, untried)
+                self._outbound[transfer.transfer_id] = route
+            self._start(route)
 
     def _common(self, peers: Collection[Endpoints]) -> list[str]:
         """The children that reach all peers, the best first."""
@@ -153,68 +142,70 @@ class MultiConnector(KVConnector):
             code="NO_COMMON_CONNECTOR",
         )
 
-    def _start(self, outgoing: Outgoing) -> None:
-        """Has the best choice left deliver what was announced so far. Called in `_order`."""
+    def _start(self, route: SourceRoute) -> None:
+        """Has the best child left deliver what was announced so far. Called in `_order`."""
         with self._lock:
-            name = outgoing.serving = outgoing.choices.pop(0)
+            name = route.active = route.untried.pop(0)
         child = self.children[name]
-        child.submit(outgoing.through(name))
-        for run in outgoing.runs:
-            child.ready(outgoing.transfer.transfer_id, *run)
+        child.submit(route.as_seen_by(name))
+        for run in route.runs:
+            child.ready(route.transfer.transfer_id, *run)
 
     def ready(
         self, transfer_id: bytes, run: BlockRun, block_ids: tuple[int, ...], last: bool
     ) -> None:
         with self._order:
-            outgoing = self._outgoing.get(transfer_id)
-            if outgoing is None:
+            route = self._outbound.get(transfer_id)
+            if route is None:
                 return
-            outgoing.runs.append((run, block_ids, last))
-            if (name := outgoing.serving) is not None:
+            route.runs.append((run, block_ids, last))
+            if (name := route.active) is not None:
                 self.children[name].ready(transfer_id, run, block_ids, last)
 
-    def _judge_outgoing(self, name: str, outgoing: Outgoing, event: Event) -> Event | None:
+    def _filter_outbound(self, name: str, route: SourceRoute, event: Event) -> Event | None:
         moved = isinstance(event, Progress) and event.nbytes > 0
-        outgoing.moved = outgoing.moved or moved
-        if name == outgoing.serving:
-            return self._failed(name, outgoing, event) if isinstance(event, Failed) else event
-        if moved and outgoing.serving is not None:  # its last words come after its successor's
-            outgoing.serving = None
+        route.moved = route.moved or moved
+        if name == route.active:
+            return self._failed(name, route, event) if isinstance(event, Failed) else event
+        if moved and route.active is not None:  # its last words come after its successor's
+            route.active = None
             message = f"connector {name} had failed and moved KV all the same"
-            return as_event(event, TransferError(message, code="CONNECTOR_FAILED"))
+            error = TransferError(message, code="CONNECTOR_FAILED")
+            return Failed.of(event.transfer_id, event.epoch, error)
         return None
 
-    def _failed(self, name: str, outgoing: Outgoing, event: Failed) -> Failed | None:
+    def _failed(self, name: str, route: SourceRoute, event: Failed) -> Failed | None:
         """None: the next child will do."""
-        outgoing.serving = None
-        self._avoid(name, outgoing, event.message)
-        final = outgoing.moved or not event.retryable or not outgoing.choices
+        route.active = None
+        self._avoid(name, route, event.message)
+        final = route.moved or not event.retryable or not route.untried
         if final or self._closing:
             return event
-        outgoing.switch = self._switcher.submit(self._switch, name, outgoing, event)
+        route.failover = self._failovers.submit(self._fail_over, name, route, event)
         return None
 
-    def _switch(self, name: str, outgoing: Outgoing, event: Failed) -> None:
+    def _fail_over(self, name: str, route: SourceRoute, event: Failed) -> None:
         """Goes on with the next child, on a thread that belongs to none."""
-        transfer_id = outgoing.transfer.transfer_id
+        transfer_id = route.transfer.transfer_id
         try:
             self.children[name].quiesce(transfer_id)  # what it moves, it has moved by then
             with self._order:
-                if self._outgoing.get(transfer_id) is outgoing and not outgoing.moved:
-                    self._start(outgoing)
+                if self._outbound.get(transfer_id) is route and not route.moved:
+                    self._start(route)
                     return
         except Exception as error:
-            event = as_event(event, as_transfer_error(error, Blame.DECODE))
+            typed = as_transfer_error(error, Blame.DECODE)
+            event = Failed.of(transfer_id, event.epoch, typed)
         self.context.emit(event)
 
-    def _avoid(self, name: str, outgoing: Outgoing, reason: str) -> None:
-        peers = outgoing.peers.values()
+    def _avoid(self, name: str, route: SourceRoute, reason: str) -> None:
+        peers = route.peers.values()
         news = self._failing.add({(name, peer.connectors[name]) for peer in peers})
         others = [each for each in self._common(peers) if not self._avoids(each, peers)]
         if news and others:
             logger.warning(
                 "KV connector %s: %s; for %.0f s %s goes first to this decode rank",
-                name, reason, COOL_DOWN_S, others[0],
+                name, reason, AVOID_S, others[0],
             )  # fmt: skip
 
     def _avoids(self, name: str, peers: Collection[Endpoints]) -> bool:
@@ -225,14 +216,14 @@ class MultiConnector(KVConnector):
     def _on_event(self, name: str, event: Event) -> None:
         """A child reports, on a thread of its own."""
         with self._lock:
-            incoming = self._incoming.get(event.transfer_id)
-            verdict = self._judge(name, event)
-        if isinstance(verdict, Landed) and incoming is not None:
-            with incoming.gate.passage() as admitted:
+            inbound = self._inbound.get(event.transfer_id)
+            told = self._filter(name, event)
+        if isinstance(told, Landed) and inbound is not None:
+            with inbound.gate.passage() as admitted:
                 if admitted:
-                    self._land(name, verdict)
-        elif verdict is not None:
-            self.context.emit(verdict)
+                    self._land(name, told)
+        elif told is not None:
+            self.context.emit(told)
 
     def _land(self, name: str, landed: Landed) -> None:
         """Once the core knows, the blocks may be written by others: no child may any more."""
@@ -241,14 +232,14 @@ class MultiConnector(KVConnector):
                 child.quiesce(landed.transfer_id)
         self.context.emit(landed)
 
-    def _judge(self, name: str, event: Event) -> Event | None:
-        """What the core hears of it."""
-        outgoing = self._outgoing.get(event.transfer_id)
-        incoming = self._incoming.get(event.transfer_id)
-        if outgoing is not None and outgoing.transfer.epoch == event.epoch:
-            return self._judge_outgoing(name, outgoing, event)
-        if incoming is not None and incoming.transfer.epoch == event.epoch:
-            return self._judge_incoming(name, incoming, event)
+    def _filter(self, name: str, event: Event) -> Event | None:
+        """What the core is told of it; None: nothing."""
+        outbound = self._outbound.get(event.transfer_id)
+        inbound = self._inbound.get(event.transfer_id)
+        if outbound is not None and outbound.transfer.epoch == event.epoch:
+            return self._filter_outbound(name, outbound, event)
+        if inbound is not None and inbound.transfer.epoch == event.epoch:
+            return inbound.filter(name, event)
         self._late["late_event"] += 1
         return None
 
@@ -265,12 +256,12 @@ class MultiConnector(KVConnector):
     def _forget(self, transfer_id: bytes) -> None:
         """No child is told of the transfer from now on."""
         with self._order, self._lock:
-            incoming = self._incoming.pop(transfer_id, None)
-            outgoing = self._outgoing.pop(transfer_id, None)
-        if incoming is not None:
-            incoming.gate.close()
-        if outgoing is not None and outgoing.switch is not None:
-            wait([outgoing.switch])
+            inbound = self._inbound.pop(transfer_id, None)
+            outbound = self._outbound.pop(transfer_id, None)
+        if inbound is not None:
+            inbound.gate.close()
+        if outbound is not None and outbound.failover is not None:
+            wait([outbound.failover])
 
     def close(self, deadline: float) -> None:
         end = time.monotonic() + deadline
@@ -278,10 +269,4 @@ class MultiConnector(KVConnector):
             self._closing = True
         for child in self.children.values():
             child.close(max(0.0, end - time.monotonic()))
-        self._switcher.shutdown()
-
-
-def as_event(event: Event, error: TransferError) -> Failed:
-    """The failure of the transfer that `event` is about."""
-    fault = (error.code, error.blame.value, error.retryable, error.message)
-    return Failed(event.transfer_id, event.epoch, *fault)
+        self._failovers.shutdown()

@@ -19,14 +19,15 @@ import torch.distributed as dist
 from pdserve.common.core.errors import Blame, ConfigError
 from pdserve.kv_transfer.blocks import gather, piece_nbytes, scatter
 from pdserve.kv_transfer.connector import RankContext
-from pdserve.kv_transfer.connectors.base.frame import Frame, bad_frame
-from pdserve.kv_transfer.connectors.base.pipe_connector import Mover, PipeConnector
-from pdserve.kv_transfer.connectors.base.server import time_limit
+from pdserve.kv_transfer.connectors.base.channel import Mover
+from pdserve.kv_transfer.connectors.base.handshake import time_limit
 from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
 from pdserve.kv_transfer.connectors.base.staging import OwnStream, parts
 from pdserve.kv_transfer.connectors.nccl.group import MEET_S, PairGroup, PairStore, Side, join
+from pdserve.kv_transfer.connectors.pipe_connector import PipeConnector
 from pdserve.kv_transfer.connectors.tcp import Options as TCPOptions
 from pdserve.kv_transfer.connectors.tcp import TCPListener, TCPTransport
+from pdserve.kv_transfer.frame import Frame, bad_frame
 from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import CacheView
 from pdserve.kv_transfer.pipe import KVPipe, PipeListener, PipeTransport
@@ -59,7 +60,7 @@ class NCCLConnector(PipeConnector):
     def mover(self, pipe: KVPipe) -> GroupMover:
         assert isinstance(pipe, GroupPipe)  # our own transport made it
         view = self.context.view
-        return GroupMover(view, pipe.meet(self._options.stall_s, view.cache.device))
+        return GroupMover(view, pipe, pipe.meet(self._options.stall_s, view.cache.device))
 
 
 class GroupPipe(SocketPipe):
@@ -113,8 +114,8 @@ class GroupMover(Mover):
     and written after it came whole, so that what happens to the group cannot reach them, nor what
     happens to the transfer the group."""
 
-    def __init__(self, view: CacheView, group: PairGroup) -> None:
-        self._view = view
+    def __init__(self, view: CacheView, pipe: KVPipe, group: PairGroup) -> None:
+        super().__init__(view, pipe)
         self._group = group
         self._stream = OwnStream(view.cache.device)
 
@@ -145,13 +146,11 @@ class GroupMover(Mover):
 
     def drain(self, frame: Frame) -> None:
         """Raises TransferError BAD_FRAME: gloo ends a process that takes less than is sent."""
-        rect = frame.rect
-        if not rect.area or rect.intersect(self._view.rect) != rect:
-            raise bad_frame(f"{rect} is not within this rank's {self._view.rect}")
-        if frame.nbytes != piece_nbytes(self._view.cache, rect, frame.count):
-            raise bad_frame(f"{frame.nbytes} bytes for {frame.count} blocks")
+        if not self._view.rect.contains(frame.rect):
+            raise bad_frame(f"{frame.rect} is not within this rank's {self._view.rect}")
+        self.check(frame)
         with self._stream.active():
-            for part in parts(self._view.cache, rect, frame.count):
+            for part in parts(self._view.cache, frame.rect, frame.count):
                 self._recv_part(frame, part)
 
     def _recv_part(self, frame: Frame, part: slice) -> torch.Tensor:

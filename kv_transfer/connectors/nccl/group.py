@@ -23,11 +23,12 @@ import torch
 import torch.distributed as dist
 
 from pdserve.common.core.errors import Blame
-from pdserve.kv_transfer.connectors.base.frame import Frame, Kind, bad_frame
-from pdserve.kv_transfer.connectors.base.pipe_connector import recv_greeting, send_frame
+from pdserve.kv_transfer.connectors.base.handshake import recv_greeting, send_frame
+from pdserve.kv_transfer.frame import Frame, Kind, bad_frame
 from pdserve.kv_transfer.pipe import KVPipe
 
 MEET_S = 5.0  # within which both ranks must come
+DONE = ""  # the key that ends the meeting
 BREAK_TAG = 1  # of a receive that nobody answers
 
 
@@ -173,13 +174,10 @@ def connection_errors() -> Iterator[None]:
         raise ConnectionError(str(error).splitlines()[0]) from error
 
 
-# ---- how the two find each other: over the connection they have ----
-
-DONE = ""  # the key that ends the meeting
-
-
 class PairStore(dist.Store):
-    """Belongs to one thread while the group forms; then it is local. `peer` is the other side's
+    """How the two find each other: what torch stores goes over the connection they have.
+
+    Belongs to one thread while the group forms; then it is local. `peer` is the other side's
     role. Raises OSError when the peer is gone, TransferError when it says something else; both
     pass through torch as they are."""
 
@@ -201,7 +199,7 @@ class PairStore(dist.Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         while not self.check(keys):
-            self._hear()
+            self._receive()
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self._known for key in keys)
@@ -213,7 +211,7 @@ class PairStore(dist.Store):
         self.wait([DONE])
         self._pipe = None
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         if self._pipe is None:
             raise ConnectionError("the pair has met")
         frame, payload = recv_greeting(self._pipe, self._peer)

@@ -64,12 +64,12 @@ from pdserve.kv_transfer.connector import (
     SinkTransfer,
     SourceTransfer,
 )
-from pdserve.kv_transfer.connectors.base import pipe_connector, server
-from pdserve.kv_transfer.connectors.base.frame import Frame, Kind
-from pdserve.kv_transfer.connectors.base.pipe_connector import recv_frame, send_frame
+from pdserve.kv_transfer.connectors.base import handshake, p2p
+from pdserve.kv_transfer.connectors.base.handshake import recv_frame, send_frame
 from pdserve.kv_transfer.connectors.base.sockets import TLSPipe
 from pdserve.kv_transfer.connectors.tcp import Endpoint, Options, TCPConnector, TCPTransport
 from pdserve.kv_transfer.control.ticket import new_transfer_id
+from pdserve.kv_transfer.frame import Frame, Kind
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect
 from pdserve.kv_transfer.pipe import recv_bytes
 from pdserve.kv_transfer.rank.transfer_rank import connector_options, rank_config
@@ -692,7 +692,7 @@ def is_closed(sock: socket.socket, within: float = 30.0) -> bool:
 def test_strangers_who_say_nothing_are_shown_out(
     rank: Callable[..., Rank], certs: Path, monkeypatch: pytest.MonkeyPatch, tls_on: bool
 ) -> None:
-    monkeypatch.setattr(pipe_connector, "GREETING_S", 0.3)
+    monkeypatch.setattr(handshake, "GREETING_S", 0.3)
     sink = rank(files(certs / "ours") if tls_on else {})
     with connect(sink) as silent, connect(sink) as trickling:
         started = time.monotonic()
@@ -710,7 +710,7 @@ def test_strangers_who_say_nothing_are_shown_out(
 def test_a_sink_that_does_not_greet_back_is_given_up(
     rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipe_connector, "GREETING_S", 0.2)
+    monkeypatch.setattr(handshake, "GREETING_S", 0.2)
     deaf, source = TCPTransport(Options()).listen("127.0.0.1"), rank()
     piece = (Piece(0, 0, RECT), deaf.endpoint)
     source.connector.submit(SourceTransfer(ID, 1, (piece,)))
@@ -723,7 +723,7 @@ def test_a_sink_that_does_not_greet_back_is_given_up(
 def test_connections_are_bounded(
     rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "MAX_PIPES", 3)
+    monkeypatch.setattr(p2p, "MAX_PIPES", 3)
     sink = rank()
     with contextlib.ExitStack() as stack:
         strangers = [stack.enter_context(connect(sink)) for _ in range(3)]

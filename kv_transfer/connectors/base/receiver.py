@@ -1,4 +1,4 @@
-"""The sink rank's book: which transfers may write into which blocks, and how far each piece is.
+"""The sink rank's side: which transfers may write into which blocks, and how far each piece is.
 
 accept ──▶ open ──all pieces in──▶ landed          frames after that are duplicates
              └──lost, bad frame──▶ failed          frames after that are drained
@@ -20,30 +20,30 @@ from dataclasses import dataclass, field
 from pdserve.common.core.errors import Blame, TransferError
 from pdserve.kv_transfer.blocks import piece_nbytes
 from pdserve.kv_transfer.connector import Event, Failed, Landed, Progress, SinkTransfer
-from pdserve.kv_transfer.connectors.base.frame import Frame, bad_frame
+from pdserve.kv_transfer.frame import Frame, bad_frame
 from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import CacheView, Rect
 
 logger = logging.getLogger(__name__)
 
-PULSE_S = 0.1  # between two words about a frame that takes long; leases are longer
+HEARTBEAT_S = 0.1  # between two signs of a frame that takes long; leases are longer
 
 
-class Pulse:
-    """Says at most every `PULSE_S` seconds that something moves."""
+class Heartbeat:
+    """Passes on, at most every `HEARTBEAT_S` seconds, that something moves."""
 
-    def __init__(self, say: Callable[[], None]) -> None:
-        self._say = say
+    def __init__(self, beat: Callable[[], None]) -> None:
+        self._beat = beat
         self._last = time.monotonic()
 
     def __call__(self) -> None:
-        if (now := time.monotonic()) - self._last >= PULSE_S:
+        if (now := time.monotonic()) - self._last >= HEARTBEAT_S:
             self._last = now
-            self._say()
+            self._beat()
 
 
 @dataclass(slots=True)
-class Incoming:
+class InboundTransfer:
     """One accepted transfer."""
 
     transfer: SinkTransfer
@@ -59,28 +59,28 @@ class Incoming:
         return self.transfer.block_ids[start : start + frame.count]
 
 
-class Intake:
+class Receiver:
     """All methods are thread-safe; events are emitted outside the lock."""
 
     def __init__(self, view: CacheView, emit: Callable[[Event], None]) -> None:
         self._view = view
         self._emit = emit
         self._lock = threading.Lock()
-        self._incoming: dict[bytes, Incoming] = {}
+        self._inbound: dict[bytes, InboundTransfer] = {}
         self.counts: Counter[str] = Counter()
 
     def accept(self, transfer: SinkTransfer) -> None:
         nbytes = piece_nbytes(self._view.cache, self._view.rect, len(transfer.block_ids))
-        incoming = Incoming(transfer, nbytes, nbytes, over=nbytes == 0)
+        inbound = InboundTransfer(transfer, nbytes, nbytes, over=nbytes == 0)
         with self._lock:
-            old = self._incoming.get(transfer.transfer_id)
+            old = self._inbound.get(transfer.transfer_id)
             if old is not None and old.transfer.epoch >= transfer.epoch:
                 self.counts["stale_accept"] += 1
                 return
-            self._incoming[transfer.transfer_id] = incoming
+            self._inbound[transfer.transfer_id] = inbound
         if old is not None:
             old.gate.close()
-        if incoming.over:
+        if inbound.over:
             self._emit(Landed(transfer.transfer_id, transfer.epoch, 0))
 
     def begin(self, frame: Frame, peer: object) -> None:
@@ -94,7 +94,7 @@ class Intake:
                 return
         self._emit(Progress(frame.transfer_id, frame.epoch, 0))
 
-    def admit(self, frame: Frame, peer: object) -> Incoming | None:
+    def admit(self, frame: Frame, peer: object) -> InboundTransfer | None:
         """The transfer into whose blocks the frame belongs; the piece counts as received up
         to the frame's end. None: the frame is late, a duplicate or another connection's, and
         must be drained.
@@ -103,52 +103,52 @@ class Intake:
             TransferError: BAD_FRAME, it contradicts what was agreed.
         """
         with self._lock:
-            incoming = self._owned(frame, peer)
-            if incoming is None:
+            inbound = self._owned(frame, peer)
+            if inbound is None:
                 return None
-            self._check_blocks(frame, incoming)
-            due = incoming.next_block.get(frame.rect, incoming.transfer.first_block)
+            self._check_blocks(frame, inbound)
+            due = inbound.next_block.get(frame.rect, inbound.transfer.first_block)
             if frame.first + frame.count <= due:
                 self.counts["duplicate_frame"] += 1
                 return None
             if frame.first != due:
                 raise bad_frame(f"block {frame.first} came where {due} was due")
-            incoming.next_block[frame.rect] = frame.first + frame.count
-            return incoming
+            inbound.next_block[frame.rect] = frame.first + frame.count
+            return inbound
 
-    def _owned(self, frame: Frame, peer: object) -> Incoming | None:
+    def _owned(self, frame: Frame, peer: object) -> InboundTransfer | None:
         """The frame's transfer, if its piece is the peer's or, from now on, becomes the peer's."""
-        incoming = self._current(frame)
-        if incoming is None:
+        inbound = self._current(frame)
+        if inbound is None:
             return None
-        if frame.rect not in incoming.owners:
-            self._check_piece(frame.rect, incoming)
-            incoming.owners[frame.rect] = peer
-        if incoming.owners[frame.rect] is peer:
-            return incoming
+        if frame.rect not in inbound.owners:
+            self._check_piece(frame.rect, inbound)
+            inbound.owners[frame.rect] = peer
+        if inbound.owners[frame.rect] is peer:
+            return inbound
         self.counts["foreign_frame"] += 1
         return None
 
-    def _current(self, frame: Frame) -> Incoming | None:
-        incoming = self._incoming.get(frame.transfer_id)
-        if incoming is None:
+    def _current(self, frame: Frame) -> InboundTransfer | None:
+        inbound = self._inbound.get(frame.transfer_id)
+        if inbound is None:
             self.counts["unknown_frame"] += 1
-        elif incoming.transfer.epoch != frame.epoch:
+        elif inbound.transfer.epoch != frame.epoch:
             self.counts["stale_frame"] += 1
-        elif not incoming.gate.is_open:
+        elif not inbound.gate.is_open:
             self.counts["cancelled_frame"] += 1
         else:
-            return incoming
+            return inbound
         return None
 
-    def _check_piece(self, rect: Rect, incoming: Incoming) -> None:
-        if not rect.area or rect.intersect(self._view.rect) != rect:
+    def _check_piece(self, rect: Rect, inbound: InboundTransfer) -> None:
+        if not self._view.rect.contains(rect):
             raise bad_frame(f"{rect} is not within this rank's {self._view.rect}")
-        if any(rect.intersect(known).area for known in incoming.owners):
+        if any(rect.intersect(known).area for known in inbound.owners):
             raise bad_frame(f"{rect} overlaps another piece of the transfer")
 
-    def _check_blocks(self, frame: Frame, incoming: Incoming) -> None:
-        transfer = incoming.transfer
+    def _check_blocks(self, frame: Frame, inbound: InboundTransfer) -> None:
+        transfer = inbound.transfer
         end = transfer.first_block + len(transfer.block_ids)
         if frame.count < 1 or frame.first < transfer.first_block or frame.first + frame.count > end:
             raise bad_frame(
@@ -156,44 +156,35 @@ class Intake:
                 f"{transfer.first_block}…{end - 1}"
             )
 
-    def landed(self, incoming: Incoming, frame: Frame) -> None:
+    def landed(self, inbound: InboundTransfer, frame: Frame) -> None:
         """The frame's blocks are in place."""
         nbytes = piece_nbytes(self._view.cache, frame.rect, frame.count)
-        transfer = incoming.transfer
+        transfer = inbound.transfer
         with self._lock:
-            incoming.missing -= nbytes
-            done = incoming.missing == 0 and not incoming.over
-            incoming.over = incoming.over or done
+            inbound.missing -= nbytes
+            done = inbound.missing == 0 and not inbound.over
+            inbound.over = inbound.over or done
             self.counts["bytes"] += nbytes
         if done:
-            self._emit(Landed(transfer.transfer_id, transfer.epoch, incoming.nbytes))
+            self._emit(Landed(transfer.transfer_id, transfer.epoch, inbound.nbytes))
         else:
             self._emit(Progress(transfer.transfer_id, transfer.epoch, nbytes))
 
     def fail(self, transfer_id: bytes, error: TransferError) -> None:
         """Ends one transfer, if it is known and not over."""
         with self._lock:
-            incoming = self._incoming.get(transfer_id)
-            if incoming is None or incoming.over:
+            inbound = self._inbound.get(transfer_id)
+            if inbound is None or inbound.over:
                 return
-            incoming.over = True
-        self._emit(
-            Failed(
-                transfer_id,
-                incoming.transfer.epoch,
-                error.code,
-                error.blame.value,
-                error.retryable,
-                error.message,
-            )
-        )
+            inbound.over = True
+        self._emit(Failed.of(transfer_id, inbound.transfer.epoch, error))
 
     def moving(self, peer: object) -> None:
         """Bytes come over a connection: those of its transfers that wait their turn live, too."""
         with self._lock:
             waiting = [
                 each.transfer
-                for each in self._incoming.values()
+                for each in self._inbound.values()
                 if not each.over and each.gate.is_open and peer in each.owners.values()
             ]
         for transfer in waiting:
@@ -202,16 +193,16 @@ class Intake:
     def disconnected(self, peer: object, error: TransferError) -> None:
         """A connection ended: its unfinished transfers fail."""
         with self._lock:
-            orphans = [key for key, each in self._incoming.items() if peer in each.owners.values()]
+            orphans = [key for key, each in self._inbound.items() if peer in each.owners.values()]
         for transfer_id in orphans:
             self.fail(transfer_id, error)
 
     def forget(self, transfer_id: bytes) -> None:
         """Returns when nobody is inside the transfer's blocks; nobody will be."""
         with self._lock:
-            incoming = self._incoming.pop(transfer_id, None)
-        if incoming is not None:
-            incoming.gate.close()
+            inbound = self._inbound.pop(transfer_id, None)
+        if inbound is not None:
+            inbound.gate.close()
 
 
 def as_transfer_error(error: Exception, peer: Blame) -> TransferError:

@@ -1,4 +1,4 @@
-"""What connectors say to each other: fixed-size headers, each followed by `nbytes` of payload.
+"""What two ranks say to each other: fixed-size headers, each followed by `nbytes` of payload.
 
 source                                  sink
 HELLO  payload: who I am        ──▶
@@ -59,14 +59,13 @@ class Frame:
     nbytes: int = 0
 
     def encode(self) -> bytes:
-        rect = self.rect
         return _HEADER.pack(
             MAGIC,
             WIRE_VERSION,
             self.kind,
             self.transfer_id,
             self.epoch,
-            *(rect.layer_start, rect.layer_end, rect.head_start, rect.head_end),
+            *self.rect.corners,
             self.first,
             self.count,
             self.nbytes,

@@ -1,4 +1,5 @@
-"""What a rank with several connectors remembers of transfers, peers and failures."""
+"""Which child of a `MultiConnector` may carry a transfer, where its peers take data, and what
+failed a moment ago."""
 
 from __future__ import annotations
 
@@ -17,61 +18,72 @@ from pdserve.kv_transfer.connector import (
     BlockRun,
     Event,
     Failed,
+    Landed,
     Progress,
     SinkTransfer,
     SourceTransfer,
 )
-from pdserve.kv_transfer.connectors.base.frame import bad_frame
+from pdserve.kv_transfer.frame import bad_frame
 from pdserve.kv_transfer.gate import Gate
+
+AVOID_S = 30.0  # a child that failed is the last choice for so long
 
 
 @dataclass(slots=True, eq=False)
-class Incoming:
-    """On its way in."""
+class SinkRoute:
+    """The children through which an accepted transfer may come."""
 
     transfer: SinkTransfer
     nbytes: int
-    hopes: set[str]  # children through which it may still come
-    placed: Counter[str] = field(default_factory=Counter)  # bytes by child
-    speaker: str | None = None  # who ended it; the others are not heard any more
+    open: set[str]  # children that have not failed
+    received: Counter[str] = field(default_factory=Counter)  # bytes by child
+    ended_by: str | None = None  # the child that ended it; events of others are dropped
     gate: Gate = field(default_factory=Gate)  # around what is done when it has landed
 
-    def ends(self, name: str, event: Event) -> bool:
-        """Whether the transfer is complete, or lost, with what the child says."""
+    def filter(self, name: str, event: Event) -> Event | None:
+        """What the core is told of a child's event; None: nothing."""
+        if self.ended_by is not None:
+            return event if name == self.ended_by else None
+        if self._ends(name, event):
+            self.ended_by = name
+            if isinstance(event, Progress):
+                return Landed(event.transfer_id, event.epoch, self.nbytes)
+        elif isinstance(event, Failed):
+            return None
+        return event
+
+    def _ends(self, name: str, event: Event) -> bool:
+        """Whether the transfer is complete, or lost, with this event of the child."""
         match event:
             case Progress(_, _, nbytes):
-                self.placed[name] += nbytes
-                shares = [share for share in self.placed.values() if share]
+                self.received[name] += nbytes
+                shares = [share for share in self.received.values() if share]
                 return len(shares) > 1 and sum(shares) == self.nbytes
             case Failed():  # if nothing came through it, the source may take another one
-                self.hopes.discard(name)
-                return self.placed[name] > 0 or not self.hopes
+                self.open.discard(name)
+                return self.received[name] > 0 or not self.open
             case _:
                 return True
 
 
 @dataclass(slots=True, eq=False)
-class Outgoing:
-    """On its way out."""
+class SourceRoute:
+    """The child that delivers a submitted transfer, and those that may take over."""
 
     transfer: SourceTransfer
     peers: dict[bytes, Endpoints]  # the sink ranks, by what the ticket has for them
-    choices: list[str]  # children not tried yet, the best first
-    serving: str | None = None  # the child that delivers; None: another is about to, or none
+    untried: list[str]  # children, the best first
+    active: str | None = None  # the child that delivers; None: another is about to, or none
     runs: list[tuple[BlockRun, tuple[int, ...], bool]] = field(default_factory=list)  # announced
     moved: bool = False  # some of it was delivered: too late for another child
-    switch: Future[None] | None = None  # to the next child
+    failover: Future[None] | None = None  # to the next child
 
-    def through(self, name: str) -> SourceTransfer:
-        """As the child sees it."""
+    def as_seen_by(self, name: str) -> SourceTransfer:
         pieces = (
             (piece, self.peers[endpoint].connectors[name])
             for piece, endpoint in self.transfer.pieces
         )
         return replace(self.transfer, pieces=tuple(pieces))
-
-
-# ---- where a sink rank takes data, through every connector it speaks ----
 
 
 def host_identity() -> str:
@@ -100,13 +112,8 @@ class Endpoints(msgspec.Struct, frozen=True):
             raise bad_frame(f"a decode rank's endpoint: {error}", Blame.DECODE) from error
 
 
-# ---- what failed a moment ago is not the first to be tried again ----
-
-COOL_DOWN_S = 30.0
-
-
-class CoolDown:
-    """Remembers keys for `COOL_DOWN_S` seconds each. Not thread-safe."""
+class RecentFailures:
+    """Remembers keys for `AVOID_S` seconds each. Not thread-safe."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -117,7 +124,7 @@ class CoolDown:
         now = self._now()
         self._until = {key: until for key, until in self._until.items() if until > now}
         news = any(key not in self._until for key in keys)
-        self._until.update(dict.fromkeys(keys, now + COOL_DOWN_S))
+        self._until.update(dict.fromkeys(keys, now + AVOID_S))
         return news
 
     def __contains__(self, key: Hashable) -> bool:

@@ -1,0 +1,146 @@
+"""A connection between two ranks that have greeted each other, and how KV moves on it.
+
+Headers always go through the pipe. The payload of a frame is a `Mover`'s business: the bytes
+themselves (pushed through the pipe or beside it), or only the ids of blocks the sink reads itself.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+
+from pdserve.kv_transfer.blocks import byte_runs, gather, memory_of, piece_nbytes, scatter
+from pdserve.kv_transfer.connectors.base.handshake import send_frame
+from pdserve.kv_transfer.connectors.base.sockets import scratch
+from pdserve.kv_transfer.connectors.base.staging import FRAME_NBYTES
+from pdserve.kv_transfer.frame import Frame, Kind, bad_frame
+from pdserve.kv_transfer.gate import Gate
+from pdserve.kv_transfer.layout import CacheView, Rect
+from pdserve.kv_transfer.pipe import KVPipe, send_bytes
+
+
+class Mover(ABC):
+    """Moves the payload of frames of one kind. Belongs to one connection and its thread.
+
+    A frame is moved to its end, whatever becomes of its transfer. Blocks are touched inside the
+    gate alone, and nobody waits for the peer there: once it is shut, other memory takes their
+    place.
+    """
+
+    kind: ClassVar[Kind] = Kind.DATA
+    payload: ClassVar[str] = "KV"
+
+    def __init__(self, view: CacheView, pipe: KVPipe) -> None:
+        self._view = view
+        self._pipe = pipe
+
+    def payload_nbytes(self, rect: Rect, count: int) -> int:
+        """What `count` blocks of a piece take in a frame."""
+        return piece_nbytes(self._view.cache, rect, count)
+
+    def check(self, frame: Frame) -> None:
+        """Sink: raises TransferError BAD_FRAME on a payload of a size that cannot be."""
+        if frame.nbytes != self.payload_nbytes(frame.rect, frame.count):
+            raise bad_frame(f"{frame.nbytes} bytes of {self.payload} for {frame.count} blocks")
+        if frame.count > 1 and frame.nbytes > FRAME_NBYTES:  # staging memory is bounded
+            raise bad_frame(f"{frame.nbytes} bytes in a frame, more than {FRAME_NBYTES}")
+
+    @abstractmethod
+    def send(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
+        """Source: whether the blocks were held until the sink had all their bytes."""
+
+    @abstractmethod
+    def recv(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
+        """Sink: whether all bytes are in the blocks."""
+
+    def drain(self, frame: Frame) -> None:
+        """Sink: takes a payload nobody wants, in bounded memory."""
+        for part in scratch(frame.nbytes):
+            self._pipe.recv_tensor(torch.frombuffer(part, dtype=torch.uint8))
+
+
+class PipeMover(Mover):
+    """Through the pipe: straight from and into the blocks on a CPU, through a pinned host
+    buffer on a GPU."""
+
+    def __init__(self, view: CacheView, pipe: KVPipe) -> None:
+        super().__init__(view, pipe)
+        self._on_host = view.cache.device.type == "cpu"
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    @cached_property
+    def _memory(self) -> memoryview:
+        return memory_of(self._view.cache)
+
+    def send(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
+        if self._on_host:
+            runs = byte_runs(self._view, frame.rect, block_ids)
+            return self._pipe.send_blocks(self._memory, runs, gate)
+        staged = self._staging(frame.nbytes)
+        with gate.passage() as admitted:
+            if admitted:
+                data = gather(self._view, frame.rect, block_ids)
+                staged.copy_(data.view(torch.uint8).reshape(-1))  # waits for the device
+        self._pipe.send_tensor(staged)
+        return admitted
+
+    def recv(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
+        if self._on_host:
+            runs = byte_runs(self._view, frame.rect, block_ids)
+            return self._pipe.recv_blocks(self._memory, runs, gate)
+        staged = self._staging(frame.nbytes)
+        self._pipe.recv_tensor(staged)
+        with gate.passage() as admitted:
+            if admitted:
+                scatter(self._view, frame.rect, block_ids, staged)
+                torch.cuda.current_stream(self._view.cache.device).synchronize()
+        return admitted
+
+    def _staging(self, nbytes: int) -> torch.Tensor:
+        if len(self._buffer) < nbytes:
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return self._buffer[:nbytes]
+
+
+class Channel:
+    """A source's connection to a sink that has welcomed it. One thread uses it, but for
+    `interrupt`. Errors: OSError, TransferError."""
+
+    def __init__(self, pipe: KVPipe, view: CacheView, mover: Mover) -> None:
+        self._pipe = pipe
+        self._view = view
+        self._mover = mover
+
+    def begin(self, frame: Frame) -> None:
+        """Tells the sink that this connection answers for a piece."""
+        send_frame(self._pipe, frame)
+
+    def deliver(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> int:
+        """Moves blocks; returns bytes moved: 0 when the gate is shut."""
+        if not gate.is_open:
+            return 0
+        nbytes = self._mover.payload_nbytes(frame.rect, len(block_ids))
+        frame = replace(frame, kind=self._mover.kind, nbytes=nbytes)
+        send_bytes(self._pipe, frame.encode())
+        held = self._mover.send(frame, block_ids, gate)
+        send_frame(self._pipe, replace(frame, kind=Kind.CONFIRM, count=int(held)))
+        return piece_nbytes(self._view.cache, frame.rect, frame.count) if held else 0
+
+    def watch(self, on_moved: Callable[[], None]) -> None:
+        """Calls `on_moved` now and then while a frame that takes long moves."""
+        self._pipe.on_moved = on_moved
+
+    def alive(self) -> bool:
+        return self._pipe.alive()
+
+    def interrupt(self) -> None:
+        """Makes a blocked call fail; from any thread."""
+        self._pipe.interrupt()
+
+    def close(self) -> None:
+        self._pipe.close()

@@ -1,0 +1,92 @@
+"""The first frames of a connection: who are you, and may you send here? Nobody waits for a
+stranger's answer longer than `GREETING_S`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from pdserve.common.core.errors import Blame, TransferError
+from pdserve.common.core.printable import MAX_PEER_TEXT, peer_code, printable
+from pdserve.kv_transfer.frame import HEADER_NBYTES, MAX_GREETING, Frame, Kind, bad_frame
+from pdserve.kv_transfer.pipe import KVPipe, recv_bytes, send_bytes
+
+GREETING_S = 5.0  # in which a peer must have said who it is
+
+
+def send_frame(pipe: KVPipe, frame: Frame, payload: bytes = b"") -> None:
+    send_bytes(pipe, replace(frame, nbytes=len(payload)).encode())
+    if payload:
+        send_bytes(pipe, payload)
+
+
+def recv_frame(pipe: KVPipe) -> Frame:
+    return Frame.decode(recv_bytes(pipe, HEADER_NBYTES))
+
+
+def recv_greeting(pipe: KVPipe, blame: Blame) -> tuple[Frame, bytes]:
+    """The first frame of a connection, with its (small) payload.
+
+    Raises:
+        TransferError: BAD_FRAME, or CONNECT_FAILED when it takes longer than GREETING_S.
+    """
+    with time_limit(pipe, GREETING_S, blame):
+        frame = recv_frame(pipe)
+        if frame.nbytes > MAX_GREETING:
+            raise bad_frame(f"a greeting of {frame.nbytes} bytes", blame)
+        return frame, recv_bytes(pipe, frame.nbytes)
+
+
+def expect_welcome(pipe: KVPipe) -> None:
+    """Source: raises TransferError when the sink refused this rank."""
+    frame, payload = recv_greeting(pipe, Blame.DECODE)
+    if frame.kind is not Kind.WELCOME:
+        code, _, message = payload.decode(errors="replace").partition(": ")
+        raise _refusal(peer_code(code), printable(message, MAX_PEER_TEXT))
+
+
+def check_fingerprint(pipe: KVPipe, ours: str, theirs: str) -> None:
+    """Sink: raises TransferError after refusing another fingerprint."""
+    if theirs != ours:
+        message = f"fingerprint {theirs} ≠ {ours}: the nodes serve different models or layouts"
+        raise refused(pipe, "FINGERPRINT_MISMATCH", message)
+
+
+def refused(pipe: KVPipe, code: str, message: str) -> TransferError:
+    """Sink: tells the source why; returns the error for this end."""
+    send_frame(pipe, Frame(Kind.REFUSED), f"{code}: {message}".encode())
+    return _refusal(code, message)
+
+
+def _refusal(code: str, message: str) -> TransferError:
+    return TransferError(message, code=code, blame=Blame.PREFILL, retryable=False)
+
+
+@contextmanager
+def time_limit(pipe: KVPipe, seconds: float, peer: Blame) -> Iterator[None]:
+    """Interrupts the pipe when the body takes longer in all, however its bytes trickle in.
+
+    Raises:
+        TransferError: CONNECT_FAILED, in place of the OSError of the pipe that was interrupted.
+    """
+    late = threading.Event()
+
+    def interrupt() -> None:
+        late.set()
+        pipe.interrupt()
+
+    timer = threading.Timer(seconds, interrupt)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except OSError as error:
+        if not late.is_set():
+            raise
+        message = f"the {peer} rank said no greeting within {seconds} s"
+        raise TransferError(message, code="CONNECT_FAILED", blame=peer) from error
+    finally:
+        timer.cancel()
+        timer.join()

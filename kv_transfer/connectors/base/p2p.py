@@ -1,0 +1,258 @@
+"""What the built-in connectors share: connections from source ranks to sink ranks.
+
+    source   submit, ready ──▶ Sender ──▶ SendWorker per sink rank ──▶ Channel ═══╗
+    sink     accept ──▶ Receiver ◀── a thread per connection ◀── PipeServer ◀═════╝
+
+A subclass says how to listen and connect, what a source says of itself, and how payloads move.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from pdserve.common.core.errors import Blame, ConfigError, TransferError
+from pdserve.kv_transfer.connector import (
+    BlockRun,
+    KVConnector,
+    RankContext,
+    SinkTransfer,
+    SourceTransfer,
+)
+from pdserve.kv_transfer.connectors.base.channel import Channel, Mover
+from pdserve.kv_transfer.connectors.base.handshake import expect_welcome, recv_frame, recv_greeting
+from pdserve.kv_transfer.connectors.base.receiver import (
+    Heartbeat,
+    InboundTransfer,
+    Receiver,
+    as_transfer_error,
+)
+from pdserve.kv_transfer.connectors.base.sender import Sender
+from pdserve.kv_transfer.frame import Frame, Kind, bad_frame
+from pdserve.kv_transfer.pipe import KVPipe, PipeListener
+
+logger = logging.getLogger(__name__)
+
+MAX_PIPES = 1024  # at a time; each has a thread
+
+
+class P2PConnector(KVConnector):
+    """Ranks that connect to each other, and the protocol of `kv_transfer/frame.py`."""
+
+    def __init__(self, context: RankContext, config: Mapping[str, Any]) -> None:
+        super().__init__(context, config)
+        device = context.view.cache.device.type
+        if device not in self.capabilities.devices:
+            raise ConfigError(
+                f"{type(self).__name__} cannot move KV of a {device} cache: "
+                "choose another --kv-connector (tcp can)"
+            )
+        self.receiver = Receiver(context.view, context.emit)
+        self.sender = Sender(self.dial, context.emit, context.view.cache)
+        self._server: PipeServer | None = None
+        self._starting = threading.Lock()
+
+    @abstractmethod
+    def listen(self, host: str) -> PipeListener:
+        """Sink: where its sources connect to."""
+
+    @abstractmethod
+    def connect(self, endpoint: bytes) -> KVPipe:
+        """Source: raises OSError or TransferError."""
+
+    @abstractmethod
+    def introduce(self, pipe: KVPipe) -> None:
+        """Source: says HELLO."""
+
+    @abstractmethod
+    def mover(self, pipe: KVPipe) -> Mover:
+        """Source: how it sends payloads to the sink that has just welcomed it."""
+
+    @abstractmethod
+    def welcome(self, pipe: KVPipe, hello: bytes) -> Mover:
+        """Sink: answers the payload of a HELLO; how the payloads of this source are received.
+
+        Raises:
+            TransferError: the source is refused, or what it says cannot be.
+        """
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Late, duplicate, foreign and drained frames, connections refused or ended, and bytes."""
+        return self.receiver.counts
+
+    # ---- source ----
+
+    def submit(self, transfer: SourceTransfer) -> None:
+        self.sender.submit(transfer)
+
+    def ready(
+        self, transfer_id: bytes, run: BlockRun, block_ids: tuple[int, ...], last: bool
+    ) -> None:
+        self.sender.ready(transfer_id, run, block_ids, last)
+
+    def dial(self, endpoint: bytes) -> Channel:
+        """Connects and introduces itself. Raises OSError or TransferError."""
+        pipe = self.connect(endpoint)
+        try:
+            self.introduce(pipe)
+            expect_welcome(pipe)
+            return Channel(pipe, self.context.view, self.mover(pipe))
+        except BaseException:
+            pipe.close()
+            raise
+
+    # ---- sink ----
+
+    def endpoint(self) -> bytes:
+        with self._starting:
+            if self._server is None:
+                listener = self.listen(self.context.bind_host)
+                self._server = PipeServer(listener, self._serve, self.counts)
+            return self._server.endpoint
+
+    def accept(self, transfer: SinkTransfer) -> None:
+        self.receiver.accept(transfer)
+
+    def _serve(self, pipe: KVPipe) -> None:
+        pipe.on_moved = Heartbeat(partial(self.receiver.moving, pipe))
+        try:
+            self._receive(pipe)
+        except Exception as error:
+            typed = as_transfer_error(error, Blame.PREFILL)
+            self.counts[typed.code] += 1
+            if typed.code != "PEER_LOST":  # which is how every connection ends
+                logger.warning("a KV connection was refused: %s", typed)
+            self.receiver.disconnected(pipe, typed)
+
+    def _receive(self, pipe: KVPipe) -> None:
+        """Greets the source behind `pipe` and takes its blocks until it leaves (OSError) or
+        breaks the rules (TransferError)."""
+        hello, payload = recv_greeting(pipe, Blame.PREFILL)
+        if hello.kind is not Kind.HELLO:
+            raise bad_frame(f"{hello.kind.name} before HELLO")
+        mover = self.welcome(pipe, payload)
+        while True:
+            pipe.wait()
+            frame = recv_frame(pipe)
+            if frame.nbytes > self.context.view.cache.nbytes:
+                raise bad_frame(f"{frame.nbytes} bytes are more than this rank's cache")
+            if frame.kind is Kind.BEGIN and not frame.nbytes:
+                self.receiver.begin(frame, pipe)
+            elif frame.kind is mover.kind:
+                self._take(pipe, frame, mover)
+            else:
+                does = "pushes" if mover.kind is Kind.DATA else "offers"
+                raise bad_frame(f"{frame.kind.name} from a source that {does}")
+
+    def _take(self, pipe: KVPipe, frame: Frame, mover: Mover) -> None:
+        inbound = self.receiver.admit(frame, pipe)
+        if inbound is None:
+            mover.drain(frame)
+        else:
+            mover.check(frame)
+            if not mover.recv(frame, inbound.block_ids(frame), inbound.gate):
+                inbound = None
+        self._settle(pipe, frame, inbound)
+
+    def _settle(self, pipe: KVPipe, frame: Frame, inbound: InboundTransfer | None) -> None:
+        """Learns whether the source held its blocks while their bytes were moved. They are in
+        `inbound`'s blocks; None: they were dropped, or the transfer was given up meanwhile."""
+        confirm = recv_frame(pipe)
+        if confirm.kind is not Kind.CONFIRM or confirm.nbytes:
+            raise bad_frame(f"{confirm.kind.name} where CONFIRM was due")
+        if inbound is None:
+            return
+        with inbound.gate.passage() as admitted:
+            if admitted and confirm.count == 1:
+                self.receiver.landed(inbound, frame)
+            elif admitted:
+                self.receiver.fail(frame.transfer_id, _expired())
+
+    # ---- both ----
+
+    def quiesce(self, transfer_id: bytes) -> None:
+        self.receiver.forget(transfer_id)
+        self.sender.forget(transfer_id)
+
+    def close(self, deadline: float) -> None:
+        self.sender.close(deadline)
+        if self._server is not None:
+            self._server.close(deadline)
+
+
+def _expired() -> TransferError:
+    return TransferError(
+        "the prefill rank freed its blocks while they were read",
+        code="EXPIRED",
+        blame=Blame.PREFILL,
+        retryable=True,
+    )
+
+
+class PipeServer:
+    """One thread that accepts pipes, and one for each pipe, which runs `serve(pipe)` until it
+    returns or `close` interrupts it. Pipes beyond MAX_PIPES are closed at once and counted."""
+
+    def __init__(
+        self, listener: PipeListener, serve: Callable[[KVPipe], None], counts: Counter[str]
+    ) -> None:
+        self.endpoint = listener.endpoint
+        self._listener = listener
+        self._serve = serve
+        self._counts = counts
+        self._lock = threading.Lock()
+        self._pipes: dict[KVPipe, threading.Thread] = {}
+        self._closing = False
+        self._acceptor = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
+        self._acceptor.start()
+
+    def _accept(self) -> None:
+        while not self._closing:
+            try:
+                pipe = self._listener.accept()
+            except OSError as error:
+                if not self._closing:
+                    logger.warning("cannot accept a KV connection: %s", error)
+                    time.sleep(0.1)  # out of descriptors, most likely: do not spin
+                continue
+            if len(self._pipes) < MAX_PIPES:
+                self._start(pipe)
+            else:
+                self._counts["refused_connection"] += 1
+                pipe.close()
+
+    def _start(self, pipe: KVPipe) -> None:
+        thread = threading.Thread(target=self._run, args=(pipe,), name="kv-sink", daemon=True)
+        with self._lock:
+            self._pipes[pipe] = thread
+            if self._closing:
+                pipe.interrupt()
+            thread.start()
+
+    def _run(self, pipe: KVPipe) -> None:
+        try:
+            self._serve(pipe)
+        finally:
+            with self._lock:
+                del self._pipes[pipe]
+                pipe.close()
+
+    def close(self, deadline: float) -> None:
+        """Ends all threads; `deadline` is in seconds from now."""
+        end = time.monotonic() + deadline
+        with self._lock:
+            self._closing = True
+            threads = list(self._pipes.values())
+            for pipe in self._pipes:
+                pipe.interrupt()
+        self._listener.interrupt()
+        for thread in (self._acceptor, *threads):
+            thread.join(max(0.0, end - time.monotonic()))
+        self._listener.close()

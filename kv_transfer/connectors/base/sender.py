@@ -1,0 +1,351 @@
+"""The source rank's side: transfers under way, and the workers that deliver them.
+
+A worker is a thread with a queue and a connection. There is one for each sink rank, or as many as
+there are streams, which share the layers of a piece. Its connection outlives its transfers, which
+take turns on it, frame by frame.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from pdserve.common.core.errors import Blame, TransferError
+from pdserve.kv_transfer.connector import (
+    BlockRun,
+    Event,
+    Failed,
+    Progress,
+    Sent,
+    SourceTransfer,
+)
+from pdserve.kv_transfer.connectors.base.channel import Channel
+from pdserve.kv_transfer.connectors.base.receiver import Heartbeat, as_transfer_error
+from pdserve.kv_transfer.connectors.base.staging import FRAME_NBYTES, parts
+from pdserve.kv_transfer.frame import Frame, Kind
+from pdserve.kv_transfer.gate import Gate
+from pdserve.kv_transfer.layout import Piece
+
+Target = tuple[bytes, int]  # a sink rank's endpoint, and which of the streams to it
+NO_BLOCKS = BlockRun(0, 0)
+IDLE_S = 60.0  # after which an unused connection is closed
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class OutboundTransfer:
+    """One transfer under way."""
+
+    transfer: SourceTransfer
+    targets: tuple[tuple[Piece, Target], ...]  # which part of it goes where
+    pending: int  # parts whose last run is not delivered
+    gate: Gate = field(default_factory=Gate)
+    nbytes: int = 0
+    started: float = 0.0
+    over: bool = False  # sent or failed: the event was emitted
+    next_block: int = 0  # blocks before it were announced
+    complete: bool = False  # the last run was announced
+
+    def announce(self, run: BlockRun, last: bool) -> bool:
+        """Whether the run is news: the transfer is not over, it was not announced before."""
+        repeated = run.count > 0 and run.first < self.next_block
+        if self.over or self.complete or repeated:
+            return False
+        self.next_block = run.first + run.count
+        self.complete = last
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class SendTask:
+    """One frame of a part of a run; the first of each part is empty and announces it."""
+
+    outbound: OutboundTransfer
+    piece: Piece
+    run: BlockRun = NO_BLOCKS
+    block_ids: tuple[int, ...] = ()
+    last: bool = False
+
+    def frame(self, kind: Kind) -> Frame:
+        transfer, run = self.outbound.transfer, self.run
+        return Frame(
+            kind, transfer.transfer_id, transfer.epoch, self.piece.rect, run.first, run.count
+        )
+
+
+class Sender:
+    """All transfers and workers of one source rank. Thread-safe."""
+
+    def __init__(
+        self, dial: Callable[[bytes], Channel], emit: Callable[[Event], None], cache: torch.Tensor
+    ) -> None:
+        self._dial = dial
+        self._emit = emit
+        self._cache = cache
+        self._lock = threading.Lock()
+        self._outbound: dict[bytes, OutboundTransfer] = {}
+        self._workers: dict[Target, SendWorker] = {}
+        self._closing = False
+        self.streams = 1  # to each sink rank
+
+    def submit(self, transfer: SourceTransfer) -> None:
+        targets = tuple(
+            (replace(piece, rect=rect), (endpoint, stream))
+            for piece, endpoint in transfer.pieces
+            for stream, rect in enumerate(piece.rect.split_layers(self.streams))
+        )
+        outbound = OutboundTransfer(transfer, targets, len(targets))
+        with self._lock:
+            if transfer.transfer_id in self._outbound or self._closing:
+                return
+            self._outbound[transfer.transfer_id] = outbound
+            for piece, target in targets:
+                self._put(target, SendTask(outbound, piece))
+
+    def ready(
+        self, transfer_id: bytes, run: BlockRun, block_ids: tuple[int, ...], last: bool
+    ) -> None:
+        with self._lock:
+            outbound = self._outbound.get(transfer_id)
+            if outbound is None or not outbound.announce(run, last):
+                return
+            outbound.started = outbound.started or time.monotonic()
+            for piece, target in outbound.targets:
+                for task in self._cut(SendTask(outbound, piece, run, block_ids, last)):
+                    self._put(target, task)
+            if not outbound.targets and last:
+                outbound.over = True
+        if outbound.over:
+            self._emit(Sent(transfer_id, outbound.transfer.epoch, 0, 0.0))
+
+    def _cut(self, whole: SendTask) -> Iterator[SendTask]:
+        """A run, cut so that a frame is soon over."""
+        run = whole.run
+        cuts = list(parts(self._cache, whole.piece.rect, run.count, FRAME_NBYTES)) or [slice(0, 0)]
+        for cut in cuts:
+            yield replace(
+                whole,
+                run=BlockRun(run.first + cut.start, cut.stop - cut.start),
+                block_ids=whole.block_ids[cut],
+                last=whole.last and cut is cuts[-1],
+            )
+
+    def _put(self, target: Target, task: SendTask) -> None:
+        worker = self._workers.get(target)
+        if worker is None:
+            worker = self._workers[target] = SendWorker(target, self._dial, self)
+        worker.queue.put(task)
+
+    def moving(self, waiting: set[OutboundTransfer]) -> None:
+        """Bytes go out on a connection: those of its transfers that wait their turn live, too."""
+        for each in waiting:
+            if not each.over:
+                self._emit(Progress(each.transfer.transfer_id, each.transfer.epoch, 0))
+
+    def delivered(self, task: SendTask, nbytes: int) -> None:
+        outbound, transfer = task.outbound, task.outbound.transfer
+        with self._lock:
+            outbound.nbytes += nbytes
+            outbound.pending -= task.last
+            done = outbound.pending == 0 and not outbound.over
+            outbound.over = outbound.over or done
+        self._emit(Progress(transfer.transfer_id, transfer.epoch, nbytes))
+        if done:
+            seconds = time.monotonic() - outbound.started
+            self._emit(Sent(transfer.transfer_id, transfer.epoch, outbound.nbytes, seconds))
+
+    def fail(self, outbound: OutboundTransfer, error: TransferError) -> None:
+        """Ends one transfer, if it is not over."""
+        with self._lock:
+            if outbound.over:
+                return
+            outbound.over = True
+        self._emit(Failed.of(outbound.transfer.transfer_id, outbound.transfer.epoch, error))
+
+    def retire(self, worker: SendWorker) -> bool:
+        """Whether the worker may end: nothing was queued meanwhile."""
+        with self._lock:
+            if not worker.queue.empty():
+                return False
+            del self._workers[worker.target]
+            return True
+
+    def forget(self, transfer_id: bytes) -> None:
+        """Returns when no thread reads the transfer's blocks; none will."""
+        with self._lock:
+            outbound = self._outbound.pop(transfer_id, None)
+            workers = list(self._workers.values())
+        if outbound is not None:
+            outbound.over = True
+            for worker in workers:
+                worker.queue.drop(outbound)
+            outbound.gate.close()
+
+    def close(self, deadline: float) -> None:
+        end = time.monotonic() + deadline
+        with self._lock:
+            self._closing = True
+            workers = list(self._workers.values())
+        for worker in workers:
+            worker.stop()
+        for worker in workers:
+            worker.thread.join(max(0.0, end - time.monotonic()))
+
+
+class FairQueue:
+    """Tasks of one worker. Those of one transfer come out in order, and transfers in turn: one
+    with much to send keeps no other waiting. Any thread may put, one gets."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._queues: OrderedDict[OutboundTransfer, deque[SendTask]] = OrderedDict()
+        self._closed = False
+
+    def put(self, task: SendTask) -> None:
+        with self._changed:
+            self._queues.setdefault(task.outbound, deque()).append(task)
+            self._changed.notify()
+
+    def get(self, timeout: float) -> SendTask | None:
+        """None: it is closed. Raises queue.Empty."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._queues or self._closed, timeout):
+                raise queue.Empty
+            if self._closed:
+                return None
+            outbound, tasks = self._queues.popitem(last=False)
+            task = tasks.popleft()
+            if tasks:
+                self._queues[outbound] = tasks
+            return task
+
+    def transfers(self) -> set[OutboundTransfer]:
+        """Those that wait for their turn."""
+        with self._changed:
+            return set(self._queues)
+
+    def drop(self, outbound: OutboundTransfer) -> None:
+        """A transfer that was given up."""
+        with self._changed:
+            self._queues.pop(outbound, None)
+
+    def empty(self) -> bool:
+        with self._changed:
+            return not self._queues
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+
+class SendWorker:
+    """One stream to one sink rank. Tasks are done one at a time."""
+
+    def __init__(self, target: Target, dial: Callable[[bytes], Channel], sender: Sender) -> None:
+        self.target = target
+        self.queue = FairQueue()
+        self._dial = dial
+        self._sender = sender
+        self._channel: Channel | None = None
+        self._live: set[OutboundTransfer] = set()  # transfers the connection answers for
+        self.thread = threading.Thread(target=self._run, name="kv-source", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                try:
+                    task = self.queue.get(timeout=IDLE_S)
+                except queue.Empty:
+                    self._live = {each for each in self._live if not each.over}
+                    if not self._live and self._sender.retire(self):
+                        return
+                    continue
+                if task is None:
+                    return
+                if not task.outbound.over:
+                    self._do(task)
+        finally:
+            self._disconnect()
+
+    def _do(self, task: SendTask) -> None:
+        try:
+            if not task.run.count and not task.last:
+                self._begin(task)
+            else:
+                self._deliver(task)
+        except Exception as error:
+            typed = as_transfer_error(error, Blame.DECODE)
+            logger.warning("KV connection failed: %s", typed)
+            self._sender.fail(task.outbound, typed)
+            self._lose(typed)
+
+    def _begin(self, task: SendTask) -> None:
+        """Announces a piece; a kept connection that turns out dead is replaced once."""
+        frame = task.frame(Kind.BEGIN)
+        if self._channel is not None and not self._announced(self._channel, frame):
+            self._lose(as_transfer_error(ConnectionError("the connection broke"), Blame.DECODE))
+        if self._channel is None:
+            self._connect().begin(frame)
+        self._live = {each for each in self._live if not each.over} | {task.outbound}
+
+    def _announced(self, kept: Channel, frame: Frame) -> bool:
+        if not kept.alive():
+            return False
+        try:
+            kept.begin(frame)
+        except OSError:
+            return False
+        return True
+
+    def _connect(self) -> Channel:
+        try:
+            self._channel = self._dial(self.target[0])
+        except OSError as error:
+            raise TransferError(
+                f"cannot connect to the decode rank: {error}",
+                code="CONNECT_FAILED",
+                blame=Blame.DECODE,
+                retryable=True,
+            ) from error
+        self._channel.watch(Heartbeat(self._beat))
+        return self._channel
+
+    def _beat(self) -> None:
+        self._sender.moving(self._live | self.queue.transfers())
+
+    def _deliver(self, task: SendTask) -> None:
+        outbound, nbytes = task.outbound, 0
+        if self._channel is None or outbound not in self._live:
+            raise ConnectionError("the connection was lost before")
+        if task.run.count:
+            nbytes = self._channel.deliver(task.frame(Kind.DATA), task.block_ids, outbound.gate)
+        if task.last:
+            self._live.discard(outbound)
+        self._sender.delivered(task, nbytes)
+
+    def _lose(self, error: TransferError) -> None:
+        """Nothing more can be said on this connection: all its transfers fail."""
+        self._disconnect()
+        for each in self._live:
+            self._sender.fail(each, error)
+        self._live.clear()
+
+    def _disconnect(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def stop(self) -> None:
+        self.queue.close()
+        if (channel := self._channel) is not None:
+            channel.interrupt()
