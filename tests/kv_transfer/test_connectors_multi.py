@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 import torch
 
 from kv_fakes import Geometry, Pair, make_pair, shared_cache
+from paths import ROOT
 from pdserve.common.config.node import TransferConfig
 from pdserve.common.core.errors import ConfigError, TransferError
 from pdserve.kv_transfer.connector import (
@@ -441,6 +444,15 @@ def test_auto_takes_what_the_cache_allows() -> None:
     assert auto_connectors("cpu", {**known, "shm": Capabilities(devices=frozenset())}) == ("tcp",)
     assert auto_connectors("cuda", known) == ("tcp",)
     assert {name for names in AUTO.values() for name in names} == set(known)
+
+
+def test_help_and_pages_say_what_auto_takes() -> None:
+    cpu, cuda = ",".join(AUTO["cpu"]), ",".join(AUTO["cuda"])
+    (option,) = (each for each in fields(TransferConfig) if each.name == "kv_connector")
+    assert f"auto: {cpu} for CPU caches, {cuda} for CUDA" in option.metadata["help"]
+    for page in ("operate.md", "write-a-connector.md"):
+        text = " ".join((ROOT / "docs" / page).read_text().split())
+        assert re.search(rf"`{cpu}` for (a CPU cache|CPU caches) and `{cuda}` for CUDA", text), page
 
 
 def test_auto_says_what_it_chose(caplog: pytest.LogCaptureFixture) -> None:
