@@ -1,7 +1,7 @@
 """KV blocks through torch.distributed: each pair of ranks has a communicator of its own, gloo
 between CPU caches, NCCL between CUDA caches.
 
-A TCP connection carries the headers (`base/frame.py`) and tells when the peer is gone; only the
+A TCP connection carries the headers (`frame.py`) and tells when the peer is gone; only the
 payload of DATA goes through the group, staged in contiguous parts, in the clear. On CUDA all of it
 runs on a stream of the connection's own. With gloo this is tested; on GPUs it has not been run yet.
 """
