@@ -18,7 +18,7 @@ import pytest
 
 import pdserve
 from cluster import Cluster
-from paths import ROOT
+from paths import EXAMPLE, ROOT
 
 FOLDERS = ("common", "kv_transfer", "prefill_node", "decode_node", "router")
 SKIPPED = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "models")
@@ -87,7 +87,7 @@ def python(work: Path, wheel: Path) -> Path:
     """A venv with the wheel of pdserve, that of the example's connector, and no more; the packages
     they need are this Python's."""
     connector = work / "connector"
-    shutil.copytree(ROOT / "examples" / "connector_file", work / "example", ignore=SKIPPED)
+    shutil.copytree(EXAMPLE, work / "example", ignore=SKIPPED)
     connector.mkdir()
     build("wheel", work / "example", connector)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from cluster import Cluster
+from warm import WarmCluster, shared
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
@@ -18,7 +18,10 @@ CONFIG = {
 
 def test_random_weights_from_a_config_alone(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    with Cluster(tmp_path, load_format="dummy", prefill_tp=2) as cluster:
+    dummy = {"load_format": "dummy"}
+    with WarmCluster(tmp_path, 0, 1, router=dummy, warm=shared(), **dummy) as cluster:
+        cluster.start_node("prefill", tensor_parallel_size=2)
+        cluster.wait_nodes()
         whole = cluster.complete("héllo", max_tokens=12, ignore_eos=True)
         assert whole["usage"]["prompt_tokens"] == len("héllo".encode())
         assert whole["usage"]["completion_tokens"] == 12

@@ -19,7 +19,7 @@ import grpc
 import pytest
 
 import reference
-from cluster import Cluster, Service, node_metrics, text_of
+from cluster import Service, node_metrics, text_of
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc
 from story_grammar import make_corpus
@@ -113,7 +113,7 @@ class Asker:
         self._channel.close()
 
 
-def check_exact(cluster: Service, cases: list[tuple[int, ...]]) -> None:
+def check_exact(cluster: Service, cases: list[tuple[int, ...]], alone: range) -> None:
     folder, asker = cluster.model, Asker(cluster)
     expected = [
         reference.decode(folder, reference.greedy(folder, case, NUM_TOKENS)) for case in cases
@@ -124,7 +124,7 @@ def check_exact(cluster: Service, cases: list[tuple[int, ...]]) -> None:
         answers = pool.map(lambda number: asker.ask(number, cases[number]), numbers)
         assert list(answers) == [expected[number] for number in numbers], cluster.log()[-3000:]
     # Some alone, with warm ones, each in another way than before.
-    for number in range(len(cases))[::3]:
+    for number in alone:
         answer = asker.ask(number + 1, cases[number])
         assert answer == expected[number], f"{len(cases[number])} tokens\n{cluster.log()[-3000:]}"
     asker.close()
@@ -135,14 +135,16 @@ def check_exact(cluster: Service, cases: list[tuple[int, ...]]) -> None:
 
 @pytest.mark.parametrize("connector", ["shm", "tcp"])
 def test_the_demo_model_equals_transformers(connector: str) -> None:
-    """First in this file, because it takes longest: the other test process has work meanwhile."""
+    """With prompts whose best two logits are nowhere closer than 0.01: this model was not trained
+    to choose clearly, and after some of the others rounding decides."""
     embedded = pytest.importorskip("pdserve.common.demo_model.embedded")
     try:
         folder = embedded.ensure_embedded_model()
     except embedded.ConfigError as error:
         pytest.skip(str(error))
-    with Cluster(folder, kv_connector=connector, max_model_len=1024) as cluster:
-        check_exact(cluster, prompts(folder)[::3])
+    options = {"kv_connector": connector, "max_model_len": 1024}
+    with WarmCluster(folder, warm=shared(), **options) as cluster:
+        check_exact(cluster, [*prompts(folder)[1::3], prompts(folder)[-1]], range(0, 6, 3))
 
 
 @pytest.mark.parametrize(
@@ -155,11 +157,12 @@ def test_greedy_output_equals_transformers(
         cluster.start_node("prefill", **prefill.flags(exchange))
         cluster.start_node("decode", **decode.flags(exchange))
         cluster.wait_nodes()
-        check_exact(cluster, prompts(cluster.model))
+        # Each family has every prompt alone in some layout, short and long ones in each.
+        check_exact(cluster, prompts(cluster.model), range(LAYOUTS.index(prefill) % 4, 16, 4))
 
 
 def test_without_a_prefix_cache_the_tokens_are_the_same() -> None:
-    with Cluster("llama-gqa", **{"no-enable-prefix-caching": ""}) as cluster:
+    with WarmCluster("llama-gqa", warm=shared(), no_enable_prefix_caching="") as cluster:
         folder = cluster.model
         for case in prompts(folder)[-3:] * 2:
             expected = reference.greedy(folder, case, NUM_TOKENS)

@@ -7,10 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import reference
-from cluster import Cluster
-from paths import ROOT
+from warm import WarmCluster, shared
 
-SOURCE = ROOT / "examples" / "connector_file" / "src"
 CONNECTOR = "pdserve_file_connector.connector:FileConnector"
 NUM_TOKENS = 24
 TEXT = "the small fox walked over the hill and said to the bird that it was late "
@@ -19,12 +17,12 @@ TEXT = "the small fox walked over the hill and said to the bird that it was late
 def test_greedy_output_equals_transformers(tmp_path: Path) -> None:
     """Unequal tensor parallelism; one prompt at a time and all at once; nothing is left."""
     options = {
-        "prefill_tp": 1,
-        "decode_tp": 2,
         "kv_connector": CONNECTOR,
         "kv_connector_config": json.dumps({"directory": str(tmp_path)}),
     }
-    with Cluster("llama-gqa", {"PYTHONPATH": str(SOURCE)}, **options) as cluster:
+    with WarmCluster("llama-gqa", 1, 0, warm=shared(), **options) as cluster:
+        cluster.start_node("decode", tensor_parallel_size=2)
+        cluster.wait_nodes()
         ids = reference.encode(cluster.model, TEXT * 20)
         prompts = [tuple(ids[length : 2 * length]) for length in (1, 17, 64, 130)]
 

@@ -37,7 +37,7 @@ def guarded() -> Iterator[WarmCluster]:
 
 @pytest.fixture(scope="module")
 def unguarded() -> Iterator[WarmCluster]:
-    routing = {"migration_limit": 0, "request_timeout": 2}
+    routing = {"migration_limit": 0, "request_timeout": 2, "queue_timeout": 2}
     with WarmCluster(MODEL, 0, 0, router=routing, warm=shared()) as cluster:
         cluster.wait_for(lambda: cluster.get("/health").ok)
         yield cluster

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,16 @@ from benchmarks import warm_ranks
 from benchmarks.fleet import Fleet
 from benchmarks.warm_start import WarmStart
 from cluster import DEFAULTS, START_TIMEOUT, Service
-from paths import HELPERS
+from paths import EXAMPLE, HELPERS
+
+# Where the processes find connectors that tests name as module:Class.
+IMPORTS = {"PYTHONPATH": os.pathsep.join(map(str, (HELPERS, EXAMPLE / "src")))}
 
 
 @cache
 def shared() -> WarmStart:
     """One for all clusters of this test process that ask for it."""
-    warm = WarmStart()
+    warm = WarmStart(IMPORTS)
     atexit.register(warm.close)
     return warm
 
@@ -43,7 +47,7 @@ class WarmCluster(Fleet, Service):
         **options: Any,
     ) -> None:
         Service.__init__(self, model)
-        environment = {"TMPDIR": str(self.home.tmp), "PYTHONPATH": str(HELPERS)}
+        environment = {"TMPDIR": str(self.home.tmp), **IMPORTS}
         options = {**DEFAULTS, **options}
         Fleet.__init__(self, self.model, self.log_path, environment, router, warm, **options)
         self._sizes = {"prefill": prefill, "decode": decode}

@@ -17,10 +17,9 @@ from xml.etree import ElementTree
 import pytest
 
 from broken_connectors import MUTANTS, SEGMENT, Tampered
-from paths import ROOT
+from paths import EXAMPLE, ROOT
 from pdserve.kv_transfer.selection import ENTRY_POINTS
 
-EXAMPLE = ROOT / "examples" / "connector_file"
 KIT = ROOT / "kv_transfer" / "conformance"
 ALL_CHECKS = ("--pyargs", "pdserve.kv_transfer.conformance")
 CONTROL = "test_delivery.py::test_blocks_arrive[1]"  # every broken connector passes it
