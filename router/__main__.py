@@ -12,7 +12,7 @@ from pdserve.common.config.node import ModelConfig
 from pdserve.common.config.router import RouterConfig
 from pdserve.common.config.sources import parse
 from pdserve.common.core.errors import ConfigError, PdserveError
-from pdserve.common.core.host import allow_open_files, refusals
+from pdserve.common.core.host import host_errors_as_config_errors, raise_open_file_limit
 from pdserve.common.core.plugins import import_string
 from pdserve.common.obs.logging import setup_logging
 from pdserve.common.obs.process import exit_within
@@ -36,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     routing = config.routing
     requests = routing.max_concurrent_requests + routing.max_queued_requests
     try:
-        with refusals():
-            allow_open_files(
+        with host_errors_as_config_errors():
+            raise_open_file_limit(
                 OPEN_FILES + requests, "--max-concurrent-requests, --max-queued-requests"
             )
             config = replace(config, model=_resolve_model(config.model))

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from pdserve.common.config.router import RouterConfig
 from pdserve.common.obs.metrics import RouterMetrics
-from pdserve.common.obs.process import pass_on, serve_until_stopped, write_ports
+from pdserve.common.obs.process import propagate_failure, serve_until_stopped, write_ports
 from pdserve.common.rpc.auth import ROUTER, new_node_id
 from pdserve.common.rpc.channels import Channels, Credentials
 from pdserve.common.rpc.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -98,7 +98,7 @@ async def serve(config: RouterConfig, stopping: Callable[[], None] = lambda: Non
     )
     probing = asyncio.create_task(probe_nodes(registry, channels, period))
     for task in (housekeeping, probing):
-        pass_on(task, failed)
+        propagate_failure(task, failed)
     timeout = config.server.drain_timeout
     try:
         if config.server.ports_file is not None:

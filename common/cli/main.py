@@ -13,7 +13,7 @@ from pathlib import Path
 import pdserve
 from pdserve.common.config.sources import CONFIG_EXIT_CODE
 from pdserve.common.core.errors import ConfigError
-from pdserve.common.core.host import refusals
+from pdserve.common.core.host import host_errors_as_config_errors
 from pdserve.common.core.plugins import import_string
 
 COMMANDS = {
@@ -77,7 +77,7 @@ def _run(argv: Sequence[str] | None) -> int:
         print(_unknown(command, list(targets)), file=sys.stderr)
         return 2
     try:
-        with refusals():
+        with host_errors_as_config_errors():
             return int(import_string(targets[command])(rest))
     except ConfigError as error:
         print(f"pdserve {command}: error: {error.message}", file=sys.stderr)

@@ -134,7 +134,7 @@ def _mend(number: int | None) -> str | None:
 
 
 @contextmanager
-def refusals() -> Iterator[None]:
+def host_errors_as_config_errors() -> Iterator[None]:
     """For the start of a process: a full disk, a missing right and the like end it as a wrong
     option does. What is no refusal of the host's passes as it is.
 
@@ -170,11 +170,11 @@ def bind(host: str, port: int, purpose: str, flag: str) -> socket.socket:
             bound.close()
             raise
     except OSError as error:
-        raise no_port(host, port, purpose, flag, error) from error
+        raise cannot_listen(host, port, purpose, flag, error) from error
     return bound
 
 
-def no_port(host: str, port: int, purpose: str, flag: str, error: OSError) -> ConfigError:
+def cannot_listen(host: str, port: int, purpose: str, flag: str, error: OSError) -> ConfigError:
     mend = f": choose another {flag} (0: a free one)" if error.errno == errno.EADDRINUSE else ""
     return ConfigError(f"cannot listen on {host}:{port} for {purpose}: {error.strerror}{mend}")
 
@@ -198,7 +198,7 @@ def die_with_parent() -> None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def allow_open_files(count: int, lower: str = "") -> None:
+def raise_open_file_limit(count: int, lower: str = "") -> None:
     """Raises this process's own limit of open files as far as the host lets it, to AMPLE_FILES or
     `count`. `lower` names options that need fewer.
 

@@ -101,10 +101,6 @@ class DeviceCommunicator(ABC):
         is not empty."""
 
     @abstractmethod
-    def gather(self, tensor: Tensor, dst: int) -> Tensor | None:
-        """`[*]` of each rank → `[size, *]` on `dst`, None elsewhere."""
-
-    @abstractmethod
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Fills `tensor` with that of `src`."""
 

@@ -26,7 +26,7 @@ from pdserve.common.distributed.communicator import (
 from pdserve.common.distributed.group import CPU, GroupCoordinator
 
 LOOPBACK = "127.0.0.1"
-_FIRST_CHANCE = timedelta(seconds=1)
+_FIRST_ATTEMPT = timedelta(seconds=1)
 _ELSEWHERE = "udp://192.0.2.1"  # an address that is nobody's (RFC 5737)
 
 
@@ -46,7 +46,7 @@ class DistributedEnvironment:
     _made: dict[tuple[int, ...], dict[str, DeviceCommunicator]] = field(default_factory=dict)
 
     @property
-    def num_neighbours(self) -> int:
+    def local_world_size(self) -> int:
         """Ranks on this host, this one included."""
         return self.hosts.count(self.hosts[self.rank])
 
@@ -66,7 +66,7 @@ class DistributedEnvironment:
         """
         members = tuple(ranks)
         if len(members) > 1 and members not in self._made:
-            with _meeting():
+            with _rank_lost_errors():
                 self._made[members] = self._connect(name, members)
         connections = self._made.get(members, {})
         rank = members.index(self.rank)
@@ -107,7 +107,7 @@ def init_distributed_environment(
     communicator: str = "auto",
 ) -> DistributedEnvironment:
     """Blocks until all ranks have met at `init_method` ("file:///new/path", "tcp://host:port" of
-    rank 0's host, or a `MeetingPoint`'s); a world of one needs none. `timeout` is in seconds and
+    rank 0's host, or a `Rendezvous`'s); a world of one needs none. `timeout` is in seconds and
     holds for every later collective too. `communicator` is --device-communicator.
 
     Raises:
@@ -117,9 +117,9 @@ def init_distributed_environment(
     environment.address = address_towards(init_method)
     if world_size == 1:
         return environment
-    with _meeting():
+    with _rank_lost_errors():
         waits = timedelta(seconds=timeout)
-        store = _join(init_method, rank, world_size, waits)
+        store = _join_store(init_method, rank, world_size, waits)
         store.set_timeout(waits)  # a file's does not take it from the rendezvous
         store.set(f"host {rank}", host_identity())
         hosts = [store.get(f"host {peer}").decode() for peer in range(world_size)]
@@ -127,7 +127,7 @@ def init_distributed_environment(
     return environment
 
 
-class MeetingPoint:
+class Rendezvous:
     """A place on this host where ranks meet, at a port that is free; it lasts as long as this
     object. Not authenticated, like all that torch's ranks say to each other.
 
@@ -136,7 +136,7 @@ class MeetingPoint:
     """
 
     def __init__(self, address: str) -> None:
-        self._store = _patiently(partial(_serve_store, address), timedelta(seconds=30))
+        self._store = _retry(partial(_serve_store, address), timedelta(seconds=30))
         self.init_method = f"store://{address}:{self._store.port}"
 
 
@@ -152,27 +152,27 @@ def _serve_store(address: str, timeout: timedelta) -> dist.TCPStore:
     )
 
 
-def _join(init_method: str, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+def _join_store(init_method: str, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     place = urlsplit(init_method)
     if place.scheme != "store":
         return next(dist.rendezvous(init_method, rank, world_size, timeout=timeout))[0]
     host, port = place.hostname or "", place.port or 0
     client = partial(dist.TCPStore, host, port, wait_for_workers=False)
-    return _patiently(lambda attempt: client(timeout=attempt), timeout)
+    return _retry(lambda attempt: client(timeout=attempt), timeout)
 
 
-def _patiently(connect: Callable[[timedelta], dist.TCPStore], timeout: timedelta) -> dist.TCPStore:
+def _retry(connect: Callable[[timedelta], dist.TCPStore], timeout: timedelta) -> dist.TCPStore:
     """Connections to torch's store hang now and then (torch 2.13: one in fifty, on loopback): they
     get several chances, the first of them short."""
     deadline = time.monotonic() + timeout.total_seconds()
-    chance = _FIRST_CHANCE
+    attempt_limit = _FIRST_ATTEMPT
     while True:
         try:
-            return connect(min(chance, timeout))
+            return connect(min(attempt_limit, timeout))
         except dist.DistNetworkError:
             if time.monotonic() > deadline:
                 raise
-            chance *= 2
+            attempt_limit *= 2
 
 
 def host_identity() -> str:
@@ -210,7 +210,7 @@ def address_of_name() -> str:
 
 
 @contextmanager
-def _meeting() -> Iterator[None]:
+def _rank_lost_errors() -> Iterator[None]:
     """torch reports who did not come as a RuntimeError (DistError is one)."""
     try:
         yield

@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import NodeError
 from pdserve.common.core.plugins import import_string
-from pdserve.common.distributed.wire import typed
+from pdserve.common.distributed.wire import to_pdserve_error
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +190,7 @@ class InProcessExecutor(Executor):
         try:
             return await asyncio.get_running_loop().run_in_executor(threads, work)
         except Exception as error:
-            raise typed(error, rank=0) from error
+            raise to_pdserve_error(error, rank=0) from error
 
     def _deliver(self, event: bytes) -> None:
         if self._event_callback is None:

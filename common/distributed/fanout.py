@@ -34,7 +34,7 @@ _KILL_TIMEOUT = 5.0  # seconds each part of a stop gets once ranks are killed
 class Launcher(Protocol):
     """How ranks come to life, and how it is known that they are dead."""
 
-    death_is_seen: float  # seconds after which `wait` has told of a dead rank
+    death_notice_seconds: float  # seconds after which `wait` has told of a dead rank
 
     async def open(self, socket: zmq.asyncio.Socket) -> None:
         """Finds a place for every rank and binds the node's socket where they will look for it.
@@ -100,7 +100,7 @@ class FanOutExecutor(Executor):
     async def _open(self) -> None:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        wire.unbounded(self._socket)
+        wire.remove_high_water_mark(self._socket)
         await self._launcher.open(self._socket)
         self._reader = self._background(self._read())
 
@@ -129,14 +129,14 @@ class FanOutExecutor(Executor):
     # ---- serve ----
 
     async def step(self, message: bytes) -> bytes:
-        return await self._ask([(spec.rank, Link.STEPS) for spec in self._specs], message)
+        return await self._request([(spec.rank, Link.STEPS) for spec in self._specs], message)
 
     async def call(self, rank: int, message: bytes) -> bytes:
         if not 0 <= rank < len(self._specs):
             raise NodeError(f"there is no rank {rank}")
-        return await self._ask([(rank, Link.CALLS)], message)
+        return await self._request([(rank, Link.CALLS)], message)
 
-    async def _ask(self, links: Sequence[tuple[int, Link]], message: bytes) -> bytes:
+    async def _request(self, links: Sequence[tuple[int, Link]], message: bytes) -> bytes:
         number = self._next_number
         self._next_number += 1
         answer = self._expect(number)
@@ -166,22 +166,22 @@ class FanOutExecutor(Executor):
             _, header, body = await self._socket.recv_multipart()
             rank, kind, number = wire.HEADER.unpack(header)
             if kind == Kind.BROKEN:
-                self._broken(decode_failure(body))
+                self._step_failed(decode_failure(body))
             elif kind == Kind.LOG:
                 write_log(body.decode(errors="replace"))
             elif kind != Kind.EVENT:
-                self._settle(kind, number, body)
+                self._resolve(kind, number, body)
             elif self._event_callback is not None:
                 self._event_callback(rank, body)
 
-    def _broken(self, error: PdserveError) -> None:
+    def _step_failed(self, error: PdserveError) -> None:
         """A step failed on a rank. One that lost a peer may say so before the peer's death is
         seen, which would tell more: it has a moment to be seen first."""
         lost = isinstance(error, NodeError) and error.code == "RANK_LOST"
-        grace = self._launcher.death_is_seen if lost else 0.0
+        grace = self._launcher.death_notice_seconds if lost else 0.0
         asyncio.get_running_loop().call_later(grace, self._end, error)
 
-    def _settle(self, kind: int, number: int, body: bytes) -> None:
+    def _resolve(self, kind: int, number: int, body: bytes) -> None:
         future = self._waiting.pop(number, None)
         if future is None or future.done():
             return  # its caller was cancelled
@@ -196,9 +196,9 @@ class FanOutExecutor(Executor):
         how = await self._launcher.wait(rank)
         if self._ended is not None:
             return  # it was told to stop, or followed another
-        self._lose(rank, f"rank {rank} ({self._launcher.where(rank)}) {how}")
+        self._rank_died(rank, f"rank {rank} ({self._launcher.where(rank)}) {how}")
 
-    def _lose(self, rank: int, reason: str) -> None:
+    def _rank_died(self, rank: int, reason: str) -> None:
         """The ranks are of no use without this one."""
         self._end(NodeError(reason, code="RANK_DIED"))
         self._launcher.kill()
@@ -216,7 +216,7 @@ class FanOutExecutor(Executor):
         """A reader that dies unnoticed would let everybody wait for ever."""
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a defect", exc_info=error)
-            self._lose(0, f"the ranks are not heard any more: {error!r}")
+            self._rank_died(0, f"the ranks are not heard any more: {error!r}")
 
     def _end(self, error: PdserveError) -> None:
         """From now on `error` answers everything. The first cause wins."""
@@ -246,14 +246,14 @@ class FanOutExecutor(Executor):
             logger.error("the ranks' places were not given back within %.0f s", _KILL_TIMEOUT)
 
     async def _stop_ranks(self, deadline: float) -> None:
-        await self._tell_stop(deadline)
+        await self._send_stop(deadline)
         await self._all_ended()
 
     async def _all_ended(self) -> None:
         if self._watchers:
             await asyncio.wait(self._watchers)
 
-    async def _tell_stop(self, deadline: float) -> None:
+    async def _send_stop(self, deadline: float) -> None:
         body = msgspec.msgpack.encode(float(deadline))
         for spec in self._specs:
             for link in (Link.STEPS, Link.CALLS):

@@ -98,14 +98,6 @@ class GroupCoordinator:
         whole = rows.contiguous()
         return self._run("all-to-all", rows, lambda via: via.all_to_all(whole, sends, receives))
 
-    def gather(self, tensor: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
-        """As `all_gather`, but only on rank `dst`; None elsewhere."""
-        if self.size == 1 or tensor.numel() == 0:
-            return self.all_gather(tensor, dim) if self.rank == dst else None
-        part = tensor.contiguous()
-        rows = self._run("gather", tensor, lambda via: via.gather(part, dst))
-        return None if rows is None else _join(rows, dim)
-
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         """Fills `tensor` with that of rank `src`, and returns it."""
         if self.size == 1 or tensor.numel() == 0:

@@ -102,7 +102,7 @@ class MultiprocessExecutor(FanOutExecutor):
 class LocalProcesses(Launcher):
     """Child processes. The system tells at once when one of them ends."""
 
-    death_is_seen = 0.5
+    death_notice_seconds = 0.5
 
     def __init__(self) -> None:
         self._processes: dict[int, Process] = {}  # by rank

@@ -53,7 +53,7 @@ class Outbox:
         self.send(kind, number, encode_failure(error, self._rank))
 
 
-class NodesLog(io.TextIOBase):
+class LogForwarder(io.TextIOBase):
     """Standard error of a rank on another host: its node writes it among its own lines."""
 
     def __init__(self, out: Outbox) -> None:
@@ -65,7 +65,7 @@ class NodesLog(io.TextIOBase):
 
 
 def main(directory: Path, rank: int) -> int:
-    die_with_node()
+    exit_with_node()
     spec = msgspec.msgpack.decode(wire.spec_path(directory, rank).read_bytes(), type=WorkerSpec)
     return run_rank(spec, wire.local_address(directory))
 
@@ -75,15 +75,15 @@ def run_rank(spec: WorkerSpec, node: NodeAddress) -> int:
     context = zmq.Context()
     steps, calls, outward = (_connect(context, node, spec.rank, link) for link in Link)
     out = Outbox(outward, spec.rank)
-    setup_logging(spec.role, spec.log, spec.rank, stream=NodesLog(out) if node.key else None)
+    setup_logging(spec.role, spec.log, spec.rank, stream=LogForwarder(out) if node.key else None)
     try:
-        with _dying_with_connection(steps) if node.key else nullcontext():
+        with _exit_with_connection(steps) if node.key else nullcontext():
             return _run(spec, steps, calls, out)
     finally:
         context.destroy(linger=FLUSH_MS)
 
 
-def die_with_node() -> None:
+def exit_with_node() -> None:
     """Ends this process when the node does: the kernel sends SIGKILL (Linux), and standard
     input, whose other end only the node holds, comes to its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -100,7 +100,7 @@ def _exit_at_eof() -> None:
 
 def _connect(context: zmq.Context, node: NodeAddress, rank: int, link: Link) -> zmq.Socket:
     socket = context.socket(zmq.DEALER)
-    wire.unbounded(socket)
+    wire.remove_high_water_mark(socket)
     socket.setsockopt(zmq.ROUTING_ID, wire.routing_id(rank, link))
     if node.key:
         socket.curve_serverkey = node.key.encode()
@@ -113,8 +113,8 @@ def _connect(context: zmq.Context, node: NodeAddress, rank: int, link: Link) -> 
 
 
 @contextmanager
-def _dying_with_connection(socket: zmq.Socket) -> Iterator[None]:
-    """What `die_with_node` does on one host: a node that is gone breaks its connections."""
+def _exit_with_connection(socket: zmq.Socket) -> Iterator[None]:
+    """What `exit_with_node` does on one host: a node that is gone breaks its connections."""
     monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED)
     watch = threading.Thread(
         target=_exit_at_disconnect, args=(monitor,), name="node-watch", daemon=True

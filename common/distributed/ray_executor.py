@@ -30,7 +30,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from pdserve.common.core.errors import ConfigError
-from pdserve.common.distributed.environment import MeetingPoint
+from pdserve.common.distributed.environment import Rendezvous
 from pdserve.common.distributed.executor import WorkerSpec
 from pdserve.common.distributed.fanout import FanOutExecutor, Launcher
 from pdserve.common.distributed.rank_main import run_rank
@@ -39,9 +39,9 @@ from pdserve.common.distributed.wire import NodeAddress
 logger = logging.getLogger(__name__)
 
 _PROBE = 3.0  # seconds a connection to the cluster's head may take
-_ROOM = 20.0  # seconds after which there is no room; ranks of a node that ended may linger
-_BEAT = 1.0  # seconds between two looks at the head
-_MISSES = 2  # looks in a row after which it is gone
+_PLACEMENT_TIMEOUT = 20.0  # seconds to get room; ranks of a node that ended may linger
+_HEAD_INTERVAL = 1.0  # seconds between two looks at the head
+_HEAD_MISSES = 2  # looks in a row after which it is gone
 # Of the node's environment, what its ranks inherit; the rest is the business of their hosts.
 _INHERITED = ("NCCL_", "GLOO_", "TORCH_", "OMP_")
 
@@ -59,7 +59,8 @@ class RayExecutor(FanOutExecutor):
 class RayActors(Launcher):
     """Actors live no longer than this process, whatever becomes of it."""
 
-    death_is_seen = 3.0  # Ray waits for a second whether a rank that does not answer comes back
+    # Ray waits for a second whether a rank that does not answer comes back.
+    death_notice_seconds = 3.0
 
     def __init__(self, stages: int, ranks: int, unit: str) -> None:
         self._stages = stages
@@ -70,7 +71,7 @@ class RayActors(Launcher):
         self._runs: dict[int, asyncio.Future[int]] = {}  # by rank; done: it has ended
         self._group: PlacementGroup | None = None
         self._head: asyncio.Task[str] | None = None  # done: the cluster's head is lost
-        self._meeting: MeetingPoint
+        self._rendezvous: Rendezvous
         self._node: NodeAddress
 
     async def open(self, socket: zmq.asyncio.Socket) -> None:
@@ -78,9 +79,9 @@ class RayActors(Launcher):
         self._hosts = hosts_of(self._group)
         for stage, host in enumerate(self._hosts):
             logger.info("stage %d, %d ranks: host %s", stage, self._ranks, host)
-        self._head = asyncio.create_task(head_lost())
+        self._head = asyncio.create_task(wait_for_lost_head())
         here = ray.util.get_node_ip_address()
-        self._meeting = await asyncio.to_thread(MeetingPoint, here)
+        self._rendezvous = await asyncio.to_thread(Rendezvous, here)
         self._node = _listen(socket, here)
 
     async def launch(self, spec: WorkerSpec) -> None:
@@ -91,10 +92,10 @@ class RayActors(Launcher):
         )
         share = {"num_gpus": 1, "num_cpus": 0} if self._unit == "GPU" else {"num_cpus": 1}
         kind: Any = ray.remote(RayRank)
-        actor = kind.options(scheduling_strategy=place, **share).remote(_environment())
+        actor = kind.options(scheduling_strategy=place, **share).remote(_inherited_environment())
         self._actors.append(actor)
         # Ray shows a rank its own GPU only.
-        spec = replace(spec, init_method=self._meeting.init_method, local_rank=0)
+        spec = replace(spec, init_method=self._rendezvous.init_method, local_rank=0)
         run = actor.run.remote(*map(msgspec.msgpack.encode, (spec, self._node)))
         self._runs[spec.rank] = asyncio.wrap_future(run.future())
 
@@ -109,7 +110,7 @@ class RayActors(Launcher):
         if not run.done():
             return head.result()
         error = run.exception()
-        return f"exited with code {run.result()}" if error is None else _describe(error)
+        return f"exited with code {run.result()}" if error is None else _describe_death(error)
 
     def where(self, rank: int) -> str:
         return f"host {self._hosts[rank // self._ranks]}"
@@ -120,7 +121,7 @@ class RayActors(Launcher):
 
     async def close(self) -> None:
         if self._group is not None:
-            await give_back(self._group)
+            await release(self._group)
         if self._head is not None:
             self._head.cancel()
             await asyncio.wait([self._head])
@@ -133,11 +134,11 @@ def _listen(socket: zmq.asyncio.Socket, address: str) -> NodeAddress:
     return NodeAddress(f"tcp://{address}:{port}", key.decode())
 
 
-def _environment() -> dict[str, str]:
+def _inherited_environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key.startswith(_INHERITED)}
 
 
-def _describe(error: BaseException) -> str:
+def _describe_death(error: BaseException) -> str:
     if isinstance(error, ActorUnavailableError):
         return "was lost: its host, or the raylet there, is gone"
     # Ray's last line has what it knows of the cause, and then general advice.
@@ -184,7 +185,7 @@ def connect(address: str | None) -> None:
             log_to_driver=False,  # ranks log to their node themselves
         )
     except ConnectionError as error:
-        raise _absent(str(error)) from error
+        raise _no_cluster(str(error)) from error
 
 
 def _probe(address: str) -> None:
@@ -193,10 +194,10 @@ def _probe(address: str) -> None:
     try:
         create_connection((host, int(port)), timeout=_PROBE).close()
     except (OSError, ValueError) as error:
-        raise _absent(f"{address}: {error}") from error
+        raise _no_cluster(f"{address}: {error}") from error
 
 
-def _absent(reason: str) -> ConfigError:
+def _no_cluster(reason: str) -> ConfigError:
     return ConfigError(
         f"there is no Ray cluster ({reason}): run `ray start --head` on one host and "
         "`ray start --address HOST:6379` on the others, and pass --ray-address HOST:6379"
@@ -212,10 +213,10 @@ async def reserve(stages: int, ranks: int, unit: str) -> PlacementGroup:
     """
     group = placement_group([{unit: ranks}] * stages, strategy="SPREAD")
     try:
-        if not await _granted(group):
+        if not await _placed(group):
             raise ConfigError(
-                f"Ray has no room for {stages} x {ranks} {unit} within {_ROOM:.0f} s, each "
-                f"{ranks} of a stage on one host; {_room(unit)}: add hosts, or lower "
+                f"Ray has no room for {stages} x {ranks} {unit} within {_PLACEMENT_TIMEOUT:.0f} s, "
+                f"each {ranks} of a stage on one host; {_resources(unit)}: add hosts, or lower "
                 "--tensor-parallel-size or --pipeline-parallel-size"
             )
     except BaseException:
@@ -224,15 +225,15 @@ async def reserve(stages: int, ranks: int, unit: str) -> PlacementGroup:
     return group
 
 
-async def _granted(group: PlacementGroup) -> bool:
-    deadline = asyncio.get_running_loop().time() + _ROOM
+async def _placed(group: PlacementGroup) -> bool:
+    deadline = asyncio.get_running_loop().time() + _PLACEMENT_TIMEOUT
     while not await asyncio.to_thread(group.wait, timeout_seconds=1):
         if asyncio.get_running_loop().time() > deadline:
             return False
     return True
 
 
-def _room(unit: str) -> str:
+def _resources(unit: str) -> str:
     hosts = [
         f"{node['NodeManagerAddress']} has {node['Resources'].get(unit, 0):g}"
         for node in ray.nodes()
@@ -251,19 +252,19 @@ def hosts_of(group: PlacementGroup) -> list[str]:
     return [addresses[nodes[stage]] for stage in sorted(nodes)]
 
 
-async def give_back(group: PlacementGroup) -> None:
+async def release(group: PlacementGroup) -> None:
     """Ends what was reserved, and what runs there. A cluster without a head is not asked, which
     would take a minute; it forgets a driver that is gone."""
     if await _head_answers():
         remove_placement_group(group)
 
 
-async def head_lost() -> str:
+async def wait_for_lost_head() -> str:
     """Returns once the cluster's head does not answer any more: it can end nothing then, and
     after a minute Ray ends everything that knew it."""
     misses = 0
-    while misses < _MISSES:
-        await asyncio.sleep(_BEAT)
+    while misses < _HEAD_MISSES:
+        await asyncio.sleep(_HEAD_INTERVAL)
         misses = 0 if await _head_answers() else misses + 1
     return f"lost Ray's head at {_head()}"
 

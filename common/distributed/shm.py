@@ -103,12 +103,6 @@ class ShmCommunicator(GlooCommunicator):
             name = f"rank {self.context.ranks[peer]}"
             raise NodeError(f"{name} sends {sent} bytes, not {expected}", code="RANKS_DISAGREE")
 
-    def gather(self, tensor: Tensor, dst: int) -> Tensor | None:
-        if self.context.rank == dst:
-            return self.all_gather(tensor)
-        self._rounds(tensor.view(-1), lambda slots, part: None)
-        return None
-
     def broadcast(self, tensor: Tensor, src: int) -> None:
         whole, mine = tensor.view(-1), self.context.rank == src
 

@@ -59,14 +59,6 @@ class TorchCommunicator(DeviceCommunicator):
         self._group.alltoall_base(target, source, list(receives), list(sends), options).wait()
         return received
 
-    def gather(self, tensor: Tensor, dst: int) -> Tensor | None:
-        options = dist.GatherOptions()
-        options.rootRank = dst
-        parts = self._rows(tensor) if self.context.rank == dst else None
-        targets = [] if parts is None else [[as_bytes(part) for part in parts]]
-        self._group.gather(targets, [as_bytes(tensor)], options).wait()
-        return parts
-
     def broadcast(self, tensor: Tensor, src: int) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = src

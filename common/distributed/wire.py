@@ -88,7 +88,7 @@ def spec_path(directory: Path, rank: int) -> Path:
     return directory / f"spec.{rank}"
 
 
-def unbounded(socket: zmq.Socket) -> None:
+def remove_high_water_mark(socket: zmq.Socket) -> None:
     """No high-water mark: nothing is dropped or blocked while a peer is slow."""
     socket.set_hwm(0)
 
@@ -109,7 +109,7 @@ class _Failure:
     retryable: bool
 
 
-def typed(error: BaseException, rank: int) -> PdserveError:
+def to_pdserve_error(error: BaseException, rank: int) -> PdserveError:
     """`error` itself if it is typed, else a NodeError that names the rank and the cause. What
     nobody foresaw is logged here, where its traceback still is."""
     if isinstance(error, PdserveError):
@@ -119,7 +119,7 @@ def typed(error: BaseException, rank: int) -> PdserveError:
 
 
 def encode_failure(error: BaseException, rank: int) -> bytes:
-    known = typed(error, rank)
+    known = to_pdserve_error(error, rank)
     failure = _Failure(
         error=type(known).__name__,
         message=known.message,

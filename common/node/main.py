@@ -11,7 +11,7 @@ from typing import Any
 from pdserve.common.config.node import WorkerNodeConfig
 from pdserve.common.config.sources import parse
 from pdserve.common.core.errors import ConfigError, PdserveError
-from pdserve.common.core.host import allow_open_files, refusals
+from pdserve.common.core.host import host_errors_as_config_errors, raise_open_file_limit
 from pdserve.common.core.plugins import import_string
 from pdserve.common.obs.logging import setup_logging
 from pdserve.common.obs.process import exit_within
@@ -29,8 +29,8 @@ def run_node(role: str, node: str, description: str, argv: Sequence[str] | None 
     setup_logging(role, config.log)
     _wait_passively()
     try:
-        with refusals():
-            allow_open_files(OPEN_FILES)
+        with host_errors_as_config_errors():
+            raise_open_file_limit(OPEN_FILES)
             return asyncio.run(_serve(import_string(node), config))
     except PdserveError as error:
         logger.error("%s", error)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from pdserve.common.core.host import bind, no_port
+from pdserve.common.core.host import bind, cannot_listen
 
 _PURPOSE = ("metrics", "--metrics-port")
 
@@ -79,5 +79,5 @@ async def start_metrics_server(
     except OSError as error:
         bound.close()
         await runner.cleanup()
-        raise no_port(host, port, *_PURPOSE, error) from error
+        raise cannot_listen(host, port, *_PURPOSE, error) from error
     return MetricsServer(port=port, runner=runner)

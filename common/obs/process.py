@@ -58,7 +58,7 @@ async def serve_until_stopped(
     return 0 if stopped else 1
 
 
-def pass_on(task: asyncio.Task[None], failed: asyncio.Future[None]) -> None:
+def propagate_failure(task: asyncio.Task[None], failed: asyncio.Future[None]) -> None:
     """An exception that `task` ends with is `failed`'s, unless something failed before."""
 
     def ended(task: asyncio.Task[None]) -> None:
@@ -95,7 +95,7 @@ STOP_LIMIT = 30.0
 """Seconds from the end of the drain, or from a failure, to the end of a process: more than all that
 it waits for then, each with a limit of its own."""
 
-_TOLD = 0.5  # seconds the last line gets to leave
+_LOG_GRACE = 0.5  # seconds the last line gets to leave
 _FRAMES = 3  # of each thread's innermost ones
 
 
@@ -109,7 +109,7 @@ def exit_within(seconds: float = STOP_LIMIT) -> None:
 def _exit_after(seconds: float) -> None:
     time.sleep(seconds)
     logger.critical("did not stop within %.0f s, exits by force; threads: %s", seconds, _threads())
-    time.sleep(_TOLD)
+    time.sleep(_LOG_GRACE)
     os._exit(1)
 
 

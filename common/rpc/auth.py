@@ -147,7 +147,7 @@ def check_role(roles: frozenset[str], method: str) -> None:
         raise _refusal(f"{who} may not call {method}", _ROLES)
 
 
-def missing_here() -> ClusterAuthError:
+def no_key_here() -> ClusterAuthError:
     """For a call that shows a token to a server without a key, which could not answer in kind."""
     return _refusal("the call shows a cluster key, and this server has none", _SAME_KEY)
 

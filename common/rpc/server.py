@@ -22,7 +22,7 @@ from pdserve.common.rpc.auth import (
     ClusterKey,
     caller_var,
     check_role,
-    missing_here,
+    no_key_here,
 )
 from pdserve.common.rpc.status import abort
 from pdserve.common.rpc.tls import TLS, certified_roles
@@ -131,7 +131,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         if self._key is not None:
             return self._key.check(token, method, self.address)
         if token is not None:
-            raise missing_here()
+            raise no_key_here()
         return None
 
     def _certified(self, handler: Handler, method: str) -> Handler:

@@ -100,7 +100,7 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     model_spec, max_model_len = _read_model(engine)
     environment, state = _init_distributed(spec, engine, device)
     replicas = engine.parallel.data_parallel_size
-    _set_threads(engine.parallel.cpu_threads, replicas * environment.num_neighbours)
+    _set_threads(engine.parallel.cpu_threads, replicas * environment.local_world_size)
     extension_config = config.extension and resolve_host(config.extension, environment)
     dtype = choose_dtype(engine.model.dtype, model_spec.dtype, device)
     # Each host chooses by what its CPU can do, and reads its own copy of the folder.
@@ -163,9 +163,9 @@ class ModelWorker:
 # ---- the stages of build_worker ----
 
 
-def _set_threads(requested: int, num_neighbours: int) -> None:
-    """`num_neighbours` ranks share the cores that this process may use."""
-    torch.set_num_threads(requested or max(1, usable_cores() // num_neighbours))
+def _set_threads(requested: int, local_world_size: int) -> None:
+    """`local_world_size` ranks share the cores that this process may use."""
+    torch.set_num_threads(requested or max(1, usable_cores() // local_world_size))
 
 
 def resolve_host(config: ExtensionConfig, environment: DistributedEnvironment) -> ExtensionConfig:

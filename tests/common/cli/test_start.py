@@ -25,7 +25,7 @@ from pdserve.common.cli.main import main
 from pdserve.common.config.node import NodeConfig
 from pdserve.common.core import host
 from pdserve.common.core.errors import ConfigError
-from pdserve.common.core.host import allow_open_files, refusals
+from pdserve.common.core.host import host_errors_as_config_errors, raise_open_file_limit
 from pdserve.common.demo_model import embedded
 from pdserve.common.distributed import environment
 from pdserve.common.distributed.environment import DistributedEnvironment
@@ -109,7 +109,7 @@ def test_a_shell_s_usual_limit_of_files_is_raised() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-        allow_open_files(300)
+        raise_open_file_limit(300)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(hard, host.AMPLE_FILES)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -126,14 +126,14 @@ def test_a_shell_s_usual_limit_of_files_is_raised() -> None:
     ],
 )
 def test_a_refusal_of_the_host_says_the_mend(number: int, mend: str) -> None:
-    with pytest.raises(ConfigError) as raised, refusals():
+    with pytest.raises(ConfigError) as raised, host_errors_as_config_errors():
         raise OSError(number, os.strerror(number), "/models/x/config.json")
     assert raised.value.message.startswith("/models/x/config.json: ")
     assert mend in raised.value.message
 
 
 def test_a_defect_is_no_refusal() -> None:
-    with pytest.raises(BrokenPipeError), refusals():
+    with pytest.raises(BrokenPipeError), host_errors_as_config_errors():
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
 

@@ -102,7 +102,6 @@ def test_a_group_of_one_needs_nobody() -> None:
     assert group.all_reduce(tensor) is tensor
     assert group.all_gather(tensor, dim=0) is tensor
     assert group.reduce_scatter(tensor, dim=0) is tensor
-    assert group.gather(tensor) is tensor
     assert group.broadcast(tensor) is tensor
     group.agree(1, "it")
     group.barrier()

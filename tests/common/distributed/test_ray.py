@@ -21,7 +21,7 @@ from pdserve.common.core.errors import ConfigError, NodeError
 from pdserve.common.distributed import wire
 from pdserve.common.distributed.environment import (
     DistributedEnvironment,
-    MeetingPoint,
+    Rendezvous,
     init_distributed_environment,
 )
 from pdserve.common.distributed.launch import choose_backend, make_executor
@@ -75,13 +75,13 @@ def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_meet_at_a_store_of_the_node() -> None:
-    meeting = MeetingPoint("127.0.0.1")
+    meeting = Rendezvous("127.0.0.1")
     with ThreadPoolExecutor(4) as pool:
         join = [
             pool.submit(init_distributed_environment, r, 4, meeting.init_method) for r in range(4)
         ]
         environments = [each.result() for each in join]
-    assert all(len(each.hosts) == 4 and each.num_neighbours == 4 for each in environments)
+    assert all(len(each.hosts) == 4 and each.local_world_size == 4 for each in environments)
     assert {each.address for each in environments} == {"127.0.0.1"}
 
 
@@ -223,7 +223,7 @@ async def test_a_start_that_fails_leaves_nothing() -> None:
 
 @pytest.mark.usefixtures("all_free")
 async def test_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_executor, "_ROOM", 0.5)
+    monkeypatch.setattr(ray_executor, "_PLACEMENT_TIMEOUT", 0.5)
     with pytest.raises(
         ConfigError, match=r"no room for 1 x 3 CPU .* has 2, .* has 2; free in all: 4"
     ):

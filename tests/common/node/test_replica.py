@@ -216,8 +216,8 @@ def test_cores_are_shared_by_the_ranks_of_all_replicas(monkeypatch: pytest.Monke
     threads: list[int] = []
     monkeypatch.setattr(worker, "usable_cores", lambda: 16)
     monkeypatch.setattr(worker.torch, "set_num_threads", threads.append)
-    worker._set_threads(0, num_neighbours=4)
-    worker._set_threads(3, num_neighbours=4)
+    worker._set_threads(0, local_world_size=4)
+    worker._set_threads(3, local_world_size=4)
     assert threads == [4, 3]
 
 
