@@ -13,6 +13,7 @@ import pytest
 from paths import ROOT
 from pdserve.common.config.sources import ROLE_CONFIGS, options
 from pdserve.common.obs.metrics import RouterMetrics
+from test_architecture import ALLOWED
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
@@ -141,7 +142,7 @@ def test_modules_in_the_pages_exist(page: Path) -> None:
             assert path.is_dir() or path.with_suffix(".py").is_file(), name
 
 
-@pytest.mark.parametrize("name", ["internals.md", "write-a-connector.md"])
+@pytest.mark.parametrize("name", ["internals.md", "where-do-i-add.md", "write-a-connector.md"])
 def test_names_in_the_pages_are_in_the_code(name: str, code: dict[str, str]) -> None:
     """Classes, their methods and constants, in backticks."""
     page = (ROOT / "docs" / name).read_text(encoding="utf-8")
@@ -149,6 +150,18 @@ def test_names_in_the_pages_are_in_the_code(name: str, code: dict[str, str]) -> 
     words = re.findall(r"`([A-Z]\w+(?:\.\w+)*)(?:\(.*?\))?`", page)
     known = {"".join(found) for text in code.values() for found in DEFINED.findall(text)}
     assert [w for w in words if not known.issuperset(w.split("."))] == []
+
+
+def test_the_table_of_rooms_is_the_one_that_is_held() -> None:
+    """Which package may import which: `test_architecture.py` has the same."""
+    page = (ROOT / "docs" / "internals.md").read_text(encoding="utf-8")
+    table = page.partition("## Rooms")[2].partition("## ")[0]
+    rooms = {}
+    for row in re.findall(r"^\| `[a-z_.]+[a-z]` .*", table, re.M):
+        _, room, *_, imports, _ = row.split("|")
+        names = re.findall(r"`(\w+)`", imports)
+        rooms[room.strip(" `")] = {n if n in SOURCES else f"common.{n}" for n in names}
+    assert rooms == ALLOWED
 
 
 def test_files_named_in_the_code_exist(files: set[str]) -> None:
