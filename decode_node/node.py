@@ -10,7 +10,7 @@ import grpc
 from pdserve.common.core.errors import Blame
 from pdserve.common.core.request import GenerateJob
 from pdserve.common.engine.messages import RankReady
-from pdserve.common.node.node import EngineNode
+from pdserve.common.node.engine_node import EngineNode
 from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc

@@ -11,7 +11,7 @@ from pdserve.common.config.node import WorkerNodeConfig
 from pdserve.common.core.errors import Blame
 from pdserve.common.core.request import GenerateJob, TokenEvent
 from pdserve.common.engine.messages import RankReady
-from pdserve.common.node.node import EngineNode
+from pdserve.common.node.engine_node import EngineNode
 from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc

@@ -76,12 +76,12 @@ def weights_revision(folder: Path, load_format: str = "auto", seed: int = 0) -> 
         return digest.hexdigest()
     for path in weight_files(folder):
         digest.update(path.name.encode())
-        for part in _telling_parts(path):
+        for part in _revision_parts(path):
             digest.update(part)
     return digest.hexdigest()
 
 
-def _telling_parts(path: Path) -> list[bytes]:
+def _revision_parts(path: Path) -> list[bytes]:
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_HEADER_LENGTH_BYTES), "little")

@@ -63,7 +63,7 @@ class Attention:
         if self.qk_norms:
             q, k = qk.split((heads, kv_heads), dim=1)
             qk = torch.cat((self.qk_norms[0](q), self.qk_norms[1](k)), dim=1)
-        q, k = rotate(qk, cos, sin).split((heads, kv_heads), dim=1)
+        q, k = apply_rotary(qk, cos, sin).split((heads, kv_heads), dim=1)
         return q, k, v
 
     def shards(self) -> Iterator[Shard]:
@@ -210,7 +210,7 @@ class RotaryEmbedding:
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Heads `x` [T, H, D] turned by the step's angles."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -26,7 +26,7 @@ from pdserve.common.planning.kv_budget import (
     gpu_cache_bytes,
     plan_num_blocks,
 )
-from pdserve.common.worker.runner import ModelRunner, StageLink, made_up_blocks
+from pdserve.common.worker.runner import ModelRunner, StageLink, num_dummy_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ def _peak_of_largest_step(
 ) -> int:
     """Bytes torch holds at most, weights included, during the largest step there can be."""
     step = (config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs)
-    blocks = made_up_blocks(*step, block_size=shape.block_size)
+    blocks = num_dummy_blocks(*step, block_size=shape.block_size)
     cache = KVCache.allocate(resized(shape, blocks), device)
     torch.cuda.reset_peak_memory_stats(device)
     ModelRunner(model, cache.tensor, device, True, link).warm_up(*step)

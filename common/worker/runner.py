@@ -71,7 +71,7 @@ class ModelRunner:
     def _expert_load(self) -> ExpertLoad | None:
         """Of the step just computed; only the rank that answers tells."""
         loads = self.model.expert_loads() if self.samples else None
-        return None if loads is None else fold(loads, self.model.expert_parallel_size)
+        return None if loads is None else summarize_loads(loads, self.model.expert_parallel_size)
 
     def _inputs(self, token_ids: list[int]) -> torch.Tensor:
         """What the stage begins with."""
@@ -84,9 +84,9 @@ class ModelRunner:
         return self._link
 
     def warm_up(self, num_tokens: int, num_seqs: int) -> None:
-        """Runs a made-up step, so that kernels are chosen and memory is taken before the first
+        """Runs a dummy step, so that kernels are chosen and memory is taken before the first
         request. Overwrites the first blocks of the cache: call it while none is held."""
-        self.run(made_up_batch(num_tokens, num_seqs, block_size=self.cache.shape[4]))
+        self.run(dummy_batch(num_tokens, num_seqs, block_size=self.cache.shape[4]))
 
 
 class StageLink:
@@ -150,11 +150,11 @@ def flatten(sequences: tuple[StepSequence, ...], block_size: int) -> FlatBatch:
     return FlatBatch(token_ids, positions, attention, sampled, last_rows)
 
 
-def made_up_batch(num_tokens: int, num_seqs: int, block_size: int) -> StepBatch:
+def dummy_batch(num_tokens: int, num_seqs: int, block_size: int) -> StepBatch:
     """`num_seqs` prompts of together at least `num_tokens` tokens, all in the same
-    `made_up_blocks` blocks: what they compute does not matter."""
+    `num_dummy_blocks` blocks: what they compute does not matter."""
     length = -(-num_tokens // num_seqs)
-    blocks = tuple(range(made_up_blocks(num_tokens, num_seqs, block_size)))
+    blocks = tuple(range(num_dummy_blocks(num_tokens, num_seqs, block_size)))
     sequences = (
         StepSequence(seq_id, (0,) * length, 0, blocks, SamplingParams())
         for seq_id in range(num_seqs)
@@ -162,14 +162,14 @@ def made_up_batch(num_tokens: int, num_seqs: int, block_size: int) -> StepBatch:
     return StepBatch(0, tuple(sequences))
 
 
-def made_up_blocks(num_tokens: int, num_seqs: int, block_size: int) -> int:
+def num_dummy_blocks(num_tokens: int, num_seqs: int, block_size: int) -> int:
     return -(-num_tokens // (num_seqs * block_size))
 
 
 # ---- the experts' load ----
 
 
-def fold(loads: Tensor, ep: int) -> ExpertLoad:
+def summarize_loads(loads: Tensor, ep: int) -> ExpertLoad:
     """`loads`: int64 `[layers, experts]`, tokens that visited each expert; `ep` ranks hold equal
     shares of the experts."""
     by_rank = loads.sum(0).view(ep, -1).sum(1)

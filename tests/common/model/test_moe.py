@@ -28,7 +28,7 @@ from pdserve.common.model.decoder import CausalLM
 from pdserve.common.model.moe import FusedExperts, MoE, grouped_linear
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.node.model_facts import ModelFacts
-from pdserve.common.worker.runner import ModelRunner, fold, made_up_batch
+from pdserve.common.worker.runner import ModelRunner, dummy_batch, summarize_loads
 from tiny_engine import (
     CPU,
     load,
@@ -180,13 +180,13 @@ def test_a_token_is_computed_alike_in_any_company() -> None:
 
 def test_loads_are_folded_into_a_few_numbers() -> None:
     loads = torch.tensor([[4, 4, 4, 4], [16, 0, 0, 0]])
-    assert fold(loads, ep=2) == ExpertLoad((24, 8), balancedness=(1.0 + 0.25) / 2)
+    assert summarize_loads(loads, ep=2) == ExpertLoad((24, 8), balancedness=(1.0 + 0.25) / 2)
 
 
 @pytest.mark.parametrize(("samples", "sampled"), [(True, True), (True, False), (False, True)])
 def test_the_rank_that_answers_tells_what_experts_did(samples: bool, sampled: bool) -> None:
     model = load(MODELS / "qwen2-moe")  # one of 4 layers is dense
-    batch = made_up_batch(num_tokens=6, num_seqs=2, block_size=16)
+    batch = dummy_batch(num_tokens=6, num_seqs=2, block_size=16)
     if not sampled:
         batch = replace(
             batch, sequences=tuple(replace(each, sampling=None) for each in batch.sequences)
@@ -202,7 +202,7 @@ def test_the_rank_that_answers_tells_what_experts_did(samples: bool, sampled: bo
 
 def test_a_dense_model_tells_nothing() -> None:
     model = load(MODELS / "llama-gqa")
-    output = ModelRunner(model, new_cache(model), CPU, True).run(made_up_batch(4, 1, 16))
+    output = ModelRunner(model, new_cache(model), CPU, True).run(dummy_batch(4, 1, 16))
     assert output.experts is None
 
 

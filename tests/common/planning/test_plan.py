@@ -40,7 +40,7 @@ from pdserve.common.model.stages import Stage, pipeline_stages
 from pdserve.common.planning.footprint import DTYPE_BYTES, Footprint, Matrix, overhead
 from pdserve.common.planning.role_plan import RolePlan
 from pdserve.common.worker import kv_cache
-from pdserve.common.worker.runner import ModelRunner, made_up_blocks
+from pdserve.common.worker.runner import ModelRunner, num_dummy_blocks
 from pdserve.common.worker.worker import WorkerConfig, worker_specs
 from tiny_engine import single_threaded_inference
 
@@ -413,7 +413,7 @@ def peak_of_step(
     )
     owners: Any = SimpleNamespace(rank=0, size=ep)
     model = CausalLM(spec, Sharding(group, CPU, getattr(torch, dtype), Replicated(owners)))
-    blocks = made_up_blocks(tokens, sequences, block_size=16)
+    blocks = num_dummy_blocks(tokens, sequences, block_size=16)
     shape = (spec.num_layers, 2, blocks, model.attention.shape.num_kv_heads, 16, spec.head_dim)
     cache = torch.zeros(shape, dtype=model.dtype)
     with LiveBytes([cache, *(shard.target for shard in model.shards())]) as live:

@@ -18,7 +18,7 @@ from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.distributed.launch import make_executor
 from pdserve.common.engine.messages import RankReady, SequenceDelta
 from pdserve.common.worker.input_batch import StepSequence
-from pdserve.common.worker.runner import flatten, made_up_batch
+from pdserve.common.worker.runner import dummy_batch, flatten
 from pdserve.common.worker.worker import WorkerConfig, worker_specs
 from whole_steps import Steps, whole
 
@@ -149,7 +149,7 @@ def test_flatten_names_positions_and_last_rows() -> None:
 
 
 def test_made_up_batch_is_as_large_as_asked() -> None:
-    batch = made_up_batch(num_tokens=100, num_seqs=8, block_size=4)
+    batch = dummy_batch(num_tokens=100, num_seqs=8, block_size=4)
     assert len(batch.sequences) == 8
     assert sum(len(sequence.token_ids) for sequence in batch.sequences) >= 100
     for sequence in batch.sequences:
