@@ -11,7 +11,6 @@ import msgspec
 
 from pdserve.common.config.node import EngineConfig
 from pdserve.common.config.shared import LogConfig
-from pdserve.common.core.errors import ConfigError
 from pdserve.common.distributed.executor import Executor
 from pdserve.common.distributed.launch import make_executor
 from pdserve.common.engine.block_pool import BlockPool
@@ -43,20 +42,18 @@ class Ranks:
     ) -> Ranks:
         """Raises ConfigError or NodeError when a rank cannot start; nothing is left then."""
         parallel = replace(engine.parallel, device=facts.device)  # of all hosts
-        engine = replace(engine, parallel=parallel)
-        specs = worker_specs(WorkerConfig(engine, extension), role, log, replica)
+        config = WorkerConfig(replace(engine, parallel=parallel), extension)
+        specs = worker_specs(config, role, log, replica)
         executor = make_executor(specs, parallel, facts.device)
         answers = await executor.start()
         ready = tuple(msgspec.msgpack.decode(answer, type=RankReady) for answer in answers)
         cache = ready[0].cache
         pool = BlockPool(cache.num_blocks, cache.block_size, engine.cache.enable_prefix_caching)
-        if pool.blocks_for(facts.max_model_len) > pool.num_blocks:
-            raise ConfigError(f"{pool.num_blocks} KV blocks cannot hold one sequence")
         scheduler = Scheduler(
             pool,
             engine.scheduler,
             facts.spec.eos_token_ids,
-            micro_batches=engine.parallel.pipeline_parallel_size,
+            micro_batches=parallel.pipeline_parallel_size,
         )
         return cls(executor, ready, scheduler)
 

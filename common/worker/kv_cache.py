@@ -114,7 +114,7 @@ def _allocate_shared(shape: CacheShape) -> tuple[int, torch.Tensor]:
     return fd, tensor.view(dimensions(shape))
 
 
-def allocate(
+def build_cache(
     engine: EngineConfig,
     shape: CacheShape,
     max_model_len: int,

@@ -36,7 +36,7 @@ from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.stages import stages_of
 from pdserve.common.planning.kv_budget import format_bytes
 from pdserve.common.worker.input_batch import InputBatch
-from pdserve.common.worker.kv_cache import KVCache, allocate, available_bytes, cache_shape
+from pdserve.common.worker.kv_cache import KVCache, available_bytes, build_cache, cache_shape
 from pdserve.common.worker.runner import ModelRunner, StageLink
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     link = StageLink(state, model_spec.hidden_size, dtype)
     shape = cache_shape(model, engine, state.tp)
     room = available_bytes(engine, model, shape, max_model_len, device, link)
-    cache = allocate(engine, shape, max_model_len, room, state.world, device)
+    cache = build_cache(engine, shape, max_model_len, room, state.world, device)
     samples = spec.rank == spec.answer_rank
     runner = ModelRunner(model, cache.tensor, device, samples, link)
     _warm_up(runner, engine)
