@@ -45,6 +45,7 @@ class Tokenizer:
         # Left on, these would be switched off by the first call: a write that threads race for.
         self._backend.no_truncation()
         self._backend.no_padding()
+        self._backend.encode_special_tokens = hf.split_special_tokens
         added = self._backend.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._special = frozenset(i for i, token in added.items() if token.special)
@@ -98,8 +99,9 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids; `add_special_tokens` runs the post-processor, which gives a BOS where the
         model wants one."""
-        encoded = self._hf(text, add_special_tokens=add_special_tokens, verbose=False)
-        return tuple(encoded["input_ids"])
+        # As a batch: that leaves other threads the interpreter meanwhile.
+        (encoded,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        return tuple(encoded.ids)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of the ids; bytes that are no UTF-8 become U+FFFD. Ids past the vocabulary

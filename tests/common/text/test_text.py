@@ -48,6 +48,13 @@ def test_text_survives_the_round_trip(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
 
 
+@pytest.mark.parametrize("text", ["", " ", "a", TEXT, "<|x|>" * 3, "hello\n\n 🙂" * 50, "\x00"])
+def test_texts_are_encoded_as_transformers_encodes_them(tokenizer: Tokenizer, text: str) -> None:
+    for special in (True, False):
+        expected = tokenizer._hf(text, add_special_tokens=special)["input_ids"]
+        assert tokenizer.encode(text, special) == tuple(expected)
+
+
 def test_bos_comes_from_the_post_processor(byte_level: Tokenizer, byte_fallback: Tokenizer) -> None:
     assert byte_level.encode("") == ()
     (bos,) = byte_fallback.encode("")
