@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from pdserve.common.core.errors import InvalidRequest
@@ -41,10 +41,12 @@ def make_sampling(given: Mapping[str, Any], model: ServedModel, max_tokens: int)
 
 def _for_nodes(parameter: Parameter, value: Any) -> Any:
     """The value as SamplingParams holds it."""
-    if parameter.kind in (Kind.TOKEN_IDS, Kind.BIASES):
+    if isinstance(value, Collection):
         parameter.check_count(value)  # before anything is made of them: they may be millions
     if parameter.kind is Kind.TOKEN_IDS:
         return tuple(value)
+    if parameter.kind is Kind.TOKEN_ID_LISTS:  # over HTTP lists, over gRPC messages
+        return tuple(tuple(getattr(each, "ids", each)) for each in value)
     if parameter.kind is Kind.BIASES:
         try:
             return {int(key): bias for key, bias in value.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
@@ -27,7 +27,9 @@ class Kind(StrEnum):
     BOOLEAN = "boolean"
     TEXT = "string"
     TEXT_OR_TEXTS = "string or strings"
+    TEXTS = "strings"
     TOKEN_IDS = "token ids"
+    TOKEN_ID_LISTS = "lists of token ids"
     BIASES = "token id (as a string) → number"
     OBJECT = "object"
 
@@ -49,7 +51,7 @@ class Parameter:
     positive: bool = False  # 0 itself is out of range
     fewest: int = 0  # entries, where a client names the parameter at all
     most: int = 0
-    longest: int = 0  # characters of an entry, which has one at least
+    longest: int = 0  # characters (tokens) of an entry, which has one at least
     default: str = ""  # in words, where it is not that of SamplingParams' field
     meaning: str = ""
     http: bool = True  # both endpoints take it, as it is here; false: only gRPC does
@@ -64,23 +66,25 @@ class Parameter:
         if self.kind is Kind.BIASES:
             for bias in value.values():
                 self.check_range(bias)
+        if self.kind is Kind.TOKEN_ID_LISTS:
+            self.check_count(value)
+            for token_ids in value:
+                self.check_length(token_ids)
+                check_token_ids(token_ids, vocab_size, self.name)
 
     def check_range(self, value: float) -> None:
         check_range(self.name, value, self.low, self.high, self.positive)
 
     def check_count(self, given: Collection[object]) -> None:
-        what = "tokens" if self.kind in (Kind.TOKEN_IDS, Kind.BIASES) else "strings"
-        if len(given) > self.most:
-            raise InvalidRequest(f"{self.name} takes at most {self.most} {what}", param=self.name)
-        if len(given) < self.fewest:
-            raise InvalidRequest(
-                f"{self.name} takes at least {self.fewest} {what}", param=self.name
-            )
+        if not self.fewest <= len(given) <= self.most:
+            bound = f"most {self.most}" if len(given) > self.most else f"least {self.fewest}"
+            raise InvalidRequest(f"{self.name} takes at {bound}", param=self.name)
 
-    def check_length(self, text: str) -> None:
-        if not 0 < len(text) <= self.longest:
+    def check_length(self, entry: Sequence[object]) -> None:
+        if not 0 < len(entry) <= self.longest:
+            what = "characters" if isinstance(entry, str) else "tokens"
             raise InvalidRequest(
-                f"{self.name} must have 1 to {self.longest} characters", param=self.name
+                f"{self.name} must have 1 to {self.longest} {what}", param=self.name
             )
 
 

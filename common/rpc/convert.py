@@ -27,9 +27,11 @@ _FINISH_FROM_PB = {value: key for key, value in _FINISH_TO_PB.items()}
 
 
 def sampling_to_pb(params: SamplingParams) -> inference.SamplingParams:
-    return inference.SamplingParams(
-        **{each.name: getattr(params, each.name) for each in SAMPLING_PARAMETERS}
-    )
+    values = {each.name: getattr(params, each.name) for each in SAMPLING_PARAMETERS}
+    for each in SAMPLING_PARAMETERS:
+        if each.kind is Kind.TOKEN_ID_LISTS:
+            values[each.name] = [inference.TokenIds(ids=ids) for ids in values[each.name]]
+    return inference.SamplingParams(**values)
 
 
 def sampling_from_pb(message: inference.SamplingParams) -> SamplingParams:
@@ -46,6 +48,8 @@ def _from_pb(parameter: Parameter, message: inference.SamplingParams) -> Any:
     match parameter.kind:
         case Kind.TOKEN_IDS:
             return tuple(value)
+        case Kind.TOKEN_ID_LISTS:
+            return tuple(tuple(each.ids) for each in value)
         case Kind.BIASES:
             return dict(value)
         case _:

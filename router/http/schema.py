@@ -49,7 +49,9 @@ TYPES: dict[Kind, Any] = {
     Kind.BOOLEAN: bool,
     Kind.TEXT: str,
     Kind.TEXT_OR_TEXTS: str | Texts,
+    Kind.TEXTS: Texts,
     Kind.TOKEN_IDS: TokenIds,
+    Kind.TOKEN_ID_LISTS: Prompts,
     Kind.BIASES: dict[str, float],
     Kind.OBJECT: dict[str, Any],
 }

@@ -33,6 +33,8 @@ WIRE_TYPES: dict[Kind, tuple[bool, set[int]]] = {  # repeated?, of which types
     Kind.NUMBER: (False, {Field.TYPE_FLOAT}),
     Kind.BOOLEAN: (False, {Field.TYPE_BOOL}),
     Kind.TEXT_OR_TEXTS: (True, {Field.TYPE_STRING}),
+    Kind.TEXTS: (True, {Field.TYPE_STRING}),
+    Kind.TOKEN_ID_LISTS: (True, {Field.TYPE_MESSAGE}),
     Kind.TOKEN_IDS: (True, {Field.TYPE_UINT32}),
     Kind.BIASES: (True, {Field.TYPE_MESSAGE}),
 }
@@ -43,7 +45,9 @@ GOOD: dict[Kind, Any] = {
     Kind.BOOLEAN: True,
     Kind.TEXT: "x",
     Kind.TEXT_OR_TEXTS: ["x"],
+    Kind.TEXTS: ["x"],
     Kind.TOKEN_IDS: [3, 4],
+    Kind.TOKEN_ID_LISTS: [[3], [4, 5]],
     Kind.BIASES: {"3": 0.5},
     Kind.OBJECT: {},
 }
@@ -53,7 +57,9 @@ FOREIGN: dict[Kind, Any] = {
     Kind.BOOLEAN: 1,
     Kind.TEXT: 1,
     Kind.TEXT_OR_TEXTS: [1],
+    Kind.TEXTS: "x",
     Kind.TOKEN_IDS: ["3"],
+    Kind.TOKEN_ID_LISTS: [3],
     Kind.BIASES: [3],
     Kind.OBJECT: [],
 }
@@ -93,6 +99,9 @@ def out_of_range(parameter: Parameter) -> list[Any]:
         case Kind.BIASES:
             many = dict.fromkeys(range(parameter.most + 1), 0.0)
             return [{VOCAB: 0.0}, {-1: 0.0}, many, *({1: float(n)} for n in numbers)]
+        case Kind.TOKEN_ID_LISTS:
+            long = (1,) * (parameter.longest + 1)
+            return [((VOCAB,),), ((1,), (-1,)), ((),), (long,), ((1,),) * (parameter.most + 1)]
         case _:
             return []
 
@@ -113,6 +122,8 @@ def test_a_field_holds_what_its_row_allows(parameter: Parameter) -> None:
         entry = field.message_type
         assert entry.GetOptions().map_entry
         assert [f.type for f in entry.fields] == [Field.TYPE_UINT32, Field.TYPE_FLOAT]
+    if parameter.kind is Kind.TOKEN_ID_LISTS:
+        assert field.message_type is pb.TokenIds.DESCRIPTOR
     if parameter.kind in (Kind.INTEGER, Kind.NUMBER):
         assert field.has_presence, "absent is not 0"
         for bound in (parameter.low, parameter.high):
