@@ -19,7 +19,7 @@ from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.node import SchedulerConfig, WorkerNodeConfig
 from pdserve.common.config.router import RouterConfig, RoutingConfig
 from pdserve.common.config.sources import Option, options
-from pdserve.common.core.sampling import PARAMETERS, Parameter, SamplingParams
+from pdserve.common.core.sampling import PARAMETERS, Kind, Parameter, SamplingParams
 from pdserve.common.engine.block_pool import BlockPool
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.node.load import SchedulerCollector
@@ -124,13 +124,15 @@ def _sampling_default(each: Parameter) -> str:
 
 
 def _range(each: Parameter) -> str:
-    values, characters = "", f"1 … {each.longest} characters" if each.longest else ""
+    unit = "tokens" if each.kind is Kind.TOKEN_ID_LISTS else "characters"
+    values, length = "", f"1 … {each.longest} {unit}" if each.longest else ""
     if each.low is not None and each.high is not None:
         low, high = _bound(each.low), _bound(each.high)
         values = f"({low}, {high}]" if each.positive else f"{low} … {high}"
     if not each.most:
-        return values or characters
-    return ", each ".join(filter(None, (f"up to {each.most}", values or characters)))
+        return values or length
+    count = f"{each.fewest} … {each.most}" if each.fewest else f"up to {each.most}"
+    return ", each ".join(filter(None, (count, values or length)))
 
 
 def _bound(value: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from pdserve.common.core.errors import InvalidRequest
@@ -18,7 +19,7 @@ from pdserve.common.core.sampling import (
 )
 from pdserve.router.served_model import ServedModel
 
-STOP = PARAMETERS["stop"]
+STOP, BAD_WORDS = PARAMETERS["stop"], PARAMETERS["bad_words"]
 
 
 def make_sampling(given: Mapping[str, Any], model: ServedModel, max_tokens: int) -> SamplingParams:
@@ -33,10 +34,33 @@ def make_sampling(given: Mapping[str, Any], model: ServedModel, max_tokens: int)
         for each in SAMPLING_PARAMETERS
         if given.get(each.name) is not None
     }
+    if words := given.get("bad_words"):
+        BAD_WORDS.check_count(words)
+        sequences = _encode_words(model, tuple(words))
+        values["bad_words_token_ids"] = (*values.get("bad_words_token_ids", ()), *sequences)
     values = {"seed": secrets.randbits(63), **values, "max_tokens": max_tokens}
     params = SamplingParams(**values)
     check_sampling(params, model.vocab_size)
     return params
+
+
+@lru_cache(maxsize=32)  # the prompts of a body have the same, and so have a client's requests
+def _encode_words(model: ServedModel, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """Each word as it begins a text and as it follows a space: mostly other tokens."""
+    sequences: dict[tuple[int, ...], None] = {}
+    longest = PARAMETERS["bad_words_token_ids"].longest
+    for word in words:
+        BAD_WORDS.check_length(text := word.lstrip())
+        BAD_WORDS.check_length(word)
+        for form in (text, f" {text}"):
+            token_ids = model.tokenizer.encode(form, add_special_tokens=False)
+            if len(token_ids) > longest:
+                raise InvalidRequest(
+                    f"a word of bad_words has {len(token_ids)} tokens, more than {longest}",
+                    param=BAD_WORDS.name,
+                )
+            sequences[token_ids] = None
+    return tuple(each for each in sequences if each and max(each) < model.vocab_size)
 
 
 def _for_nodes(parameter: Parameter, value: Any) -> Any:

@@ -16,6 +16,7 @@ MAX_TOKENS = 2**31 - 1  # to ask for; a context window is shorter
 MAX_CHOICES = 128  # of one prompt
 MAX_LOGPROBS = 20  # beside the chosen token
 MAX_TOKENS_NAMED = 1024  # in a list of token ids
+MAX_BAD_WORDS = 128  # whose encoding takes the router some 10 ms
 MAX_CACHE_SALT = 1024  # characters
 
 
@@ -137,6 +138,15 @@ PARAMETERS: dict[str, Parameter] = {
             meaning="no other token comes, be it the end; log-probabilities stay the model's",
         ),
         Parameter(
+            "bad_words", Kind.TEXTS, VLLM, 18, most=MAX_BAD_WORDS, longest=64, default="–",
+            meaning="encoded with and without a leading space; the last token of such a word does "
+            "not come where the answer ends with the others",
+        ),
+        Parameter(
+            "bad_words_token_ids", Kind.TOKEN_ID_LISTS, PDSERVE, 19, http=False,
+            most=2 * MAX_BAD_WORDS, longest=64, meaning="as `bad_words`, but tokens",
+        ),
+        Parameter(
             "logprobs", Kind.INTEGER, OPENAI, 15, low=0, high=MAX_LOGPROBS, http=False,
             meaning="the chosen token and so many of the most likely; over HTTP: see below",
         ),
@@ -173,9 +183,9 @@ in docs/clients.md are made of it; `proto/inference.proto` is compared with it b
 class SamplingParams:
     """Those that nodes must know, by the same names; `check_sampling` says whether they are valid.
 
-    Stop *strings* are not here: text exists only in the router, which ends the sequence by
-    cancelling it. `seed` is always set (the router draws one when the client gave none), so
-    that a continuation on another node draws the same numbers.
+    Texts are not here, for they exist only in the router: it encodes bad words, and ends a sequence
+    with a stop string by cancelling it. `seed` is always set (the router draws one when the client
+    gave none), so that a continuation on another node draws the same numbers.
     """
 
     max_tokens: int = 16
@@ -191,6 +201,7 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(default_factory=dict)
     stop_token_ids: tuple[int, ...] = ()
     allowed_token_ids: tuple[int, ...] = ()  # none: all
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None: not even of the chosen token
 
@@ -209,7 +220,7 @@ class SamplingParams:
     @property
     def needs_history(self) -> bool:
         """Whether choosing a token needs the tokens before it."""
-        return self.penalised
+        return self.penalised or bool(self.bad_words_token_ids)
 
 
 SAMPLING_PARAMETERS = tuple(PARAMETERS[each.name] for each in fields(SamplingParams))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ class StepSequence:
     block_table: Sequence[int] | BlockIds
     sampling: SamplingParams | None = None  # None: a chunk that is not the last; no token drawn
     counts: TokenCounts | None = None  # of prompt + output so far, only if sampling.penalised
-    banned_token_ids: tuple[int, ...] = ()  # tokens min_tokens forbids now (EOS, stop ids)
+    banned_token_ids: tuple[int, ...] = ()  # those that min_tokens or bad_words forbid now
     seed: int = 0
 
 
@@ -61,6 +62,29 @@ class TokenCounts:
 
     def _ids(self, tokens: Sequence[int]) -> torch.Tensor:
         return torch.tensor(tokens, device=self.output.device)
+
+
+class BadWords:
+    """Which tokens would complete a bad word of an output, however many words there are: a step
+    costs a look-up for each length that a word has."""
+
+    def __init__(self, words: Sequence[Sequence[int]]) -> None:
+        """`words` are token ids, each has one at least."""
+        self._last: dict[tuple[int, ...], list[int]] = {}  # by the tokens before it
+        for word in words:
+            self._last.setdefault(tuple(word[:-1]), []).append(word[-1])
+        self._lengths = sorted({len(before) for before in self._last})
+        self._recent: tuple[int, ...] = ()  # as many as the longest word needs
+
+    def add(self, output: Sequence[int]) -> None:
+        """More tokens of the output."""
+        if longest := self._lengths[-1] if self._lengths else 0:
+            self._recent = (*self._recent, *output[-longest:])[-longest:]
+
+    def banned(self) -> tuple[int, ...]:
+        start = len(self._recent)
+        found = [self._last.get(self._recent[start - n :], ()) for n in self._lengths if n <= start]
+        return tuple(chain.from_iterable(found))
 
 
 class InputBatch:
@@ -112,24 +136,37 @@ class InputBatch:
             raise _step_missed(f"sequence {delta.seq_id}: {error}") from None
 
     def _begin(self, new: NewSequence, start: int) -> _SequenceState:
-        if not (self._samples and new.sampling.penalised):
+        if not (self._samples and new.sampling.needs_history):
             return _SequenceState(new, start, None)
         if len(new.history) < start:
-            raise _step_missed("a sequence with penalties came without its history")
-        counts = TokenCounts(self._vocab_size, self._device)
-        counts.add(new.history[: new.num_prompt_tokens], new.history[new.num_prompt_tokens :])
-        return _SequenceState(new, start, counts)
+            raise _step_missed("a sequence with penalties or bad words came without its history")
+        history = _History(new.sampling, self._vocab_size, self._device)
+        history.add(new.history[: new.num_prompt_tokens], new.history[new.num_prompt_tokens :])
+        return _SequenceState(new, start, history)
+
+
+class _History:
+    """What the choice of a token must know of those before it."""
+
+    def __init__(self, params: SamplingParams, vocab_size: int, device: torch.device) -> None:
+        self.counts = TokenCounts(vocab_size, device) if params.penalised else None
+        self.words = BadWords(params.bad_words_token_ids)
+
+    def add(self, prompt: Sequence[int], output: Sequence[int]) -> None:
+        if self.counts is not None:
+            self.counts.add(prompt, output)
+        self.words.add(output)
 
 
 class _SequenceState:
     """One sequence, as far as steps have described it."""
 
-    def __init__(self, new: NewSequence, start: int, counts: TokenCounts | None) -> None:
+    def __init__(self, new: NewSequence, start: int, history: _History | None) -> None:
         self._new = new
         self._next = start  # the first position that no step has taken
         self._table = _BlockTable()
-        self._counts = counts
-        self._num_counted = len(new.history)
+        self._history = history
+        self._num_known = len(new.history)
 
     def advance(self, delta: SequenceDelta, block_size: int) -> StepSequence:
         """Raises ValueError if there is a gap."""
@@ -141,29 +178,30 @@ class _SequenceState:
         self._table.extend(delta.new_block_ids)
         if self._next > len(self._table) * block_size:
             raise ValueError(f"{len(self._table)} blocks do not hold {self._next} tokens")
-        self._count(delta)
+        self._remember(delta)
         return StepSequence(
             seq_id=delta.seq_id,
             token_ids=delta.token_ids,
             start=delta.start,
             block_table=self._table.blocks,
             sampling=self._new.sampling if delta.samples else None,
-            counts=self._counts,
+            counts=None if self._history is None else self._history.counts,
             banned_token_ids=self._banned() if delta.samples else (),
             seed=self._new.seed,
         )
 
-    def _count(self, delta: SequenceDelta) -> None:
+    def _remember(self, delta: SequenceDelta) -> None:
         """The tokens that the history did not have: they were drawn after it."""
-        if self._counts is None or self._next <= self._num_counted:
+        if self._history is None or self._next <= self._num_known:
             return
-        self._counts.add((), delta.token_ids[self._num_counted - delta.start :])
-        self._num_counted = self._next
+        self._history.add((), delta.token_ids[self._num_known - delta.start :])
+        self._num_known = self._next
 
     def _banned(self) -> tuple[int, ...]:
         num_output_tokens = self._next - self._new.num_prompt_tokens
         may_end = num_output_tokens >= self._new.sampling.min_tokens
-        return () if may_end else self._new.min_tokens_bans
+        bans = () if may_end else self._new.min_tokens_bans
+        return bans if self._history is None else bans + self._history.words.banned()
 
 
 class _BlockTable:

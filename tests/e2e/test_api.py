@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -342,6 +343,50 @@ def test_allowed_token_ids_are_the_references(cluster: Cluster, client: openai.O
     assert chat.choices[0].message.content == reference.decode(cluster.model, ids)
 
 
+def test_bad_words_do_not_come(cluster: Cluster, client: openai.OpenAI) -> None:
+    """Whole, streamed and in a chat; nor do those that come in their stead."""
+    prompt, words = tuple(reference.encode(cluster.model, PET)), list[str]()
+    chat = tuple(cluster.post("/tokenize", messages=CHAT).json()["tokens"])
+    for _ in range(4):
+        ids = reference.bad_words(cluster.model, *words)
+        spelt = reference.greedy(cluster.model, prompt, 30, bad_words=ids)
+        expected = reference.decode(cluster.model, spelt)
+        assert not [word for word in words if f" {word} " in expected]
+        options: dict[str, Any] = {"max_tokens": 30, "bad_words": words, "ignore_eos": True}
+        assert text(cluster.complete(PET, **options)) == expected
+        assert text_of(cluster.stream(PET, **options)) == expected
+        answer = client.chat.completions.create(
+            model=MODEL, messages=CHAT, max_tokens=30, temperature=0,  # type: ignore[arg-type]
+            extra_body={"bad_words": words, "ignore_eos": True},
+        )  # fmt: skip
+        spelt = reference.greedy(cluster.model, chat, 30, bad_words=ids)
+        assert answer.choices[0].message.content == reference.decode(cluster.model, spelt)
+        longest = sorted(re.findall(r" (\w+)\b", expected), key=len)
+        words += {longest[-1], longest[0]}
+    assert any(len(each) > 2 for each in ids) and any(len(each) == 1 for each in ids)
+
+
+def test_bad_words_with_other_parameters(cluster: Cluster) -> None:
+    a, b = reference.encode(cluster.model, "a")[0], reference.encode(cluster.model, "b")[0]
+    options: dict[str, Any] = {"max_tokens": 12, "allowed_token_ids": [a, b]}
+    bias = {str(b): 100}
+    # "bb" is two tokens: the second does not come after the first.
+    assert reference.encode(cluster.model, "bb") == [b, b]
+    assert text(cluster.complete(PET, **options, logit_bias=bias, bad_words=["bb"])) == "ba" * 6
+    answer = cluster.complete(
+        PET, **options, n=3, temperature=2.0, seed=5, bad_words=["bb"], stop=["aaa"], min_tokens=4
+    )
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert len(set(texts)) > 1 and not any("bb" in each for each in texts)
+    # Nothing is left to come: the client's mistake, found out with the second token.
+    nothing = {**options, "bad_words": ["a", "bb"], "logprobs": 1}
+    error = check_error(cluster.post("/v1/completions", prompt=PET, **nothing), 400, None)
+    assert "no token that may be chosen" in error["message"]
+    events = cluster.post("/v1/completions", prompt=PET, **nothing, stream=True).text
+    assert '"text":"b"' in events and '"type":"invalid_request_error"' in events
+    assert all(node["state"] == "ready" for node in cluster.nodes())
+
+
 def test_what_is_allowed_with_other_parameters(cluster: Cluster) -> None:
     a, b = reference.encode(cluster.model, "a")[0], reference.encode(cluster.model, "b")[0]
     options: dict[str, Any] = {"max_tokens": 12, "allowed_token_ids": [a, b]}
@@ -503,6 +548,13 @@ WRONG: list[tuple[dict[str, Any], int, str | None]] = [
     ({"allowed_token_ids": 5}, 400, "allowed_token_ids"),
     ({"allowed_token_ids": [5] * 1025}, 400, "allowed_token_ids"),
     ({"allowed_token_ids": [5], "min_tokens": 1, "stop_token_ids": [5]}, 400, "min_tokens"),
+    ({"bad_words": [""]}, 400, "bad_words"),
+    ({"bad_words": ["a", "  "]}, 400, "bad_words"),
+    ({"bad_words": ["x" * 65]}, 400, "bad_words"),
+    ({"bad_words": ["x"] * 129}, 400, "bad_words"),
+    ({"bad_words": ["🐶" * 64]}, 400, "bad_words"),
+    ({"bad_words": "word"}, 400, "bad_words"),
+    ({"bad_words": [5]}, 400, "bad_words[0]"),
     ({"presence_penalty": 3}, 400, "presence_penalty"),
     ({"frequency_penalty": -3}, 400, "frequency_penalty"),
     ({"repetition_penalty": 0}, 400, "repetition_penalty"),

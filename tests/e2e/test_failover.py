@@ -80,6 +80,14 @@ def sampled(cluster: WarmCluster) -> Any:
     )["choices"]  # fmt: skip
 
 
+def constrained(cluster: WarmCluster) -> Any:
+    """Two choices, drawn without some words and ids."""
+    return cluster.complete(
+        list(PROMPT), max_tokens=NUM_TOKENS, temperature=1.0, seed=9, n=2, ignore_eos=True,
+        bad_words=["the", "and", "mill", "dog", "was", "a"], allowed_token_ids=list(range(9, 500)),
+    )["choices"]  # fmt: skip
+
+
 def several(cluster: WarmCluster) -> Any:
     """Three choices at once."""
     return cluster.complete(
@@ -110,7 +118,7 @@ def over_grpc(cluster: WarmCluster) -> Any:
     return tokens
 
 
-CLIENTS = (greedy, sampled, over_grpc, several, stopped)
+CLIENTS = (greedy, sampled, over_grpc, several, stopped, constrained)
 
 
 def check(

@@ -38,6 +38,7 @@ LISTS: dict[str, tuple[Any, ...]] = {
     "stop": ("a", [" the", "x"], [""], ["y"] * 300, [1], "\ud800"),
     "stop_token_ids": ([1, 2], list(range(512)), [-1], [2**40], list(range(2000)), ["1"]),
     "allowed_token_ids": ([5, 6], [0], list(range(512)), [], [512], [-1], ["5"], [5] * 2000),
+    "bad_words": (["a"], ["the"], [], [""], [" "], "the", [1], ["x" * 65], ["y"] * 129, ["ü🐶"]),
     "logit_bias": ({"5": 100}, {"5": NAN}, {"x": 1}, {"600": 1}, {"-1": 1}, {"1": "2"}),
     "prompt": ("once", [1, 2], [[1], [2]], ["a", "b"], [], [[]], [-1], [10**9], "", [1.5]),
 }  # fmt: skip
@@ -80,6 +81,10 @@ def odd_sampling(rng: random.Random) -> pb.SamplingParams:
             setattr(sampling, name, 1)
     for _ in range(rng.choice((0, 0, 1, 3))):
         sampling.logit_bias[rng.choice((1, 5, 511, 512, 2**32 - 1))] = rng.choice(REALS)
+    for _ in range(rng.choice((0, 0, 1, 3))):
+        sampling.bad_words.append(rng.choice(("a", " the", "", "ü🐶", "x" * 65)))
+        ids = rng.choice(((5,), (5, 6), (), (512,), (5,) * 65))
+        sampling.bad_words_token_ids.append(pb.TokenIds(ids=ids))
     for _ in range(rng.choice((0, 0, 1, 3))):
         sampling.allowed_token_ids.append(rng.choice((1, 5, 5, 7, 511, 512, 2**32 - 1)))
     return sampling

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import grpc
@@ -77,6 +78,19 @@ def test_allowed_token_ids(cluster: Cluster, stub: pb_grpc.InferenceStub) -> Non
     assert tuple(tokens) == expected
 
 
+@pytest.mark.parametrize("form", ["bad_words", "bad_words_token_ids"])
+def test_bad_words(cluster: Cluster, stub: pb_grpc.InferenceStub, form: str) -> None:
+    plain = reference.greedy(cluster.model, prompt_ids(cluster), 20)
+    words = re.findall(r" (\w+)\b", reference.decode(cluster.model, plain))[:3]
+    ids = reference.bad_words(cluster.model, *words)
+    lists = [pb.TokenIds(ids=each) for each in ids]
+    given = sampling(**{form: words if form == "bad_words" else lists})
+    request = pb.GenerateRequest(text=PROMPT, sampling=given)
+    tokens = [token.id for each in stub.Generate(request, timeout=30) for token in each.tokens]
+    expected = reference.greedy(cluster.model, prompt_ids(cluster), 20, bad_words=ids)
+    assert tuple(tokens) == expected != plain
+
+
 def test_choices_and_logprobs(stub: pb_grpc.InferenceStub) -> None:
     request = pb.GenerateRequest(
         text=PROMPT, sampling=sampling(n=2, temperature=4.0, seed=4, logprobs=3)
@@ -130,6 +144,10 @@ def test_a_stop_string(cluster: Cluster, stub: pb_grpc.InferenceStub) -> None:
         (
             pb.GenerateRequest(text="a", sampling=sampling(allowed_token_ids=[5, 5000])),
             grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST", "allowed_token_ids",
+        ),
+        (
+            pb.GenerateRequest(text="a", sampling=sampling(bad_words=["fine", ""])),
+            grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST", "bad_words",
         ),
         (
             pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5000])),

@@ -37,10 +37,14 @@ class Only(LogitsProcessor):
 
 @cache
 def greedy(
-    folder: Path, prompt: tuple[int, ...], num_tokens: int, allowed: tuple[int, ...] = ()
+    folder: Path,
+    prompt: tuple[int, ...],
+    num_tokens: int,
+    allowed: tuple[int, ...] = (),
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> tuple[int, ...]:
-    """The next tokens by greedy search, of those that are `allowed` (none: all); end-of-sequence
-    tokens do not end it."""
+    """The next tokens by greedy search, of those that are `allowed` (none: all) and complete no bad
+    word; end-of-sequence tokens do not end it."""
     model, _ = load(folder)
     with torch.inference_mode():
         output = model.generate(  # type: ignore[operator]
@@ -50,9 +54,16 @@ def greedy(
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
+            bad_words_ids=list(map(list, bad_words)) or None,
             logits_processor=LogitsProcessorList([Only(allowed)] if allowed else []),
         )
     return tuple(output[0, len(prompt) :].tolist())
+
+
+def bad_words(folder: Path, *words: str) -> tuple[tuple[int, ...], ...]:
+    """The token ids of words, with and without a leading space."""
+    forms = [form for word in words for form in (word, f" {word}")]
+    return tuple(tuple(encode(folder, form)) for form in forms)
 
 
 def encode(folder: Path, text: str) -> list[int]:

@@ -176,6 +176,7 @@ async def test_every_parameter_arrives(site: Site) -> None:
         logit_bias={"5": -100}, stop="x", stop_token_ids=[3], include_stop_str_in_output=True,
         skip_special_tokens=False, logprobs=2, user="me", priority=1, best_of=2,
         response_format={"type": "text"}, stream_options=None, allowed_token_ids=[3, 4],
+        bad_words=["hell", " x"],
     )  # fmt: skip
     (request,) = site.generator.requests
     sampling = request.sampling
@@ -186,6 +187,8 @@ async def test_every_parameter_arrives(site: Site) -> None:
     assert sampling.logit_bias == {5: -100} and sampling.stop_token_ids == (3,)
     assert sampling.ignore_eos and sampling.logprobs == 2
     assert sampling.allowed_token_ids == (3, 4)
+    forms = [site.tokenizer.encode(form) for form in ("hell", " hell", "x", " x")]
+    assert sampling.bad_words_token_ids == tuple(forms)
     assert request.n == 2 and request.stop == ("x",)
     assert request.include_stop_str_in_output and not request.skip_special_tokens
 
@@ -441,6 +444,13 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"allowed_token_ids": 5}, "allowed_token_ids"),
     ({"allowed_token_ids": [5] * 1025}, "allowed_token_ids"),
     ({"allowed_token_ids": [5], "min_tokens": 1, "stop_token_ids": [5]}, "min_tokens"),
+    ({"bad_words": [""]}, "bad_words"),
+    ({"bad_words": ["a", "  "]}, "bad_words"),
+    ({"bad_words": ["x" * 65]}, "bad_words"),
+    ({"bad_words": ["x"] * 129}, "bad_words"),
+    ({"bad_words": ["🐶" * 64]}, "bad_words"),
+    ({"bad_words": "word"}, "bad_words"),
+    ({"bad_words": [5]}, "bad_words[0]"),
     ({"presence_penalty": 3}, "presence_penalty"),
     ({"frequency_penalty": -3}, "frequency_penalty"),
     ({"repetition_penalty": 0}, "repetition_penalty"),

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0finference.proto\x12\npdserve.v1\"\xa2\x05\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x05 \x01(\x05H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x11\n\x04seed\x18\x07 \x01(\x04H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\t \x01(\x02H\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\n \x01(\x02H\t\x88\x01\x01\x12=\n\nlogit_bias\x18\x0b \x03(\x0b\x32).pdserve.v1.SamplingParams.LogitBiasEntry\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\n\x88\x01\x01\x12\x0e\n\x01n\x18\x10 \x01(\rH\x0b\x88\x01\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x11 \x03(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x04\n\x02_n\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xbb\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x14.pdserve.v1.TokenIdsH\x00\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\tB\x08\n\x06prompt\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"c\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12,\n\x0ctop_logprobs\x18\x03 \x03(\x0b\x32\x16.pdserve.v1.TopLogprobB\n\n\x08_logprob\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xf9\x02\n\x08Timeline\x12\x13\n\x06queued\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x15\n\x08reserved\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x18\n\x0b\x66irst_token\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x18\n\x0btransferred\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x15\n\x08\x66inished\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x16\n\x0etransfer_bytes\x18\x07 \x01(\x04\x12\x18\n\x10transfer_seconds\x18\x08 \x01(\x01\x12\x12\n\nmigrations\x18\t \x01(\r\x12\x1d\n\x15prefill_queue_seconds\x18\n \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x0b \x01(\x01\x12\x1c\n\x14\x64\x65\x63ode_cached_tokens\x18\x0c \x01(\rB\t\n\x07_queuedB\x0b\n\t_reservedB\x0e\n\x0c_first_tokenB\x0e\n\x0c_transferredB\x0b\n\t_finished\"\xf6\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12!\n\x06tokens\x18\x03 \x03(\x0b\x32\x11.pdserve.v1.Token\x12\x0c\n\x04text\x18\x04 \x01(\t\x12/\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x06 \x01(\t\x12 \n\x05usage\x18\x07 \x01(\x0b\x32\x11.pdserve.v1.Usage\x12&\n\x08timeline\x18\x08 \x01(\x0b\x32\x14.pdserve.v1.Timeline\"\x11\n\x0fGetModelRequest\"n\n\x10GetModelResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x0c\n\x04root\x18\x05 \x01(\t*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x9b\x01\n\tInference\x12G\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12\x45\n\x08GetModel\x12\x1b.pdserve.v1.GetModelRequest\x1a\x1c.pdserve.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0finference.proto\x12\npdserve.v1\"\xe8\x05\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x05 \x01(\x05H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x11\n\x04seed\x18\x07 \x01(\x04H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\t \x01(\x02H\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\n \x01(\x02H\t\x88\x01\x01\x12=\n\nlogit_bias\x18\x0b \x03(\x0b\x32).pdserve.v1.SamplingParams.LogitBiasEntry\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\n\x88\x01\x01\x12\x0e\n\x01n\x18\x10 \x01(\rH\x0b\x88\x01\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x11 \x03(\r\x12\x11\n\tbad_words\x18\x12 \x03(\t\x12\x31\n\x13\x62\x61\x64_words_token_ids\x18\x13 \x03(\x0b\x32\x14.pdserve.v1.TokenIds\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x04\n\x02_n\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xbb\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x14.pdserve.v1.TokenIdsH\x00\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\tB\x08\n\x06prompt\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"c\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12,\n\x0ctop_logprobs\x18\x03 \x03(\x0b\x32\x16.pdserve.v1.TopLogprobB\n\n\x08_logprob\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xf9\x02\n\x08Timeline\x12\x13\n\x06queued\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x15\n\x08reserved\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x18\n\x0b\x66irst_token\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x18\n\x0btransferred\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x15\n\x08\x66inished\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x16\n\x0etransfer_bytes\x18\x07 \x01(\x04\x12\x18\n\x10transfer_seconds\x18\x08 \x01(\x01\x12\x12\n\nmigrations\x18\t \x01(\r\x12\x1d\n\x15prefill_queue_seconds\x18\n \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x0b \x01(\x01\x12\x1c\n\x14\x64\x65\x63ode_cached_tokens\x18\x0c \x01(\rB\t\n\x07_queuedB\x0b\n\t_reservedB\x0e\n\x0c_first_tokenB\x0e\n\x0c_transferredB\x0b\n\t_finished\"\xf6\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12!\n\x06tokens\x18\x03 \x03(\x0b\x32\x11.pdserve.v1.Token\x12\x0c\n\x04text\x18\x04 \x01(\t\x12/\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x06 \x01(\t\x12 \n\x05usage\x18\x07 \x01(\x0b\x32\x11.pdserve.v1.Usage\x12&\n\x08timeline\x18\x08 \x01(\x0b\x32\x14.pdserve.v1.Timeline\"\x11\n\x0fGetModelRequest\"n\n\x10GetModelResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x0c\n\x04root\x18\x05 \x01(\t*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x9b\x01\n\tInference\x12G\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12\x45\n\x08GetModel\x12\x1b.pdserve.v1.GetModelRequest\x1a\x1c.pdserve.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,30 +33,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1915
-  _globals['_FINISHREASON']._serialized_end=2010
+  _globals['_FINISHREASON']._serialized_start=1985
+  _globals['_FINISHREASON']._serialized_end=2080
   _globals['_SAMPLINGPARAMS']._serialized_start=32
-  _globals['_SAMPLINGPARAMS']._serialized_end=706
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=488
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=536
-  _globals['_TOKENIDS']._serialized_start=708
-  _globals['_TOKENIDS']._serialized_end=731
-  _globals['_GENERATEREQUEST']._serialized_start=734
-  _globals['_GENERATEREQUEST']._serialized_end=921
-  _globals['_TOPLOGPROB']._serialized_start=923
-  _globals['_TOPLOGPROB']._serialized_end=970
-  _globals['_TOKEN']._serialized_start=972
-  _globals['_TOKEN']._serialized_end=1071
-  _globals['_USAGE']._serialized_start=1073
-  _globals['_USAGE']._serialized_end=1153
-  _globals['_TIMELINE']._serialized_start=1156
-  _globals['_TIMELINE']._serialized_end=1533
-  _globals['_GENERATERESPONSE']._serialized_start=1536
-  _globals['_GENERATERESPONSE']._serialized_end=1782
-  _globals['_GETMODELREQUEST']._serialized_start=1784
-  _globals['_GETMODELREQUEST']._serialized_end=1801
-  _globals['_GETMODELRESPONSE']._serialized_start=1803
-  _globals['_GETMODELRESPONSE']._serialized_end=1913
-  _globals['_INFERENCE']._serialized_start=2013
-  _globals['_INFERENCE']._serialized_end=2168
+  _globals['_SAMPLINGPARAMS']._serialized_end=776
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=558
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=606
+  _globals['_TOKENIDS']._serialized_start=778
+  _globals['_TOKENIDS']._serialized_end=801
+  _globals['_GENERATEREQUEST']._serialized_start=804
+  _globals['_GENERATEREQUEST']._serialized_end=991
+  _globals['_TOPLOGPROB']._serialized_start=993
+  _globals['_TOPLOGPROB']._serialized_end=1040
+  _globals['_TOKEN']._serialized_start=1042
+  _globals['_TOKEN']._serialized_end=1141
+  _globals['_USAGE']._serialized_start=1143
+  _globals['_USAGE']._serialized_end=1223
+  _globals['_TIMELINE']._serialized_start=1226
+  _globals['_TIMELINE']._serialized_end=1603
+  _globals['_GENERATERESPONSE']._serialized_start=1606
+  _globals['_GENERATERESPONSE']._serialized_end=1852
+  _globals['_GETMODELREQUEST']._serialized_start=1854
+  _globals['_GETMODELREQUEST']._serialized_end=1871
+  _globals['_GETMODELRESPONSE']._serialized_start=1873
+  _globals['_GETMODELRESPONSE']._serialized_end=1983
+  _globals['_INFERENCE']._serialized_start=2083
+  _globals['_INFERENCE']._serialized_end=2238
 # @@protoc_insertion_point(module_scope)

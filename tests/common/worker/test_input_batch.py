@@ -29,7 +29,7 @@ from pdserve.common.engine.core import EngineCore
 from pdserve.common.engine.messages import ExpertLoad, NewSequence, SequenceDelta, StepDelta
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.engine.sequence import Finish, Sequence
-from pdserve.common.worker.input_batch import InputBatch, StepSequence
+from pdserve.common.worker.input_batch import BadWords, InputBatch, StepSequence
 from pdserve.common.worker.worker import WorkerConfig, worker_specs
 
 VOCAB, BLOCK_SIZE, EOS = 32, 4, 0
@@ -65,9 +65,11 @@ class Life:
         rng = self.rng
         tokens = [rng.randrange(1, VOCAB) for _ in range(rng.randrange(1, 20))]
         penalties = PENALTIES if rng.random() < 0.5 else {}
+        words = [tuple(rng.choices(range(VOCAB), k=n)) for n in (1, 2, 2, 3) for _ in range(50)]
         params = SamplingParams(
-            min_tokens=rng.randrange(4), stop_token_ids=(5,), seed=rng.randrange(99), **penalties
-        )
+            min_tokens=rng.randrange(4), stop_token_ids=(5,), seed=rng.randrange(99), **penalties,
+            bad_words_token_ids=tuple(words[50 : 50 * rng.randrange(5)]),
+        )  # fmt: skip
         begun = rng.randrange(len(tokens))  # tokens that another node drew
         remote = rng.random() < 0.3
         return Sequence(seq_id, params, tokens, len(tokens) - begun, seq_id % 3, remote)
@@ -113,13 +115,27 @@ def check(entry: StepSequence, sequence: Sequence) -> None:
         return
     assert entry.sampling == params
     may_end = sequence.num_output_tokens >= params.min_tokens
-    assert entry.banned_token_ids == (() if may_end else (EOS, 5))
+    ends = () if may_end else (EOS, 5)
+    output = sequence.token_ids[sequence.num_prompt_tokens :]
+    completing = completions(params.bad_words_token_ids, output)
+    assert entry.banned_token_ids[: len(ends)] == ends
+    assert set(entry.banned_token_ids[len(ends) :]) == completing
     assert (entry.counts is not None) == params.penalised
     if entry.counts is not None:
         prompt = sequence.token_ids[: sequence.num_prompt_tokens]
-        output = Counter(sequence.token_ids[sequence.num_prompt_tokens :])
+        counted = Counter(output)
         assert entry.counts.prompt.nonzero().flatten().tolist() == sorted(set(prompt))
-        assert entry.counts.output.tolist() == [output[token] for token in range(VOCAB)]
+        assert entry.counts.output.tolist() == [counted[token] for token in range(VOCAB)]
+
+
+def completions(words: tuple[tuple[int, ...], ...], output: list[int]) -> set[int]:
+    """The last tokens of those words whose others the output ends with."""
+    whole = tuple(output)
+    return {
+        w[-1]
+        for w in words
+        if len(w) <= len(whole) + 1 and whole[len(whole) + 1 - len(w) :] == w[:-1]
+    }
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
@@ -140,6 +156,37 @@ def test_the_walks_preempt() -> None:
         for _ in life.steps():
             pass
     assert sum(life.scheduler.num_preemptions for life in lives) > 20
+
+
+def test_words_are_completed_by_the_output_alone() -> None:
+    words = BadWords([(1,), (2, 3), (4, 5, 6), (5, 7), (8, 8, 8)])
+    assert words.banned() == (1,)
+    for token, banned in (
+        (4, {1}),
+        (5, {1, 6, 7}),
+        (2, {1, 3}),
+        (8, {1}),
+        (8, {1, 8}),
+        (2, {1, 3}),
+    ):
+        words.add((token,))
+        assert set(words.banned()) == banned
+    words.add((9, 9, 4, 5))
+    assert set(words.banned()) == {1, 6, 7}
+    new = NewSequence(SamplingParams(bad_words_token_ids=((2, 9), (3, 4))), 2, 0, (), (1, 2, 3))
+    delta = SequenceDelta(0, (1, 2, 3), 0, 0, (3,), True, new)
+    assert rank().apply(StepDelta(1, (delta,))).sequences[0].banned_token_ids == (4,)
+
+
+def test_the_walks_meet_bad_words() -> None:
+    met = 0
+    for seed in range(4):
+        known, life = rank(), Life(f"{seed} 1", 1)
+        for delta, running in life.steps():
+            for entry in known.apply(over_the_wire(delta)).sequences:
+                words = running[entry.seq_id].sampling.bad_words_token_ids
+                met += bool(set(entry.banned_token_ids) & {w[-1] for w in words} - {EOS, 5})
+    assert met > 20
 
 
 def test_only_the_rank_that_samples_counts_tokens() -> None:
@@ -219,8 +266,9 @@ def test_a_step_s_message_is_as_large_as_what_is_new() -> None:
     scheduler = Scheduler(BlockPool(16 * (length // 16 + 2), 16, False), config, (EOS,))
     for seq_id in range(16):
         params = SamplingParams(
-            **PENALTIES, min_tokens=99, logit_bias=dict.fromkeys(range(300), 1.0)
-        )
+            **PENALTIES, min_tokens=99, logit_bias=dict.fromkeys(range(300), 1.0),
+            allowed_token_ids=tuple(range(300)), bad_words_token_ids=((7, 8, 9),) * 256,
+        )  # fmt: skip
         sequence = Sequence(seq_id, params, [7] * length, length, remote=True)
         scheduler.add(sequence)
         scheduler.admit()
@@ -283,8 +331,10 @@ async def generate(num_blocks: int, **parallel: Any) -> tuple[dict[int, list[int
         await executor.start()
         for number in range(5):
             params = SamplingParams(
-                max_tokens=24, min_tokens=8, seed=number, ignore_eos=True, **PENALTIES
-            )
+                max_tokens=24, min_tokens=8, seed=number, ignore_eos=True, **PENALTIES,
+                bad_words_token_ids=tuple((a, (a * 7 + number) % 512) for a in range(256)),
+                allowed_token_ids=tuple(range(3 + number, 512)),
+            )  # fmt: skip
             job = GenerateJob("r", tuple(range(3, 12 + number)), params)
             engine.add(engine.new_sequence(job, Choice()))
         running = asyncio.create_task(engine.run())

@@ -14,7 +14,7 @@ import torch
 
 from pdserve.common.core.errors import InvalidRequest
 from pdserve.common.core.sampling import SamplingParams, check_sampling
-from pdserve.common.worker.input_batch import StepSequence, TokenCounts
+from pdserve.common.worker.input_batch import BadWords, StepSequence, TokenCounts
 from pdserve.common.worker.sampler import FailedRow, sample
 
 ROWS = int(os.environ.get("FUZZ_ROWS", 10_000))
@@ -57,6 +57,9 @@ def reference(case: Case, nudge: float = 0.0) -> int | None:
         scores[token] -= p.presence_penalty * (counts[token] > 0)
     for token in case.banned:
         scores[token] = -INF
+    for *before, last in p.bad_words_token_ids:
+        if before == list(case.output[len(case.output) - len(before) :]):
+            scores[last] = -INF
     if p.allowed_token_ids:
         scores = [x if token in p.allowed_token_ids else -INF for token, x in enumerate(scores)]
     best = max(scores)
@@ -175,6 +178,10 @@ def make_params(rng: random.Random, vocab: int) -> SamplingParams:
     if rng.random() < 0.1:
         count = rng.randint(1, rng.choice((1, 3, vocab)))
         chosen["allowed_token_ids"] = tuple(rng.sample(range(vocab), min(count, vocab)))
+    if rng.random() < 0.2:
+        chosen["bad_words_token_ids"] = tuple(
+            tuple(rng.choices(range(min(vocab, 6)), k=rng.randint(1, 3))) for _ in range(4)
+        )
     for table, share in ((EXTREME, 0.05), (ODD, 0.05)):
         if rng.random() < share:
             name = rng.choice(list(table))
@@ -187,6 +194,12 @@ def make_params(rng: random.Random, vocab: int) -> SamplingParams:
 
 def outcomes(cases: list[Case]) -> list[int | None]:
     """What the sampler makes of a batch; None: the row failed."""
+
+    def banned(case: Case) -> tuple[int, ...]:
+        words = BadWords(case.params.bad_words_token_ids)
+        words.add(case.output)
+        return case.banned + words.banned()
+
     sequences = [
         StepSequence(
             seq_id=i,
@@ -197,7 +210,7 @@ def outcomes(cases: list[Case]) -> list[int | None]:
             counts=TokenCounts.of(case.prompt, case.output, len(case.logits))
             if case.params.penalised
             else None,
-            banned_token_ids=case.banned,
+            banned_token_ids=banned(case),
             seed=case.seed,
         )
         for i, case in enumerate(cases)
