@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
@@ -98,13 +99,9 @@ class ClusterView:
             ],
         }
 
-    def counts(self) -> dict[tuple[str, str], int]:
+    def counts(self) -> Counter[tuple[str, str]]:
         """Nodes by (role, state), for the metrics."""
-        counts: dict[tuple[str, str], int] = {}
-        for node in self.registry.nodes():
-            key = (node.role, self._state(node))
-            counts[key] = counts.get(key, 0) + 1
-        return counts
+        return Counter((node.role, self._state(node)) for node in self.registry.nodes())
 
     def _state(self, node: Node) -> str:
         if not self.registry.is_alive(node):

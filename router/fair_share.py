@@ -29,6 +29,14 @@ class FairShare:
         self._held_by: Counter[str] = Counter()
         self._queues: dict[str, deque[Waiter]] = {}  # the client served last is the last one
 
+    @property
+    def waiting(self) -> int:
+        """Calls of `take` that wait."""
+        return sum(map(self.waiting_of, self._queues))
+
+    def waiting_of(self, client: str) -> int:
+        return sum(not future.done() for _, future in self._queues.get(client, ()))
+
     def has_room(self, client: str, amount: int = 1) -> bool:
         """Whether `take` would return at once."""
         return not self._queues.get(client) and self._fits(client, amount)

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator
+from contextlib import suppress
 from typing import Any
 
 from pdserve.common.config.router import RoutingConfig
@@ -103,7 +103,11 @@ class Pipeline:
                 state.deadline.running(),
             ):
                 while not state.finished:
-                    await self._attempt(state)
+                    await state.retries.backoff(state.deadline)
+                    decode, local_prefill = await self.placement.decode(state)
+                    state.mark("queued")
+                    with suppress(AttemptFailed):  # the next one makes what is left
+                        await Attempt(self, state, decode, local_prefill).run()
         except PdserveError as error:
             self.metrics.observe_error(error.code)
             logger.warning("%s failed: %s", state.request_id, error)
@@ -119,15 +123,6 @@ class Pipeline:
                 f"internal error; its log entry is under request id {state.request_id}"
             ) from None
         return self._finished(state)
-
-    async def _attempt(self, state: RequestState) -> None:
-        """What one decode node makes of the request: all that is left of it, unless something
-        fails; that is noted then, and the caller tries again from there."""
-        await state.retries.backoff(state.deadline)
-        decode, local_prefill = await self.placement.decode(state)
-        state.mark("queued")
-        with suppress(AttemptFailed):
-            await Attempt(self, state, decode, local_prefill).run()
 
     def _finished(self, state: RequestState) -> GenerationStats:
         state.mark("finished")
@@ -158,11 +153,12 @@ class Pipeline:
 
 
 class AttemptFailed(Exception):
-    """This decode node is given up. Why has been noted; another attempt follows."""
+    """The decode node is given up. Why has been noted; another attempt follows."""
 
 
 class Attempt:
-    """One decode node, and as many prefill nodes as it takes to hand the KV over to it.
+    """What one decode node makes of a request, with as many prefill nodes as it takes to hand the
+    KV over to it.
 
         Decode.Run ──▶ reserved ─┬─▶ Prefill.Run ──▶ first token ──▶ handed off
                                  │        └─ fails ─▶ Retarget: the next epoch's ticket ─▶ another
@@ -195,21 +191,20 @@ class Attempt:
             PdserveError: the request cannot go on.
         """
         with self._in_flight(self._decode, prefills=self._local_prefill) as use:
-            async with _first_cause() as group:
-                finishing = group.create_task(self._until_ended(self._finish_choices()))
-                decoding = group.create_task(self._until_ended(self._run_decode(group, use)))
-                await self._state.ended.wait()
-                decoding.cancel()
-                finishing.cancel()
-
-    async def _until_ended(self, work: Coroutine[Any, Any, None]) -> None:
-        """What a task of the group does. A failure after the last token is nobody's: the answer is
-        whole, and the group only waits for its tasks then."""
-        try:
-            await work
-        except Exception:
-            if not self._state.finished:
-                raise
+            try:
+                async with asyncio.TaskGroup() as group:
+                    finishing = group.create_task(self._finish_choices())
+                    decoding = group.create_task(self._run_decode(group, use))
+                    await self._state.ended.wait()
+                    decoding.cancel()
+                    finishing.cancel()
+            except BaseExceptionGroup as failures:
+                if self._state.finished:
+                    return  # the answer is whole: what fails now is nobody's failure
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():  # Python before 3.13 forgets it here
+                    raise asyncio.CancelledError from None
+                raise failures.exceptions[0] from None  # what failed first: all follows from it
 
     async def _run_decode(self, group: asyncio.TaskGroup, use: InFlight) -> None:
         """Reads the decode node's stream; the hand-off goes on beside it."""
@@ -221,8 +216,7 @@ class Attempt:
                 while (event := await stream.read()) is not None:
                     if event.HasField("reserved"):
                         state.mark("reserved")
-                        work = self._until_ended(self._hand_off(event.reserved))
-                        handing_off = group.create_task(work)
+                        handing_off = group.create_task(self._hand_off(event.reserved))
                     elif event.HasField("landed"):
                         state.landed(event.landed)
                         self._decoding = True
@@ -324,16 +318,3 @@ class Attempt:
                 self._pipeline.registry.links.failed(self._prefill.id, self._decode.id)
         self._pipeline.metrics.migrations.labels(node.role, error.code).inc()
         logger.warning("%s goes on elsewhere: %s", self._state.request_id, error)
-
-
-@asynccontextmanager
-async def _first_cause() -> AsyncIterator[asyncio.TaskGroup]:
-    """A task group that raises what failed first, as itself: all else follows from it."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            yield group
-    except BaseExceptionGroup as failures:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():  # Python before 3.13 forgets it here
-            raise asyncio.CancelledError from None
-        raise failures.exceptions[0] from None

@@ -19,10 +19,10 @@ import socket
 import struct
 import sys
 from array import array
-from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,6 @@ class PreprocessWorkers:
     def __init__(self, spec: Spec, size: int = 2) -> None:
         self._spec = msgspec.msgpack.encode(spec)
         self._free = FairShare(size)
-        self._waiting: Counter[str] = Counter()  # bodies, by client
         self._idle: list[_Worker] = []
         self._work: set[asyncio.Task[Reply]] = set()
 
@@ -99,16 +98,10 @@ class PreprocessWorkers:
             Overloaded: too many bodies wait.
             PdserveError: also when the process died of this body, or needs too long for it.
         """
-        waiting, own = self._waiting.total(), self._waiting[client]
+        waiting, own = self._free.waiting, self._free.waiting_of(client)
         if waiting >= MAX_WAITING or own >= MAX_CLIENT_WAITING:
             raise Overloaded(f"{waiting} large bodies are waiting already", retry_after=1.0)
-        self._waiting[client] += 1
-        try:
-            await self._free.take(client)
-        finally:
-            self._waiting[client] -= 1
-            if not self._waiting[client]:
-                del self._waiting[client]
+        await self._free.take(client)
         # A client that leaves does not end the work: starting a process anew costs more.
         work = asyncio.create_task(self._ask(kind, raw))
         self._work.add(work)
@@ -228,14 +221,15 @@ def _error(type: str, message: str, code: str, param: str | None) -> PdserveErro
 def main(fd: int) -> int:
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY, MAX_MEMORY))
     connection = socket.socket(fileno=fd)
-    spec = msgspec.msgpack.decode(_receive(connection), type=Spec)
+    frames = connection.makefile("rb")
+    spec = msgspec.msgpack.decode(_receive(frames), type=Spec)
     setup_logging("router/text", LogConfig(**spec.log))
     model = load_served_model(ModelConfig(**spec.model))
     preprocessor = Preprocessor(model, spec.trust_request_chat_template)
     try:
         while True:
-            kind = _receive(connection).decode()
-            reply = answer(preprocessor, kind, _receive(connection))
+            kind = _receive(frames).decode()
+            reply = answer(preprocessor, kind, _receive(frames))
             frame = msgspec.msgpack.encode(reply)
             connection.sendall(LENGTH.pack(len(frame)))
             connection.sendall(frame)
@@ -282,19 +276,14 @@ def _peak_memory() -> int:
     return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
-def _receive(connection: socket.socket) -> bytearray:
-    (length,) = LENGTH.unpack(_exactly(connection, LENGTH.size))
-    return _exactly(connection, length)
-
-
-def _exactly(connection: socket.socket, length: int) -> bytearray:
-    data = bytearray(length)
-    view = memoryview(data)
-    while view:
-        count = connection.recv_into(view)
-        if not count:
-            raise EOFError
-        view = view[count:]
+def _receive(frames: BufferedIOBase) -> bytes:
+    header = frames.read(LENGTH.size)
+    if len(header) < LENGTH.size:
+        raise EOFError
+    (length,) = LENGTH.unpack(header)
+    data = frames.read(length)
+    if len(data) < length:
+        raise EOFError
     return data
 
 

@@ -25,11 +25,6 @@ from pdserve.router.serving import Serving
 REQUEST_ID = "X-Request-Id"  # the name under which a client knows its request
 
 
-def adopt(given: str) -> str:
-    """The client's own id, if it is a plain word, or a new one."""
-    return given if is_plain_id(given) else new_request_id("req")
-
-
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _CORS_PREFLIGHT = {
@@ -90,7 +85,8 @@ def make_app(
 
 @web.middleware
 async def _identify(request: web.Request, handler: Handler) -> web.StreamResponse:
-    request_id_var.set(adopt(request.headers.get(REQUEST_ID, "")))
+    given = request.headers.get(REQUEST_ID, "")
+    request_id_var.set(given if is_plain_id(given) else new_request_id("req"))
     return await handler(request)
 
 

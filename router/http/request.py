@@ -31,7 +31,6 @@ class Bodies:
         self._max_body_size = max_body_size
         self._held = FairShare(2 * max_body_size, share)
         self._timeout = timeout
-        self._waiting = 0
 
     @asynccontextmanager
     async def reading(self, request: web.Request, client: str) -> AsyncIterator[bytearray]:
@@ -57,9 +56,8 @@ class Bodies:
             self._held.give_back(client, size)
 
     async def _take(self, client: str, size: int) -> None:
-        if self._waiting >= MAX_WAITING:
-            raise Overloaded(f"{self._waiting} large bodies are waiting already", retry_after=1.0)
-        self._waiting += 1
+        if (waiting := self._held.waiting) >= MAX_WAITING:
+            raise Overloaded(f"{waiting} large bodies are waiting already", retry_after=1.0)
         try:
             async with asyncio.timeout(self._timeout):
                 await self._held.take(client, size)
@@ -69,8 +67,6 @@ class Bodies:
                 code="QUEUE_TIMEOUT",
                 retry_after=2.0,
             ) from None
-        finally:
-            self._waiting -= 1
 
 
 async def _read(request: web.Request, limit: int) -> bytearray:
