@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import ssl
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
@@ -16,7 +15,7 @@ from pdserve.common.config.router import RouterConfig
 from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.common.obs.process import propagate_failure, serve_until_stopped, write_ports
 from pdserve.common.rpc.auth import ROUTER, new_node_id
-from pdserve.common.rpc.channels import Channels, Credentials
+from pdserve.common.rpc.channels import Credentials
 from pdserve.common.rpc.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from pdserve.common.rpc.server import GrpcServer
 from pdserve.router.auth import APIKeys
@@ -53,120 +52,132 @@ async def serve(config: RouterConfig, stopping: Callable[[], None] = lambda: Non
     Raises:
         ConfigError: the model or a certificate cannot be read, or an address cannot be bound.
     """
-    credentials, https, keys = _secrets(config)
-    model = load_served_model(config.model)
-    registry, metrics = Registry(config.routing), RouterMetrics()
-    channels = credentials.channels()
-    pipeline = Pipeline(
-        config.routing, registry, model.tokenizer, channels, metrics, model.vocab_size
-    )
-    metrics.registry.register(PipelineCollector(pipeline))
-    workers = PreprocessWorkers(_spec(config))
-    serving = Serving(
-        pipeline=pipeline,
-        model=model,
-        keys=keys,
-        trust_request_chat_template=config.server.trust_request_chat_template,
-        workers=workers,
-    )
-    inference = InferenceServicer(serving, config.server.write_timeout)
-    grpc_server = _inference_server(inference, _max_message(config, model.max_model_len))
-    grpc_port = grpc_server.bind(config.server.host, config.server.grpc_port, credentials.tls)
-    registration = RegistryService(registry, model.name, config.routing.heartbeat_interval)
-    registry_server = _registry_server(registration, credentials)
-    registry_port = registry_server.bind(
-        config.server.host, config.server.registry_port, credentials.tls, "--registry-port"
-    )
-    size, routing = config.server.max_body_size, config.routing
-    bodies = Bodies(size, routing.queue_timeout, routing.max_client_share)
-    app = make_app(serving, metrics.registry, size, bodies)
-    limits = Limits(config.server.timeout_keep_alive, config.server.write_timeout)
-    http = await HTTPServer.start(app, config.server.host, config.server.port, https, limits)
-    await grpc_server.start()
-    await registry_server.start()
-    await registry_server.set_healthy(True)
-    logger.info(
-        "serving %s: %s on %s:%d, gRPC%s on port %d; nodes register on port %d%s",
-        model.name, "HTTPS" if https else "HTTP", config.server.host, http.port,
-        " over mutual TLS" if credentials.tls else "", grpc_port, registry_port,
-        " with the cluster key" if credentials.key else "",
-    )  # fmt: skip
-    failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    period = min(_HOUSEKEEPING, config.routing.heartbeat_timeout / 4)
-    housekeeping = asyncio.create_task(
-        _keep_house(grpc_server, pipeline, registry, channels, period)
-    )
-    probing = asyncio.create_task(probe_nodes(registry, channels, period))
-    for task in (housekeeping, probing):
-        propagate_failure(task, failed)
-    timeout = config.server.drain_timeout
+    router = Router(config)
+    await router.start()
     try:
-        if config.server.ports_file is not None:
-            ports = {"http": http.port, "grpc": grpc_port, "registry": registry_port}
-            write_ports(config.server.ports_file, ports)
-        return await serve_until_stopped(failed, lambda: http.stop(timeout), timeout + 5)
+        return await router.run_until_stopped()
     finally:
         stopping()
-        housekeeping.cancel()
-        probing.cancel()
-        await http.stop(0)
-        await asyncio.gather(grpc_server.stop(_GRPC_GRACE), registry_server.stop(_GRPC_GRACE))
-        await channels.close()
-        await workers.close()
+        await router.stop()
 
 
-def _secrets(config: RouterConfig) -> tuple[Credentials, ssl.SSLContext | None, APIKeys]:
-    """What protects gRPC between roles, the HTTP port, and the use of both."""
-    hosts = (config.server.host,)
-    keys = APIKeys(config.server.api_key, salted=config.server.cache_salt_per_key)
-    own = Credentials.load(ROUTER, new_node_id(ROUTER), config.tls, config.auth, hosts)
-    return own, https_context(config.server), keys
+class Router:
+    """What a router is made of, and its life."""
 
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        server, routing = config.server, config.routing
+        node_id = new_node_id(ROUTER)
+        self._credentials = Credentials.load(
+            ROUTER, node_id, config.tls, config.auth, (server.host,)
+        )
+        self._https = https_context(server)
+        self._channels = self._credentials.channels()
+        self._model = model = load_served_model(config.model)
+        self._registry = Registry(routing)
+        metrics = RouterMetrics()
+        self._pipeline = Pipeline(
+            routing, self._registry, model.tokenizer, self._channels, metrics, model.vocab_size
+        )
+        metrics.registry.register(PipelineCollector(self._pipeline))
+        trust = server.trust_request_chat_template
+        self._workers = PreprocessWorkers(Spec(asdict(config.model), asdict(config.log), trust))
+        self._serving = Serving(
+            pipeline=self._pipeline,
+            model=model,
+            keys=APIKeys(server.api_key, salted=server.cache_salt_per_key),
+            trust_request_chat_template=trust,
+            workers=self._workers,
+        )
+        bodies = Bodies(server.max_body_size, routing.queue_timeout, routing.max_client_share)
+        self._app = make_app(self._serving, metrics.registry, server.max_body_size, bodies)
+        self._grpc = self._inference_server()
+        self._registrations = self._registry_server()
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-def _spec(config: RouterConfig) -> Spec:
-    trust = config.server.trust_request_chat_template
-    return Spec(asdict(config.model), asdict(config.log), trust)
+    def _inference_server(self) -> GrpcServer:
+        # A client's message: a prompt that fits the window, as token ids or as text, and no more
+        # than over HTTP.
+        limit = max(_MAX_MESSAGE, 8 * self._model.max_model_len)
+        server = GrpcServer(max_message=min(self._config.server.max_body_size, limit))
+        server.add(
+            inference_pb2.DESCRIPTOR.services_by_name["Inference"],
+            inference_pb2_grpc.add_InferenceServicer_to_server,
+            InferenceServicer(self._serving, self._config.server.write_timeout),
+        )
+        server.server.add_generic_rpc_handlers((ElsewhereRegistry(),))
+        return server
 
+    def _registry_server(self) -> GrpcServer:
+        interval = self._config.routing.heartbeat_interval
+        server = GrpcServer(self._credentials.interceptor(), MAX_MESSAGE_NBYTES)
+        server.add(
+            cluster_pb2.DESCRIPTOR.services_by_name["Registry"],
+            cluster_pb2_grpc.add_RegistryServicer_to_server,
+            RegistryService(self._registry, self._model.name, interval),
+        )
+        return server
 
-def _max_message(config: RouterConfig, max_model_len: int) -> int:
-    """Bytes of a client's gRPC message: a prompt that fits the window, as token ids or as text,
-    and no more than over HTTP."""
-    return min(config.server.max_body_size, max(_MAX_MESSAGE, 8 * max_model_len))
+    async def start(self) -> None:
+        """Listens on all three ports."""
+        config, tls = self._config.server, self._credentials.tls
+        ports = {
+            "grpc": self._grpc.bind(config.host, config.grpc_port, tls),
+            "registry": self._registrations.bind(
+                config.host, config.registry_port, tls, "--registry-port"
+            ),
+        }
+        limits = Limits(config.timeout_keep_alive, config.write_timeout)
+        self._http = await HTTPServer.start(
+            self._app, config.host, config.port, self._https, limits
+        )
+        ports["http"] = self._http.port
+        await self._grpc.start()
+        await self._registrations.start()
+        await self._registrations.set_healthy(True)
+        logger.info(
+            "serving %s: %s on %s:%d, gRPC%s on port %d; nodes register on port %d%s",
+            self._model.name, "HTTPS" if self._https else "HTTP", config.host, ports["http"],
+            " over mutual TLS" if tls else "", ports["grpc"], ports["registry"],
+            " with the cluster key" if self._credentials.key else "",
+        )  # fmt: skip
+        period = min(_HOUSEKEEPING, self._config.routing.heartbeat_timeout / 4)
+        self._tasks = [
+            asyncio.create_task(self._keep_house(period)),
+            asyncio.create_task(probe_nodes(self._registry, self._channels, period)),
+        ]
+        for task in self._tasks:
+            propagate_failure(task, self._failed)
+        self._ports = ports
 
+    async def run_until_stopped(self) -> int:
+        """Returns the exit code."""
+        if (ports_file := self._config.server.ports_file) is not None:
+            write_ports(ports_file, self._ports)
+        timeout = self._config.server.drain_timeout
+        return await serve_until_stopped(
+            self._failed, lambda: self._http.stop(timeout), timeout + 5
+        )
 
-def _inference_server(inference: InferenceServicer, max_message: int) -> GrpcServer:
-    server = GrpcServer(max_message=max_message)
-    server.add(
-        inference_pb2.DESCRIPTOR.services_by_name["Inference"],
-        inference_pb2_grpc.add_InferenceServicer_to_server,
-        inference,
-    )
-    server.server.add_generic_rpc_handlers((ElsewhereRegistry(),))
-    return server
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await self._http.stop(0)
+        await asyncio.gather(self._grpc.stop(_GRPC_GRACE), self._registrations.stop(_GRPC_GRACE))
+        await self._channels.close()
+        await self._workers.close()
 
-
-def _registry_server(registry: RegistryService, credentials: Credentials) -> GrpcServer:
-    server = GrpcServer(credentials.interceptor(), MAX_MESSAGE_NBYTES)
-    server.add(
-        cluster_pb2.DESCRIPTOR.services_by_name["Registry"],
-        cluster_pb2_grpc.add_RegistryServicer_to_server,
-        registry,
-    )
-    return server
-
-
-async def _keep_house(
-    server: GrpcServer, pipeline: Pipeline, registry: Registry, channels: Channels, period: float
-) -> None:
-    """gRPC health follows /ready; requests on silent nodes move, nodes silent for long are
-    forgotten, and so are the connections to nodes that left."""
-    while True:
-        await server.set_healthy(pipeline.ready()[0])
-        registry.sweep()
-        await channels.keep({node.info.address for node in registry.connected()})
-        with suppress(TimeoutError):
-            async with asyncio.timeout(period):
-                await registry.wait_for_change()
+    async def _keep_house(self, period: float) -> None:
+        """gRPC health follows /ready; requests on silent nodes move, nodes silent for long are
+        forgotten, and so are the connections to nodes that left."""
+        while True:
+            await self._grpc.set_healthy(self._pipeline.ready()[0])
+            self._registry.sweep()
+            addresses = {node.info.address for node in self._registry.connected()}
+            await self._channels.keep(addresses)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(period):
+                    await self._registry.wait_for_change()
 
 
 class PipelineCollector(Collector):
