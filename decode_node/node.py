@@ -8,7 +8,6 @@ from contextlib import aclosing
 import grpc
 
 from pdserve.common.core.errors import Blame
-from pdserve.common.core.request import GenerateJob
 from pdserve.common.engine.messages import RankReady
 from pdserve.common.node.engine_node import EngineNode
 from pdserve.common.rpc import convert
@@ -48,10 +47,6 @@ class DecodeNode(EngineNode[DecodeSession, KVSink]):
             KVTransferService(sinks, self.facts.spec.vocab_size),
         )
 
-    def open(self, job: GenerateJob) -> DecodeSession:
-        """A session for a router's job; the caller closes it with `close`."""
-        return self.admit(job, lambda replica: DecodeSession(replica, self.metrics, job))
-
     def finish_choice(self, request_id: str, choice: int) -> None:
         """The router has all it wants of a choice."""
         for replica in self.replicas:
@@ -70,7 +65,8 @@ class DecodeService(pb_grpc.DecodeServicer):
         self, request: pb.DecodeRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.DecodeEvent]:
         async with serving(context, Blame.DECODE):
-            session = self._node.open(convert.job_from_pb(request.job))
+            job = convert.job_from_pb(request.job)
+            session = self._node.admit(job, lambda replica: DecodeSession(replica, job))
             try:
                 async with aclosing(session.events(request.local_prefill)) as events:
                     async for event in events:

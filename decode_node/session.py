@@ -18,7 +18,6 @@ from pdserve.common.core.errors import PdserveError
 from pdserve.common.core.request import Choice, FinishReason, GenerateJob, TokenEvent
 from pdserve.common.engine.sequence import Sequence, Status
 from pdserve.common.node.replica import Replica
-from pdserve.common.obs.metrics import NodeMetrics
 from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.kv_transfer.control.sink import KVSink
@@ -29,13 +28,11 @@ T = TypeVar("T")
 class DecodeSession:
     """Whoever makes a session must `close` it, whatever happened: that frees everything."""
 
-    def __init__(
-        self, replica: Replica[DecodeSession, KVSink], metrics: NodeMetrics, job: GenerateJob
-    ) -> None:
+    def __init__(self, replica: Replica[DecodeSession, KVSink], job: GenerateJob) -> None:
         self._replica = replica
         self._engine = replica.engine
         self._sink = replica.transfers
-        self._metrics = metrics
+        self._metrics = replica.metrics
         self._job = job
         self._sequences: list[Sequence] = []
         self._unfinished = len(job.choices)

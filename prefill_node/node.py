@@ -9,7 +9,6 @@ import grpc
 
 from pdserve.common.config.node import WorkerNodeConfig
 from pdserve.common.core.errors import Blame
-from pdserve.common.core.request import GenerateJob, TokenEvent
 from pdserve.common.engine.messages import RankReady
 from pdserve.common.node.engine_node import EngineNode
 from pdserve.common.rpc import convert
@@ -52,14 +51,6 @@ class PrefillNode(EngineNode[PrefillSession, KVSource]):
         self.spawn(self.peers.watch(why_unreachable, self.server.channels.drop))
         self.server.add("Prefill", pb_grpc.add_PrefillServicer_to_server, PrefillService(self))
 
-    def open(
-        self, job: GenerateJob, ticket: Ticket, known_token: TokenEvent | None
-    ) -> PrefillSession:
-        """A session for a router's job; the caller closes it with `close`."""
-        return self.admit(
-            job, lambda replica: PrefillSession(replica, self.metrics, job, ticket, known_token)
-        )
-
 
 class PrefillService(pb_grpc.PrefillServicer):
     """Jobs from routers."""
@@ -74,7 +65,9 @@ class PrefillService(pb_grpc.PrefillServicer):
             job, ticket = convert.job_from_pb(request.job), Ticket.from_proto(request.ticket)
             known = request.HasField("first_token")
             token = convert.event_from_pb(request.first_token) if known else None
-            session = self._node.open(job, ticket, token)
+            session = self._node.admit(
+                job, lambda replica: PrefillSession(replica, job, ticket, token)
+            )
             try:
                 async with aclosing(session.events()) as events:
                     async for event in events:

@@ -19,7 +19,6 @@ from pdserve.common.core.errors import PdserveError
 from pdserve.common.core.request import GenerateJob, TokenEvent
 from pdserve.common.engine.sequence import Sequence
 from pdserve.common.node.replica import Replica
-from pdserve.common.obs.metrics import NodeMetrics
 from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.kv_transfer.connector import BlockRun
@@ -36,7 +35,6 @@ class PrefillSession:
     def __init__(
         self,
         replica: Replica[PrefillSession, KVSource],
-        metrics: NodeMetrics,
         job: GenerateJob,
         ticket: Ticket,
         known_token: TokenEvent | None = None,
@@ -44,7 +42,7 @@ class PrefillSession:
         self._replica = replica
         self._engine = replica.engine
         self._source = replica.transfers
-        self._metrics = metrics
+        self._metrics = replica.metrics
         self._job = job
         self._ticket = ticket
         self._sequence = self._engine.new_sequence(job, job.choices[0])

@@ -69,7 +69,7 @@ class Replica(Generic[S, T]):
         self.transfers = make_transfers(ranks.ready, self.engine.call)
         self.watchdog = Watchdog(stall_timeout)
         self.sessions: set[S] = set()
-        self._metrics = metrics
+        self.metrics = metrics  # the node's
         self._by_sequence: dict[int, S] = {}
         ranks.executor.on_event(self.transfers.on_event)
 
@@ -128,7 +128,7 @@ class Replica(Generic[S, T]):
         self._by_sequence[sequence.seq_id].fail(error)
 
     def routed(self, load: ExpertLoad) -> None:
-        self._metrics.observe_experts(load.assignments, load.balancedness)
+        self.metrics.observe_experts(load.assignments, load.balancedness)
 
 
 class Watchdog:
