@@ -34,7 +34,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
             if fault := self._fault_of(request.first_token):
                 sink.abort(request.transfer_id, request.epoch, fault)
                 raise _bad_commit(fault)
-            digests = [RunDigest.from_proto(each) for each in request.digests]
+            digests = [RunDigest.from_pb(each) for each in request.digests]
             nbytes = await sink.commit(
                 request.transfer_id, request.epoch, request.first_token, digests
             )
@@ -76,7 +76,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         async with serving(context, Blame.DECODE):
             sink = self._sink(request.transfer_id)
             ticket = await sink.retarget(request.transfer_id, request.epoch)
-        return pb.RetargetResponse(ticket=ticket.to_proto())
+        return pb.RetargetResponse(ticket=ticket.to_pb())
 
 
 def _bad_commit(fault: str) -> TransferError:

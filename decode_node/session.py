@@ -148,7 +148,7 @@ class DecodeSession:
             on_freed=lambda: self._release(sequence),
         )
         self._transfer_id = ticket.transfer_id
-        return ticket.to_proto()
+        return ticket.to_pb()
 
     def _release(self, sequence: Sequence) -> None:
         assert self._freed is not None

@@ -26,7 +26,7 @@ class RunDigest:
     run: BlockRun
     digest: bytes  # 16 bytes
 
-    def to_proto(self) -> cluster_pb2.RunDigest:
+    def to_pb(self) -> cluster_pb2.RunDigest:
         return cluster_pb2.RunDigest(
             sink_rank=self.sink_rank,
             **asdict(self.rect),
@@ -36,7 +36,7 @@ class RunDigest:
         )
 
     @classmethod
-    def from_proto(cls, message: cluster_pb2.RunDigest) -> RunDigest:
+    def from_pb(cls, message: cluster_pb2.RunDigest) -> RunDigest:
         run = BlockRun(message.first_block, message.num_blocks)
         return cls(message.sink_rank, Rect.of(message), run, message.digest)
 

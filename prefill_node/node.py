@@ -62,7 +62,7 @@ class PrefillService(pb_grpc.PrefillServicer):
         self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.PrefillEvent]:
         async with serving(context, Blame.PREFILL):
-            job, ticket = convert.job_from_pb(request.job), Ticket.from_proto(request.ticket)
+            job, ticket = convert.job_from_pb(request.job), Ticket.from_pb(request.ticket)
             known = request.HasField("first_token")
             token = convert.event_from_pb(request.first_token) if known else None
             session = self._node.admit(

@@ -349,9 +349,9 @@ GOOD = {"rank": 0, "layer_end": 3, "head_end": 2}
 )  # fmt: skip
 def test_tickets(message: cluster_pb2.Ticket) -> None:
     with contextlib.suppress(TransferError):
-        ticket = Ticket.from_proto(message)
+        ticket = Ticket.from_pb(message)
         assert ticket.first_block <= ticket.num_blocks
-        assert Ticket.from_proto(ticket.to_proto()) == ticket
+        assert Ticket.from_pb(ticket.to_pb()) == ticket
         plan([RECT], [each.rect for each in ticket.endpoints])
 
 

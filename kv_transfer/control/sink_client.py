@@ -45,7 +45,7 @@ class SinkClient:
             transfer_id=ticket.transfer_id,
             epoch=ticket.epoch,
             first_token=first_token,
-            digests=[digest.to_proto() for digest in digests],
+            digests=[digest.to_pb() for digest in digests],
         )
         response = await self._call("Commit", ticket, request, timeout=None)
         nbytes: int = response.bytes
@@ -72,7 +72,7 @@ class SinkClient:
         """The ticket of a new epoch, in place of this one."""
         request = pb.RetargetRequest(transfer_id=ticket.transfer_id, epoch=ticket.epoch)
         response = await self._call("Retarget", ticket, request, _timeout(ticket))
-        return Ticket.from_proto(response.ticket)
+        return Ticket.from_pb(response.ticket)
 
     async def _call(self, method: str, ticket: Ticket, request: Any, timeout: float | None) -> Any:
         with self._peers.calling(ticket.address):

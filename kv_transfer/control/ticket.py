@@ -27,15 +27,12 @@ class RankEndpoint:
     rect: Rect
     endpoint: bytes  # opaque to all but the connectors
 
-    def to_proto(self) -> cluster_pb2.RankEndpoint:
-        return cluster_pb2.RankEndpoint(
-            rank=self.rank,
-            **asdict(self.rect),
-            endpoint=self.endpoint,
-        )
+    def to_pb(self) -> cluster_pb2.RankEndpoint:
+        rect = asdict(self.rect)
+        return cluster_pb2.RankEndpoint(rank=self.rank, endpoint=self.endpoint, **rect)
 
     @classmethod
-    def from_proto(cls, message: cluster_pb2.RankEndpoint) -> RankEndpoint:
+    def from_pb(cls, message: cluster_pb2.RankEndpoint) -> RankEndpoint:
         rect = Rect.of(message)
         if not rect.area or rect.layer_end < rect.layer_start:
             raise TransferError(
@@ -68,7 +65,7 @@ class Ticket:
         """Blocks of all tokens."""
         return -(-self.num_tokens // self.block_size)
 
-    def to_proto(self) -> cluster_pb2.Ticket:
+    def to_pb(self) -> cluster_pb2.Ticket:
         return cluster_pb2.Ticket(
             transfer_id=self.transfer_id,
             epoch=self.epoch,
@@ -78,12 +75,12 @@ class Ticket:
             block_size=self.block_size,
             num_tokens=self.num_tokens,
             first_block=self.first_block,
-            endpoints=[endpoint.to_proto() for endpoint in self.endpoints],
+            endpoints=[endpoint.to_pb() for endpoint in self.endpoints],
             digests=self.digests,
         )
 
     @classmethod
-    def from_proto(cls, message: cluster_pb2.Ticket) -> Ticket:
+    def from_pb(cls, message: cluster_pb2.Ticket) -> Ticket:
         """Raises TransferError (BAD_FRAME, LAYOUT_MISMATCH) on a ticket that makes no sense."""
         ticket = cls(
             transfer_id=message.transfer_id,
@@ -94,7 +91,7 @@ class Ticket:
             block_size=message.block_size,
             num_tokens=message.num_tokens,
             first_block=message.first_block,
-            endpoints=tuple(RankEndpoint.from_proto(each) for each in message.endpoints),
+            endpoints=tuple(RankEndpoint.from_pb(each) for each in message.endpoints),
             digests=message.digests,
         )
         ticket._check()

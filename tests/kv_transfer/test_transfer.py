@@ -305,7 +305,7 @@ async def test_a_ticket_that_does_not_fit(change: dict[str, Any], code: str, say
 async def test_ticket_survives_the_wire_and_is_checked() -> None:
     endpoint = RankEndpoint(0, Rect(0, 3, 0, 2), b"\x00\xff")
     ticket = Ticket(b"t" * 16, 3, 1.5, "h:1", "f", 4, 18, 2, (endpoint,), True)
-    assert Ticket.from_proto(ticket.to_proto()) == ticket
+    assert Ticket.from_pb(ticket.to_pb()) == ticket
     assert ticket.num_blocks == 5
     faults: list[tuple[dict[str, Any], str]] = [
         ({"transfer_id": b"short"}, "BAD_FRAME"),
@@ -319,10 +319,10 @@ async def test_ticket_survives_the_wire_and_is_checked() -> None:
     ]
     for change, code in faults:
         with pytest.raises(TransferError) as error:
-            Ticket.from_proto(replace(ticket, **change).to_proto())
+            Ticket.from_pb(replace(ticket, **change).to_pb())
         assert error.value.code == code, change
     with pytest.raises(TransferError):
-        Ticket.from_proto(cluster_pb2.Ticket())
+        Ticket.from_pb(cluster_pb2.Ticket())
 
 
 async def test_lease_lapses_once_and_only_without_renewal() -> None:
