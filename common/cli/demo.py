@@ -14,9 +14,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from pdserve.common.cli.cluster import Cluster, client_session
-from pdserve.common.cli.host_share import node_shares
-from pdserve.common.cli.up import catch_signals, log_writer, model_name, with_model
+from pdserve.common.cli.cluster import client_session
+from pdserve.common.cli.up import make_cluster, model_name, with_model
 from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.router import ServerConfig
 from pdserve.common.config.shared import LogConfig, option
@@ -67,10 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def demo(config: DemoConfig, console: Console) -> int:
     """0 when the answer came and the cluster stopped; 1 on any failure; 130 when interrupted."""
-    cluster = Cluster(
-        config.cluster, node_shares(config.cluster), log_writer(config.cluster, console)
-    )
-    catch_signals(cluster)
+    cluster = make_cluster(config.cluster, console)
     try:
         with console.status("starting the cluster; loading weights"):
             started = await cluster.start()

@@ -41,8 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def serve(config: ClusterConfig, console: Console) -> int:
     """Runs the cluster until a signal (exit code 0), a death that ends it (1) or a process that
     cannot start as configured (2)."""
-    cluster = Cluster(config, node_shares(config), log_writer(config, console))
-    catch_signals(cluster)
+    cluster = make_cluster(config, console)
     try:
         with console.status("starting; loading weights"):
             started = await cluster.start()
@@ -76,10 +75,13 @@ class LogStream(io.TextIOBase):
         return os.isatty(STDERR)
 
 
-def catch_signals(cluster: Cluster) -> None:
+def make_cluster(config: ClusterConfig, console: Console) -> Cluster:
+    """Not started yet; its log goes to the console, and SIGINT and SIGTERM interrupt it."""
+    cluster = Cluster(config, node_shares(config), log_writer(config, console))
     dump_stacks_on_signal()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, cluster.interrupt)
+    return cluster
 
 
 def with_model(config: ClusterConfig, console: Console) -> ClusterConfig:

@@ -179,6 +179,16 @@ def cannot_listen(host: str, port: int, purpose: str, flag: str, error: OSError)
     return ConfigError(f"cannot listen on {host}:{port} for {purpose}: {error.strerror}{mend}")
 
 
+def host_identity() -> str:
+    """Equal for two processes exactly where they share memory, loopback and abstract sockets: the
+    same running kernel and the same network namespace. (Containers may share a host name and
+    nothing else, or the reverse.)"""
+    network = Path("/proc/self/ns/net")
+    if not network.exists():
+        return socket.gethostname()
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{network.stat().st_ino}"
+
+
 def is_loopback(host: str) -> bool:
     """Whether `host` is an address, or the usual name, that never leaves this host; other names may
     mean anything."""

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.common.core.errors import ConfigError
-from pdserve.common.core.moe_spec import MIXTRAL, QWEN2_MOE, QWEN3_MOE, MoEFamily, MoESpec
+from pdserve.common.core.moe_spec import (
+    MIXTRAL,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    MoEFamily,
+    MoESpec,
+    required_int,
+)
 from pdserve.common.core.quantization import QUANTIZATIONS, Quantization
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -128,19 +135,22 @@ class ModelSpec:
         """As `from_folder`, from the files' parsed contents."""
         architecture, family = _family_of(config)
         _check_supported(config)
-        heads, hidden = _required(config, "num_attention_heads"), _required(config, "hidden_size")
+        heads, hidden = (
+            required_int(config, "num_attention_heads"),
+            required_int(config, "hidden_size"),
+        )
         attention_bias = bool(config.get("attention_bias", False))
         return cls(
             architecture=architecture,
             family=family.name,
             hidden_size=hidden,
-            num_layers=_required(config, "num_hidden_layers"),
+            num_layers=required_int(config, "num_hidden_layers"),
             num_heads=heads,
             num_kv_heads=config.get("num_key_value_heads") or heads,
             head_dim=config.get("head_dim") or hidden // heads,
-            intermediate_size=_required(config, "intermediate_size"),
-            vocab_size=_required(config, "vocab_size"),
-            max_position_embeddings=_required(config, "max_position_embeddings"),
+            intermediate_size=required_int(config, "intermediate_size"),
+            vocab_size=required_int(config, "vocab_size"),
+            max_position_embeddings=required_int(config, "max_position_embeddings"),
             rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             rope=_rope_of(config),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
@@ -239,13 +249,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _required(config: Mapping[str, Any], key: str) -> int:
-    value = config.get(key)
-    if not isinstance(value, int):
-        raise ConfigError(f"config.json: {key} must be an integer, not {value!r}")
-    return value
-
-
 def _family_of(config: Mapping[str, Any]) -> tuple[str, Family]:
     architectures = config.get("architectures") or []
     for name in architectures:
@@ -295,7 +298,7 @@ def _rope_of(config: Mapping[str, Any]) -> RopeSpec:
         high_freq_factor=float(settings.get("high_freq_factor", 4.0)),
         original_max_position_embeddings=int(
             settings.get("original_max_position_embeddings")
-            or _required(config, "max_position_embeddings")
+            or required_int(config, "max_position_embeddings")
         ),
     )
 

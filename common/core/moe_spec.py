@@ -46,8 +46,8 @@ class MoESpec:
     @classmethod
     def from_config(cls, config: Mapping[str, Any], family: MoEFamily) -> MoESpec:
         """Raises ConfigError if a key is missing or the numbers make no mixture."""
-        experts = _integer(config, "num_local_experts", "num_experts")
-        top_k = _integer(config, "num_experts_per_tok")
+        experts = required_int(config, "num_local_experts", "num_experts")
+        top_k = required_int(config, "num_experts_per_tok")
         if not 1 <= top_k <= experts:
             raise ConfigError(f"config.json: num_experts_per_tok {top_k} of {experts} experts")
         shared, norm = family.shared_expert, family.norm_topk_prob
@@ -55,9 +55,9 @@ class MoESpec:
             family=family,
             num_experts=experts,
             top_k=top_k,
-            intermediate_size=_integer(config, family.intermediate_size),
+            intermediate_size=required_int(config, family.intermediate_size),
             shared_intermediate_size=(
-                _integer(config, "shared_expert_intermediate_size") if shared else 0
+                required_int(config, "shared_expert_intermediate_size") if shared else 0
             ),
             norm_topk_prob=bool(config.get("norm_topk_prob")) if norm is None else norm,
             sparse_layers=_sparse_layers(config),
@@ -88,14 +88,14 @@ class MoESpec:
 
 def _sparse_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
     """Every `decoder_sparse_step`-th layer that is not among `mlp_only_layers`."""
-    layers = range(_integer(config, "num_hidden_layers"))
+    layers = range(required_int(config, "num_hidden_layers"))
     dense = config.get("mlp_only_layers") or ()
     step = config.get("decoder_sparse_step") or 1
     return tuple(layer for layer in layers if layer not in dense and (layer + 1) % step == 0)
 
 
-def _integer(config: Mapping[str, Any], *keys: str) -> int:
-    """Under the first of `keys` that is there."""
+def required_int(config: Mapping[str, Any], *keys: str) -> int:
+    """Under the first of `keys` that is there. Raises ConfigError if there is none."""
     for key in keys:
         if isinstance(value := config.get(key), int):
             return value

@@ -14,10 +14,9 @@ from pathlib import Path
 import msgspec
 import torch
 
-from pdserve.common.core.host import is_loopback, usable_cores
+from pdserve.common.core.host import host_identity, is_loopback, usable_cores
 from pdserve.common.distributed.environment import (
     DistributedEnvironment,
-    host_identity,
     init_distributed_environment,
 )
 from pdserve.common.distributed.executor import Emit, Extension, WorkerSpec
@@ -54,7 +53,7 @@ class RankHost:
 
     rank: int
     host: str  # its name
-    host_identity: str  # see `environment.host_identity`
+    host_identity: str  # see `core.host.host_identity`
     address: str  # under which the other hosts reach it
     device: str
     cores: int  # that this rank may run on

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from pdserve.common.core.host import is_loopback
+from pdserve.common.core.host import host_identity, is_loopback
 from pdserve.common.distributed.communicator import (
     CommunicatorContext,
     DeviceCommunicator,
@@ -173,15 +172,6 @@ def _retry(connect: Callable[[timedelta], dist.TCPStore], timeout: timedelta) ->
             if time.monotonic() > deadline:
                 raise
             attempt_limit *= 2
-
-
-def host_identity() -> str:
-    """Equal for two processes exactly where they share memory, loopback and abstract sockets: the
-    same running kernel and the same network namespace."""
-    if not os.path.exists("/proc/self/ns/net"):
-        return socket.gethostname()
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"
 
 
 def address_towards(url: str) -> str:

@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import msgspec
 
+from pdserve.common.core import host
 from pdserve.common.core.errors import Blame
 from pdserve.kv_transfer.connector import (
     BlockRun,
@@ -88,10 +88,8 @@ class SourceRoute:
 
 def host_identity() -> str:
     """Equal for processes that meet at an abstract Unix socket and may pass each other memory:
-    same kernel, same network namespace, same user. (Containers may share a host name and
-    nothing else, or the reverse.)"""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.geteuid()}"
+    same host, same user."""
+    return f"{host.host_identity()}/{os.geteuid()}"
 
 
 class Endpoints(msgspec.Struct, frozen=True):
