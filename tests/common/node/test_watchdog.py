@@ -164,7 +164,7 @@ def test_no_decode_node_reachable_until_one_answers() -> None:
     assert not peers.unhealthy_reason() and not peers.in_doubt()
 
 
-def test_one_decode_node_out_of_reach_is_not_the_prefill_nodes_ailment() -> None:
+def test_one_decode_node_out_of_reach_does_not_make_the_prefill_node_unhealthy() -> None:
     peers = DecodePeers(Clock())
     peers.used("d0:1")
     peers.used("d1:1", answered=False)
