@@ -140,6 +140,8 @@ def _become(role: str, flags: list[str], log: str, before: list[str]) -> Any:
         zygote = import_string(FORKED_RANKS)()
         code = int(import_module(f"pdserve.{role}.__main__").main(flags))
         zygote.close()
+    except SystemExit as stop:  # of wrong flags
+        code = stop.code if isinstance(stop.code, int) else 1
     except Exception:
         traceback.print_exc()
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -15,6 +15,8 @@ import pytest
 import reference
 from callers import storm
 from cluster import Cluster, Roles, Service, ended, text_of
+from paths import MODELS
+from warm import run_roles
 
 MODEL = "mistral"
 PROMPT = "Once upon a time there was a naïve girl named Zoë. She lived in an old mill"
@@ -209,30 +211,35 @@ def wait_for_another(cluster: Cluster, role: str, pid: int) -> None:
 
 UP = (str(Path(sys.executable).with_name("pdserve")), "up", "--port=0")
 PREFILL = (sys.executable, "-m", "pdserve.prefill_node")
-ROUTER = (sys.executable, "-m", "pdserve.router", "--port=0", "--grpc-port=0", "--registry-port=0")
+ROUTER = ("router", "--port=0", "--grpc-port=0", "--registry-port=0")
 WRONG = [
-    ((*UP, "--model={model}", "--frobnicate"), 2, "--frobnicate"),
-    ((*UP, "--model={model}", "--block-size=0"), 2, "--block-size"),
-    ((*UP, "--model={model}", "--decode-tp=3"), 2, "decode-0 cannot start as configured"),
-    ((*PREFILL, "--model=/no/such/model"), 2, "/no/such/model has no config.json"),
-    ((*PREFILL, "--model={model}", "--tensor-parallel-size=3"), 2, "3 does not divide"),
-    ((*PREFILL, "--model={model}", "--num-gpu-blocks-override=3"), 2, "has 3 blocks"),
-    ((*ROUTER, "--model=/no/such/model"), 2, "/no/such/model has no config.json"),
+    ((*UP, "--model={model}", "--frobnicate"), "--frobnicate"),
+    ((*UP, "--model={model}", "--block-size=0"), "--block-size"),
+    ((*UP, "--model={model}", "--decode-tp=3"), "decode-0 cannot start as configured"),
+    ((*PREFILL, "--model=/no/such/model"), "/no/such/model has no config.json"),
+]
+WRONG_FORKED = [
+    (("prefill_node", "--model={model}", "--tensor-parallel-size=3"), "3 does not divide"),
+    (("prefill_node", "--model={model}", "--num-gpu-blocks-override=3"), "has 3 blocks"),
+    ((*ROUTER, "--model=/no/such/model"), "/no/such/model has no config.json"),
     # Open to strangers beyond this host.
-    ((*ROUTER, "--model={model}", "--host=0.0.0.0"), 2, "give all roles the same --cluster-key"),
-    ((*PREFILL, "--model={model}", "--kv-host=0.0.0.0"), 2, "same --cluster-key"),
+    ((*ROUTER, "--model={model}", "--host=0.0.0.0"), "give all roles the same --cluster-key"),
+    (("prefill_node", "--model={model}", "--kv-host=0.0.0.0"), "same --cluster-key"),
 ]
 
 
-def test_wrong_options_end_with_2_and_a_clear_line(roles: Roles) -> None:
-    def run(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
-        words = [word.format(model=roles.model) for word in command]
-        return subprocess.run(words, capture_output=True, text=True, timeout=60)
+def test_wrong_options_end_with_2_and_a_clear_line(tmp_path: Path) -> None:
+    model = MODELS / MODEL
 
+    def run(command: Sequence[str]) -> tuple[int, str]:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stdout + done.stderr
+
+    commands = [[word.format(model=model) for word in words] for words, _ in WRONG]
+    forked = [[word.format(model=model) for word in words] for words, _ in WRONG_FORKED]
     with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(run, (command for command, _, _ in WRONG)))
-    for (command, code, clue), result in zip(WRONG, results, strict=True):
-        output = result.stdout + result.stderr
-        assert result.returncode == code, f"{command}: {result.returncode}\n{output}"
+        results = [*pool.map(run, commands), *run_roles(tmp_path, forked)]
+    for (command, clue), (code, output) in zip(WRONG + WRONG_FORKED, results, strict=True):
+        assert code == 2, f"{command}: {code}\n{output}"
         assert clue in output
         assert "Traceback" not in output, output

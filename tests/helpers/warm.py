@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,20 @@ def shared() -> WarmStart:
     warm = WarmStart(IMPORTS)
     atexit.register(warm.close)
     return warm
+
+
+def run_roles(folder: Path, commands: Sequence[Sequence[str]]) -> list[tuple[int, str]]:
+    """Exit code and output of roles that end by themselves, all run at once: each command is a
+    role's module and its flags. A log of each is left in `folder`."""
+    logs = [folder / f"role-{number}.log" for number in range(len(commands))]
+    pids = [
+        shared().start(role, flags, log) for (role, *flags), log in zip(commands, logs, strict=True)
+    ]
+    deadline = time.monotonic() + START_TIMEOUT
+    while None in (codes := [shared().exit_code(pid) for pid in pids]):
+        assert time.monotonic() < deadline, [log.read_text() for log in logs]
+        time.sleep(0.02)
+    return [(code or 0, log.read_text()) for code, log in zip(codes, logs, strict=True)]
 
 
 def ranks_of(pid: int) -> list[psutil.Process]:

@@ -36,73 +36,66 @@ from pdserve.common.node.server import NodeServer
 from pdserve.common.obs.process import read_ports
 from pdserve.common.rpc.channels import Credentials
 from pdserve.common.rpc.pb import cluster_pb2 as pb
+from warm import run_roles
 
 MODEL = str(MODELS / "llama-gqa")
 MODULES = {"router": "router", "prefill": "prefill_node", "decode": "decode_node"}
 
 
+def arguments(role: str, *flags: str) -> list[str]:
+    ports = ["--grpc-port=0", *(["--port=0", "--registry-port=0"] if role == "router" else [])]
+    return [f"--model={MODEL}", *ports, *flags]
+
+
 def start(
     role: str, *flags: str, stderr: int = subprocess.PIPE, prepare: Callable[[], None] | None = None
 ) -> subprocess.Popen[str]:
-    ports = ["--grpc-port=0", *(["--port=0", "--registry-port=0"] if role == "router" else [])]
-    command = [sys.executable, "-m", f"pdserve.{MODULES[role]}", f"--model={MODEL}", *ports, *flags]
+    command = [sys.executable, "-m", f"pdserve.{MODULES[role]}", *arguments(role, *flags)]
     return subprocess.Popen(command, stderr=stderr, text=True, preexec_fn=prepare)
 
 
-def complaint(process: subprocess.Popen[str]) -> str:
+def refusal(process: subprocess.Popen[str]) -> str:
     """The line a process ends with that cannot start as configured."""
     _, output = process.communicate(timeout=120)
-    assert process.returncode == 2, output
+    return last_line(process.returncode, output)
+
+
+def last_line(code: int, output: str) -> str:
+    assert code == 2, output
     assert "Traceback" not in output
     *_, last = output.splitlines()
     return last
+
+
+def test_every_role_says_which_address_its_host_refuses(tmp_path: Path) -> None:
+    """Each in a process of its own, all at once."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        cases = [
+            ("prefill", f"--metrics-port={port}", f"{port} for metrics: .*another"),
+            ("decode", f"--metrics-port={port}", f"{port} for metrics: .*another"),
+            ("decode", f"--grpc-port={port}", f"{port} for gRPC: .*use: choose another --grpc-p"),
+            ("router", f"--port={port}", f"cannot listen on 127.0.0.1:{port}: .*in use"),
+            ("router", f"--grpc-port={port}", f"{port} for gRPC: .*use: choose another --grpc-p"),
+            ("router", "--ports-file=/no/such/p", "/no/such/p.*: No such .*: make it first"),
+        ]
+        commands = [[MODULES[role], *arguments(role, flag)] for role, flag, _ in cases]
+        found = [last_line(*ended) for ended in run_roles(tmp_path, commands)]
+    for output, (_, _, expected) in zip(found, cases, strict=True):
+        assert re.search(expected, output), (output, expected)
 
 
 def few_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 
 
-def test_every_role_says_what_its_host_refuses() -> None:
-    """Each in a process of its own, all at once."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        cases = {
-            start(role, *flags, prepare=prepare): expected
-            for role, flags, prepare, expected in (
-                ("prefill", [f"--metrics-port={port}"], None, f"{port} for metrics: .*another"),
-                ("decode", [f"--metrics-port={port}"], None, f"{port} for metrics: .*another"),
-                (
-                    "decode",
-                    [f"--grpc-port={port}"],
-                    None,
-                    f"{port} for gRPC: .*in use: choose another --grpc-port",
-                ),
-                (
-                    "router",
-                    [f"--port={port}"],
-                    None,
-                    f"cannot listen on 127.0.0.1:{port}: .*in use",
-                ),
-                (
-                    "router",
-                    [f"--grpc-port={port}"],
-                    None,
-                    f"{port} for gRPC: .*in use: choose another --grpc-port",
-                ),
-                (
-                    "router",
-                    ["--ports-file=/no/such/p"],
-                    None,
-                    "/no/such/p.*: No such .*: make it first",
-                ),
-                ("router", [], few_files, "may open 64 files .*ulimit -n .*--max-concurrent-req"),
-                ("prefill", [], few_files, "may open 64 files and needs up to 512: .*ulimit -n"),
-                ("decode", [], few_files, "may open 64 files and needs up to 512: .*ulimit -n"),
-            )
-        }
-        found = [(complaint(process), expected) for process, expected in cases.items()]
-    missing = [(output, expected) for output, expected in found if not re.search(expected, output)]
-    assert not missing
+def test_every_role_says_that_it_may_open_too_few_files() -> None:
+    started = {role: start(role, prepare=few_files) for role in MODULES}
+    found = {role: refusal(process) for role, process in started.items()}
+    router = found.pop("router")
+    assert re.search(r"may open 64 files .*ulimit -n .*--max-concurrent-req", router)
+    for output in found.values():
+        assert re.search("may open 64 files and needs up to 512: .*ulimit -n", output)
 
 
 def test_a_shell_s_usual_limit_of_files_is_raised() -> None:
@@ -174,7 +167,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_under_the_ports_file(small_disk: Path) -> None:
-    output = complaint(start("router", f"--ports-file={small_disk}/ports.json"))
+    output = refusal(start("router", f"--ports-file={small_disk}/ports.json"))
     assert f"{small_disk}/ports.json: No space left on device: free some space" in output
 
 
