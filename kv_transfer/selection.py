@@ -49,18 +49,15 @@ def choose_connectors(config: TransferConfig, device: str) -> Connectors:
     Raises:
         ConfigError: no such connector, named twice, or options for none of them.
     """
-    if config.kv_connector == "auto":
-        known = {name: load_connector(name).capabilities for name in AUTO[device]}
-        names: Sequence[str] = auto_connectors(device, known)
-        logger.info("KV connectors: %s (auto: %s cache)", ", ".join(names), device.upper())
-        return _with_options(names, config.kv_connector_config)
-    names = [name.strip() for name in config.kv_connector.split(",")]
-    for name in names:
-        load_connector(name)
-    if len(set(names)) < len(names):
+    auto = config.kv_connector == "auto"
+    asked = AUTO[device] if auto else [name.strip() for name in config.kv_connector.split(",")]
+    known = {name: load_connector(name).capabilities for name in asked}
+    if len(known) < len(asked):
         raise ConfigError(f"--kv-connector {config.kv_connector}: a name comes twice")
-    logger.info("KV connectors: %s", ", ".join(names))
-    if len(names) == 1:
+    names = auto_connectors(device, known) if auto else asked
+    why = f" (auto: {device.upper()} cache)" if auto else ""
+    logger.info("KV connectors: %s%s", ", ".join(names), why)
+    if len(names) == 1 and not auto:
         return {names[0]: config.kv_connector_config}
     return _with_options(names, config.kv_connector_config)
 

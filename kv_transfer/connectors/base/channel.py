@@ -6,6 +6,8 @@ themselves (pushed through the pipe or beside it), or only the ids of blocks the
 
 from __future__ import annotations
 
+import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +16,7 @@ from typing import ClassVar
 
 import torch
 
+from pdserve.common.core.errors import Blame, TransferError
 from pdserve.kv_transfer.blocks import byte_runs, gather, memory_of, piece_nbytes, scatter
 from pdserve.kv_transfer.connectors.base.handshake import send_frame
 from pdserve.kv_transfer.connectors.base.sockets import scratch
@@ -22,6 +25,10 @@ from pdserve.kv_transfer.frame import Frame, Kind, bad_frame
 from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import CacheView, Rect
 from pdserve.kv_transfer.pipe import KVPipe, send_bytes
+
+HEARTBEAT_S = 0.1  # between two signs of a frame that takes long; leases are longer
+
+logger = logging.getLogger(__name__)
 
 
 class Mover(ABC):
@@ -144,3 +151,29 @@ class Channel:
 
     def close(self) -> None:
         self._pipe.close()
+
+
+class Heartbeat:
+    """Passes on, at most every `HEARTBEAT_S` seconds, that something moves."""
+
+    def __init__(self, beat: Callable[[], None]) -> None:
+        self._beat = beat
+        self._last = time.monotonic()
+
+    def __call__(self) -> None:
+        if (now := time.monotonic()) - self._last >= HEARTBEAT_S:
+            self._last = now
+            self._beat()
+
+
+def as_transfer_error(error: Exception, peer: Blame) -> TransferError:
+    """What ended a connection, typed: the one place where a connector's own exceptions end.
+    `peer` is the other side's role."""
+    if isinstance(error, TransferError):
+        return error
+    if isinstance(error, OSError):
+        return TransferError(f"the {peer} rank is gone: {error}", code="PEER_LOST", blame=peer)
+    logger.error("a KV connector failed", exc_info=error)
+    ours = Blame.DECODE if peer is Blame.PREFILL else Blame.PREFILL
+    text = f"the KV connector of the {ours} node failed ({type(error).__name__}); its log says why"
+    return TransferError(text, code="CONNECTOR_FAILED", blame=ours)

@@ -25,14 +25,14 @@ from pdserve.kv_transfer.connector import (
     SinkTransfer,
     SourceTransfer,
 )
-from pdserve.kv_transfer.connectors.base.channel import Channel, Mover
-from pdserve.kv_transfer.connectors.base.handshake import expect_welcome, recv_frame, recv_greeting
-from pdserve.kv_transfer.connectors.base.receiver import (
+from pdserve.kv_transfer.connectors.base.channel import (
+    Channel,
     Heartbeat,
-    InboundTransfer,
-    Receiver,
+    Mover,
     as_transfer_error,
 )
+from pdserve.kv_transfer.connectors.base.handshake import expect_welcome, recv_frame, recv_greeting
+from pdserve.kv_transfer.connectors.base.receiver import InboundTransfer, Receiver
 from pdserve.kv_transfer.connectors.base.sender import Sender
 from pdserve.kv_transfer.frame import Frame, Kind, bad_frame
 from pdserve.kv_transfer.pipe import KVPipe, PipeListener

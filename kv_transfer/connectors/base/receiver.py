@@ -10,36 +10,17 @@ refused: drained and counted, whatever transfer id they know.
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pdserve.common.core.errors import Blame, TransferError
+from pdserve.common.core.errors import TransferError
 from pdserve.kv_transfer.blocks import piece_nbytes
 from pdserve.kv_transfer.connector import Event, Failed, Landed, Progress, SinkTransfer
 from pdserve.kv_transfer.frame import Frame, bad_frame
 from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import CacheView, Rect
-
-logger = logging.getLogger(__name__)
-
-HEARTBEAT_S = 0.1  # between two signs of a frame that takes long; leases are longer
-
-
-class Heartbeat:
-    """Passes on, at most every `HEARTBEAT_S` seconds, that something moves."""
-
-    def __init__(self, beat: Callable[[], None]) -> None:
-        self._beat = beat
-        self._last = time.monotonic()
-
-    def __call__(self) -> None:
-        if (now := time.monotonic()) - self._last >= HEARTBEAT_S:
-            self._last = now
-            self._beat()
 
 
 @dataclass(slots=True)
@@ -203,16 +184,3 @@ class Receiver:
             inbound = self._inbound.pop(transfer_id, None)
         if inbound is not None:
             inbound.gate.close()
-
-
-def as_transfer_error(error: Exception, peer: Blame) -> TransferError:
-    """What ended a connection, typed: the one place where a connector's own exceptions end.
-    `peer` is the other side's role."""
-    if isinstance(error, TransferError):
-        return error
-    if isinstance(error, OSError):
-        return TransferError(f"the {peer} rank is gone: {error}", code="PEER_LOST", blame=peer)
-    logger.error("a KV connector failed", exc_info=error)
-    ours = Blame.DECODE if peer is Blame.PREFILL else Blame.PREFILL
-    text = f"the KV connector of the {ours} node failed ({type(error).__name__}); its log says why"
-    return TransferError(text, code="CONNECTOR_FAILED", blame=ours)

@@ -26,8 +26,7 @@ from pdserve.kv_transfer.connector import (
     Sent,
     SourceTransfer,
 )
-from pdserve.kv_transfer.connectors.base.channel import Channel
-from pdserve.kv_transfer.connectors.base.receiver import Heartbeat, as_transfer_error
+from pdserve.kv_transfer.connectors.base.channel import Channel, Heartbeat, as_transfer_error
 from pdserve.kv_transfer.connectors.base.staging import FRAME_NBYTES, parts
 from pdserve.kv_transfer.frame import Frame, Kind
 from pdserve.kv_transfer.gate import Gate

@@ -40,7 +40,7 @@ from pdserve.kv_transfer.connector import (
     SinkTransfer,
     SourceTransfer,
 )
-from pdserve.kv_transfer.connectors.base.receiver import as_transfer_error
+from pdserve.kv_transfer.connectors.base.channel import as_transfer_error
 from pdserve.kv_transfer.connectors.multi.routes import (
     AVOID_S,
     Endpoints,

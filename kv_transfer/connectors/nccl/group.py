@@ -57,7 +57,7 @@ class PairGroup(ABC):
         self._move(self._group.recv, tensor)
 
     def _move(
-        self, start: Callable[[list[torch.Tensor], int, int], Any], data: torch.Tensor
+        self, start: Callable[[list[torch.Tensor], int, int], dist.Work], data: torch.Tensor
     ) -> None:
         self._moving = data  # if the wait fails, its memory is in use until the group is left
         with connection_errors():
@@ -65,7 +65,7 @@ class PairGroup(ABC):
         self._moving = None
 
     @abstractmethod
-    def _wait(self, work: Any) -> None: ...
+    def _wait(self, work: dist.Work) -> None: ...
 
     @abstractmethod
     def interrupt(self) -> None:
@@ -88,7 +88,7 @@ class GlooPair(PairGroup):
         options._threads = 1
         super().__init__(dist.ProcessGroupGloo(store, side, 2, options), side, stall_s)
 
-    def _wait(self, work: Any) -> None:
+    def _wait(self, work: dist.Work) -> None:
         work.wait(self._stall)
 
     def interrupt(self) -> None:
@@ -138,7 +138,7 @@ class NcclPair(PairGroup):
         else:
             self.recv(token)
 
-    def _wait(self, work: Any) -> None:
+    def _wait(self, work: dist.Work) -> None:
         end = time.monotonic() + self._stall.total_seconds()
         while not work.is_completed():
             if self._hangup.poll(1):

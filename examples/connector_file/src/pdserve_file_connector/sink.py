@@ -92,7 +92,7 @@ class Sink:
             if fault := self._fault(header, incoming.transfer, len(data)):
                 self._fail(incoming, "BAD_FRAME", False, fault)
                 return
-        with incoming.gate.passage(lambda: None) as admitted:
+        with incoming.gate.passage() as admitted:
             if admitted:
                 start = header.first - incoming.transfer.first_block
                 ids = incoming.transfer.block_ids[start : start + header.count]
@@ -110,7 +110,7 @@ class Sink:
 
     def _fault(self, header: Header, transfer: SinkTransfer, nbytes: int) -> str:
         rect, ours = header.rect, self._view.rect
-        if not rect.area or rect.intersect(ours) != rect:
+        if not ours.contains(rect):
             return f"{rect} is not within this rank's {ours}"
         start = header.first - transfer.first_block
         if start < 0 or header.count < 1 or start + header.count > len(transfer.block_ids):

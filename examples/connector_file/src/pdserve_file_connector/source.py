@@ -13,6 +13,7 @@ from typing import Annotated
 
 import msgspec
 
+from pdserve.common.core.errors import Blame, TransferError
 from pdserve.kv_transfer.blocks import gather
 from pdserve.kv_transfer.connector import BlockRun, Event, Failed, Progress, Sent, SourceTransfer
 from pdserve.kv_transfer.gate import Gate
@@ -28,14 +29,6 @@ class Endpoint(msgspec.Struct):
 
     name: Annotated[str, msgspec.Meta(pattern=NAME)]
     fingerprint: str
-
-
-class Refused(Exception):
-    """The transfer cannot go on: a code of TransferError, who is to blame, retryable."""
-
-    def __init__(self, code: str, blame: str, retryable: bool, message: str) -> None:
-        super().__init__(message)
-        self.fields = (code, blame, retryable, message)
 
 
 @dataclass(slots=True)
@@ -124,9 +117,9 @@ class Source:
         transfer = outgoing.transfer
         try:
             moved = [self._step(outgoing, lane) for lane in outgoing.lanes]
-        except Refused as refused:
+        except TransferError as error:
             outgoing.over = True
-            self._emit(Failed(transfer.transfer_id, transfer.epoch, *refused.fields))
+            self._emit(Failed.of(transfer.transfer_id, transfer.epoch, error))
             return True
         with self._lock:
             left = any(lane.runs or lane.files for lane in outgoing.lanes)
@@ -148,14 +141,18 @@ class Source:
         try:
             where = msgspec.json.decode(endpoint, type=Endpoint)
         except msgspec.DecodeError as error:
-            raise Refused("CONNECT_FAILED", "decode", False, f"no endpoint: {error}") from error
+            raise TransferError(
+                f"no endpoint: {error}", code="CONNECT_FAILED", blame=Blame.DECODE, retryable=False
+            ) from error
         inbox = self._folder.parent / where.name
         if not is_alive(inbox):
             message = f"no decode rank at {inbox}: is it the same directory on both sides?"
-            raise Refused("CONNECT_FAILED", "decode", True, message)
+            raise TransferError(message, code="CONNECT_FAILED", blame=Blame.DECODE, retryable=True)
         if where.fingerprint != self._fingerprint:
             message = f"fingerprint {self._fingerprint} ≠ {where.fingerprint}"
-            raise Refused("FINGERPRINT_MISMATCH", "prefill", False, message)
+            raise TransferError(
+                message, code="FINGERPRINT_MISMATCH", blame=Blame.PREFILL, retryable=False
+            )
         return inbox
 
     def _count_taken(self, outgoing: Outgoing, lane: Lane, inbox: Path) -> bool:
@@ -163,7 +160,7 @@ class Source:
         transfer, taken = outgoing.transfer, False
         while lane.files and not lane.files[0][0].exists() and outgoing.gate.is_open:
             if not is_alive(inbox):
-                raise Refused("PEER_LOST", "decode", True, "the decode rank is gone")
+                raise gone()
             _, nbytes = lane.files.popleft()
             outgoing.nbytes += nbytes
             self._emit(Progress(transfer.transfer_id, transfer.epoch, nbytes))
@@ -177,13 +174,15 @@ class Source:
         rect = lane.piece.rect
         names = (self._folder.name, transfer.transfer_id, transfer.epoch)
         path = inbox / f"{next(self._numbers):016x}-{self._folder.name}.run"
-        with outgoing.gate.passage(lambda: None) as admitted:
+        with outgoing.gate.passage() as admitted:
             if admitted:
                 data = gather(self._view, rect, block_ids).contiguous()
                 try:
                     write_run(path, Header(*names, rect, run.first, run.count), data)
                 except OSError as error:
-                    raise Refused("CONNECTOR_FAILED", "prefill", True, str(error)) from error
+                    raise TransferError(
+                        str(error), code="CONNECTOR_FAILED", blame=Blame.PREFILL, retryable=True
+                    ) from error
                 lane.files.append((path, data.nbytes))
                 lane.runs.popleft()
         return admitted
@@ -194,5 +193,9 @@ class Source:
             if not all(is_alive(lane.inbox) for lane in outgoing.lanes if lane.inbox):
                 outgoing.over = True
                 transfer = outgoing.transfer
-                failed = ("PEER_LOST", "decode", True, "the decode rank is gone")
-                self._emit(Failed(transfer.transfer_id, transfer.epoch, *failed))
+                self._emit(Failed.of(transfer.transfer_id, transfer.epoch, gone()))
+
+
+def gone() -> TransferError:
+    message = "the decode rank is gone"
+    return TransferError(message, code="PEER_LOST", blame=Blame.DECODE, retryable=True)
