@@ -27,9 +27,8 @@ class Geometry:
     num_blocks: int = 256
 
     def shape(self, rect: Rect) -> tuple[int, ...]:
-        layers = rect.layer_end - rect.layer_start
-        heads = rect.head_end - rect.head_start
-        return (layers, 2, self.num_blocks, heads, self.block_size, self.head_dim)
+        sizes = rect.num_layers, 2, self.num_blocks, rect.num_heads
+        return (*sizes, self.block_size, self.head_dim)
 
     @property
     def rect(self) -> Rect:
@@ -62,9 +61,8 @@ class MemoryCache:
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's rectangle of a whole model's cache."""
-        rect = self.rect
-        layers = slice(rect.layer_start, rect.layer_end)
-        return whole[layers, :, :, rect.head_start : rect.head_end]
+        layers, heads = self.rect.slices_in(self.geometry.rect)
+        return whole[layers, :, :, heads]
 
     def blocks(self, block_ids: Sequence[int]) -> torch.Tensor:
         """A copy of some blocks, in the order of the ids."""

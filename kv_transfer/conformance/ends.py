@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from pdserve.common.core.plugins import resolve
 from pdserve.kv_transfer.conformance.caches import MemoryCache
 from pdserve.kv_transfer.connector import (
     BlockRun,
@@ -19,7 +18,7 @@ from pdserve.kv_transfer.connector import (
     SinkTransfer,
     SourceTransfer,
 )
-from pdserve.kv_transfer.selection import BUILTIN, ENTRY_POINTS
+from pdserve.kv_transfer.selection import load_connector
 
 QUICK_S = 2.0  # what must not block has returned by then, on a busy machine too
 ARRIVAL_S = 10.0  # whatever must happen has happened by then
@@ -38,8 +37,7 @@ class Target:
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def load(self) -> type[KVConnector]:
-        kind: type[KVConnector] = resolve(self.name, BUILTIN, ENTRY_POINTS)
-        return kind
+        return load_connector(self.name)
 
 
 class EventLog:

@@ -11,32 +11,20 @@ import os
 import socket
 import sys
 import threading
-from typing import Any
 
 import msgspec
 import torch
 
-from pdserve.common.core.plugins import resolve
+from pdserve.kv_transfer.commands import Accept, Ready, Submit, encode_event
 from pdserve.kv_transfer.conformance.caches import Geometry, MemoryCache
-from pdserve.kv_transfer.connector import (
-    BlockRun,
-    Event,
-    Failed,
-    KVConnector,
-    Landed,
-    Progress,
-    RankContext,
-    Sent,
-    SinkTransfer,
-    SourceTransfer,
-)
+from pdserve.kv_transfer.connector import Event, KVConnector, RankContext
 from pdserve.kv_transfer.layout import Rect
-from pdserve.kv_transfer.selection import BUILTIN, ENTRY_POINTS
-
-EVENTS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Progress, Landed, Sent, Failed)}
+from pdserve.kv_transfer.selection import load_connector
 
 
-class Setup(msgspec.Struct):
+class Setup(msgspec.Struct, tag=True):
+    """Make a connector, in place of the last one."""
+
     connector: str
     config: str  # JSON
     cache: str  # path of its memory file
@@ -44,31 +32,19 @@ class Setup(msgspec.Struct):
     rect: Rect
 
 
-class Announcement(msgspec.Struct):
-    """The arguments of `ready`."""
-
-    transfer_id: bytes
-    run: BlockRun
-    block_ids: tuple[int, ...]
-    last: bool
+class Close(msgspec.Struct, tag=True):
+    pass
 
 
-class Order(msgspec.Struct, omit_defaults=True):
-    """What to do: the one field that is set; none: close the connector."""
-
-    setup: Setup | None = None
-    accept: SinkTransfer | None = None
-    submit: SourceTransfer | None = None
-    ready: Announcement | None = None
+Order = Setup | Accept | Submit | Ready | Close
 
 
 class Report(msgspec.Struct, omit_defaults=True):
-    """An answer to an order, or an event (its type's name, and itself as JSON)."""
+    """An answer to an order, or an event (as `encode_event` has it)."""
 
     endpoint: bytes = b""
     error: str = ""
-    event: str = ""
-    body: bytes = b""
+    event: bytes = b""
 
 
 class Peer:
@@ -88,16 +64,17 @@ class Peer:
         self._close()
 
     def _obey(self, order: Order) -> Report:
-        if order.setup is not None:
-            return self._set_up(order.setup)
-        if order.accept is not None:
-            self._live.accept(order.accept)
-        elif order.submit is not None:
-            self._live.submit(order.submit)
-        elif (ready := order.ready) is not None:
-            self._live.ready(ready.transfer_id, ready.run, ready.block_ids, ready.last)
-        else:
-            self._close()
+        match order:
+            case Setup():
+                return self._set_up(order)
+            case Accept(transfer):
+                self._live.accept(transfer)
+            case Submit(transfer):
+                self._live.submit(transfer)
+            case Ready():
+                self._live.ready(order.transfer_id, order.run, order.block_ids, order.last)
+            case Close():
+                self._close()
         return Report()
 
     @property
@@ -110,13 +87,13 @@ class Peer:
         self._close()
         fd = os.open(setup.cache, os.O_RDWR | os.O_CLOEXEC)
         self._cache = MemoryCache(setup.geometry, setup.rect, fd)
-        kind = resolve(setup.connector, BUILTIN, ENTRY_POINTS)
+        kind = load_connector(setup.connector)
         context = RankContext(self._cache.view, "127.0.0.1", "same", self._emit)
         self._connector = kind(context, msgspec.json.decode(setup.config))
         return Report(endpoint=self._live.endpoint())
 
     def _emit(self, event: Event) -> None:
-        self._say(Report(event=type(event).__name__, body=msgspec.json.encode(event)))
+        self._say(Report(event=encode_event(event)))
 
     def _say(self, report: Report) -> None:
         with self._lock:

@@ -14,9 +14,10 @@ from collections.abc import Callable
 
 import msgspec
 
+from pdserve.kv_transfer.commands import Accept, Ready, Submit, decode_event
 from pdserve.kv_transfer.conformance.caches import MemoryCache
 from pdserve.kv_transfer.conformance.ends import End, Target
-from pdserve.kv_transfer.conformance.peer import EVENTS, Announcement, Order, Report, Setup
+from pdserve.kv_transfer.conformance.peer import Close, Order, Report, Setup
 from pdserve.kv_transfer.connector import BlockRun, Event, SinkTransfer, SourceTransfer
 
 START_S = 60.0  # a process has loaded everything by then
@@ -59,8 +60,7 @@ class Process:
         for line in self._lines:
             report = msgspec.json.decode(line, type=Report)
             if report.event:
-                event = msgspec.json.decode(report.body, type=EVENTS[report.event])
-                self.on_event(event)
+                self.on_event(decode_event(report.event))
                 continue
             with self._changed:
                 self._reports.append(report)
@@ -92,19 +92,19 @@ class RemoteEnd(End):
         process.on_event = self.events.put
         config = json.dumps(dict(target.config))
         setup = Setup(target.name, config, cache.path, cache.geometry, cache.rect)
-        self._endpoint = process.order(Order(setup=setup), START_S).endpoint
+        self._endpoint = process.order(setup, START_S).endpoint
 
     def endpoint(self) -> bytes:
         return self._endpoint
 
     def accept(self, transfer: SinkTransfer) -> None:
-        self.process.order(Order(accept=transfer))
+        self.process.order(Accept(transfer))
 
     def submit(self, transfer: SourceTransfer) -> None:
-        self.process.order(Order(submit=transfer))
+        self.process.order(Submit(transfer))
 
     def ready(self, transfer_id: bytes, run: BlockRun, ids: tuple[int, ...], last: bool) -> None:
-        self.process.order(Order(ready=Announcement(transfer_id, run, ids, last)))
+        self.process.order(Ready(transfer_id, run, ids, last))
 
     def stop(self) -> None:
         self.process.signal(signal.SIGSTOP)
@@ -120,7 +120,7 @@ class RemoteEnd(End):
         """Afterwards the process may serve another connector. Raises when it cannot."""
         self.resume()
         try:
-            self.process.order(Order())
+            self.process.order(Close())
         except (AssertionError, OSError):
             self.kill()
             raise
