@@ -70,7 +70,7 @@ class Admission:
             self._check_room(batch, choices)
             batch.admitted = True
         with self._queued(batch.client, num_tokens):
-            await self._take(batch, choices)
+            await self._acquire(batch, choices)
         batch.running += 1
         self._running += 1
         try:
@@ -78,18 +78,17 @@ class Admission:
         finally:
             self._running -= 1
             batch.running -= 1
-            self._slots.give_back(batch.client, choices)
+            self._slots.release(batch.client, choices)
 
     def _check_room(self, batch: Batch, choices: int) -> None:
         client = batch.client
         if self._slots.has_room(client, choices):
             return
-        for waiting, limit, what in (
-            (self._waiting, self._max_waiting, "requests"),
-            (self._waiting_tokens, MAX_WAITING_TOKENS, "prompt tokens"),
+        for waiting, new, limit, what in (
+            (self._waiting, 1, self._max_waiting, "requests"),
+            (self._waiting_tokens, batch.num_tokens, MAX_WAITING_TOKENS, "prompt tokens"),
         ):
             client_limit = math.ceil(limit * self._max_client_share)
-            new = batch.num_tokens if waiting is self._waiting_tokens else 1
             # A body may be larger than the client's share; of others it takes no more than that.
             total = sum(min(count, client_limit) for count in waiting.values())
             own = waiting[client]
@@ -102,21 +101,22 @@ class Admission:
 
     @contextmanager
     def _queued(self, client: str, num_tokens: int) -> Iterator[None]:
-        for waiting, count in ((self._waiting, 1), (self._waiting_tokens, num_tokens)):
+        counters = ((self._waiting, 1), (self._waiting_tokens, num_tokens))
+        for waiting, count in counters:
             waiting[client] += count
         try:
             yield
         finally:
-            for waiting, count in ((self._waiting, 1), (self._waiting_tokens, num_tokens)):
+            for waiting, count in counters:
                 waiting[client] -= count
                 if not waiting[client]:
                     del waiting[client]
 
-    async def _take(self, batch: Batch, choices: int) -> None:
+    async def _acquire(self, batch: Batch, choices: int) -> None:
         while True:
             try:
                 async with asyncio.timeout(self._timeout):
-                    return await self._slots.take(batch.client, choices)
+                    return await self._slots.acquire(batch.client, choices)
             except TimeoutError:
                 if not batch.running:  # else the body proceeds, prompt by prompt
                     raise Unavailable(

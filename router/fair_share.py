@@ -14,7 +14,7 @@ class FairShare:
     """Max-min fair: what comes free goes to the waiting client that holds least, of equals to
     the one that was served longest ago. Within a client, first come first served.
 
-    The queues are bounded by whoever calls `take`.
+    The queues are bounded by whoever calls `acquire`.
     """
 
     def __init__(
@@ -31,18 +31,18 @@ class FairShare:
 
     @property
     def waiting(self) -> int:
-        """Calls of `take` that wait."""
+        """Calls of `acquire` that wait."""
         return sum(map(self.waiting_of, self._queues))
 
     def waiting_of(self, client: str) -> int:
         return sum(not future.done() for _, future in self._queues.get(client, ()))
 
     def has_room(self, client: str, amount: int = 1) -> bool:
-        """Whether `take` would return at once."""
+        """Whether `acquire` would return at once."""
         return not self._queues.get(client) and self._fits(client, amount)
 
-    async def take(self, client: str, amount: int = 1) -> None:
-        """Waits for `amount` of the capacity, which `give_back` returns. Cancelled, it holds
+    async def acquire(self, client: str, amount: int = 1) -> None:
+        """Waits for `amount` of the capacity, which `release` returns. Cancelled, it holds
         nothing."""
         future = asyncio.get_running_loop().create_future()
         self._queues.setdefault(client, deque()).append((amount, future))
@@ -51,12 +51,12 @@ class FairShare:
             await future
         except BaseException:
             if future.done() and not future.cancelled():
-                self.give_back(client, amount)  # granted in the moment it was cancelled
+                self.release(client, amount)  # granted in the moment it was cancelled
             else:
                 self._leave(client, future)
             raise
 
-    def give_back(self, client: str, amount: int = 1) -> None:
+    def release(self, client: str, amount: int = 1) -> None:
         self.held -= amount
         self._held_by[client] -= amount
         if not self._held_by[client]:

@@ -66,7 +66,7 @@ async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
     Raises:
         Cancelled: more than MAX_BEHIND items were not read.
     """
-    queue: asyncio.Queue[tuple[int, T] | _Failure | None] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue()
     pumps = [asyncio.create_task(_pump(i, source, queue)) for i, source in enumerate(sources)]
     try:
         running = len(pumps)
@@ -74,8 +74,8 @@ async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
             message = await queue.get()
             if message is None:
                 running -= 1
-            elif isinstance(message, _Failure):
-                raise message.error
+            elif isinstance(message, Exception):
+                raise message
             else:
                 yield message
     finally:
@@ -84,15 +84,10 @@ async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
         await asyncio.gather(*pumps, return_exceptions=True)
 
 
-class _Failure:
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-
 async def _pump(
     index: int,
     source: AsyncGenerator[T, None],
-    queue: asyncio.Queue[tuple[int, T] | _Failure | None],
+    queue: asyncio.Queue[tuple[int, T] | Exception | None],
 ) -> None:
     """Moves one source's items into the queue, then None or how it failed."""
     try:
@@ -106,7 +101,7 @@ async def _pump(
         queue.put_nowait(None)
     except asyncio.CancelledError:
         # Perhaps the source's own: whoever waits for its items must not wait for ever.
-        queue.put_nowait(_Failure(PdserveError("the generation was cancelled")))
+        queue.put_nowait(PdserveError("the generation was cancelled"))
         raise
     except Exception as error:
-        queue.put_nowait(_Failure(error))
+        queue.put_nowait(error)

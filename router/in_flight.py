@@ -25,7 +25,7 @@ LINK_CODES = frozenset({"PEER_LOST", "CONNECT_FAILED", "LEASE_EXPIRED", "NO_COMM
 
 class InFlight:
     """Use as a context manager: the request counts as the node's load inside, and how it ends is
-    told to the node's circuit breaker."""
+    reported to the node's circuit breaker."""
 
     def __init__(
         self, registry: Registry, node: Node, prefill_tokens: int = 0, last_chance: str = ""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Generic, Self, TypeVar
 
 import grpc
 from grpc.aio import EOF  # type: ignore[attr-defined]
@@ -20,6 +20,8 @@ from pdserve.common.rpc.status import REQUEST_ID_KEY, from_rpc_error
 from pdserve.router.registry import Node
 
 logger = logging.getLogger(__name__)
+
+EventT = TypeVar("EventT", pb.PrefillEvent, pb.DecodeEvent)
 
 RETARGET_TIMEOUT = 5.0  # seconds a decode node gets to quiesce its ranks
 FINISH_TIMEOUT = 5.0  # seconds a decode node gets to note that a choice has ended
@@ -35,8 +37,8 @@ class NodeClient:
         # The client's id, where it gave one, so that one word finds a request in every log.
         self._metadata = ((REQUEST_ID_KEY, request_id_var.get() or request_id),)
 
-    def prefill(self, request: pb.PrefillRequest) -> EventStream:
-        return EventStream(pb_grpc.PrefillStub, self._channel, self._node, request, self._metadata)
+    def prefill(self, request: pb.PrefillRequest) -> NodeStream[pb.PrefillEvent]:
+        return NodeStream(pb_grpc.PrefillStub, self._channel, self._node, request, self._metadata)
 
     def decode(self, request: pb.DecodeRequest) -> DecodeStream:
         return DecodeStream(pb_grpc.DecodeStub, self._channel, self._node, request, self._metadata)
@@ -73,7 +75,7 @@ class NodeClient:
         return self._channels.get(self._node.info.address)
 
 
-class EventStream:
+class NodeStream(Generic[EventT]):
     """Use as a context manager: leaving it cancels what is still going on, and the node frees
     what it holds for the call. It also fails when the registry says that the node is lost."""
 
@@ -86,7 +88,7 @@ class EventStream:
         self._lost: PdserveError | None = None
         self._call = stub(channel).Run(request, metadata=metadata)
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Self:
         self._node.on_lost.add(self._on_lost)
         return self
 
@@ -94,7 +96,7 @@ class EventStream:
         self._node.on_lost.discard(self._on_lost)
         self._call.cancel()
 
-    async def read(self) -> Any | None:
+    async def read(self) -> EventT | None:
         """The next event; None at the end of the stream.
 
         Raises:
@@ -150,9 +152,9 @@ class EventStream:
         return protocol_error(self._node.role, what)
 
 
-class DecodeStream(EventStream):
+class DecodeStream(NodeStream[pb.DecodeEvent]):
     """Reserved and landed come once each, in this order and before all tokens; a node that
-    computes the prompt tells neither."""
+    computes the prompt sends neither."""
 
     def __init__(
         self, stub: Any, channel: Any, node: Node, request: pb.DecodeRequest, metadata: Any
@@ -160,7 +162,7 @@ class DecodeStream(EventStream):
         super().__init__(stub, channel, node, request, metadata)
         self._phases = ["tokens"] if request.local_prefill else ["reserved", "landed", "tokens"]
 
-    async def read(self) -> Any | None:
+    async def read(self) -> pb.DecodeEvent | None:
         event = await super().read()
         kind = None if event is None else event.WhichOneof("event")  # None: a later version's
         if kind is not None:

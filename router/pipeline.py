@@ -164,7 +164,7 @@ class Attempt:
                                  │        └─ fails ─▶ Retarget: the next epoch's ticket ─▶ another
                                  └─▶ landed ──▶ tokens
 
-    The client sees the first token once, whichever node tells it first, and it stands: a prefill
+    The client sees the first token once, whichever node sends it first, and it stands: a prefill
     node that takes over commits that token and no other.
     """
 
@@ -288,7 +288,7 @@ class Attempt:
             await self._decode_client.finish_choice(await self._state.stopped.get())
 
     def _take_first(self, token: pb.TokenEvent) -> None:
-        """The prefill node's token, whoever tells it first."""
+        """The prefill node's token, whoever sends it first."""
         if self._first is not None:
             return
         if len(token.tokens) != 1 or token.choice != self._job.choices[0].index:

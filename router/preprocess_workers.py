@@ -101,7 +101,7 @@ class PreprocessWorkers:
         waiting, own = self._free.waiting, self._free.waiting_of(client)
         if waiting >= MAX_WAITING or own >= MAX_CLIENT_WAITING:
             raise Overloaded(f"{waiting} large bodies are waiting already", retry_after=1.0)
-        await self._free.take(client)
+        await self._free.acquire(client)
         # A client that leaves does not end the work: starting a process anew costs more.
         work = asyncio.create_task(self._ask(kind, raw))
         self._work.add(work)
@@ -122,7 +122,7 @@ class PreprocessWorkers:
 
     def _done(self, client: str, work: asyncio.Task[Reply]) -> None:
         self._work.discard(work)
-        self._free.give_back(client)
+        self._free.release(client)
         if not work.cancelled():
             work.exception()  # whoever asked may be gone
 

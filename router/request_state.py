@@ -21,7 +21,7 @@ from pdserve.router.retry import Deadline, Retries
 
 
 class RequestState:
-    """Fed with what nodes tell; `deltas` is what the client is to get of it."""
+    """Fed with what nodes send; `deltas` is what the client is to get of it."""
 
     def __init__(
         self,

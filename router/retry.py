@@ -149,7 +149,7 @@ class Retries:
                 raise _poison(f"{node.role} nodes died in a row while they computed it", error)
 
     def transfer_failed(self, error: PdserveError, node: Node) -> None:
-        """Notes that a hand-off failed as this node tells, which is nobody's own failure.
+        """Notes that a hand-off failed, as this node reports, which is nobody's own failure.
 
         Raises:
             PdserveError: another try would not help.

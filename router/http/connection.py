@@ -34,7 +34,7 @@ class Limits:
 
     @property
     def period(self) -> float:
-        """Between two looks at all connections."""
+        """Between two checks of all connections."""
         return min(1.0, self.timeout_keep_alive / 4, self.write_timeout / 4)
 
 
@@ -51,7 +51,7 @@ class Connection(asyncio.Protocol):
         self._requests = 0  # being answered
         self._since = now()  # since when it is idle, or a client has taken nothing
         self._header = True  # has begun; a new connection has as long for its first one
-        self._unsent = 0  # bytes, at the last look
+        self._unsent = 0  # bytes, at the last check
         self._writable = asyncio.Event()
         self._writable.set()
 

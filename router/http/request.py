@@ -49,18 +49,18 @@ class Bodies:
         if size <= SMALL:
             yield await _read(request, size)
             return
-        await self._take(client, size)
+        await self._acquire(client, size)
         try:
             yield await _read(request, self._max_body_size)
         finally:
-            self._held.give_back(client, size)
+            self._held.release(client, size)
 
-    async def _take(self, client: str, size: int) -> None:
+    async def _acquire(self, client: str, size: int) -> None:
         if (waiting := self._held.waiting) >= MAX_WAITING:
             raise Overloaded(f"{waiting} large bodies are waiting already", retry_after=1.0)
         try:
             async with asyncio.timeout(self._timeout):
-                await self._held.take(client, size)
+                await self._held.acquire(client, size)
         except TimeoutError:
             raise Unavailable(
                 f"the body could not be read within {self._timeout:g} s: others are large, too",

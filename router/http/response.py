@@ -69,7 +69,7 @@ class Response:
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream tells its usage."""
+        """Whether a stream ends with its usage."""
         options = self.body.stream_options
         return bool(options and options.include_usage)
 

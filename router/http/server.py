@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG = 128  # connections the kernel has accepted and this process has not
 MAX_MESSAGE = 200  # characters of what is wrong with a request, in the log
-_LAST_WORDS = 2.0  # seconds in which requests cut off by a stop may still say so
+_CANCEL_TIMEOUT = 2.0  # seconds in which requests cut off by a stop may still say so
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class HTTPServer:
             logger.warning("cut off %d requests in flight", len(late))
             for task in late:
                 task.cancel()
-            await _wait(late, _LAST_WORDS)
+            await _wait(late, _CANCEL_TIMEOUT)
         await self.runner.cleanup()
         self.watcher.cancel()
 
