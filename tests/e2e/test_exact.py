@@ -161,6 +161,42 @@ def test_greedy_output_equals_transformers(
         check_exact(cluster, prompts(cluster.model), range(LAYOUTS.index(prefill) % 4, 16, 4))
 
 
+@pytest.mark.parametrize("model", ["llama-gqa", "qwen3-moe"])
+def test_bad_words_and_allowed_token_ids_are_exact_over_stages(model: str) -> None:
+    """The first token is drawn by the last stage of one node, the others by that of the other."""
+    with WarmCluster(model, 0, 0, warm=shared()) as cluster:
+        cluster.start_node("prefill", pipeline_parallel_size=2, tensor_parallel_size=2)
+        cluster.start_node("decode", pipeline_parallel_size=2)
+        cluster.wait_nodes()
+        with grpc.insecure_channel(cluster.grpc) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            for prompt in prompts(cluster.model)[::5]:
+                check_constrained(stub, cluster.model, prompt)
+
+
+def check_constrained(
+    stub: inference_pb2_grpc.InferenceStub, model: Path, prompt: tuple[int, ...]
+) -> None:
+    """What transformers says if neither the first token nor some pairs of what it said before may
+    come, nor every seventh token."""
+    first, *rest = reference.greedy(model, prompt, NUM_TOKENS)
+    # transformers looks at the end of the prompt, too.
+    pairs = [pair for pair in itertools.pairwise(rest) if pair[0] != prompt[-1]]
+    words = ((first,), *pairs[::3])
+    allowed = tuple(token for token in range(512) if token % 7)
+    sampling = pb.SamplingParams(
+        max_tokens=NUM_TOKENS,
+        temperature=0,
+        ignore_eos=True,
+        allowed_token_ids=allowed,
+        bad_words_token_ids=[pb.TokenIds(ids=word) for word in words],
+    )
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling=sampling)
+    ids = [token.id for reply in stub.Generate(request) for token in reply.tokens]
+    assert tuple(ids) == reference.greedy(model, prompt, NUM_TOKENS, allowed, words)
+    assert not set(itertools.pairwise(ids)) & set(words)
+
+
 def test_without_a_prefix_cache_the_tokens_are_the_same() -> None:
     with WarmCluster("llama-gqa", warm=shared(), no_enable_prefix_caching="") as cluster:
         folder = cluster.model
