@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -123,38 +124,36 @@ def adjust(
     logits: torch.Tensor, sequences: Sequence[StepSequence], params: Sequence[SamplingParams]
 ) -> torch.Tensor:
     """Logits after bias, penalties, bans and what is not allowed, in place."""
-    penalised = [row for row, p in enumerate(params) if p.penalised]
-    biases = [(row, t, bias) for row, p in enumerate(params) for t, bias in p.logit_bias.items()]
-    banned = [(row, t) for row, sequence in enumerate(sequences) for t in sequence.banned_token_ids]
-    vocab = logits.shape[1]
-    # Ids come from clients; those that name no token have no effect.
-    if biases := [entry for entry in biases if 0 <= entry[1] < vocab]:
-        rows, tokens, values = zip(*biases, strict=True)
-        logits[list(rows), list(tokens)] += logits.new_tensor(values)
-    if penalised:
+    biases = [p.logit_bias for p in params]
+    if any(biases):
+        cells, kept = _cells(biases, logits)
+        values = [*chain.from_iterable(bias.values() for bias in biases)]
+        logits[cells] += torch.tensor(values, dtype=logits.dtype)[kept].to(logits.device)
+    if penalised := [row for row, p in enumerate(params) if p.penalised]:
         logits[penalised] = _penalise(
             logits[penalised],
             [sequences[row] for row in penalised],
             [params[row] for row in penalised],
         )
-    if banned := [entry for entry in banned if 0 <= entry[1] < vocab]:
-        rows, tokens = zip(*banned, strict=True)
-        logits[list(rows), list(tokens)] = -torch.inf
+    banned = [sequence.banned_token_ids for sequence in sequences]
+    if any(banned):
+        logits[_cells(banned, logits)[0]] = -torch.inf
     if restricted := [row for row, p in enumerate(params) if p.allowed_token_ids]:
-        allowed = [params[row].allowed_token_ids for row in restricted]
-        logits[restricted] = _restrict(logits[restricted], allowed)
+        forbidden = torch.ones(len(restricted), logits.shape[1], dtype=torch.bool).to(logits.device)
+        forbidden[_cells([params[row].allowed_token_ids for row in restricted], logits)[0]] = False
+        logits[restricted] = logits[restricted].masked_fill(forbidden, -torch.inf)
     return logits
 
 
-def _restrict(logits: torch.Tensor, allowed: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Leaves each row its allowed tokens."""
-    vocab = logits.shape[1]
-    pairs = [(row, t) for row, ids in enumerate(allowed) for t in ids if 0 <= t < vocab]
-    forbidden = torch.ones_like(logits, dtype=torch.bool)
-    if pairs:
-        rows, tokens = zip(*pairs, strict=True)
-        forbidden[list(rows), list(tokens)] = False
-    return logits.masked_fill(forbidden, -torch.inf)
+def _cells(
+    named: Sequence[Collection[int]], logits: torch.Tensor
+) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Where in `logits` are the tokens that each row names, and which of these there are: ids come
+    from clients, and those that name no token have no effect. They may be thousands: no loop."""
+    tokens = torch.tensor([*chain.from_iterable(named)], dtype=torch.int64)
+    rows = torch.arange(len(named)).repeat_interleave(torch.tensor([*map(len, named)]))
+    kept = (tokens >= 0) & (tokens < logits.shape[1])
+    return (rows[kept].to(logits.device), tokens[kept].to(logits.device)), kept
 
 
 def _penalise(
