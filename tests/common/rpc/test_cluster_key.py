@@ -20,7 +20,7 @@ from pdserve.common.config.router import RoutingConfig
 from pdserve.common.config.shared import AuthConfig, TLSConfig
 from pdserve.common.core.errors import Blame, ClusterAuthError, ConfigError, Overloaded, Unavailable
 from pdserve.common.core.host import is_loopback
-from pdserve.common.node.registration import Registration
+from pdserve.common.node.server import Registration
 from pdserve.common.rpc import auth
 from pdserve.common.rpc.auth import CALLERS, TOKEN_KEY, ClusterKey
 from pdserve.common.rpc.channels import Channels, Credentials
