@@ -40,11 +40,11 @@ ALLOWED = {
     },
     "kv_transfer": {"common.core", "common.config", "common.rpc"},
     "prefill_node": {
-        "common.core", "common.config", "common.obs", "common.rpc", "common.engine",
-        "common.node", "common.worker", "kv_transfer",
+        "common.core", "common.config", "common.rpc", "common.engine", "common.node",
+        "common.worker", "kv_transfer",
     },
     "decode_node": {
-        "common.core", "common.obs", "common.rpc", "common.engine", "common.node", "kv_transfer",
+        "common.core", "common.rpc", "common.engine", "common.node", "kv_transfer",
     },
     "router": {"common.core", "common.config", "common.obs", "common.rpc", "common.text"},
 }  # fmt: skip
