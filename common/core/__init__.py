@@ -1,1 +1,2 @@
-"""Ids, sampling parameters, the error tree, block hashing, plugins. Standard library only."""
+"""The error tree, what a request asks for, what a checkpoint says of its model, plugins, the host.
+Standard library only."""

@@ -1,5 +1,4 @@
-"""What this process may use of its host, and what the host refuses it, as a sentence that says the
-mend.
+"""This process on its host: what it may use, what it is refused, what it shares with others.
 
 A limit of a cgroup (version 1 or 2) holds for every group below it, so the tightest between the
 process's own group and the root of the mount counts. A container sees its own group as that root.
@@ -114,10 +113,10 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-AMPLE_FILES = 8192  # a shell's usual 1024 are few for a server
+# ---- what the host refuses, as a sentence that says what helps ----
 
 
-def _mend(number: int | None) -> str | None:
+def _advice(number: int | None) -> str | None:
     return {
         errno.ENOSPC: "free some space there, or choose another place",
         errno.EDQUOT: "free some space there, or raise the quota",
@@ -144,11 +143,32 @@ def host_errors_as_config_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        mend = _mend(error.errno)
-        if mend is None:
+        advice = _advice(error.errno)
+        if advice is None:
             raise
-        place = f"{error.filename}: " if error.filename else ""
-        raise ConfigError(f"{place}{error.strerror}: {mend}") from error
+        path = f"{error.filename}: " if error.filename else ""
+        raise ConfigError(f"{path}{error.strerror}: {advice}") from error
+
+
+AMPLE_FILES = 8192  # a shell's usual 1024 are few for a server
+
+
+def raise_open_file_limit(count: int, lower: str = "") -> None:
+    """Raises this process's own limit of open files as far as the host lets it, to AMPLE_FILES or
+    `count`. `lower` names options that need fewer.
+
+    Raises:
+        ConfigError: the host does not let it have `count`.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(AMPLE_FILES, count)
+    if hard != resource.RLIM_INFINITY:
+        most = min(most, hard)
+    if most < count:
+        advice = f"raise the limit (ulimit -n {count}){f', or lower {lower}' if lower else ''}"
+        raise ConfigError(f"this process may open {most} files and needs up to {count}: {advice}")
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def bind(host: str, port: int, purpose: str, flag: str) -> socket.socket:
@@ -175,8 +195,11 @@ def bind(host: str, port: int, purpose: str, flag: str) -> socket.socket:
 
 
 def cannot_listen(host: str, port: int, purpose: str, flag: str, error: OSError) -> ConfigError:
-    mend = f": choose another {flag} (0: a free one)" if error.errno == errno.EADDRINUSE else ""
-    return ConfigError(f"cannot listen on {host}:{port} for {purpose}: {error.strerror}{mend}")
+    advice = f": choose another {flag} (0: a free one)" if error.errno == errno.EADDRINUSE else ""
+    return ConfigError(f"cannot listen on {host}:{port} for {purpose}: {error.strerror}{advice}")
+
+
+# ---- this host among others, this process below its parent ----
 
 
 def host_identity() -> str:
@@ -206,21 +229,3 @@ def die_with_parent() -> None:
     """From now on the kernel kills this process when its parent ends, however that ends (Linux)."""
     if _prctl is not None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def raise_open_file_limit(count: int, lower: str = "") -> None:
-    """Raises this process's own limit of open files as far as the host lets it, to AMPLE_FILES or
-    `count`. `lower` names options that need fewer.
-
-    Raises:
-        ConfigError: the host does not let it have `count`.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = max(AMPLE_FILES, count)
-    if hard != resource.RLIM_INFINITY:
-        most = min(most, hard)
-    if most < count:
-        mend = f"raise the limit (ulimit -n {count}){f', or lower {lower}' if lower else ''}"
-        raise ConfigError(f"this process may open {most} files and needs up to {count}: {mend}")
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -1,1 +1,1 @@
-"""Process groups, collectives and executors."""
+"""Process groups and their communicators; executors, which run a node's ranks."""

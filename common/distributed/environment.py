@@ -152,10 +152,10 @@ def _serve_store(address: str, timeout: timedelta) -> dist.TCPStore:
 
 
 def _join_store(init_method: str, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    place = urlsplit(init_method)
-    if place.scheme != "store":
+    parsed = urlsplit(init_method)
+    if parsed.scheme != "store":
         return next(dist.rendezvous(init_method, rank, world_size, timeout=timeout))[0]
-    host, port = place.hostname or "", place.port or 0
+    host, port = parsed.hostname or "", parsed.port or 0
     client = partial(dist.TCPStore, host, port, wait_for_workers=False)
     return _retry(lambda attempt: client(timeout=attempt), timeout)
 
@@ -177,11 +177,11 @@ def _retry(connect: Callable[[timedelta], dist.TCPStore], timeout: timedelta) ->
 def address_towards(url: str) -> str:
     """This host's address on the way to that of `url`; loopback if it names none or there is no
     way. (Connecting a datagram socket sends nothing; it asks the routing table.)"""
-    place = urlsplit(url)
-    if place.hostname is None:
+    parsed = urlsplit(url)
+    if parsed.hostname is None:
         return LOOPBACK
     family, kind, _, _, address = socket.getaddrinfo(
-        place.hostname, place.port or 1, type=socket.SOCK_DGRAM
+        parsed.hostname, parsed.port or 1, type=socket.SOCK_DGRAM
     )[0]
     with socket.socket(family, kind) as probe:
         try:

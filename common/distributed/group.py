@@ -165,9 +165,9 @@ class GroupCoordinator:
         """torch reports a lost or silent peer as a RuntimeError (DistError is one)."""
         if self._broken is not None:
             raise self._broken
-        place = self.device if tensor is None else tensor.device
+        device = self.device if tensor is None else tensor.device
         try:
-            return call(self._communicators[place.type])
+            return call(self._communicators[device.type])
         except (NodeError, RuntimeError) as error:
             reason = error.message if isinstance(error, NodeError) else str(error).splitlines()[0]
             self._broken = rank_lost(f"{what} among {self.name} ranks failed: {reason}")

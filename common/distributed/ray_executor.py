@@ -87,12 +87,12 @@ class RayActors(Launcher):
     async def launch(self, spec: WorkerSpec) -> None:
         group = self._group
         assert group is not None, "open comes first"
-        place = PlacementGroupSchedulingStrategy(
+        strategy = PlacementGroupSchedulingStrategy(
             group, placement_group_bundle_index=spec.rank // self._ranks
         )
         share = {"num_gpus": 1, "num_cpus": 0} if self._unit == "GPU" else {"num_cpus": 1}
         kind: Any = ray.remote(RayRank)
-        actor = kind.options(scheduling_strategy=place, **share).remote(_inherited_environment())
+        actor = kind.options(scheduling_strategy=strategy, **share).remote(_inherited_environment())
         self._actors.append(actor)
         # Ray shows a rank its own GPU only.
         spec = replace(spec, init_method=self._rendezvous.init_method, local_rank=0)

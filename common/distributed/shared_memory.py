@@ -110,7 +110,7 @@ class SharedMemory:
             self._views[dtype] = views
         return views[(self._round + 1) & 1]
 
-    def meet(self, deadline: float) -> None:
+    def barrier(self, deadline: float) -> None:
         """Publishes this rank's slot; returns when all slots of the round may be read, until the
         next call.
 

@@ -83,7 +83,7 @@ class ShmCommunicator(GlooCommunicator):
             slots, part = self._memory.slots(torch.uint8), stream[start : start + room]
             slots[rank][:head].view(torch.int64).copy_(edges)
             slots[rank][head : head + len(part)].copy_(part)
-            self._memory.meet(deadline)
+            self._memory.barrier(deadline)
             for peer, slot in enumerate(slots):
                 theirs = slot[:head].view(torch.int64).tolist()
                 self._check_count(peer, theirs, places)
@@ -113,7 +113,7 @@ class ShmCommunicator(GlooCommunicator):
         self._rounds(whole, copy, writes=mine)
 
     def barrier(self) -> None:
-        self._memory.meet(self._deadline())
+        self._memory.barrier(self._deadline())
 
     def close(self) -> None:
         super().close()
@@ -126,7 +126,7 @@ class ShmCommunicator(GlooCommunicator):
             slots = [slot[: part.stop - part.start] for slot in self._memory.slots(whole.dtype)]
             if writes:
                 slots[rank].copy_(whole[part])
-            self._memory.meet(deadline)
+            self._memory.barrier(deadline)
             read(slots, part)
 
     def _deadline(self) -> float:

@@ -1,1 +1,1 @@
-"""Logging, metrics and the per-request timeline."""
+"""Logging, metrics, and a role's process from start to end."""

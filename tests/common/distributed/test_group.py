@@ -408,18 +408,18 @@ def two_views() -> tuple[SharedMemory, SharedMemory]:
 def test_who_has_published_before_its_death_is_not_missed() -> None:
     first, second = two_views()
     with suppress(NodeError):
-        second.meet(deadline=0.0)  # publishes its slot, waits in vain
+        second.barrier(deadline=0.0)  # publishes its slot, waits in vain
     second.close()
-    first.meet(time.monotonic() + 5)
+    first.barrier(time.monotonic() + 5)
     with pytest.raises(NodeError, match="rank 7 is gone"):
-        first.meet(time.monotonic() + 5)
+        first.barrier(time.monotonic() + 5)
     first.close()
 
 
 def test_who_came_last_may_die_before_it_says_so() -> None:
     first, second = two_views()
     with ThreadPoolExecutor(1) as thread:
-        meeting = thread.submit(first.meet, time.monotonic() + 5)
+        meeting = thread.submit(first.barrier, time.monotonic() + 5)
         time.sleep(0.1)
         second._words[16] = 1  # all it did: publish; nobody was told
         second.close()
