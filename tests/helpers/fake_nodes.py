@@ -122,7 +122,8 @@ class FakeNode:
             position = len(job.prompt_token_ids) + len(job.choices[0].output_token_ids)
             known = request.HasField("first_token")
             token = request.first_token if known else self._event(position, job)
-            yield pb.PrefillEvent(first_token=pb.FirstToken(token=token))
+            first = pb.FirstToken(token=token, cached_tokens=3, queue_s=0.25, compute_s=0.5)
+            yield pb.PrefillEvent(first_token=first)
             if token.finish_reason:
                 return
             await self._before(1, context)
@@ -144,7 +145,8 @@ class FakeNode:
                 token = await future
                 if self.on_landed is not None:
                     await self.on_landed(context)
-                yield pb.DecodeEvent(landed=pb.Landed(bytes=1, first_token=token))
+                landed = pb.Landed(bytes=1, cached_tokens=2, first_token=token)
+                yield pb.DecodeEvent(landed=landed)
                 position += 1
             end = len(job.prompt_token_ids) + job.sampling.max_tokens
             for count, each in enumerate(range(position, end)):

@@ -77,6 +77,15 @@ async def test_a_request_is_served(four: FakeCluster) -> None:
     assert one_token.completion_tokens == 1 and one_token.timeline.migrations == 0
 
 
+async def test_the_timeline_has_what_nodes_report(pair: FakeCluster) -> None:
+    line = (await pair.ask()).timeline
+    assert (line.cached_tokens, line.decode_cached_tokens, line.transfer_bytes) == (3, 2, 1)
+    assert (line.prefill_queue_seconds, line.prefill_seconds) == (0.25, 0.5)
+    assert line.queued <= line.reserved <= min(line.first_token, line.transferred) <= line.finished
+    sent = convert.timeline_to_pb(line)
+    assert (sent.prefill_seconds, sent.decode_cached_tokens) == (0.5, 2)
+
+
 @pytest.mark.parametrize("role", ["p0", "d0"])
 async def test_a_reply_that_does_not_parse_is_its_nodes_fault(
     four: FakeCluster, role: str, monkeypatch: pytest.MonkeyPatch
