@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -119,10 +120,19 @@ def _start(
 ) -> int:
     pid = os.fork()
     if pid == 0:
-        os.environ.update(environment)
+        _move(environment)
         _become(role, flags, log, before)
     _codes.setdefault(pid, None)
     return pid
+
+
+def _move(environment: dict[str, str]) -> None:
+    """A fork's environment cannot be seen from outside, its folder can: whoever gave it a TMPDIR
+    of its own finds it by that."""
+    os.environ.update(environment)
+    if folder := environment.get("TMPDIR"):
+        os.chdir(folder)
+        tempfile.tempdir = None  # what was looked up before the fork
 
 
 def _become(role: str, flags: list[str], log: str, before: list[str]) -> Any:

@@ -178,3 +178,9 @@ def test_files_named_in_the_code_exist(files: set[str]) -> None:
         and not any(f"/{each}".endswith(f"/{word}") for each in files)
     ]
     assert wrong == []
+
+
+def test_every_helper_of_the_tests_is_on_their_page() -> None:
+    page = (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
+    names = {path.stem for path in (ROOT / "tests" / "helpers").iterdir()} - {"__pycache__"}
+    assert [name for name in sorted(names) if not re.search(rf"`{name}/?`", page)] == []

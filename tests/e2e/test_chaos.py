@@ -19,7 +19,7 @@ from benchmarks.soak.load import Load, Tally, clients
 from benchmarks.soak.poisoned import TOKEN, poisoned
 from benchmarks.soak.report import Report, make_report
 from cluster import MODELS
-from warm import WarmCluster
+from warm import WarmCluster, shared
 
 SOAK = Soak(
     seconds=10,
@@ -49,7 +49,7 @@ async def soak(cluster: WarmCluster) -> Report:
 
 
 def test_nothing_is_lost_wrong_or_leaked() -> None:
-    with WarmCluster("llama-gqa", prefill=3, decode=3, **NODE_OPTIONS) as cluster:
+    with WarmCluster("llama-gqa", prefill=3, decode=3, warm=shared(), **NODE_OPTIONS) as cluster:
         report = asyncio.run(soak(cluster))
         assert not any(report.failures.values()), f"{report}\n{cluster.log()[-6000:]}"
     assert report.migrations > 0, report
@@ -81,7 +81,7 @@ async def attacked(cluster: WarmCluster) -> Report:
 
 def test_hostile_clients_are_not_noticed(tmp_path: Path) -> None:
     model, key = poisoned(MODELS / "llama-gqa", tmp_path / "llama-gqa"), {"cluster_key": "k" * 32}
-    with WarmCluster(model, 2, 2, router=key, **NODE_OPTIONS, **key) as cluster:
+    with WarmCluster(model, 2, 2, router=key, warm=shared(), **NODE_OPTIONS, **key) as cluster:
         report = asyncio.run(attacked(cluster))
         assert not any(report.failures.values()), f"{report}\n{cluster.log()[-6000:]}"
     assert {name.split()[0] for name in report.faults} == {*HOSTILE.kinds}, report
@@ -116,7 +116,7 @@ async def bad_luck(cluster: WarmCluster) -> Report:
 
 def test_failures_are_counted() -> None:
     routing = {"migration_limit": 0, "queue_timeout": 0.5}
-    with WarmCluster("llama-gqa", router=routing, **NODE_OPTIONS) as cluster:
+    with WarmCluster("llama-gqa", router=routing, warm=shared(), **NODE_OPTIONS) as cluster:
         report = asyncio.run(bad_luck(cluster))
     assert report.failures["lost"] > 0, report
     assert report.failures["wrong"] > 0 and "usage" in report.wrong[0], report

@@ -15,7 +15,7 @@ import pytest
 
 import reference
 from cluster import node_metrics
-from warm import WarmCluster
+from warm import WarmCluster, shared
 
 SHM, TCP = "corrupt_connector:CorruptShm", "corrupt_connector:CorruptTCP"
 FAULTS = 500
@@ -39,7 +39,7 @@ def speaks(ledger: Path, *connectors: str, seed: int = 0, probability: float = 0
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[WarmCluster]:
     """Two prefill nodes that speak shm and tcp; a decode node for each of them."""
-    made = WarmCluster("llama-gqa", 0, 0, no_enable_prefix_caching="")
+    made = WarmCluster("llama-gqa", 0, 0, warm=shared(), no_enable_prefix_caching="")
     with made:
         for _ in range(2):
             made.start_node("prefill", **speaks(ledger(made), SHM, TCP))

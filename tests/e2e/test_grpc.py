@@ -11,9 +11,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 import reference
-from cluster import Cluster
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc as pb_grpc
+from warm import WarmCluster, shared
 
 MODEL = "qwen2"
 PROMPT = "Once upon a time there was a naïve girl named Zoë. She lived in an old mill"
@@ -27,14 +27,14 @@ SERVICES = {
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster(MODEL) as cluster:
+def cluster() -> Iterator[WarmCluster]:
+    with WarmCluster(MODEL, warm=shared()) as cluster:
         yield cluster
         cluster.wait_idle()
 
 
 @pytest.fixture(scope="module")
-def stub(cluster: Cluster) -> Iterator[pb_grpc.InferenceStub]:
+def stub(cluster: WarmCluster) -> Iterator[pb_grpc.InferenceStub]:
     with grpc.insecure_channel(cluster.grpc) as channel:
         yield pb_grpc.InferenceStub(channel)
 
@@ -43,12 +43,12 @@ def sampling(**options: object) -> pb.SamplingParams:
     return pb.SamplingParams(**{"temperature": 0.0, "max_tokens": 20, **options})  # type: ignore[arg-type]
 
 
-def prompt_ids(cluster: Cluster) -> tuple[int, ...]:
+def prompt_ids(cluster: WarmCluster) -> tuple[int, ...]:
     return tuple(reference.encode(cluster.model, PROMPT))
 
 
 def test_text_and_token_ids_give_the_reference(
-    cluster: Cluster, stub: pb_grpc.InferenceStub
+    cluster: WarmCluster, stub: pb_grpc.InferenceStub
 ) -> None:
     ids = prompt_ids(cluster)
     expected = reference.greedy(cluster.model, ids, 20)
@@ -70,7 +70,7 @@ def test_text_and_token_ids_give_the_reference(
         assert not last.tokens
 
 
-def test_allowed_token_ids(cluster: Cluster, stub: pb_grpc.InferenceStub) -> None:
+def test_allowed_token_ids(cluster: WarmCluster, stub: pb_grpc.InferenceStub) -> None:
     only = range(60, 300, 7)
     request = pb.GenerateRequest(text=PROMPT, sampling=sampling(allowed_token_ids=only))
     tokens = [token.id for each in stub.Generate(request, timeout=30) for token in each.tokens]
@@ -79,7 +79,7 @@ def test_allowed_token_ids(cluster: Cluster, stub: pb_grpc.InferenceStub) -> Non
 
 
 @pytest.mark.parametrize("form", ["bad_words", "bad_words_token_ids"])
-def test_bad_words(cluster: Cluster, stub: pb_grpc.InferenceStub, form: str) -> None:
+def test_bad_words(cluster: WarmCluster, stub: pb_grpc.InferenceStub, form: str) -> None:
     plain = reference.greedy(cluster.model, prompt_ids(cluster), 20)
     words = re.findall(r" (\w+)\b", reference.decode(cluster.model, plain))[:3]
     ids = reference.bad_words(cluster.model, *words)
@@ -112,7 +112,7 @@ def collect(stub: pb_grpc.InferenceStub, request: pb.GenerateRequest) -> dict[in
     return texts
 
 
-def test_a_stop_string(cluster: Cluster, stub: pb_grpc.InferenceStub) -> None:
+def test_a_stop_string(cluster: WarmCluster, stub: pb_grpc.InferenceStub) -> None:
     whole = reference.decode(
         cluster.model, reference.greedy(cluster.model, prompt_ids(cluster), 20)
     )
@@ -176,20 +176,20 @@ def test_errors_carry_their_type(
     assert (metadata["pdserve-blame"], metadata["pdserve-retryable"]) == ("client", "0")
 
 
-def test_the_model(cluster: Cluster, stub: pb_grpc.InferenceStub) -> None:
+def test_the_model(cluster: WarmCluster, stub: pb_grpc.InferenceStub) -> None:
     model = stub.GetModel(pb.GetModelRequest(), timeout=10)
     assert (model.id, model.max_model_len, model.vocab_size) == (MODEL, 1024, 512)
     assert list(model.eos_token_ids) == [0, 2]
     assert model.root == str(cluster.model)
 
 
-def addresses(cluster: Cluster) -> dict[str, str]:
+def addresses(cluster: WarmCluster) -> dict[str, str]:
     router = {"router": cluster.grpc, "registry": cluster.registry}
     return router | {node["role"]: node["address"] for node in cluster.nodes()}
 
 
 @pytest.mark.parametrize("role", SERVICES)
-def test_health_and_reflection(cluster: Cluster, role: str) -> None:
+def test_health_and_reflection(cluster: WarmCluster, role: str) -> None:
     with grpc.insecure_channel(addresses(cluster)[role]) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         for service in ("", *SERVICES[role]):
@@ -206,7 +206,7 @@ def test_health_and_reflection(cluster: Cluster, role: str) -> None:
         assert names == SERVICES[role] | standard
 
 
-def test_cancelling_frees_everything(cluster: Cluster, stub: pb_grpc.InferenceStub) -> None:
+def test_cancelling_frees_everything(cluster: WarmCluster, stub: pb_grpc.InferenceStub) -> None:
     call = stub.Generate(
         pb.GenerateRequest(text=PROMPT, sampling=sampling(max_tokens=900, ignore_eos=True, n=2))
     )
@@ -217,7 +217,7 @@ def test_cancelling_frees_everything(cluster: Cluster, stub: pb_grpc.InferenceSt
     assert cluster.get("/v1/cluster").json()["running"] == 0
 
 
-def test_a_deadline_frees_everything(cluster: Cluster, stub: pb_grpc.InferenceStub) -> None:
+def test_a_deadline_frees_everything(cluster: WarmCluster, stub: pb_grpc.InferenceStub) -> None:
     request = pb.GenerateRequest(text=PROMPT, sampling=sampling(max_tokens=900, ignore_eos=True))
     with pytest.raises(grpc.RpcError) as late:
         list(stub.Generate(request, timeout=0.2))

@@ -22,7 +22,7 @@ from benchmarks.soak.faults import restart
 from benchmarks.soak.load import Load, Tally, clients
 from callers import KINDS, call
 from cluster import MODELS, node_metrics
-from warm import WarmCluster
+from warm import WarmCluster, shared
 
 MODEL = "llama-gqa"
 ASKS = make_asks(42, seed=0, max_tokens=(6, 20), vocab_size=512)
@@ -35,7 +35,7 @@ Event = Callable[[], Coroutine[Any, Any, None]]
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[WarmCluster]:
-    with WarmCluster(MODEL, prefill=2, decode=2, **NODE_OPTIONS) as made:
+    with WarmCluster(MODEL, prefill=2, decode=2, warm=shared(), **NODE_OPTIONS) as made:
         yield made
 
 
@@ -177,7 +177,7 @@ def test_two_versions_side_by_side_and_a_move(tmp_path: Path) -> None:
     folder = other_version(MODELS / MODEL, tmp_path)
     # No lease lapses in time to end a wait in vain.
     options = {**NODE_OPTIONS, "num_gpu_blocks_override": FEW_BLOCKS, "kv_lease": 60}
-    with WarmCluster(MODEL, prefill=1, decode=2, **options) as cluster:
+    with WarmCluster(MODEL, prefill=1, decode=2, warm=shared(), **options) as cluster:
         asyncio.run(move(cluster, folder))
 
 
@@ -191,7 +191,7 @@ SLOW = {
 
 
 def test_a_drained_prefill_node_finishes_its_transfer() -> None:
-    with WarmCluster(MODEL, prefill=2, decode=1, **SLOW) as cluster:
+    with WarmCluster(MODEL, prefill=2, decode=1, warm=shared(), **SLOW) as cluster:
 
         async def run() -> Answer:
             async with clients(cluster, [LONG]) as load:

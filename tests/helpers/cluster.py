@@ -71,7 +71,8 @@ class Home:
 
     def _owns(self, process: psutil.Process) -> bool:
         try:
-            ours = process.environ().get("TMPDIR") == str(self.tmp)
+            tmp = str(self.tmp)  # forked ones are in it
+            ours = process.environ().get("TMPDIR") == tmp or process.cwd() == tmp
             return ours and process.status() != psutil.STATUS_ZOMBIE
         except psutil.Error:
             return False

@@ -2,7 +2,7 @@
 
     python tests/helpers/explorer.py --depth 20 --budget bad=2,crash=1 --asks 2 --ranks 2
 
-The parties are `tests/handoff`'s. A state is a tuple of small integers: each party's
+The parties are `handoff`'s. A state is a tuple of small integers: each party's
 state by its number, and the messages under way as a bit set. What a party does next is worked
 out once per state of that party. Four things are left out, none of which can hide a fault:
 

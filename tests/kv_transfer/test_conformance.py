@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 import pytest
 
 from broken_connectors import MUTANTS, SEGMENT, Tampered
-from paths import EXAMPLE, ROOT
+from paths import EXAMPLE, HELPERS, ROOT
 from pdserve.kv_transfer.selection import ENTRY_POINTS
 
 KIT = ROOT / "kv_transfer" / "conformance"
@@ -49,10 +49,10 @@ class Runs:
 
 
 def run_kit(folder: Path, connectors: list[str], args: tuple[str, ...], source: Path) -> Outcomes:
-    """In `folder`; connectors are found in `source`, in tests/ and in the example."""
+    """In `folder`; connectors are found in `source`, among the helpers and in the example."""
     named = [part for name in connectors for part in ("--kv-connector", name)]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *named, *args]
-    path = os.pathsep.join(map(str, (source, ROOT / "tests", EXAMPLE / "src", ROOT)))
+    path = os.pathsep.join(map(str, (source, HELPERS, EXAMPLE / "src", ROOT)))
     done = subprocess.run(
         [*command, "--junitxml=report.xml"],
         cwd=folder,
