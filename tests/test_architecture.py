@@ -132,10 +132,10 @@ def test_no_cycles() -> None:
 
 
 # Policy and what every process shares. The router is served without torch; the engine schedules
-# without it; plans are made where there is none.
+# without it; plans are made where there is none; a hand-off's control moves no tensor.
 WITHOUT_TORCH = (
     "common/core", "common/config", "common/obs", "common/rpc", "common/text",
-    "common/engine", "common/planning", "router",
+    "common/engine", "common/planning", "router", "kv_transfer/control",
 )  # fmt: skip
 
 

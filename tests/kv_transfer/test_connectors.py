@@ -34,7 +34,7 @@ from pdserve.kv_transfer.connector import (
     SourceTransfer,
 )
 from pdserve.kv_transfer.connectors import tcp
-from pdserve.kv_transfer.connectors.base import sockets
+from pdserve.kv_transfer.connectors.base import sender, sockets
 from pdserve.kv_transfer.connectors.base.handshake import recv_frame, send_frame
 from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
 from pdserve.kv_transfer.connectors.pipe_connector import PipeConnector
@@ -388,6 +388,23 @@ def test_a_connection_is_kept_and_replaced_when_it_broke(
         if number == 1:
             open_pipes[0].interrupt()  # the sink's host restarted, say
             wait_for(lambda: not pipes._server._pipes)
+
+
+def test_a_connection_that_nobody_uses_is_closed(
+    rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And made again for the next transfer."""
+    monkeypatch.setattr(sender, "IDLE_S", 0.05)
+    sink, source = rank(TCPConnector), rank(TCPConnector, fill=1.0)
+    for transfer_id in (ID, ID[::-1]):
+        sink.connector.accept(SinkTransfer(transfer_id, 1, 0, SINK_IDS))
+        submit(source, sink, transfer_id)
+        time.sleep(0.2)  # a transfer under way keeps it
+        assert source.connector.sender._workers
+        source.connector.ready(transfer_id, BlockRun(0, 4), (0, 1, 2, 3), True)
+        sink.expect(Landed)
+        wait_for(lambda: not source.connector.sender._workers)
+        wait_for(lambda: not sink.connector._server._pipes)
 
 
 @pytest.mark.parametrize("kind", [TCPConnector, ShmConnector])

@@ -8,7 +8,6 @@ take turns on it, frame by frame.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections import OrderedDict, deque
@@ -206,7 +205,7 @@ class FairQueue:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._queues: OrderedDict[OutboundTransfer, deque[SendTask]] = OrderedDict()
-        self._closed = False
+        self.closed = False
 
     def put(self, task: SendTask) -> None:
         with self._changed:
@@ -214,11 +213,10 @@ class FairQueue:
             self._changed.notify()
 
     def get(self, timeout: float) -> SendTask | None:
-        """None: it is closed. Raises queue.Empty."""
+        """None: it is closed, or there was none in time."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._queues or self._closed, timeout):
-                raise queue.Empty
-            if self._closed:
+            self._changed.wait_for(lambda: self._queues or self.closed, timeout)
+            if self.closed or not self._queues:
                 return None
             outbound, tasks = self._queues.popitem(last=False)
             task = tasks.popleft()
@@ -242,7 +240,7 @@ class FairQueue:
 
     def close(self) -> None:
         with self._changed:
-            self._closed = True
+            self.closed = True
             self._changed.notify()
 
 
@@ -261,20 +259,18 @@ class SendWorker:
 
     def _run(self) -> None:
         try:
-            while True:
-                try:
-                    task = self.queue.get(timeout=IDLE_S)
-                except queue.Empty:
-                    self._live = {each for each in self._live if not each.over}
-                    if not self._live and self._sender.retire(self):
-                        return
-                    continue
-                if task is None:
+            while not self.queue.closed:
+                task = self.queue.get(IDLE_S)
+                if task is None and self._idle() and self._sender.retire(self):
                     return
-                if not task.outbound.over:
+                if task is not None and not task.outbound.over:
                     self._do(task)
         finally:
             self._disconnect()
+
+    def _idle(self) -> bool:
+        self._live = {each for each in self._live if not each.over}
+        return not self._live
 
     def _do(self, task: SendTask) -> None:
         try:
