@@ -140,15 +140,9 @@ class LocalProcesses(Launcher):
 
 
 async def spawn(directory: Path, rank: int) -> Process:
+    rank_main = (sys.executable, "-P", "-m", "pdserve.common.distributed.rank_main")
     return await asyncio.create_subprocess_exec(
-        *(
-            sys.executable,
-            "-P",
-            "-m",
-            "pdserve.common.distributed.rank_main",
-            str(directory),
-            str(rank),
-        ),
+        *(*rank_main, str(directory), str(rank)),
         stdin=PIPE,  # its end tells the rank that this process is gone
         stdout=2,  # whatever a rank prints goes to standard error
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
