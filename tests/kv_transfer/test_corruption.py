@@ -150,7 +150,7 @@ async def test_every_fault_in_place_is_found(connector: str) -> None:
     rng = random.Random(0)
     found: Counter[str] = Counter()
     for tp in LAYOUTS:
-        async with faulty_pair(connector, tp) as made:
+        async with faulty_pair(connector, tp, lease_s=60.0) as made:
             full = made.source_node.fill_random()
             made.sink_node.fill_random(seed=1)
             blocks = range(GEOMETRY.num_blocks)
