@@ -16,7 +16,7 @@ from pdserve.common.obs.metrics import RouterMetrics
 from test_architecture import ALLOWED
 
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tests/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 SOURCES = ("common", "kv_transfer", "prefill_node", "decode_node", "router")
