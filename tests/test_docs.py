@@ -153,6 +153,8 @@ def test_names_in_the_pages_are_in_the_code(name: str, code: dict[str, str]) -> 
     words += re.findall(r"\b[A-Z]\w+\.\w+|\b[A-Z]+[a-z]+[A-Z]\w+", pictures)
     known = {"".join(found) for text in code.values() for found in DEFINED.findall(text)}
     assert [w for w in words if not known.issuperset(w.split("."))] == []
+    threads = re.findall(r"\bkv-\w+", pictures)
+    assert [t for t in threads if not any(f'"{t}"' in text for text in code.values())] == []
 
 
 def test_the_table_of_rooms_is_the_one_that_is_held() -> None:
