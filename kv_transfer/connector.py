@@ -159,7 +159,7 @@ class KVConnector(ABC):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Late, duplicate and drained events by name, for the metrics. Default: none."""
+        """Late, duplicate and drained events by name; they stay in the rank. Default: none."""
         return {}
 
     @abstractmethod
