@@ -1,9 +1,15 @@
-"""How tests are spread over processes."""
+"""How tests are spread over processes, and what holds in all of them."""
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from xdist.scheduler import LoadScopeScheduling
+
+# Tests use gRPC and start processes. Its fork handlers abort one of some thousand children between
+# fork and exec, where nothing needs gRPC; `pdserve up`, which forks too, has none in its process.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 
 class ByFile(LoadScopeScheduling):
