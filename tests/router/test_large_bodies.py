@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict
 from typing import Any
@@ -255,7 +256,8 @@ async def test_a_process_prepares_as_the_router_does(
     leaving.cancel()  # a client that leaves costs no process
     assert (await workers.preprocess("tokenize", encode(prompt="a"))).prompts
     (same,) = workers._idle
-    monkeypatch.setattr(workers_module, "_TIMEOUT", 0.0)
+    monkeypatch.setattr(workers_module, "_TIMEOUT", 0.05)
+    same._process.send_signal(signal.SIGSTOP)  # it answers nothing, however fast it is
     with pytest.raises(PdserveError, match="took more than"):
         await workers.preprocess("tokenize", encode(prompt="a"))
     assert not workers._idle and same._process.returncode is not None
