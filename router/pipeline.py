@@ -218,9 +218,9 @@ class Attempt:
                         state.mark("reserved")
                         handing_off = group.create_task(self._hand_off(event.reserved))
                     elif event.HasField("landed"):
+                        self._take_first(event.landed.first_token)  # the prefill node's may be late
                         state.landed(event.landed)
                         self._decoding = True
-                        self._take_first(event.landed.first_token)
                     elif event.HasField("tokens"):
                         state.take(event.tokens, role, self._decode.info.fingerprint)
                         use.progressed()

@@ -81,9 +81,23 @@ async def test_the_timeline_has_what_nodes_report(pair: FakeCluster) -> None:
     line = (await pair.ask()).timeline
     assert (line.cached_tokens, line.decode_cached_tokens, line.transfer_bytes) == (3, 2, 1)
     assert (line.prefill_queue_seconds, line.prefill_seconds) == (0.25, 0.5)
-    assert line.queued <= line.reserved <= min(line.first_token, line.transferred) <= line.finished
+    assert line.queued <= line.reserved <= line.first_token <= line.transferred <= line.finished
     sent = convert.timeline_to_pb(line)
     assert (sent.prefill_seconds, sent.decode_cached_tokens) == (0.5, 2)
+
+
+async def test_a_first_token_overtaken_by_its_kv_comes_with_it(pair: FakeCluster) -> None:
+    held: list[Any] = []
+
+    def late(event: pb.PrefillEvent) -> Iterable[Any]:
+        held.append(event)
+        return held if event.HasField("handed_off") else ()
+
+    pair["p0"].tells = late
+    for _ in range(10):
+        held.clear()
+        line = (await pair.ask()).timeline
+        assert line.first_token <= line.transferred
 
 
 @pytest.mark.parametrize("role", ["p0", "d0"])
