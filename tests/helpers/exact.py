@@ -1,0 +1,78 @@
+"""Whether a cluster says what transformers says, asked in every way."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+
+import reference
+from cluster import Service, node_metrics, text_of
+from pdserve.common.rpc.pb import inference_pb2 as pb
+from pdserve.common.rpc.pb import inference_pb2_grpc
+from story_grammar import make_corpus
+
+NUM_TOKENS = 36
+
+
+def prompts(folder: Path) -> list[tuple[int, ...]]:
+    """Sixteen prompts: 1, 2, 15, 16, 17 … tokens, up to several chunks of 64."""
+    text = " ".join(make_corpus(seed=7, count=12, chat_share=0.0))
+    ids = reference.encode(folder, text)
+    lengths = (1, 2, 5, 15, 16, 17, 31, 33, 48, 63, 64, 65, 100, 150, 220, 300)
+    starts = range(0, 7 * len(lengths), 7)
+    return [
+        tuple(ids[start : start + length]) for start, length in zip(starts, lengths, strict=True)
+    ]
+
+
+class Asker:
+    """Asks one cluster, each time for the same kind of answer in another way."""
+
+    def __init__(self, cluster: Service) -> None:
+        self._cluster = cluster
+        self._channel = grpc.insecure_channel(cluster.grpc)
+        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+
+    def whole(self, prompt: tuple[int, ...]) -> str:
+        answer = self._cluster.complete(list(prompt), max_tokens=NUM_TOKENS, ignore_eos=True)
+        assert answer["usage"]["completion_tokens"] == NUM_TOKENS
+        return str(answer["choices"][0]["text"])
+
+    def streamed(self, prompt: tuple[int, ...]) -> str:
+        return text_of(self._cluster.stream(list(prompt), max_tokens=NUM_TOKENS, ignore_eos=True))
+
+    def token_ids(self, prompt: tuple[int, ...]) -> str:
+        """Compared as ids, given as their text."""
+        sampling = pb.SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling=sampling)
+        ids = [token.id for reply in self._stub.Generate(request) for token in reply.tokens]
+        assert tuple(ids) == reference.greedy(self._cluster.model, prompt, NUM_TOKENS)
+        return reference.decode(self._cluster.model, ids)
+
+    def ask(self, number: int, prompt: tuple[int, ...]) -> str:
+        return (self.whole, self.streamed, self.token_ids)[number % 3](prompt)
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+def check_exact(cluster: Service, cases: list[tuple[int, ...]], alone: range) -> None:
+    folder, asker = cluster.model, Asker(cluster)
+    expected = [
+        reference.decode(folder, reference.greedy(folder, case, NUM_TOKENS)) for case in cases
+    ]
+    # Sixteen at once, with cold prefix caches.
+    numbers = [number % len(cases) for number in range(16)]
+    with ThreadPoolExecutor(16) as pool:
+        answers = pool.map(lambda number: asker.ask(number, cases[number]), numbers)
+        assert list(answers) == [expected[number] for number in numbers], cluster.log()[-3000:]
+    # Some alone, with warm ones, each in another way than before.
+    for number in alone:
+        answer = asker.ask(number + 1, cases[number])
+        assert answer == expected[number], f"{len(cases[number])} tokens\n{cluster.log()[-3000:]}"
+    asker.close()
+    for node in cluster.nodes():
+        assert node_metrics(node)["pdserve:prefix_cache_hits_total"] > 0
+    cluster.wait_idle()
