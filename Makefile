@@ -1,4 +1,4 @@
-# make demo | test | lint | proto | bench | test-compose | clean
+# make demo | test | test-gpu | lint | proto | bench | test-compose | clean
 # Everything runs from $(VENV), which is made at first use and again when pyproject.toml changes.
 
 PYTHON ?= python3
@@ -15,13 +15,18 @@ TEST_ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint format proto docs bench test-compose clean
+.PHONY: demo test test-gpu lint format proto docs bench test-compose clean
 
 demo: $(STAMP)
 	$(BIN)/pdserve demo $(DEMO_ARGS)
 
 test: $(STAMP)
 	$(BIN)/pytest -n $(JOBS) $(TEST_ARGS)
+
+# On a host with a GPU: make test-gpu TORCH=torch
+test-gpu: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[cuda]'
+	$(BIN)/pytest tests/gpu tests/common/model/test_flashinfer.py $(TEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,8 +1,9 @@
 """Paged attention by FlashInfer (arXiv:2501.01005), for NVIDIA GPUs.
 
-Written against FlashInfer's documented `plan`/`run` interface. The project's tests run on
-CPUs and do not execute this file; `tests/common/model/test_model.py` compares it with the torch
-backend where a GPU and FlashInfer are present.
+Written against FlashInfer's documented `plan`/`run` interface. On CPUs the tests run it over a fake
+of that interface and compare its calls with the installed package's signatures
+(`tests/common/model/test_flashinfer.py`); on a GPU `tests/gpu/test_kernels.py` compares it with the
+torch backend.
 """
 
 from __future__ import annotations

@@ -45,11 +45,14 @@ class Asker:
 
     def token_ids(self, prompt: tuple[int, ...]) -> str:
         """Compared as ids, given as their text."""
-        sampling = pb.SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
-        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling=sampling)
-        ids = [token.id for reply in self._stub.Generate(request) for token in reply.tokens]
+        ids = self.ids(prompt)
         assert tuple(ids) == reference.greedy(self._cluster.model, prompt, NUM_TOKENS)
         return reference.decode(self._cluster.model, ids)
+
+    def ids(self, prompt: tuple[int, ...]) -> list[int]:
+        sampling = pb.SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling=sampling)
+        return [token.id for reply in self._stub.Generate(request) for token in reply.tokens]
 
     def ask(self, number: int, prompt: tuple[int, ...]) -> str:
         return (self.whole, self.streamed, self.token_ids)[number % 3](prompt)

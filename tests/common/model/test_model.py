@@ -17,8 +17,6 @@ from paths import MODELS
 from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
-from pdserve.common.model.attention import AttentionBatch, AttentionShape
-from pdserve.common.model.attention_torch import TorchAttention
 from pdserve.common.model.decoder import CausalLM
 from pdserve.common.model.loader import load_model
 from pdserve.common.model.sharding import Sharding
@@ -230,26 +228,3 @@ def test_a_split_that_does_not_fit_is_refused() -> None:
     spec = ModelSpec.from_folder(MODELS / "llama-gqa")
     with pytest.raises(ConfigError, match=r"--tensor-parallel-size 3 does not divide.* 4 heads"):
         CausalLM(spec, Sharding(CrowdMember(Crowd(3), 0), CPU, torch.float32))
-
-
-# ---- FlashInfer ----
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="FlashInfer needs a GPU")
-def test_flashinfer_equals_torch() -> None:
-    pytest.importorskip("flashinfer")
-    from pdserve.common.model.attention_flashinfer import FlashInferAttention
-
-    shape, cuda = AttentionShape(8, 2, 64), torch.device("cuda")
-    for queries in ([1, 1, 1], [1, 9, 20]):
-        batch = AttentionBatch(queries, [5, 30, 0], [[3], [1, 4, 7], [2, 6]], BLOCK_SIZE)
-        total = sum(queries)
-        q = torch.randn(total, 8, 64, dtype=torch.bfloat16, device=cuda)
-        k, v = torch.randn(2, total, 2, 64, dtype=torch.bfloat16, device=cuda)
-        cache = torch.randn(1, 2, 8, 2, BLOCK_SIZE, 64, dtype=torch.bfloat16, device=cuda)
-        outputs = []
-        for kind in (TorchAttention, FlashInferAttention):
-            backend = kind(shape, cuda, torch.bfloat16)
-            context = backend.prepare(batch)
-            outputs.append(backend.forward(0, q, k, v, cache.clone(), context))
-        torch.testing.assert_close(*outputs, rtol=2e-2, atol=2e-2)

@@ -1,0 +1,106 @@
+"""FlashInfer is called as it wants to be called. Needs no GPU: what is installed is read, not run,
+and a fake computes what its documentation says."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fake_flashinfer
+from pdserve.common.model.attention import AttentionBatch, AttentionShape
+from pdserve.common.model.attention_torch import TorchAttention
+
+INSTALLED = find_spec("flashinfer")
+MODULE = "pdserve.common.model.attention_flashinfer"
+SHAPE = AttentionShape(8, 2, 64)
+CPU = torch.device("cpu")
+FILES = {
+    "BatchPrefillWithPagedKVCacheWrapper": "prefill.py",
+    "BatchDecodeWithPagedKVCacheWrapper": "decode.py",
+}
+BATCHES = [
+    AttentionBatch([1, 1, 1], [5, 30, 0], [[3, 9], [1, 4, 7], [2]], 16),
+    AttentionBatch([1, 9, 20], [15, 30, 0], [[3, 9], [1, 4, 7], [2, 6]], 16),
+]
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    module = importlib.import_module(MODULE)
+    yield module.FlashInferAttention(SHAPE, CPU, torch.float32)
+    del sys.modules[MODULE]
+
+
+def attend(backend: Any, batch: AttentionBatch) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    total = sum(batch.query_lens)
+    q = torch.randn(total, 8, 64, generator=generator)
+    k, v = torch.randn(2, total, 2, 64, generator=generator)
+    cache = torch.randn(1, 2, 10, 2, batch.block_size, 64, generator=generator)
+    result: torch.Tensor = backend.forward(0, q, k, v, cache, backend.prepare(batch))
+    return result
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=["decodes", "mixed"])
+def test_it_equals_torch(backend: Any, batch: AttentionBatch) -> None:
+    expected = attend(TorchAttention(SHAPE, CPU, torch.float32), batch)
+    torch.testing.assert_close(attend(backend, batch), expected)
+
+
+def test_its_signatures_take_our_calls(backend: Any) -> None:
+    if INSTALLED is None or INSTALLED.origin is None:
+        pytest.skip("FlashInfer is not installed")
+    for batch in BATCHES:
+        attend(backend, batch)
+    for wrapper in (backend._prefill, backend._decode):
+        name = type(wrapper).__name__
+        methods = signatures(Path(INSTALLED.origin).with_name(FILES[name]), name)
+        for method, args, options in wrapper.calls:
+            assert any(takes(each, args, options) for each in methods[method]), (name, method)
+        assert {method for method, _, _ in wrapper.calls} == {"__init__", "plan", "run"}
+
+
+def signatures(path: Path, class_name: str) -> dict[str, list[inspect.Signature]]:
+    """Of a class's methods and their overloads, without the import of what needs a GPU."""
+    tree = ast.parse(path.read_text())
+    classes = {each.name: each for each in tree.body if isinstance(each, ast.ClassDef)}
+    found: dict[str, list[inspect.Signature]] = {}
+    for method in classes[class_name].body:
+        if isinstance(method, ast.FunctionDef):
+            found.setdefault(method.name, []).append(signature(method.args))
+    return found
+
+
+def signature(args: ast.arguments) -> inspect.Signature:
+    kinds = inspect.Parameter
+    plain = [*args.posonlyargs, *args.args]
+    required = len(plain) - len(args.defaults)
+    parameters = [
+        kinds(arg.arg, kinds.POSITIONAL_OR_KEYWORD, default=kinds.empty if i < required else None)
+        for i, arg in enumerate(plain)
+    ]
+    if args.vararg:
+        parameters.append(kinds(args.vararg.arg, kinds.VAR_POSITIONAL))
+    parameters += [kinds(arg.arg, kinds.KEYWORD_ONLY, default=None) for arg in args.kwonlyargs]
+    if args.kwarg:
+        parameters.append(kinds(args.kwarg.arg, kinds.VAR_KEYWORD))
+    return inspect.Signature(parameters)
+
+
+def takes(wanted: inspect.Signature, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    try:
+        wanted.bind(None, *args, **options)
+    except TypeError:
+        return False
+    return True

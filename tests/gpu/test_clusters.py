@@ -1,0 +1,86 @@
+"""Clusters on GPUs, as `tests/e2e` has them on CPUs. Those of one card share it: two processes,
+each with its part of the memory, and KV goes from one to the other."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import reference
+from cluster import Cluster
+from exact import Asker, check_exact, prompts
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+# Of a token's logit below the best one, as float32 on a CPU computes both: bfloat16 has 8 bits.
+ROUNDING = 0.5
+
+
+def options(**more: Any) -> dict[str, Any]:
+    return {"device": "cuda", "gpu_memory_utilization": 0.5, **more}
+
+
+def demo_model() -> Path:
+    embedded = pytest.importorskip("pdserve.common.demo_model.embedded")
+    try:
+        folder: Path = embedded.ensure_embedded_model()
+    except embedded.ConfigError as error:
+        pytest.skip(str(error))
+    return folder
+
+
+@pytest.mark.parametrize("connector", ["tcp", "cuda_ipc"])
+@pytest.mark.parametrize("model", ["llama-gqa", "qwen3-moe"])
+def test_float32_is_exact(model: str, connector: str) -> None:
+    with Cluster(model, **options(dtype="float32", kv_connector=connector)) as cluster:
+        check_exact(cluster, prompts(cluster.model), range(0, 16, 3))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("connector", ["tcp", "cuda_ipc"])
+def test_half_precision_chooses_nearly_the_best(connector: str, dtype: str) -> None:
+    """With FlashInfer where it is installed."""
+    folder = demo_model()
+    with Cluster(folder, **options(dtype=dtype, kv_connector=connector)) as cluster:
+        asker = Asker(cluster)
+        for prompt in prompts(folder)[::3]:
+            ids = asker.ids(prompt)
+            assert shortfall(folder, prompt, ids) < ROUNDING, reference.decode(folder, ids)
+        asker.close()
+        cluster.wait_idle()
+
+
+def shortfall(folder: Path, prompt: tuple[int, ...], answer: list[int]) -> float:
+    """By how much the answer's tokens are worse than the best, at most."""
+    model, _ = reference.load(folder)
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+    return float((logits.amax(dim=1) - chosen).max())
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("connector", ["nccl", "cuda_ipc", "tcp"])
+def test_from_card_to_card(connector: str) -> None:
+    with Cluster("llama-gqa", **options(dtype="float32", kv_connector=connector)) as cluster:
+        check_exact(cluster, prompts(cluster.model), range(0, 16, 3))
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("communicator", ["nccl", "symm_mem"])
+def test_ranks_on_two_cards(communicator: str) -> None:
+    ranks = {"prefill_tp": 2, "decode_pp": 2, "decode_tp": 1, "device_communicator": communicator}
+    with Cluster("llama-gqa", **options(dtype="float32", **ranks)) as cluster:
+        check_exact(cluster, prompts(cluster.model), range(0, 16, 3))
+
+
+@pytest.mark.parametrize("communicator", ["nccl", *(["symm_mem"] if GPUS > 1 else [])])
+def test_collectives_are_right(communicator: str) -> None:
+    command = ["cluster-check", "--tp", str(max(GPUS, 1)), "--device-communicator", communicator]
+    pdserve = Path(sys.executable).with_name("pdserve")
+    done = subprocess.run([pdserve, *command], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr

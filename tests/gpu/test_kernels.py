@@ -1,0 +1,48 @@
+"""What runs on a GPU alone, against the same in plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pdserve.common.model.attention import AttentionBatch, AttentionShape
+from pdserve.common.model.attention_torch import TorchAttention
+from pdserve.common.model.moe import grouped_linear
+
+BLOCK_SIZE = 16
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", [(8, 2), (4, 4), (32, 4)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_flashinfer_equals_torch(head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
+    pytest.importorskip("flashinfer")
+    from pdserve.common.model.attention_flashinfer import FlashInferAttention
+
+    shape, cuda = AttentionShape(*heads, head_dim), torch.device("cuda")
+    for queries in ([1, 1, 1], [1, 9, 20], [33, 1, 1]):
+        tables = [[3, 5, 8], [1, 4, 7], [2, 6, 9]]
+        batch = AttentionBatch(queries, [5, 30, 0], tables, BLOCK_SIZE)
+        total = sum(queries)
+        q = torch.randn(total, heads[0], head_dim, dtype=dtype, device=cuda)
+        k, v = torch.randn(2, total, heads[1], head_dim, dtype=dtype, device=cuda)
+        cache = torch.randn(1, 2, 10, heads[1], BLOCK_SIZE, head_dim, dtype=dtype, device=cuda)
+        written, outputs = [], []
+        for kind in (TorchAttention, FlashInferAttention):
+            backend = kind(shape, cuda, dtype)
+            written.append(cache.clone())
+            context = backend.prepare(batch)
+            outputs.append(backend.forward(0, q, k, v, written[-1], context))
+        torch.testing.assert_close(*outputs, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+        torch.testing.assert_close(*written, rtol=0, atol=0)
+
+
+def test_the_grouped_kernel_equals_the_loop() -> None:
+    x = torch.randn(300, 64, dtype=torch.bfloat16, device="cuda")
+    weight = torch.randn(5, 128, 64, dtype=torch.bfloat16, device="cuda")
+    counts = torch.tensor([0, 100, 7, 193, 0])
+    expected = grouped_linear(x.cpu(), weight.cpu(), counts)
+    torch.testing.assert_close(
+        grouped_linear(x, weight, counts.cuda()).cpu(), expected, rtol=2e-2, atol=2e-1
+    )

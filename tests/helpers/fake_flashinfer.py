@@ -1,0 +1,64 @@
+"""FlashInfer's two wrappers, computed page by page in plain torch: as its documentation has them,
+HND pages, queries aligned to the end of their context."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _Wrapper:
+    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str, **options: Any) -> None:
+        assert kv_layout == "HND" and not float_workspace_buffer.any()
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self.calls.append(("__init__", (float_workspace_buffer, kv_layout), options))
+
+    def _plan(
+        self, queries: list[int], pages: tuple[Tensor, Tensor, Tensor], page_size: int, scale: float
+    ) -> None:
+        indptr, indices, filled = pages
+        assert {each.dtype for each in pages} == {torch.int32}
+        assert not indptr.is_cuda and not filled.is_cuda  # `plan` reads them
+        self._queries, self._page_size, self._scale = queries, page_size, scale
+        self._tables = [
+            indices[start:end].tolist()
+            for start, end in zip(indptr[:-1].tolist(), indptr[1:].tolist(), strict=True)
+        ]
+        self._filled = filled.tolist()
+
+    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor]) -> Tensor:
+        self.calls.append(("run", (q, paged_kv_cache), {}))
+        assert q.is_contiguous()
+        rows, out = q.split(self._queries), []
+        for queries, table, filled in zip(rows, self._tables, self._filled, strict=True):
+            length = (len(table) - 1) * self._page_size + filled
+            k, v = (part[table].transpose(0, 1).flatten(1, 2) for part in paged_kv_cache)
+            out.append(self._attend(queries, k[:, :length], v[:, :length]))
+        return torch.cat(out)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        groups = q.shape[1] // k.shape[0]
+        k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
+        scores = torch.einsum("thd,hld->htl", q, k) * self._scale
+        positions = torch.arange(k.shape[1] - len(q), k.shape[1])[:, None]
+        scores.masked_fill_(torch.arange(k.shape[1]) > positions, -torch.inf)
+        return torch.einsum("htl,hld->thd", scores.softmax(-1), v)
+
+
+class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
+    def plan(self, *args: Any, **options: Any) -> None:
+        self.calls.append(("plan", args, options))
+        offsets, *pages, heads, kv_heads, head_dim, page_size = args
+        assert options["causal"] and heads % kv_heads == 0 and head_dim
+        queries = offsets.diff().tolist()
+        self._plan(queries, tuple(pages), page_size, options["sm_scale"])
+
+
+class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
+    def plan(self, *args: Any, **options: Any) -> None:
+        self.calls.append(("plan", args, options))
+        *pages, heads, kv_heads, head_dim, page_size = args
+        assert heads % kv_heads == 0 and head_dim
+        self._plan([1] * len(pages[2]), tuple(pages), page_size, options["sm_scale"])
