@@ -30,6 +30,10 @@ ALLOWED = {
         "common.engine",
     },
     "common.demo_model": {"common.core", "common.config"},
+    "common.bench": {
+        "common.core", "common.config", "common.model", "common.planning", "common.worker",
+        "common.demo_model",
+    },
     "common.node": {
         "common.core", "common.config", "common.obs", "common.rpc", "common.distributed",
         "common.model", "common.engine", "common.worker", "common.demo_model", "kv_transfer",

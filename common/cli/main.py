@@ -42,7 +42,10 @@ COMMANDS = {
             "pdserve.common.cli.certs:main",
             "make a trial CA and a certificate for the roles",
         ),
-        "bench": ("pdserve.common.cli.main:bench", "load generator (from a source checkout)"),
+        "bench": (
+            "pdserve.common.cli.main:bench",
+            "step: the engine beside this machine's limit; else the load generator of a checkout",
+        ),
         "model": ("pdserve.common.cli.model:main", "unpack the embedded model, or check a FOLDER"),
         "version": ("pdserve.common.cli.main:show_version", "print the version"),
     },
@@ -104,14 +107,20 @@ def show_version(argv: Sequence[str] = ()) -> int:
 
 
 def bench(argv: Sequence[str]) -> int:
-    """The script in `benchmarks/`, which is beside the source folders but in no wheel.
+    """`bench step` measures the engine itself; the rest is the script in `benchmarks/`, which
+    measures a server from outside, beside the source folders but in no wheel.
 
     Raises:
         ConfigError: this is not a source checkout.
     """
+    if argv[:1] == ["step"]:
+        return int(import_string("pdserve.common.bench.main:main")(argv[1:]))
     script = Path(__file__).resolve().parents[2] / "benchmarks" / "bench_serving.py"
     if not script.is_file():
-        raise ConfigError("the benchmark is not installed; run it from a source checkout")
+        raise ConfigError(
+            "the load generator is not installed: run it from a source checkout (pdserve bench "
+            "step measures the engine, anywhere)"
+        )
     return subprocess.call([sys.executable, str(script), *argv])
 
 

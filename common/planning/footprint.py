@@ -85,7 +85,7 @@ class Footprint:
         if (moe := self.spec.moe) is None:
             return 0
         idle = len(moe.sparse_layers) * (moe.num_experts - moe.top_k)
-        return idle * self._expert_weights(moe)
+        return idle * self.expert_weights(moe)
 
     def _layer_weights(self, layer: int) -> int:
         spec, hidden = self.spec, self.spec.hidden_size
@@ -105,16 +105,24 @@ class Footprint:
 
     def _moe_weights(self, moe: MoESpec) -> int:
         """The router (and the gate of a shared expert) is whole on each rank, in the dtype."""
-        rows, total = moe.num_experts, moe.num_experts // self.ep * self._expert_weights(moe)
+        rows, total = moe.num_experts, moe.num_experts // self.ep * self.expert_weights(moe)
         if inner := moe.shared_intermediate_size:
             rows, total = rows + 1, total + self._mlp_weights("shared_expert", inner)
         return total + rows * self.spec.hidden_size * self.item
 
-    def _expert_weights(self, moe: MoESpec) -> int:
+    def expert_weights(self, moe: MoESpec) -> int:
+        """Of this rank's part of one expert."""
         return self._mlp_weights("experts", moe.intermediate_size, self.tp // self.ep)
 
     def _expert_inner(self, moe: MoESpec) -> int:
         return moe.intermediate_size // (self.tp // self.ep)
+
+    def matrices(self, layer: int) -> Iterator[Matrix]:
+        """Of the layer's linear layers, without experts."""
+        yield from self._attention(layer)
+        if not self.spec.is_sparse(layer):
+            inner = self.spec.intermediate_size
+            yield from self._mlp(f"model.layers.{layer}.mlp", inner, self.tp)
 
     def _attention(self, layer: int) -> Iterator[Matrix]:
         spec, hidden = self.spec, self.spec.hidden_size
@@ -129,9 +137,9 @@ class Footprint:
         yield Matrix(f"{name}.down_proj", hidden, inner // split, inner)
 
     def _stored(self, matrices: Iterable[Matrix]) -> int:
-        return sum(map(self._matrix, matrices))
+        return sum(map(self.matrix_bytes, matrices))
 
-    def _matrix(self, matrix: Matrix) -> int:
+    def matrix_bytes(self, matrix: Matrix) -> int:
         numbers, kind = matrix.rows * matrix.columns, self.spec.quantization
         if kind is None or not kind.covers(matrix.name):
             return numbers * self.item

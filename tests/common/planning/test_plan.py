@@ -328,8 +328,8 @@ def test_quantized_matrices() -> None:
     int8 = Footprint(spec.quantized("int8"), "float16")
     int4 = Footprint(spec.quantized("int4"), "float16")
     matrix = Matrix("model.layers.0.mlp.down_proj", 128, 320, 320)
-    assert int8._matrix(matrix) == 128 * 320 + 128 * 2
-    assert int4._matrix(matrix) == 128 * 320 // 2 + 128 * 3 * 2 + 128 * 3
+    assert int8.matrix_bytes(matrix) == 128 * 320 + 128 * 2
+    assert int4.matrix_bytes(matrix) == 128 * 320 // 2 + 128 * 3 * 2 + 128 * 3
     assert set(QUANTIZATIONS) == set(metadata("quantization")["choices"])
     assert set(DTYPE_BYTES) == set(metadata("dtype")["choices"]) - {"auto"}
 

@@ -1,0 +1,1 @@
+"""What a step takes, part by part, beside what this machine could do."""

@@ -1,0 +1,131 @@
+"""Which part of a step takes how long: clocks around the functions and methods of the model.
+
+Not torch's profiler: it sees only torch's operators, and a step also runs kernels that are none.
+A part's time is its own: what another part takes within it counts for that one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+from pdserve.common.model.attention import SlotMapping
+from pdserve.common.model.decoder import Attention, CausalLM, RotaryEmbedding
+from pdserve.common.model.layers import (
+    MLP,
+    ColumnParallelLinear,
+    ParallelLMHead,
+    RMSNorm,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from pdserve.common.model.moe import MoE
+from pdserve.common.worker import runner
+from pdserve.common.worker.peaks import Clock
+
+_CALIBRATION = 2000  # calls
+
+REST = "Python and the rest"
+# A part, and whose functions are it. Of a class all methods that others
+# may call; a name alone is a function or method. `linear` stands for the layer's own name.
+Owner = Any
+PARTS: tuple[tuple[str, Owner, tuple[str, ...]], ...] = (
+    ("inputs", runner, ("flatten",)),
+    ("embedding", VocabParallelEmbedding, ()),
+    ("norms", RMSNorm, ()),
+    ("linear", ColumnParallelLinear, ("__call__",)),
+    ("linear", RowParallelLinear, ("__call__",)),
+    ("rope", RotaryEmbedding, ()),
+    ("rope", Attention, ("project",)),
+    ("KV write", SlotMapping, ("write",)),
+    ("activation", MLP, ("__call__",)),
+    ("experts", MoE, ("__call__",)),
+    ("residuals", CausalLM, ("forward", "compute_logits")),
+    ("logits", ParallelLMHead, ("__call__",)),
+    ("sampling", runner, ("sample",)),
+    (REST, runner.ModelRunner, ("run",)),
+)
+BACKEND = (("inputs", ("prepare",)), ("attention", ("forward",)))
+LINEARS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+ORDER = (
+    "inputs", "embedding", "norms", "qkv_proj", "rope", "KV write", "attention", "o_proj",
+    "gate_up_proj", "activation", "down_proj", "experts", "residuals", "logits", "sampling", REST,
+)  # fmt: skip
+
+
+class PartTimer:
+    """Seconds by part, in `seconds`, of what runs while `installed`. Of one thread."""
+
+    def __init__(self, model: CausalLM, clock: Clock) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._model = model
+        self._clock = clock
+        self._inner: list[float] = [
+            0.0
+        ]  # of each part that is being computed: what others took within it
+        self._own_cost = 0.0
+        self._names = _names_of_linears(model)
+        self._calibrate()
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        places = [(part, owner, names or _methods(owner)) for part, owner, names in PARTS]
+        places += [(part, type(self._model.attention), names) for part, names in BACKEND]
+        found = [(owner, name, part) for part, owner, names in places for name in names]
+        before = [(owner, name, vars(owner)[name]) for owner, name, _ in found]
+        try:
+            for (owner, name, part), (*_, function) in zip(found, before, strict=True):
+                setattr(owner, name, self._timed(part, function))
+            yield
+        finally:
+            for owner, name, function in before:
+                setattr(owner, name, function)
+
+    def _timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        inner, clock, names = self._inner, self._clock, self._names
+
+        @wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            inner.append(0.0)
+            started = clock()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                elapsed = clock() - started
+                own = names.get(id(args[0]), "experts") if part == "linear" else part
+                self.seconds[own] += elapsed - inner.pop()
+                inner[-1] += elapsed + self._own_cost
+
+        return timed
+
+    def _calibrate(self) -> None:
+        """What a clock costs the part around it, beside the time it reports."""
+        nothing = self._timed("nothing", lambda: None)
+        started = self._clock()
+        for _ in range(_CALIBRATION):
+            nothing()
+        elapsed = self._clock() - started
+        self._own_cost = max(0.0, (elapsed - self.seconds.pop("nothing")) / _CALIBRATION)
+        self._inner[:] = [0.0]
+
+
+def _methods(cls: type) -> tuple[str, ...]:
+    """Those that compute."""
+    return tuple(
+        name
+        for name, value in vars(cls).items()
+        if callable(value) and name != "shards" and (name == "__call__" or name[0] != "_")
+    )
+
+
+def _names_of_linears(model: CausalLM) -> dict[int, str]:
+    return {
+        id(value): name
+        for layer in model.layers
+        for part in (layer.attention, layer.mlp)
+        for name, value in vars(part).items()
+        if name in LINEARS
+    }

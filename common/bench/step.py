@@ -1,0 +1,164 @@
+"""Steps of a rank as a node runs them: its worker, its runner, its cache."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from pdserve.common.bench.parts import PartTimer
+from pdserve.common.config.bench import BenchStepConfig
+from pdserve.common.config.node import CacheConfig, EngineConfig, ParallelConfig
+from pdserve.common.core.sampling import SamplingParams
+from pdserve.common.demo_model.embedded import resolve_model
+from pdserve.common.model.device import dtype_name
+from pdserve.common.planning.footprint import Footprint
+from pdserve.common.planning.step_cost import Cost, StepCost, StepShape
+from pdserve.common.worker.input_batch import StepBatch, StepSequence
+from pdserve.common.worker.peaks import Clock, PeakMeter, Peaks, device_clock
+from pdserve.common.worker.runner import ModelRunner
+from pdserve.common.worker.worker import ModelWorker, WorkerConfig, build_worker, worker_specs
+
+Statistic = Callable[[Iterable[float]], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A step to measure: for each sequence the tokens in the cache and those computed now."""
+
+    name: str
+    chunks: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def decode(cls, batch: int, context: int) -> Cell:
+        return cls(f"decode {batch} × {context:,}", ((context - 1, 1),) * batch)
+
+    @classmethod
+    def prefill(cls, tokens: int) -> Cell:
+        return cls(f"prefill {tokens:,}", ((0, tokens),))
+
+    @property
+    def shape(self) -> StepShape:
+        return StepShape.of(self.chunks, sampled=len(self.chunks))
+
+    def num_blocks(self, block_size: int) -> int:
+        return sum(-(-sum(chunk) // block_size) for chunk in self.chunks)
+
+    def batch(self, block_size: int, vocab_size: int) -> StepBatch:
+        """Random tokens in scattered blocks, as in a pool that has been in use."""
+        chance = random.Random(0)
+        blocks = chance.sample(range(count := self.num_blocks(block_size)), count)
+        sequences = []
+        for seq_id, (start, length) in enumerate(self.chunks):
+            table = tuple(blocks.pop() for _ in range(-(-(start + length) // block_size)))
+            tokens = tuple(chance.choices(range(vocab_size), k=length))
+            greedy = SamplingParams(temperature=0.0)
+            sequences.append(StepSequence(seq_id, tokens, start, table, greedy))
+        return StepBatch(0, tuple(sequences))
+
+
+@dataclass(slots=True)
+class Samples:
+    """Seconds of one cell, by repetition: of the step as it is, and of its parts in another one
+    that has clocks in it."""
+
+    steps: list[float] = field(default_factory=list)
+    parts: list[dict[str, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """All of one run."""
+
+    runner: ModelRunner
+    dtype: str
+    cost: StepCost
+    peaks: Peaks
+    cells: dict[Cell, Samples]
+    of: Statistic  # which of the repetitions counts
+
+    def step(self, cell: Cell) -> float:
+        """Seconds."""
+        return self.of(self.cells[cell].steps)
+
+    def parts(self, cell: Cell) -> dict[str, float]:
+        """Seconds by part."""
+        found = self.cells[cell].parts
+        names = dict.fromkeys(name for each in found for name in each)
+        return {name: self.of(each.get(name, 0.0) for each in found) for name in names}
+
+    def floor(self, cost: Cost) -> float:
+        """Seconds that no program on this machine can go below."""
+        return max(cost.flops / self.peaks.flops, cost.bytes / self.peaks.bandwidth)
+
+    def bound(self, cost: Cost) -> str:
+        computes = cost.flops / self.peaks.flops > cost.bytes / self.peaks.bandwidth
+        return "compute" if computes else "memory"
+
+
+def measure(config: BenchStepConfig, cells: Sequence[Cell]) -> Measured:
+    """Runs each cell `repetitions` times in turns, without and with clocks in it, and between
+    them measures the machine.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or has no context of that length.
+    """
+    with _worker(config, cells) as worker:
+        runner = worker.runner
+        clock = time.thread_time if config.clock == "cpu" else device_clock(runner.device)
+        vocab, block_size = runner.model.spec.vocab_size, config.block_size
+        batches = {cell: cell.batch(block_size, vocab) for cell in cells}
+        meter = PeakMeter(runner.device, runner.model.dtype, runner.model.weights_bytes, clock)
+        timer = PartTimer(runner.model, clock)
+        samples: dict[Cell, Samples] = {cell: Samples() for cell in cells}
+        peaks: list[Peaks] = []
+        for batch in batches.values():
+            runner.run(batch)
+        for _ in range(config.repetitions):
+            peaks.append(meter.measure())
+            for cell, batch in batches.items():
+                samples[cell].steps.append(_seconds(runner, batch, clock))
+                samples[cell].parts.append(_parts(runner, batch, timer))
+    dtype = dtype_name(runner.model.dtype)
+    cost = StepCost.whole(Footprint(runner.model.spec, dtype))
+    median = config.statistic == "median"
+    of, best = (statistics.median,) * 2 if median else (min, max)
+    return Measured(runner, dtype, cost, _peaks(peaks, best), samples, of)
+
+
+@contextmanager
+def _worker(config: BenchStepConfig, cells: Iterable[Cell]) -> Iterator[ModelWorker]:
+    """A node's only rank, with as many blocks as the largest cell needs, all written to."""
+    longest = max(sum(chunk) for cell in cells for chunk in cell.chunks)
+    blocks = max(cell.num_blocks(config.block_size) for cell in cells)
+    engine = EngineConfig(
+        model=replace(resolve_model(config.model), max_model_len=longest),
+        parallel=ParallelConfig(cpu_threads=config.threads, device=config.device),
+        cache=CacheConfig(block_size=config.block_size, num_gpu_blocks_override=blocks),
+    )
+    worker = build_worker(worker_specs(WorkerConfig(engine))[0], lambda event: None)
+    try:
+        worker.runner.cache.normal_()
+        yield worker
+    finally:
+        worker.close()
+
+
+def _seconds(runner: ModelRunner, batch: StepBatch, clock: Clock) -> float:
+    started = clock()
+    runner.run(batch)
+    return clock() - started
+
+
+def _parts(runner: ModelRunner, batch: StepBatch, timer: PartTimer) -> dict[str, float]:
+    timer.seconds.clear()
+    with timer.installed():
+        runner.run(batch)
+    return dict(timer.seconds)
+
+
+def _peaks(peaks: Sequence[Peaks], of: Statistic) -> Peaks:
+    return Peaks(of(each.flops for each in peaks), of(each.bandwidth for each in peaks))

@@ -1,0 +1,57 @@
+"""Options of `pdserve bench step`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pdserve.common.config.node import CacheConfig, ModelConfig, ParallelConfig
+from pdserve.common.config.shared import option, same_option
+from pdserve.common.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchStepConfig:
+    """Steps
+
+    Without --batch, --context and --chunk: decodes of 1, 8 and 32 sequences of 128 tokens and of
+    32 of 1,024, and a prefill chunk of 512.
+    """
+
+    batch: str | None = option(
+        None, "sequences of a decode step (with --context)", metavar="N,N,..."
+    )
+    context: str | None = option(
+        None,
+        "tokens each of them attends to, its newest included (with --batch)",
+        metavar="N,N,...",
+    )
+    chunk: str | None = option(None, "tokens of a prefill chunk", metavar="N,N,...")
+    repetitions: int = option(10, "measurements of each step, in turns", minimum=1)
+    clock: str = option(
+        "wall",
+        "wall: what passes; cpu: CPU time of the computing thread, where others use the machine as "
+        "well (with --threads 1)",
+        choices=("wall", "cpu"),
+    )
+    statistic: str = option(
+        "median",
+        "of the repetitions; least: the best ones, of the peaks as well, where others use the "
+        "machine at times",
+        choices=("median", "least"),
+    )
+    json: str | None = option(None, "write the result here, too", metavar="FILE")
+    baseline: str | None = option(
+        None, "an earlier --json, to compare with: how many times faster", metavar="FILE"
+    )
+    threads: int = same_option(
+        ParallelConfig, "cpu_threads", "torch threads (0: the cores this process may use)"
+    )
+    device: str = same_option(ParallelConfig, "device")
+    block_size: int = same_option(CacheConfig, "block_size")
+    model: ModelConfig = field(default_factory=ModelConfig)
+
+    def __post_init__(self) -> None:
+        if (self.batch is None) != (self.context is None):
+            raise ConfigError("--batch and --context go together: give both or none")
+        if self.clock == "cpu" and self.threads != 1:
+            raise ConfigError("--clock cpu counts one thread: pass --threads 1")

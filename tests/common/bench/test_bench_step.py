@@ -1,0 +1,125 @@
+"""`pdserve bench step` on tiny models: what is measured, what the table says, what is refused.
+How long anything takes is nobody's business here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paths import ROOT
+from pdserve.common.bench import parts
+from pdserve.common.bench.main import cells
+from pdserve.common.bench.parts import PartTimer
+from pdserve.common.bench.step import Cell
+from pdserve.common.cli.main import main
+from pdserve.common.config.bench import BenchStepConfig
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.planning.step_cost import StepShape
+from pdserve.common.worker import runner
+from tiny_engine import load, new_cache, single_threaded_inference
+
+MODELS = ROOT / "tests" / "models"
+FAST = ["--threads=1", "--repetitions=2"]
+
+
+def run(name: str, *options: str) -> int:
+    return main(["bench", "step", f"--model={MODELS / name}", *FAST, *options])
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "qwen2-moe"])
+def test_a_table_and_a_result(name: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file = tmp_path / "step.json"
+    assert run(name, "--batch=2,3", "--context=40", "--chunk=33", f"--json={file}") == 0
+    text, result = capsys.readouterr().out, json.loads(file.read_text())
+    names = ["decode 2 × 40", "decode 3 × 40", "prefill 33"]
+    assert list(result["cells"]) == names
+    assert all(each in text for each in names)
+    for cell in result["cells"].values():
+        expected = set(parts.ORDER) - {"experts"}
+        if name == "qwen2-moe":  # whose MLPs are experts, all of them
+            expected = (expected | {"experts"}) - {"gate_up_proj", "down_proj"}
+        assert expected <= set(cell["parts"])
+        assert all(row["ms"] > 0 for row in cell["parts"].values())
+        assert cell["step"]["floor_ms"] > 0
+        assert cell["step"]["bound_by"] in ("memory", "compute")
+
+
+def test_a_baseline_is_compared_with(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file = tmp_path / "before.json"
+    options = ("--batch=1", "--context=16")
+    assert run("llama-gqa", *options, f"--json={file}") == 0
+    assert "times faster" not in capsys.readouterr().out
+    assert run("llama-gqa", *options, f"--baseline={file}", "--clock=cpu", "--statistic=least") == 0
+    assert "times faster" in capsys.readouterr().out
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    places = [(owner, name) for _, owner, names in parts.PARTS for name in names]
+    before = [vars(owner)[name] for owner, name in places]
+    test_timer_counts_what_is_within_a_part_for_the_part_within()
+    assert [vars(owner)[name] for owner, name in places] == before
+
+
+def test_timer_counts_what_is_within_a_part_for_the_part_within() -> None:
+    """With a clock that each reading of it moves by one: a part's own time are the readings that
+    are not of parts within it."""
+    readings = iter(range(10**9))
+    with single_threaded_inference():
+        model = load(MODELS / "llama-gqa")
+        timer = PartTimer(model, lambda: float(next(readings)))
+        timer._own_cost = 0.0
+        batch = Cell.decode(2, 20).batch(16, model.spec.vocab_size)
+        with timer.installed():
+            started = next(readings)
+            runner.ModelRunner(model, new_cache(model), model.attention.device, True).run(batch)
+            ended = next(readings)
+    layers = model.spec.num_layers
+    assert timer.seconds["down_proj"] == layers
+    assert timer.seconds["norms"] == 2 * layers + 1
+    assert timer.seconds["activation"] == layers * (1 + 2)  # itself, and going into two others
+    assert sum(timer.seconds.values()) == ended - started - 2
+
+
+def test_cells() -> None:
+    assert [cell.name for cell in cells(BenchStepConfig())] == [
+        "decode 1 × 128",
+        "decode 8 × 128",
+        "decode 32 × 128",
+        "decode 32 × 1,024",
+        "prefill 512",
+    ]
+    assert Cell.decode(3, 33).shape == StepShape(tokens=3, cached=96, pairs=99, sampled=3)
+    batch = Cell.decode(3, 33).batch(block_size=16, vocab_size=50)
+    assert [(each.start, len(each.token_ids)) for each in batch.sequences] == [(32, 1)] * 3
+    tables = [block for each in batch.sequences for block in each.block_table]
+    assert sorted(tables) == list(range(9))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--batch=4"], "--batch and --context go together"),
+        (["--chunk=0"], "'0' is not a list of counts"),
+        (["--chunk=1,,2"], "not a list of counts"),
+        (["--chunk=1000000"], "exceeds the model's"),
+        (["--clock=cpu", "--threads=2"], "pass --threads 1"),
+        (["--baseline=/nowhere.json"], "no result of this command"),
+        (["--json=/nowhere/x.json", "--chunk=4"], "/nowhere/x.json"),
+    ],
+)
+def test_what_makes_no_sense(
+    options: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = run("llama-gqa", *options)
+    except SystemExit as stop:
+        code = int(str(stop.code))
+    assert code == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_counts_are_counts() -> None:
+    with pytest.raises(ConfigError):
+        cells(BenchStepConfig(chunk="many"))

@@ -1,0 +1,104 @@
+"""FLOPs and bytes of a step, against what torch counts while a model computes one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from paths import ROOT
+from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.core.quantization import QUANTIZATIONS
+from pdserve.common.model.stages import pipeline_stages
+from pdserve.common.planning.footprint import Footprint
+from pdserve.common.planning.step_cost import Cost, StepCost, StepShape
+from tiny_engine import load, new_cache, single_threaded_inference, some_tokens, step
+
+MODELS = ROOT / "tests" / "models"
+DENSE = ("llama-gqa", "qwen2", "qwen3")
+
+
+def cost_of(name: str, **footprint: int) -> StepCost:
+    spec = ModelSpec.from_folder(MODELS / name)
+    return StepCost.whole(Footprint(spec, "float32", **footprint))
+
+
+@pytest.mark.parametrize("name", [*DENSE, "mixtral", "qwen2-moe", "qwen3-moe"])
+def test_products_are_those_that_torch_counts(name: str) -> None:
+    """All but attention, whose operator torch counts on no CPU."""
+    with single_threaded_inference(), FlopCounterMode(display=False) as counter:
+        model = load(MODELS / name)
+        step(model, new_cache(model), [(some_tokens(7), 0, [1]), (some_tokens(1), 20, [2, 3])])
+    counted = counter.get_flop_counts()["Global"]
+    ours = cost_of(name).parts(StepShape.of([(0, 7), (20, 1)], sampled=8))
+    products = sum(part.flops for name, part in ours.items() if name != "attention")
+    # The gate of qwen2-moe's shared expert is one number of each token.
+    assert sum(counted.values()) == pytest.approx(products, rel=2e-3)
+
+
+def test_attention_multiplies_each_pair_twice_in_each_head() -> None:
+    shape = StepShape.of([(10, 3)], sampled=0)
+    assert (shape.tokens, shape.cached, shape.pairs) == (3, 10, 11 + 12 + 13)
+    spec = ModelSpec.from_folder(MODELS / "llama-gqa")
+    query, key = torch.zeros(1, spec.head_dim), torch.zeros(spec.head_dim, 1)
+    with FlopCounterMode(display=False) as counter:
+        weights = query @ key  # of one pair in one head
+        weights @ key.T
+    pairs = shape.pairs * spec.num_heads * spec.num_layers
+    assert cost_of("llama-gqa").parts(shape)["attention"].flops == pairs * (
+        counter.get_total_flops()
+    )
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_every_matrix_is_read_once(name: str) -> None:
+    model = load(MODELS / name)
+    matrices = [shard.target for shard in model.shards() if shard.target.ndim == 2]
+    shape = StepShape.of([(0, 1)], sampled=1)
+    parts = cost_of(name).parts(shape)
+    read = sum(parts[part].bytes for part in parts if part not in ("embedding", "KV write"))
+    table = 0 if model.spec.tie_word_embeddings else model.embedding.weight.nbytes
+    assert read == sum(each.nbytes for each in matrices) - table
+
+
+def test_kv_is_read_once_and_written_once() -> None:
+    cost = cost_of("llama-gqa")
+    shape = StepShape.of([(100, 1), (0, 5)], sampled=2)
+    per_token = cost.footprint.kv_per_token(cost.stage)
+    assert cost.parts(shape)["attention"].bytes == 100 * per_token
+    assert cost.parts(shape)["KV write"].bytes == 6 * per_token
+
+
+def test_experts_that_no_token_visits_are_not_read() -> None:
+    cost = cost_of("mixtral")
+    moe = cost.footprint.spec.moe
+    one, many = (cost.parts(StepShape.of([(0, n)], 0))["experts"].bytes for n in (1, 1000))
+    expert = cost.footprint.expert_weights(moe) * len(moe.sparse_layers)
+    assert many - one == pytest.approx(expert * (moe.num_experts - moe.top_k), rel=1e-6)
+
+
+def test_ranks_and_stages_share_a_step() -> None:
+    spec = ModelSpec.from_folder(MODELS / "llama-gqa")
+    shape = StepShape.of([(8, 4)], sampled=1)
+    whole = cost_of("llama-gqa").total(shape)
+    stages = [
+        StepCost(Footprint(spec, "float32"), stage).total(shape)
+        for stage in pipeline_stages(spec.num_layers, 2)
+    ]
+    assert sum(stages, Cost()) == whole
+    half = cost_of("llama-gqa", tp=2).total(shape)
+    assert half.flops == whole.flops / 2
+    embedding = shape.tokens * spec.hidden_size * 4
+    assert half.bytes - embedding == (whole.bytes - embedding) / 2
+
+
+def test_quantized_weights_are_fewer_bytes_and_as_many_flops() -> None:
+    plain = cost_of("llama-gqa")
+    spec = replace(plain.footprint.spec, quantization=QUANTIZATIONS["int8"])
+    int8 = StepCost.whole(Footprint(spec, "float32"))
+    shape = StepShape.of([(0, 1)], sampled=0)
+    before, after = plain.parts(shape)["down_proj"], int8.parts(shape)["down_proj"]
+    assert after.flops == before.flops
+    assert before.bytes / 4 < after.bytes < before.bytes / 3.5
