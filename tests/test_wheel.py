@@ -58,8 +58,9 @@ def files_of(wheel: Path) -> dict[str, bytes]:
 
 def expected(folders: Sequence[str]) -> set[str]:
     """What a wheel of these source folders has beneath `pdserve/`."""
-    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py*")]
-    names = {f"pdserve/{path.relative_to(ROOT)}" for path in paths if path.suffix != ".pyc"}
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.*")]
+    kinds = {".py", ".pyi", ".cpp", ".h"}
+    names = {f"pdserve/{path.relative_to(ROOT)}" for path in paths if path.suffix in kinds}
     return {"pdserve/__init__.py", "pdserve/py.typed", *names}
 
 

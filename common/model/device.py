@@ -1,4 +1,4 @@
-"""The device a rank computes on, and what fits it: a dtype and an attention backend."""
+"""The device a rank computes on, and what fits it: a dtype, kernels and an attention backend."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import torch
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.model.attention import AttentionBackend, AttentionShape
 from pdserve.common.model.attention_torch import TorchAttention
+from pdserve.common.model.kernels.build import BuildError
+from pdserve.common.model.kernels.native import NativeKernels
+from pdserve.common.model.kernels.ops import Kernels, TorchKernels
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +85,24 @@ def cpu_has_fast_bf16() -> bool:
         if key.strip() in ("flags", "Features"):
             return not _FAST_BF16_FLAGS.isdisjoint(value.split())
     return False
+
+
+def choose_kernels(requested: str, device: torch.device, rank: int = 0) -> Kernels:
+    """`--cpu-kernels` resolved. Rank 0 of a node says why it computes in plain torch.
+
+    Raises:
+        ConfigError: native ones were asked for and cannot be built.
+    """
+    if device.type != "cpu" or requested == "torch":
+        return TorchKernels()
+    try:
+        return NativeKernels()
+    except BuildError as error:
+        if requested == "native":
+            raise ConfigError(f"--cpu-kernels native: {error}") from error
+        if rank == 0:
+            logger.warning("kernels in plain torch, which is slower: %s", error)
+        return TorchKernels()
 
 
 def make_backend(

@@ -30,9 +30,16 @@ class RMSNorm:
         self.name = name
         self.eps = eps
         self.weight = sharding.zeros(size)
+        self.kernels = sharding.kernels
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return self.kernels.rms_norm(x, self.weight, self.eps)
+
+    def add(self, residual: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`residual + x`, or `x` where nothing came before it; and its norm."""
+        if residual is None:
+            return x, self(x)
+        return self.kernels.add_rms_norm(residual, x, self.weight, self.eps)
 
     def shards(self) -> Iterator[Shard]:
         shape = tuple(self.weight.shape)
@@ -147,10 +154,10 @@ class MLP:
         self.down_proj = RowParallelLinear(
             f"{prefix}.down_proj", inner, spec.hidden_size, spec.mlp_bias, sharding, reduce_results
         )
+        self.kernels = sharding.kernels
 
     def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(self.kernels.silu_and_mul(self.gate_up_proj(x)))
 
     def shards(self) -> Iterator[Shard]:
         return shards_of(self.gate_up_proj, self.down_proj)

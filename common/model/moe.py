@@ -89,7 +89,7 @@ class FusedExperts:
         owners, group = sharding.all2all.group, sharding.group
         split = group.size // owners.size
         inner, part = spec.intermediate_size // split, group.rank % split
-        self.prefix, self.spec = prefix, spec
+        self.prefix, self.spec, self.kernels = prefix, spec, sharding.kernels
         self.count = spec.num_experts // owners.size
         self.first = owners.rank * self.count
         self.inner = slice(part * inner, (part + 1) * inner)
@@ -110,8 +110,8 @@ class FusedExperts:
         return places.sum(1)
 
     def _inner(self, hidden: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
-        gate, up = grouped_linear(hidden[rows], self.gate_up_proj, counts).chunk(2, dim=-1)
-        return F.silu(gate) * up
+        gate_up = grouped_linear(hidden[rows], self.gate_up_proj, counts)
+        return self.kernels.silu_and_mul(gate_up)
 
     def _by_expert(self, experts: Tensor) -> tuple[Tensor, Tensor]:
         """The flat `[T * k]` places of `experts` that are of this rank, by expert and then in

@@ -12,6 +12,7 @@ from torch import Tensor
 from pdserve.common.core.quantization import Quantization
 from pdserve.common.distributed.all2all import All2AllManager, Replicated
 from pdserve.common.distributed.group import GroupCoordinator
+from pdserve.common.model.kernels.ops import Kernels, TorchKernels
 
 
 def _as_it_is(part: Tensor) -> Tensor:
@@ -44,8 +45,8 @@ def shards_of(*parts: Sharded) -> Iterator[Shard]:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """Where one rank's tensors live, the ranks it shares each layer with, and how its linear
-    layers hold their weights."""
+    """Where one rank's tensors live, the ranks it shares each layer with, how its linear layers
+    hold their weights, and by what the rest is computed."""
 
     group: GroupCoordinator  # tensor-parallel
     device: torch.device
@@ -53,6 +54,7 @@ class Sharding:
     all2all: All2AllManager = field(default_factory=lambda: Replicated(GroupCoordinator()))
     """Between the ranks of `group` that hold different experts; default: each holds all."""
     quantization: Quantization | None = None
+    kernels: Kernels = field(default_factory=TorchKernels)
 
     def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)

@@ -30,7 +30,7 @@ from pdserve.common.distributed.parallel_state import (
     initialize_model_parallel,
 )
 from pdserve.common.engine.messages import RankReady, StepDelta
-from pdserve.common.model.device import choose_device, choose_dtype, dtype_name
+from pdserve.common.model.device import choose_device, choose_dtype, choose_kernels, dtype_name
 from pdserve.common.model.loader import load_model
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.stages import stages_of
@@ -107,7 +107,8 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     state.world.agree([dtype_name(dtype), max_model_len], "dtype and context window")
     stage = stages_of(model_spec, engine.parallel)[state.pp.rank]
     all2all = make_all2all(engine.parallel.all2all_backend, state.ep)
-    sharding = Sharding(state.tp, device, dtype, all2all)
+    kernels = choose_kernels(engine.parallel.cpu_kernels, device, spec.rank)
+    sharding = Sharding(state.tp, device, dtype, all2all, kernels=kernels)
     model = load_model(model_spec, engine.model, sharding, stage, _LoadingLog(spec.rank))
     link = StageLink(state, model_spec.hidden_size, dtype)
     shape = cache_shape(model, engine, state.tp)
