@@ -33,6 +33,7 @@ COMMANDS = {
         "decode": ("pdserve.decode_node.__main__:main", "node that generates tokens"),
     },
     "Tools": {
+        "doctor": ("pdserve.common.cli.doctor:main", "what this host lacks, and the mend"),
         "plan": ("pdserve.common.cli.plan:main", "what fits on which GPUs: weights, KV, sequences"),
         "cluster-check": (
             "pdserve.common.cli.cluster_check:main",
