@@ -7,18 +7,15 @@ ranges differ. What is adjacent in memory is one run; runs are cut differently o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from pdserve.kv_transfer.layout import CacheView, Rect
-
-# numpy copies rows of words half again as fast as rows of bytes
-WORD = 8
+from pdserve.kv_transfer.native.code import block_code
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,25 +42,54 @@ def piece_nbytes(cache: torch.Tensor, rect: Rect, count: int) -> int:
 
 def byte_runs(view: CacheView, rect: Rect, block_ids: Sequence[int]) -> ByteRuns:
     """The runs of `block_ids` × `rect` (in the model's coordinates, within `view.rect`)."""
-    _, _, num_blocks, num_heads, _, _ = view.cache.shape
-    head = head_nbytes(view.cache)
-    layers, heads = rect.slices_in(view.rect)
-    planes = np.arange(2 * layers.start, 2 * layers.stop) * (num_blocks * num_heads * head)
-    starts, counts = _segments(block_ids, coalesce=rect.num_heads == num_heads)
-    offsets = planes[:, None] + ((starts * num_heads + heads.start) * head)[None, :]
-    lengths = np.broadcast_to(counts * rect.num_heads * head, offsets.shape)
-    return ByteRuns(offsets.ravel(), lengths.ravel())
-
-
-def _segments(
-    block_ids: Sequence[int], coalesce: bool
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Starts and counts of consecutive ids; each id alone unless `coalesce`."""
+    place = Placement.of(view)
     ids = np.asarray(block_ids, dtype=np.int64)
-    if not coalesce or len(ids) == 0:
-        return ids, np.ones_like(ids)
-    firsts = np.flatnonzero(np.diff(ids, prepend=ids[0] - 2) != 1)
-    return ids[firsts], np.diff(firsts, append=len(ids))
+    firsts = _stretches([ids], coalesce=place.has_all_heads(rect))
+    counts = np.diff(firsts, append=len(ids))
+    return place.byte_runs(rect, ids[firsts], counts)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the blocks of a cache lie in its bytes, whoever's cache it is."""
+
+    rect: Rect
+    num_blocks: int
+    head_nbytes: int
+
+    @classmethod
+    def of(cls, view: CacheView) -> Placement:
+        return cls(view.rect, view.cache.shape[2], head_nbytes(view.cache))
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * self.rect.area * self.num_blocks * self.head_nbytes
+
+    def has_all_heads(self, rect: Rect) -> bool:
+        """Whether adjacent blocks of `rect` are adjacent bytes."""
+        return rect.num_heads == self.rect.num_heads
+
+    def byte_runs(
+        self, rect: Rect, starts: NDArray[np.int64], counts: NDArray[np.int64]
+    ) -> ByteRuns:
+        """Of stretches of adjacent blocks. Raises IndexError for a block that there is not."""
+        if len(starts) and (starts.min() < 0 or (starts + counts).max() > self.num_blocks):
+            raise IndexError(f"a block that is none of {self.num_blocks}")
+        layers, heads = rect.slices_in(self.rect)
+        row = self.rect.num_heads * self.head_nbytes  # of a block in a plane
+        planes = np.arange(2 * layers.start, 2 * layers.stop) * (self.num_blocks * row)
+        offsets = planes[:, None] + (starts * row + heads.start * self.head_nbytes)[None, :]
+        lengths = np.broadcast_to(counts * (rect.num_heads * self.head_nbytes), offsets.shape)
+        return ByteRuns(offsets.ravel(), lengths.ravel())
+
+
+def _stretches(ids: Sequence[NDArray[np.int64]], coalesce: bool = True) -> NDArray[np.int64]:
+    """Where stretches begin in which each of `ids` (of equal length) steps by one; at every id
+    unless `coalesce`."""
+    if not coalesce or len(ids[0]) < 2:
+        return np.arange(len(ids[0]))
+    broken = np.logical_or.reduce([np.diff(each) != 1 for each in ids])
+    return np.concatenate(([0], np.flatnonzero(broken) + 1))
 
 
 def memory_of(cache: torch.Tensor) -> memoryview:
@@ -90,35 +116,26 @@ def _part(view: CacheView, rect: Rect) -> torch.Tensor:
     return view.cache[layers, :, :, heads]
 
 
-def words(memory: memoryview, num_layers: int, num_blocks: int, num_heads: int) -> NDArray[Any]:
-    """A cache as `[planes, blocks, heads, words]` for `copy_blocks`; read-only if `memory` is.
-    A plane is one layer's keys or values."""
-    flat = np.frombuffer(memory, dtype=np.uint8)
-    rows = flat.reshape(2 * num_layers, num_blocks, num_heads, -1)
-    return rows.view(np.int64) if rows.shape[3] % WORD == 0 else rows
-
-
 def copy_blocks(
-    target: NDArray[Any],
-    source: NDArray[Any],
+    rect: Rect,
+    target: tuple[NDArray[np.uint8], Placement],
     target_ids: Sequence[int],
+    source: tuple[NDArray[np.uint8], Placement],
     source_ids: Sequence[int],
 ) -> None:
-    """`target[:, target_ids] = source[:, source_ids]`, without the temporary that numpy's own
-    indexing makes. One strided copy per stretch of blocks adjacent on both sides; the
-    interpreter lock is released while it runs. Shapes: `[planes, blocks, heads, words]`."""
-    for to, start, count in _stretches(target_ids, source_ids):
-        np.copyto(target[:, to : to + count], source[:, start : start + count])
-
-
-def _stretches(
-    target_ids: Sequence[int], source_ids: Sequence[int]
-) -> Iterator[tuple[int, int, int]]:
-    """(target, source, count) of stretches in which both ids step by one."""
-    to, start = np.asarray(target_ids, np.int64), np.asarray(source_ids, np.int64)
-    if len(to) == 0:
+    """Block by block `rect` (within both) of `source_ids` to that of `target_ids`; each side is all
+    bytes of a cache. What is adjacent on both sides is copied at once; the interpreter lock is
+    released meanwhile. Raises IndexError for a block that there is not."""
+    (to_bytes, to_place), (from_bytes, from_place) = target, source
+    to_ids, from_ids = np.asarray(target_ids, np.int64), np.asarray(source_ids, np.int64)
+    whole_rows = to_place.has_all_heads(rect) and from_place.has_all_heads(rect)
+    firsts = _stretches([to_ids, from_ids], coalesce=whole_rows)
+    counts = np.diff(firsts, append=len(to_ids))
+    to = to_place.byte_runs(rect, to_ids[firsts], counts)
+    at = from_place.byte_runs(rect, from_ids[firsts], counts)
+    if (code := block_code()) is not None:
+        code.copy(to_bytes, to.offsets, from_bytes, at.offsets, to.lengths)
         return
-    broken = (np.diff(to) != 1) | (np.diff(start) != 1)
-    firsts = np.concatenate(([0], np.flatnonzero(broken) + 1))
-    counts = np.diff(firsts, append=len(to))
-    yield from zip(to[firsts].tolist(), start[firsts].tolist(), counts.tolist(), strict=True)
+    ranges = zip(to.offsets.tolist(), at.offsets.tolist(), to.lengths.tolist(), strict=True)
+    for start, begin, nbytes in ranges:
+        np.copyto(to_bytes[start : start + nbytes], from_bytes[begin : begin + nbytes])

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.native import BuildError
 from pdserve.common.model.attention import AttentionBackend, AttentionShape
 from pdserve.common.model.attention_torch import TorchAttention
-from pdserve.common.model.kernels.build import BuildError
 from pdserve.common.model.kernels.native import NativeKernels
 from pdserve.common.model.kernels.ops import Kernels, TorchKernels
 

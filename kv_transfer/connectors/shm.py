@@ -12,13 +12,14 @@ import mmap
 import os
 import socket
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import ClassVar
 
 import msgspec
-from numpy.typing import NDArray
+import numpy as np
 
 from pdserve.common.core.errors import Blame
-from pdserve.kv_transfer.blocks import copy_blocks, memory_of, piece_nbytes, words
+from pdserve.kv_transfer.blocks import Placement, copy_blocks, memory_of
 from pdserve.kv_transfer.connector import Capabilities
 from pdserve.kv_transfer.connectors.base import pull
 from pdserve.kv_transfer.connectors.base.handshake import GREETING_S, send_frame, time_limit
@@ -70,32 +71,19 @@ class MappedCache(pull.PeerCache):
     def __init__(self, greeting: Greeting, fd: int, view: CacheView) -> None:
         super().__init__(greeting)
         end = greeting.offset + greeting.nbytes
-        block_nbytes = piece_nbytes(view.cache, greeting.rect, 1)
-        if block_nbytes == 0 or greeting.offset < 0:
+        ours = Placement.of(view)
+        theirs = replace(ours, rect=greeting.rect, num_blocks=greeting.num_blocks)
+        if greeting.rect.area == 0 or greeting.offset < 0:
             raise bad_frame(f"{greeting.rect} at {greeting.offset} is no cache")
-        if greeting.nbytes != block_nbytes * greeting.num_blocks:
+        if greeting.nbytes != theirs.nbytes:
             raise bad_frame(f"a cache of {greeting.nbytes} bytes does not fit its geometry")
         if os.fstat(fd).st_size < end:
             raise bad_frame(f"the memory file ends before byte {end}")
         if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise bad_frame("the memory file could shrink under a reader: it is not sealed")
         mapped = memoryview(mmap.mmap(fd, end, prot=mmap.PROT_READ))[greeting.offset :]
-        self._theirs = rows(mapped, greeting.rect, greeting.num_blocks)
-        self._view = view
-        self._ours = rows(memory_of(view.cache), view.rect, view.cache.shape[2])
+        self._theirs = np.frombuffer(mapped, np.uint8), theirs
+        self._ours = np.frombuffer(memory_of(view.cache), np.uint8), ours
 
     def copy(self, rect: Rect, source_ids: Sequence[int], sink_ids: Sequence[int]) -> None:
-        theirs = self._theirs[planes_and_heads(rect, self.rect)]
-        ours = self._ours[planes_and_heads(rect, self._view.rect)]
-        copy_blocks(ours, theirs, sink_ids, source_ids)
-
-
-def rows(memory: memoryview, rect: Rect, num_blocks: int) -> NDArray[Any]:
-    """A cache of `rect` as `[planes, blocks, heads, words]`."""
-    return words(memory, rect.num_layers, num_blocks, rect.num_heads)
-
-
-def planes_and_heads(rect: Rect, owner: Rect) -> tuple[slice, slice, slice]:
-    """`rect` as an index into the `rows` of the rank that owns `owner`."""
-    layers, heads = rect.slices_in(owner)
-    return slice(2 * layers.start, 2 * layers.stop), slice(None), heads
+        copy_blocks(rect, self._ours, sink_ids, self._theirs, source_ids)

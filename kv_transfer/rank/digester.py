@@ -8,44 +8,81 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
 
-from pdserve.kv_transfer.blocks import byte_runs, gather, memory_of, piece_nbytes
+from pdserve.common.core.host import usable_cores
+from pdserve.kv_transfer.blocks import ByteRuns, byte_runs, gather, memory_of, piece_nbytes
 from pdserve.kv_transfer.connector import BlockRun, SinkTransfer
 from pdserve.kv_transfer.digest import RunDigest, check_coverage
 from pdserve.kv_transfer.layout import CacheView, Rect
+from pdserve.kv_transfer.native.code import MIN_HASHED_NBYTES, block_code
 
 STEP_NBYTES = 32 << 20  # hashed in a few milliseconds
+MAX_THREADS = 4  # one reads about half of what memory gives
+THREADED_NBYTES = 1 << 20  # less is hashed before another thread has woken up
+BAND_NBYTES = 64 << 10  # of one block, in a band of layers that has a digest of its own
 
 _CONTEXT = struct.Struct("!16sI4III")  # transfer id, epoch, rectangle, first block, blocks
 
 
+class Hashed(NamedTuple):
+    """What a digest is of: logical blocks `run`, which are `block_ids` here; `rect` in the model's
+    terms."""
+
+    transfer_id: bytes
+    epoch: int
+    rect: Rect
+    run: BlockRun
+    block_ids: Sequence[int]
+
+
 class Digester:
-    """Hashes blocks of one rank's cache."""
+    """Hashes blocks of one rank's cache, several runs or bands of layers at once where there are
+    cores for it. `close` ends its threads."""
 
     def __init__(self, view: CacheView, fingerprint: str) -> None:
         self._view = view
         self._fingerprint = fingerprint.encode()
+        self._on_host = view.cache.device.type == "cpu"
+        self._threads = min(MAX_THREADS, usable_cores()) if self._on_host else 1
 
     @cached_property
-    def _memory(self) -> memoryview:
-        return memory_of(self._view.cache)
+    def _memory(self) -> NDArray[np.uint8]:
+        return np.frombuffer(memory_of(self._view.cache), np.uint8)
+
+    @cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self._threads, "kv-digest")
+
+    def bands(self, rect: Rect) -> list[Rect]:
+        """How a piece is cut into what is hashed at once: the same for all runs of a transfer."""
+        block_nbytes = piece_nbytes(self._view.cache, rect, 1)
+        return rect.split_layers(min(MAX_THREADS, block_nbytes // BAND_NBYTES))
+
+    def digests(self, wanted: Sequence[Hashed]) -> list[bytes]:
+        nbytes = sum(self.nbytes(each.rect, each.run) for each in wanted)
+        if self._threads == 1 or len(wanted) == 1 or nbytes < THREADED_NBYTES:
+            return [self.digest(*each) for each in wanted]
+        return list(self._pool.map(lambda each: self.digest(*each), wanted))
 
     def digest(
         self, transfer_id: bytes, epoch: int, rect: Rect, run: BlockRun, block_ids: Sequence[int]
     ) -> bytes:
-        """Of logical blocks `run`, which are `block_ids` here; `rect` in the model's terms."""
+        """As `Hashed` has it."""
         context = _CONTEXT.pack(transfer_id, epoch, *rect.corners, run.first, run.count)
-        hasher = xxhash.xxh3_128(self._fingerprint + context)
-        if self._view.cache.device.type == "cpu":
-            for part in byte_runs(self._view, rect, block_ids).slices(self._memory):
-                hasher.update(part)
-        else:
-            copy = gather(self._view, rect, block_ids).cpu()
-            hasher.update(copy.view(torch.uint8).reshape(-1).numpy().data)
+        prefix = self._fingerprint + context
+        if self._on_host:
+            return _hash(prefix, self._memory, byte_runs(self._view, rect, block_ids))
+        copy = gather(self._view, rect, block_ids).cpu()
+        hasher = xxhash.xxh3_128(prefix)
+        hasher.update(copy.view(torch.uint8).reshape(-1).numpy().data)
         return hasher.digest()
 
     def verify(self, transfer: SinkTransfer, digests: Sequence[RunDigest]) -> Verification:
@@ -57,13 +94,22 @@ class Digester:
         check_coverage(self._view.rect, transfer, digests)
         return Verification(self, transfer, digests)
 
-    def nbytes(self, sent: RunDigest) -> int:
-        return piece_nbytes(self._view.cache, sent.rect, sent.run.count)
+    def nbytes(self, rect: Rect, run: BlockRun) -> int:
+        return piece_nbytes(self._view.cache, rect, run.count)
 
-    def of_landed(self, transfer: SinkTransfer, sent: RunDigest) -> bytes:
-        start = sent.run.first - transfer.first_block
-        ids = transfer.block_ids[start : start + sent.run.count]
-        return self.digest(transfer.transfer_id, transfer.epoch, sent.rect, sent.run, ids)
+    def close(self) -> None:
+        if "_pool" in self.__dict__:  # it was needed
+            self._pool.shutdown()
+
+
+def _hash(prefix: bytes, memory: NDArray[np.uint8], runs: ByteRuns) -> bytes:
+    code = block_code()
+    if code is not None and len(prefix) + int(runs.lengths.sum()) >= MIN_HASHED_NBYTES:
+        return code.hash(prefix, memory, runs.offsets, runs.lengths)
+    hasher = xxhash.xxh3_128(prefix)
+    for part in runs.slices(memory.data):
+        hasher.update(part)
+    return hasher.digest()
 
 
 class Verification:
@@ -84,10 +130,15 @@ class Verification:
 
     def step(self) -> list[RunDigest]:
         """Compares the next runs, `STEP_NBYTES` or one at least; returns those that differ."""
-        wrong, nbytes = [], 0
+        batch, nbytes = [], 0
         while self._left and nbytes < STEP_NBYTES:
-            sent = self._left.popleft()
-            nbytes += self._digester.nbytes(sent)
-            if self._digester.of_landed(self.transfer, sent) != sent.digest:
-                wrong.append(sent)
-        return wrong
+            batch.append(self._left.popleft())
+            nbytes += self._digester.nbytes(batch[-1].rect, batch[-1].run)
+        found = self._digester.digests([self._landed(each) for each in batch])
+        return [each for each, now in zip(batch, found, strict=True) if each.digest != now]
+
+    def _landed(self, sent: RunDigest) -> Hashed:
+        transfer = self.transfer
+        start = sent.run.first - transfer.first_block
+        ids = transfer.block_ids[start : start + sent.run.count]
+        return Hashed(transfer.transfer_id, transfer.epoch, sent.rect, sent.run, ids)

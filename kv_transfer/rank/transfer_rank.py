@@ -35,7 +35,7 @@ from pdserve.kv_transfer.connector import KVConnector, RankContext, SinkTransfer
 from pdserve.kv_transfer.connectors.multi.connector import MultiConnector
 from pdserve.kv_transfer.digest import RunDigest
 from pdserve.kv_transfer.layout import CacheView, Part, Rect
-from pdserve.kv_transfer.rank.digester import Digester, Verification
+from pdserve.kv_transfer.rank.digester import Digester, Hashed, Verification
 from pdserve.kv_transfer.selection import Connectors, load_connector
 
 logger = logging.getLogger(__name__)
@@ -146,15 +146,18 @@ class TransferRank:
         transfer = self._sources.get(ready.transfer_id)
         if transfer is None or not ready.digest or not ready.run.count:
             return ()
-        ids = (transfer.transfer_id, transfer.epoch)
-        return tuple(
-            RunDigest(
-                piece.sink_rank,
-                piece.rect,
-                ready.run,
-                self._digester.digest(*ids, piece.rect, ready.run, ready.block_ids),
-            )
+        parts = [
+            (piece.sink_rank, band)
             for piece, _ in transfer.pieces
+            for band in self._digester.bands(piece.rect)
+        ]
+        ids = transfer.transfer_id, transfer.epoch
+        made = self._digester.digests(
+            [Hashed(*ids, band, ready.run, ready.block_ids) for _, band in parts]
+        )
+        return tuple(
+            RunDigest(sink_rank, band, ready.run, digest)
+            for (sink_rank, band), digest in zip(parts, made, strict=True)
         )
 
     def _verify(self, command: Verify) -> Reply:
@@ -178,6 +181,7 @@ class TransferRank:
 
     def close(self, deadline: float) -> None:
         self._connector.close(deadline)
+        self._digester.close()
 
 
 def _stopped() -> TransferError:

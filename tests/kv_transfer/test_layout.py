@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 import torch
 
+from compiled import use_compiled_code
 from pdserve.common.core.errors import ConfigError, TransferError
 from pdserve.kv_transfer.blocks import (
+    Placement,
     byte_runs,
     copy_blocks,
     gather,
     memory_of,
     piece_nbytes,
     scatter,
-    words,
 )
 from pdserve.kv_transfer.layout import CacheView, Rect, fingerprint, plan, rank_rects
 
@@ -120,16 +121,39 @@ def test_scatter_puts_back_what_gather_took() -> None:
     assert torch.equal(sink.cache[:, :, :, 2:], before[:, :, :, 2:])
 
 
-@pytest.mark.parametrize("head_nbytes", [8, 6])  # rows of words, rows of bytes
-def test_copy_blocks(head_nbytes: int) -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("num_blocks", [9, 4000])  # within the caches and past them
+@pytest.mark.parametrize("rect", [Rect(2, 6, 4, 8), Rect(3, 5, 4, 8), Rect(2, 4, 5, 7)])
+def test_copied_blocks_are_those_and_no_others(
+    compiled: bool, num_blocks: int, rect: Rect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a rank with other heads and another number of blocks; some adjacent on both sides."""
+    use_compiled_code(compiled, monkeypatch)
+    source, target = (
+        Placement(Rect(2, 6, 4, 8), num_blocks + 3, 26),
+        Placement(rect, num_blocks, 26),
+    )
     rng = np.random.default_rng(1)
-    source, target = (rng.integers(0, 255, 2 * 2 * 9 * 3 * head_nbytes, np.uint8) for _ in "ab")
-    views = [words(memoryview(each), 2, 9, 3) for each in (target, source)]
-    expected = views[0].copy()
-    expected[:, [1, 2, 3, 8]] = views[1][:, [5, 6, 2, 3]]
-    copy_blocks(views[0], views[1], (1, 2, 3, 8), (5, 6, 2, 3))
-    assert np.array_equal(views[0], expected)
-    copy_blocks(views[0], views[1], (), ())
+    data = [rng.integers(0, 255, each.nbytes, np.uint8) for each in (target, source)]
+    theirs = rows(data[1], source)[2 * rect.layer_start - 4 : 2 * rect.layer_end - 4]
+    theirs = theirs[:, :, rect.head_start - 4 : rect.head_end - 4]
+    to = [1, 2, 3, 8, *range(9, num_blocks, 2)]
+    at = [5, 6, 2, 3, *range(10, num_blocks + 1, 2)]
+    expected = rows(data[0], target).copy()
+    expected[:, to] = theirs[:, at]
+    copy_blocks(rect, (data[0], target), to, (data[1], source), at)
+    assert np.array_equal(rows(data[0], target), expected)
+    copy_blocks(rect, (data[0], target), (), (data[1], source), ())
+    for stray in (num_blocks + 3, -1):
+        with pytest.raises(IndexError):
+            copy_blocks(rect, (data[0], target), (0,), (data[1], source), (stray,))
+    assert np.array_equal(rows(data[0], target), expected)
+
+
+def rows(data: np.ndarray, place: Placement) -> np.ndarray:
+    """As `[planes, blocks, heads, bytes]`."""
+    shape = (2 * place.rect.num_layers, place.num_blocks, place.rect.num_heads, place.head_nbytes)
+    return data.reshape(shape)
 
 
 def test_layers_are_split_evenly() -> None:

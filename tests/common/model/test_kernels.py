@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pdserve.common.core import native
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.model import device
 from pdserve.common.model.kernels import build
@@ -32,45 +32,6 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 # ---- building ----
 
 
-@pytest.fixture
-def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """g++ that notes each call in the file returned."""
-    notes, script = tmp_path / "calls", tmp_path / "noting-g++"
-    script.write_text(f'#!/bin/sh\necho "$*" >> {notes}\nexec g++ "$@"\n')
-    script.chmod(0o755)
-    monkeypatch.setenv("CXX", str(script))
-    return notes
-
-
-def links(notes: Path) -> int:
-    """How often a library was made."""
-    return sum("-shared" in line for line in notes.read_text().splitlines())
-
-
-@needs_compiler
-def test_a_library_is_built_once_for_all_that_start_at_once(
-    tmp_path: Path, compiler: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(build.load_library, [tmp_path] * 4))
-    assert links(compiler) == 1
-    build.load_library(tmp_path)
-    assert links(compiler) == 1
-    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DOTHER"))
-    build.load_library(tmp_path)
-    assert links(compiler) == 2
-    assert len(list((tmp_path / "kernels").glob("*.so"))) == 2
-
-
-@needs_compiler
-def test_old_libraries_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "KEPT", 1)
-    build.load_library(tmp_path)
-    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DOTHER"))
-    build.load_library(tmp_path)
-    assert len(list((tmp_path / "kernels").glob("*.so"))) == 1
-
-
 @needs_compiler
 def test_the_library_shares_torchs_pool_of_threads() -> None:
     build.load_library()
@@ -82,7 +43,7 @@ def test_the_library_shares_torchs_pool_of_threads() -> None:
 def test_without_a_compiler_the_torch_ones_are_used_and_the_log_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    monkeypatch.setattr(native.shutil, "which", lambda name: None)
     monkeypatch.setenv("PDSERVE_CACHE", str(tmp_path))
     assert device.choose_kernels("auto", CPU, rank=1).name == "torch"
     assert not caplog.records
@@ -92,44 +53,6 @@ def test_without_a_compiler_the_torch_ones_are_used_and_the_log_says_so(
     assert "install a C++ compiler" in record.getMessage()
     with pytest.raises(ConfigError, match=r"--cpu-kernels native: no C\+\+ compiler"):
         device.choose_kernels("native", CPU)
-
-
-@needs_compiler
-def test_a_compiler_that_fails_leaves_nothing_behind(
-    tmp_path: Path, compiler: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-include", "no-such-header.h"))
-    with pytest.raises(build.BuildError, match=r"no-such-header\.h"):
-        build.load_library(tmp_path)
-    assert [path.name for path in (tmp_path / "kernels").iterdir()] == ["lock"]
-
-
-@needs_compiler
-def test_a_folder_that_others_may_write_to_is_not_trusted(tmp_path: Path) -> None:
-    (tmp_path / "kernels").mkdir()
-    (tmp_path / "kernels").chmod(0o777)
-    with pytest.raises(build.BuildError, match="others may write"):
-        build.load_library(tmp_path)
-
-
-@needs_compiler
-def test_a_cache_that_is_no_folder_is_an_error_with_a_mend(tmp_path: Path) -> None:
-    (tmp_path / "kernels").write_text("")
-    with pytest.raises(build.BuildError, match="PDSERVE_CACHE"):
-        build.load_library(tmp_path)
-
-
-@needs_compiler
-def test_a_build_that_never_ends_is_not_waited_for_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(build, "LOCK_TIMEOUT", 0.1)
-    (tmp_path / "kernels").mkdir(mode=0o700)
-    with (
-        build._locked(tmp_path / "kernels" / "lock"),
-        pytest.raises(build.BuildError, match="another process holds"),
-    ):
-        build.load_library(tmp_path)
 
 
 @pytest.mark.parametrize("requested", ["auto", "native", "torch"])

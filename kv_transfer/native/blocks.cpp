@@ -1,0 +1,258 @@
+// Copies and hashes the bytes of scattered KV blocks: one call for all byte ranges of a run, during
+// which Python's lock is free. The caller has checked that the ranges lie within the memory.
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+// ---- copying ----
+
+constexpr size_t LINE = 64;
+
+// While one range is worked on, the next is fetched, line by line: ranges are scattered, and what
+// the processor fetches ahead by itself ends with a page.
+constexpr size_t AHEAD = 4096;
+
+inline void fetch_ahead(const uint8_t* next, size_t at) {
+    if (at < AHEAD) __builtin_prefetch(next + at);
+}
+
+// Past the caches: what is copied is larger than they are, and a line that is only written need
+// not be read first. Four lines at a time, or a target a little ahead of its source modulo 4 KiB
+// would stall each load on the store before it.
+void copy_past_caches(uint8_t* target, const uint8_t* source, size_t nbytes, const uint8_t* next) {
+#if defined(__AVX512F__) || defined(__AVX2__)
+    size_t head = -reinterpret_cast<uintptr_t>(target) % LINE;
+    if (nbytes < head + 4 * LINE) {
+        std::memcpy(target, source, nbytes);
+        return;
+    }
+    std::memcpy(target, source, head);
+    size_t at = head;
+    for (; at + 4 * LINE <= nbytes; at += 4 * LINE) {
+        for (int i = 0; i < 4; i++) fetch_ahead(next, at + i * LINE);
+#if defined(__AVX512F__)
+        __m512i lines[4];
+        for (int i = 0; i < 4; i++) lines[i] = _mm512_loadu_si512(source + at + i * LINE);
+        for (int i = 0; i < 4; i++)
+            _mm512_stream_si512(reinterpret_cast<__m512i*>(target + at + i * LINE), lines[i]);
+#else
+        __m256i halves[8];
+        for (int i = 0; i < 8; i++)
+            halves[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source + at + i * 32));
+        for (int i = 0; i < 8; i++)
+            _mm256_stream_si256(reinterpret_cast<__m256i*>(target + at + i * 32), halves[i]);
+#endif
+    }
+    std::memcpy(target + at, source + at, nbytes - at);
+#else
+    std::memcpy(target, source, nbytes);
+#endif
+}
+
+void finish_copies() {
+#if defined(__x86_64__)
+    _mm_sfence();  // streamed stores are not ordered with what says that they are done
+#endif
+}
+
+// ---- XXH3, 128 bits, default secret, no seed, inputs above 240 bytes: written from the algorithm's
+// specification, version 0.2.0 (github.com/Cyan4973/xxHash, doc/xxhash_spec.md) ----
+
+constexpr uint64_t PRIME32_1 = 0x9E3779B1, PRIME32_2 = 0x85EBCA77, PRIME32_3 = 0xC2B2AE3D;
+constexpr uint64_t PRIME64_1 = 0x9E3779B185EBCA87, PRIME64_2 = 0xC2B2AE3D27D4EB4F,
+                   PRIME64_3 = 0x165667B19E3779F9, PRIME64_4 = 0x85EBCA77C2B2AE63,
+                   PRIME64_5 = 0x27D4EB2F165667C5, PRIME_MX1 = 0x165667919E3779F9;
+constexpr size_t STRIPES = 16;  // of a block, after which the lanes are scrambled
+constexpr size_t SECRET_NBYTES = 192;
+
+alignas(64) const uint8_t SECRET[SECRET_NBYTES] = {
+    0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
+    0xde, 0xd4, 0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f,
+    0xcb, 0x79, 0xe6, 0x4e, 0xcc, 0xc0, 0xe5, 0x78, 0x82, 0x5a, 0xd0, 0x7d, 0xcc, 0xff, 0x72, 0x21,
+    0xb8, 0x08, 0x46, 0x74, 0xf7, 0x43, 0x24, 0x8e, 0xe0, 0x35, 0x90, 0xe6, 0x81, 0x3a, 0x26, 0x4c,
+    0x3c, 0x28, 0x52, 0xbb, 0x91, 0xc3, 0x00, 0xcb, 0x88, 0xd0, 0x65, 0x8b, 0x1b, 0x53, 0x2e, 0xa3,
+    0x71, 0x64, 0x48, 0x97, 0xa2, 0x0d, 0xf9, 0x4e, 0x38, 0x19, 0xef, 0x46, 0xa9, 0xde, 0xac, 0xd8,
+    0xa8, 0xfa, 0x76, 0x3f, 0xe3, 0x9c, 0x34, 0x3f, 0xf9, 0xdc, 0xbb, 0xc7, 0xc7, 0x0b, 0x4f, 0x1d,
+    0x8a, 0x51, 0xe0, 0x4b, 0xcd, 0xb4, 0x59, 0x31, 0xc8, 0x9f, 0x7e, 0xc9, 0xd9, 0x78, 0x73, 0x64,
+    0xea, 0xc5, 0xac, 0x83, 0x34, 0xd3, 0xeb, 0xc3, 0xc5, 0x81, 0xa0, 0xff, 0xfa, 0x13, 0x63, 0xeb,
+    0x17, 0x0d, 0xdd, 0x51, 0xb7, 0xf0, 0xda, 0x49, 0xd3, 0x16, 0x55, 0x26, 0x29, 0xd4, 0x68, 0x9e,
+    0x2b, 0x16, 0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce,
+    0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
+};
+
+uint64_t word(const uint8_t* at) {
+    uint64_t value;
+    std::memcpy(&value, at, sizeof value);
+    return value;
+}
+
+#if defined(__AVX512F__)
+struct Lanes {
+    __m512i values;
+};
+
+inline __m512i load(const uint8_t* at) { return _mm512_loadu_si512(at); }
+
+inline void accumulate(Lanes& lanes, const uint8_t* stripe, const uint8_t* secret) {
+    __m512i data = load(stripe), keyed = _mm512_xor_si512(data, load(secret));
+    __m512i product = _mm512_mul_epu32(keyed, _mm512_srli_epi64(keyed, 32));
+    __m512i crossed = _mm512_shuffle_epi32(data, _MM_PERM_BADC);
+    lanes.values = _mm512_add_epi64(lanes.values, _mm512_add_epi64(product, crossed));
+}
+#elif defined(__AVX2__)
+struct Lanes {
+    __m256i values[2];
+};
+
+inline __m256i load(const uint8_t* at) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+}
+
+inline void accumulate(Lanes& lanes, const uint8_t* stripe, const uint8_t* secret) {
+    for (int i = 0; i < 2; i++) {
+        __m256i data = load(stripe + 32 * i), keyed = _mm256_xor_si256(data, load(secret + 32 * i));
+        __m256i product = _mm256_mul_epu32(keyed, _mm256_srli_epi64(keyed, 32));
+        __m256i crossed = _mm256_shuffle_epi32(data, _MM_SHUFFLE(1, 0, 3, 2));
+        lanes.values[i] = _mm256_add_epi64(lanes.values[i], _mm256_add_epi64(product, crossed));
+    }
+}
+#else
+struct Lanes {
+    uint64_t values[8];
+};
+
+inline void accumulate(Lanes& lanes, const uint8_t* stripe, const uint8_t* secret) {
+    for (int i = 0; i < 8; i++) {
+        uint64_t data = word(stripe + 8 * i), keyed = data ^ word(secret + 8 * i);
+        lanes.values[i ^ 1] += data;
+        lanes.values[i] += (keyed & 0xFFFFFFFF) * (keyed >> 32);
+    }
+}
+#endif
+
+void scramble(Lanes& lanes) {  // once in 1 KiB: the compiler does it well enough
+    uint64_t values[8];
+    static_assert(sizeof values == sizeof lanes, "eight lanes");
+    std::memcpy(values, &lanes, sizeof values);
+    for (int i = 0; i < 8; i++) {
+        uint64_t value = values[i] ^ (values[i] >> 47);
+        values[i] = (value ^ word(SECRET + SECRET_NBYTES - 64 + 8 * i)) * PRIME32_1;
+    }
+    std::memcpy(&lanes, values, sizeof values);
+}
+
+uint64_t fold(uint64_t a, uint64_t b) {
+    unsigned __int128 product = static_cast<unsigned __int128>(a) * b;
+    return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
+}
+
+uint64_t merge(const Lanes& lanes, uint64_t result, const uint8_t* secret) {
+    uint64_t values[8];
+    std::memcpy(values, &lanes, sizeof values);
+    for (int i = 0; i < 8; i += 2)
+        result += fold(values[i] ^ word(secret + 8 * i), values[i + 1] ^ word(secret + 8 * i + 8));
+    result = (result ^ (result >> 37)) * PRIME_MX1;
+    return result ^ (result >> 32);
+}
+
+class XXH3 {
+  public:
+    // Of `total` bytes, above 240, which `update` is given in parts.
+    explicit XXH3(uint64_t total) : total_(total), due_((total - 1) / 64) {
+        const uint64_t first[8] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3,
+                                   PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
+        std::memcpy(&lanes_, first, sizeof first);
+    }
+
+    void update(const uint8_t* data, size_t nbytes, const uint8_t* next) {
+        if (carried_) {  // a stripe that began in an earlier part
+            size_t taken = nbytes < 64 - carried_ ? nbytes : 64 - carried_;
+            std::memcpy(carry_ + carried_, data, taken);
+            carried_ += taken, data += taken, nbytes -= taken;
+            if (carried_ < 64) return;
+            if (due_) stripes(carry_, 1, next);
+            remember(carry_, 64);
+            carried_ = 0;
+        }
+        size_t whole = nbytes / 64;
+        stripes(data, whole < due_ ? whole : due_, next);
+        if (whole) remember(data + 64 * (whole - 1), 64);
+        carried_ = nbytes % 64;
+        std::memcpy(carry_, data + 64 * whole, carried_);
+    }
+
+    void digest(uint8_t* out) {  // 16 bytes, the most significant first
+        remember(carry_, carried_);
+        accumulate(lanes_, last_, SECRET + SECRET_NBYTES - 71);
+        uint64_t low = merge(lanes_, total_ * PRIME64_1, SECRET + 11);
+        uint64_t high = merge(lanes_, ~(total_ * PRIME64_2), SECRET + SECRET_NBYTES - 75);
+        for (int i = 0; i < 8; i++) {
+            out[i] = static_cast<uint8_t>(high >> (56 - 8 * i));
+            out[8 + i] = static_cast<uint8_t>(low >> (56 - 8 * i));
+        }
+    }
+
+  private:
+    void stripes(const uint8_t* data, uint64_t count, const uint8_t* next) {
+        Lanes lanes = lanes_;
+        due_ -= count;
+        size_t at = 0;
+        while (count) {
+            uint64_t now = count < STRIPES - in_block_ ? count : STRIPES - in_block_;
+            const uint8_t* secret = SECRET + 8 * in_block_;
+            for (uint64_t i = 0; i < now; i++, data += 64, at += 64, secret += 8) {
+                fetch_ahead(next, at);
+                accumulate(lanes, data, secret);
+            }
+            count -= now, in_block_ += now;
+            if (in_block_ == STRIPES) scramble(lanes), in_block_ = 0;
+        }
+        lanes_ = lanes;
+    }
+
+    void remember(const uint8_t* data, size_t nbytes) {  // the last 64 bytes so far
+        std::memmove(last_, last_ + nbytes, 64 - nbytes);
+        std::memcpy(last_ + 64 - nbytes, data, nbytes);
+    }
+
+    Lanes lanes_;
+    uint64_t total_, due_;  // stripes until the end, which the last 64 bytes are
+    uint64_t in_block_ = 0;
+    size_t carried_ = 0;
+    uint8_t carry_[64], last_[64];
+};
+
+}  // namespace
+
+EXPORT void kv_copy(uint8_t* target, const int64_t* to, const uint8_t* source, const int64_t* from,
+                    const int64_t* lengths, size_t n, int past_caches) {
+    for (size_t i = 0; i < n; i++) {
+        const uint8_t* next = source + from[i + 1 < n ? i + 1 : i];
+        if (past_caches)
+            copy_past_caches(target + to[i], source + from[i], lengths[i], next);
+        else
+            std::memcpy(target + to[i], source + from[i], lengths[i]);
+    }
+    if (past_caches) finish_copies();
+}
+
+// XXH3 of `prefix` and then of the ranges, altogether more than 240 bytes; `out` has 16.
+EXPORT void kv_hash(const uint8_t* prefix, size_t prefix_nbytes, const uint8_t* memory,
+                    const int64_t* offsets, const int64_t* lengths, size_t n, uint8_t* out) {
+    uint64_t total = prefix_nbytes;
+    for (size_t i = 0; i < n; i++) total += lengths[i];
+    XXH3 hash(total);
+    hash.update(prefix, prefix_nbytes, memory + offsets[0]);
+    for (size_t i = 0; i < n; i++)
+        hash.update(memory + offsets[i], lengths[i], memory + offsets[i + 1 < n ? i + 1 : i]);
+    hash.digest(out);
+}
