@@ -35,6 +35,7 @@ from pdserve.kv_transfer.connector import KVConnector, RankContext, SinkTransfer
 from pdserve.kv_transfer.connectors.multi.connector import MultiConnector
 from pdserve.kv_transfer.digest import RunDigest
 from pdserve.kv_transfer.layout import CacheView, Part, Rect
+from pdserve.kv_transfer.native.code import block_code
 from pdserve.kv_transfer.rank.digester import Digester, Hashed, Verification
 from pdserve.kv_transfer.selection import Connectors, load_connector
 
@@ -215,6 +216,7 @@ def build_rank(
     children = {name: load_connector(name) for name in settings.connectors}
     if settings.source:
         check_readable(children, context.view)
+    block_code()  # built now, not when the first KV moves
     makers = {
         name: partial(kind, config=settings.connectors[name]) for name, kind in children.items()
     }
