@@ -24,7 +24,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from pdserve.common.core.plugins import import_string
 
-ROLES = ("router", "prefill_node", "decode_node")
+MAINS = {  # of each role, as `WarmStart.start` has it
+    "router": "pdserve.router.__main__",
+    "prefill_node": "pdserve.prefill_node.__main__",
+    "decode_node": "pdserve.decode_node.__main__",
+    "both_node": "pdserve.decode_node.both",
+}
 MORE = (
     "pdserve.common.worker.worker",
     "pdserve.kv_transfer.connectors.shm",
@@ -54,7 +59,7 @@ class WarmStart:
         before: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> int:
-        """Runs `python -m ROLE FLAGS`, appending its output to `log`; returns its pid. `before`
+        """Runs the role (of MAINS), appending its output to `log`; returns its pid. `before`
         is a function to call first in the process, as `module:name`, and its arguments."""
         more = {"before": [*before], "environment": dict(environment or {})}
         pid: int = self._ask("start", role=role, flags=flags, log=str(log), **more)
@@ -91,7 +96,7 @@ _codes: dict[int, int | None] = {}  # of all that were started; None: it runs
 
 
 def main() -> int:
-    for module in (*(f"pdserve.{role}.__main__" for role in ROLES), *MORE, "benchmarks.warm_ranks"):
+    for module in (*MAINS.values(), *MORE, "benchmarks.warm_ranks"):
         import_module(module)
     signal.signal(signal.SIGCHLD, _reap)
     answers: dict[str, Callable[..., Any]] = {"start": _start, "exit_code": _exit_code}
@@ -148,7 +153,7 @@ def _become(role: str, flags: list[str], log: str, before: list[str]) -> Any:
         if before:
             import_string(before[0])(*before[1:])
         zygote = import_string(FORKED_RANKS)()
-        code = int(import_module(f"pdserve.{role}.__main__").main(flags))
+        code = int(import_module(MAINS[role]).main(flags))
         zygote.close()
     except SystemExit as stop:  # of wrong flags
         code = stop.code if isinstance(stop.code, int) else 1

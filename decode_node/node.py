@@ -1,4 +1,5 @@
-"""The decode node: blocks reserved and filled by prefill nodes; tokens to the router."""
+"""The decode node: blocks reserved and filled by prefill nodes; tokens to the router. And the node
+of both roles: a decode node that computes every prompt itself, in chunks between its tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from contextlib import aclosing
 
 import grpc
 
-from pdserve.common.core.errors import Blame
+from pdserve.common.config.node import BothNodeConfig, WorkerNodeConfig
+from pdserve.common.core.errors import Blame, InvalidRequest
 from pdserve.common.engine.messages import RankReady
 from pdserve.common.node.engine_node import EngineNode
 from pdserve.common.rpc import convert
@@ -20,6 +22,7 @@ from pdserve.kv_transfer.commands import Call
 from pdserve.kv_transfer.control.sink import KVSink
 from pdserve.kv_transfer.control.ticket import RankEndpoint
 from pdserve.kv_transfer.layout import Rect
+from pdserve.kv_transfer.selection import Connectors
 
 
 class DecodeNode(EngineNode[DecodeSession, KVSink]):
@@ -55,6 +58,30 @@ class DecodeNode(EngineNode[DecodeSession, KVSink]):
                     self.spawn(session.finish(choice))
 
 
+class BothNode(DecodeNode):
+    """No KV comes to it or goes from it: it has no connectors, and listens for none."""
+
+    role = pb.ROLE_BOTH
+    blame = Blame.BOTH
+
+    def __init__(self, config: BothNodeConfig) -> None:
+        super().__init__(
+            WorkerNodeConfig(
+                node=config.node,
+                tls=config.tls,
+                auth=config.auth,
+                engine=config.engine,
+                log=config.log,
+            )
+        )
+
+    def choose_connectors(self) -> Connectors:
+        return {}
+
+    def add_services(self) -> None:
+        self.server.add("Decode", pb_grpc.add_DecodeServicer_to_server, DecodeService(self))
+
+
 class DecodeService(pb_grpc.DecodeServicer):
     """Jobs from routers."""
 
@@ -64,7 +91,9 @@ class DecodeService(pb_grpc.DecodeServicer):
     async def Run(
         self, request: pb.DecodeRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.DecodeEvent]:
-        async with serving(context, Blame.DECODE):
+        async with serving(context, self._node.blame):
+            if not request.local_prefill and not self._node.connectors:
+                raise InvalidRequest("a node of both roles takes no KV: it computes its prompts")
             job = convert.job_from_pb(request.job)
             session = self._node.admit(job, lambda replica: DecodeSession(replica, job))
             try:

@@ -1,10 +1,11 @@
 """One job on the decode node, from the reservation of its blocks to its last token.
 
     reserve ──ticket──▶ (the prefill node writes) ──landed──▶ decode ──▶ tokens
+    compute the prompt here ──prefilled──▶ decode ──▶ tokens
 
-The first choice takes the transferred KV. The others share its full blocks through the prefix
-cache and compute the rest of their tokens themselves, so n choices cost one prefill and one
-transfer.
+The first choice takes the transferred KV, or computes it. The others share its full blocks through
+the prefix cache and compute the rest of their tokens themselves, so n choices cost one prefill and
+one transfer.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class DecodeSession:
         self._sequences: list[Sequence] = []
         self._unfinished = len(job.choices)
         self._unwanted: set[int] = set()  # choices that a stop string has ended
+        self._arrived = self._admitted_at = monotonic()
         self._admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._begun = asyncio.Event()  # some choice has a token, or has ended
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._events: asyncio.Queue[TokenEvent | PdserveError] = asyncio.Queue()
         self._transfer_id: bytes | None = None
@@ -50,11 +53,13 @@ class DecodeSession:
     # ---- the path, top to bottom ------------------------------------------------------------
 
     async def events(self, local_prefill: bool) -> AsyncGenerator[pb.DecodeEvent, None]:
-        """Reserved and Landed (unless the prompt is computed here), then tokens until every
-        choice has finished."""
+        """Reserved and Landed, or Prefilled where the prompt is computed here; then tokens until
+        every choice has finished."""
         lead, *others = self._job.choices
         first = self._add(lead, remote=not local_prefill)
-        if not local_prefill:
+        if local_prefill:
+            yield pb.DecodeEvent(prefilled=await self._unless_failed(self._prefill(first)))
+        else:
             await self._unless_failed(self._admitted)
             yield pb.DecodeEvent(reserved=await self._unless_failed(self._reserve(first)))
             yield pb.DecodeEvent(landed=await self._unless_failed(self._land(first)))
@@ -68,6 +73,15 @@ class DecodeSession:
                 raise event
             self._unfinished -= event.finish_reason is not None
             yield pb.DecodeEvent(tokens=convert.event_to_pb(event))
+
+    async def _prefill(self, sequence: Sequence) -> pb.Prefilled:
+        """Until the prompt is computed: then there is a first token, or the choice has ended."""
+        await self._begun.wait()
+        return pb.Prefilled(
+            cached_tokens=sequence.num_cached or 0,
+            queue_s=self._admitted_at - self._arrived,
+            compute_s=monotonic() - self._admitted_at,
+        )
 
     async def finish(self, choice: int) -> None:
         """The router has all it wants of a choice: nothing more is computed for it."""
@@ -83,7 +97,11 @@ class DecodeSession:
         await self._engine.stop(sequence)
         if sequence.status is not Status.DONE:  # it has not ended by itself meanwhile
             self._engine.release(sequence)
-            self._events.put_nowait(TokenEvent(sequence.choice, (), FinishReason.STOP))
+            self._emit(TokenEvent(sequence.choice, (), FinishReason.STOP))
+
+    def _emit(self, event: TokenEvent) -> None:
+        self._events.put_nowait(event)
+        self._begun.set()
 
     async def close(self) -> None:
         """Ends whatever is still going on and gives all blocks back."""
@@ -99,14 +117,15 @@ class DecodeSession:
     # ---- what the engine says ---------------------------------------------------------------
 
     def admitted(self, sequence: Sequence) -> None:
-        if sequence.remote and not self._admitted.done():
+        if not self._admitted.done():
+            self._admitted_at = monotonic()
             self._admitted.set_result(None)
 
     def computed(self, sequence: Sequence) -> None:
         """Nobody waits for the KV of a step here."""
 
     def sampled(self, sequence: Sequence, event: TokenEvent) -> None:
-        self._events.put_nowait(event)
+        self._emit(event)
         if event.finish_reason is not None:
             self._engine.release(sequence)
 

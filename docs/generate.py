@@ -16,7 +16,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from pdserve.common.config.cluster import ClusterConfig
-from pdserve.common.config.node import SchedulerConfig, WorkerNodeConfig
+from pdserve.common.config.node import BothNodeConfig, SchedulerConfig, WorkerNodeConfig
 from pdserve.common.config.router import RouterConfig, RoutingConfig
 from pdserve.common.config.sources import Option, options
 from pdserve.common.core.sampling import PARAMETERS, Kind, Parameter, SamplingParams
@@ -32,7 +32,12 @@ from pdserve.router.server import PipelineCollector
 
 FOLDER = Path(__file__).parent
 PAGES = ("operate.md", "internals.md", "clients.md")
-COMMANDS = {"up": ClusterConfig, "router": RouterConfig, "prefill, decode": WorkerNodeConfig}
+COMMANDS = {
+    "up": ClusterConfig,
+    "router": RouterConfig,
+    "prefill, decode": WorkerNodeConfig,
+    "both": BothNodeConfig,
+}
 
 Found = dict[str, Option]  # by command
 

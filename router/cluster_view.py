@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -11,7 +10,7 @@ from google.protobuf.json_format import MessageToDict
 
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.router.health import BreakerState
-from pdserve.router.registry import Node, Registry
+from pdserve.router.registry import ROLE_NAMES, Node, Registry
 
 
 class ClusterView:
@@ -47,15 +46,14 @@ class ClusterView:
         """Whether a new request could be served now; the reason when not, or what is amiss."""
         if self.pairs():
             return True, "ok"
-        prefills, decodes = self.usable(pb.ROLE_PREFILL), self.usable(pb.ROLE_DECODE)
-        if prefills and decodes:
-            reasons = [self._why_apart(*pair) for pair in product(prefills, decodes)]
-            reason = f"no prefill node pairs with a decode node ({'; '.join(reasons[:4])})"
-        else:
-            reason = self._why_missing(prefills, decodes)
-        if any(self.must_prefill(decode) for decode in decodes):
-            return True, f"decode nodes prefill: {reason}"
-        return False, reason
+        both, apart = self._nodes(pb.ROLE_BOTH), self._nodes(pb.ROLE_PREFILL, pb.ROLE_DECODE)
+        if self.usable(pb.ROLE_BOTH):
+            return True, f"nodes of both roles serve: {self._why_no_pair()}" if apart else "ok"
+        if any(self.must_prefill(decode) for decode in self.usable(pb.ROLE_DECODE)):
+            return True, f"decode nodes prefill: {self._why_no_pair()}"
+        reasons = [self._why_no_pair()] if apart or not both else []
+        reasons += [self._why_missing(pb.ROLE_BOTH)] if both else []
+        return False, "; ".join(reasons)
 
     # ---- why not ----------------------------------------------------------------------------
 
@@ -78,15 +76,22 @@ class ClusterView:
             return f"{prefill.id} does not reach {decode.id}"
         return mismatch(prefill, decode)
 
-    def _why_missing(self, prefills: Sequence[Node], decodes: Sequence[Node]) -> str:
-        roles = (("prefill", pb.ROLE_PREFILL, prefills), ("decode", pb.ROLE_DECODE, decodes))
-        missing = [(name, role) for name, role, nodes in roles if not nodes]
-        what = " and ".join(f"no usable {name} node" for name, _ in missing)
-        why = [text for _, role in missing for text in self.unusable_reasons(role)]
+    def _why_no_pair(self) -> str:
+        prefills, decodes = self.usable(pb.ROLE_PREFILL), self.usable(pb.ROLE_DECODE)
+        if not (prefills and decodes):
+            return self._why_missing(pb.ROLE_PREFILL, pb.ROLE_DECODE)
+        reasons = [self._why_apart(*pair) for pair in product(prefills, decodes)]
+        return f"no prefill node pairs with a decode node ({'; '.join(reasons[:4])})"
+
+    def _why_missing(self, *roles: int) -> str:
+        """Why some of these roles have no node that may be used."""
+        missing = [role for role in roles if not self.usable(role)]
+        what = " and ".join(f"no usable {ROLE_NAMES[role]} node" for role in missing)
+        why = [text for role in missing for text in self.unusable_reasons(role)]
         return f"{what} ({'; '.join(why[:4])})" if why else what
 
-    def _nodes(self, role: int) -> list[Node]:
-        return [node for node in self.registry.nodes() if node.info.role == role]
+    def _nodes(self, *roles: int) -> list[Node]:
+        return [node for node in self.registry.nodes() if node.info.role in roles]
 
     # ---- what is shown ----------------------------------------------------------------------
 

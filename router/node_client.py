@@ -153,19 +153,23 @@ class NodeStream(Generic[EventT]):
 
 
 class DecodeStream(NodeStream[pb.DecodeEvent]):
-    """Reserved and landed come once each, in this order and before all tokens; a node that
-    computes the prompt sends neither."""
+    """Reserved and landed come once each, in this order and before all tokens; from a node that
+    computes the prompt instead of them prefilled, or nothing from one of an older version."""
 
     def __init__(
         self, stub: Any, channel: Any, node: Node, request: pb.DecodeRequest, metadata: Any
     ):
         super().__init__(stub, channel, node, request, metadata)
-        self._phases = ["tokens"] if request.local_prefill else ["reserved", "landed", "tokens"]
+        self._phases = ["reserved", "landed", "tokens"]
+        if request.local_prefill:
+            self._phases = ["prefilled", "tokens"]
 
     async def read(self) -> pb.DecodeEvent | None:
         event = await super().read()
         kind = None if event is None else event.WhichOneof("event")  # None: a later version's
         if kind is not None:
+            if kind == "tokens" and self._phases[0] == "prefilled":
+                self._phases.pop(0)
             if kind != self._phases[0]:
                 raise self._protocol_error(f"{kind!r} is out of order")
             if kind != "tokens":

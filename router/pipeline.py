@@ -11,6 +11,9 @@ When D fails, the request begins another attempt: prompt and tokens so far are p
 next token is the one that D would have drawn, because draws are keyed by (seed, position). The
 client notices a pause.
 
+A node of both roles computes the prompt itself, as a decode node does when no prefill node can:
+`Decode.Run` alone, without a ticket.
+
 Every part of a request runs in one task (`_serve`) or in that task's group, under the request's
 one deadline. However it ends, that task's end is the request's, its slot is free and its calls
 are cancelled; the client gets the answer's rest or a typed error.
@@ -217,6 +220,8 @@ class Attempt:
                     if event.HasField("reserved"):
                         state.mark("reserved")
                         handing_off = group.create_task(self._hand_off(event.reserved))
+                    elif event.HasField("prefilled"):
+                        state.prefilled(event.prefilled)
                     elif event.HasField("landed"):
                         self._take_first(event.landed.first_token)  # the prefill node's may be late
                         state.landed(event.landed)

@@ -2,7 +2,8 @@
 
 The decode node is chosen first, among those that pair with some prefill node. The prefill node
 is chosen when the decode node's ticket is there, in `prefill`, whether it is the first one or
-takes over. Either counts as loaded from the moment it is chosen.
+takes over. Either counts as loaded from the moment it is chosen. A node of both roles stands beside
+the decode nodes: what is placed there computes its prompt there.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pdserve.common.config.router import RoutingConfig
 from pdserve.common.core.errors import Unavailable
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.router.cluster_view import ClusterView
-from pdserve.router.registry import Node
+from pdserve.router.registry import ROLE_NAMES, Node
 from pdserve.router.request_state import RequestState
 from pdserve.router.retry import Deadline
 
@@ -65,10 +66,11 @@ class Placement:
         self._view = view
         self._prefill_policy = make_policy(config.prefill_policy)
         self._decode_policy = make_policy(config.decode_policy)
+        self._both_policy = make_policy(config.decode_policy)
 
     async def decode(self, request: RequestState) -> tuple[Node, bool]:
-        """A decode node, and whether it is to compute the prompt, too. Waits for one as long as
-        the request's deadline allows.
+        """A decode node or one of both roles, and whether it is to compute the prompt, too. Waits
+        for one as long as the request's deadline allows.
 
         Raises:
             Unavailable: none came.
@@ -101,30 +103,45 @@ class Placement:
         """A request that has begun stays with its version, and does not wait for a prefill node:
         a decode node can compute it, too."""
         view, avoid = self._view, request.retries.avoid
-        decodes = [
-            node
-            for node in _isolated(view.usable(pb.ROLE_DECODE), request, "decode")
-            if request.version in (None, node.info.fingerprint)
-        ]
+        decodes, boths = self._able(pb.ROLE_DECODE, request), self._able(pb.ROLE_BOTH, request)
         short = request.num_tokens < self._config.local_prefill_threshold
         if short or request.retries.local_prefill:
-            return self._pick(decodes, avoid, local_prefill=True)
+            return self._pick(decodes, boths, avoid, local_prefill=True)
         prefills = view.usable(pb.ROLE_PREFILL)
         for some in (_without(prefills, avoid), prefills):
             paired = [d for d in decodes if any(view.can_hand_over(p, d) for p in some)]
-            if fresh := _without(paired, avoid):
-                return self._pick(fresh, avoid)
-        if paired:
-            return self._pick(paired, avoid)
+            if _without([*paired, *boths], avoid):
+                return self._pick(paired, boths, avoid)
+        if paired or boths:
+            return self._pick(paired, boths, avoid)
         alone = [node for node in decodes if request.begun or view.must_prefill(node)]
-        return self._pick(alone, avoid, local_prefill=True)
+        return self._pick(alone, [], avoid, local_prefill=True)
+
+    def _able(self, role: int, request: RequestState) -> list[Node]:
+        nodes = _isolated(self._view.usable(role), request, ROLE_NAMES[role])
+        return [node for node in nodes if request.version in (None, node.info.fingerprint)]
 
     def _pick(
-        self, decodes: Sequence[Node], avoid: Collection[str], local_prefill: bool = False
+        self,
+        decodes: Sequence[Node],
+        boths: Sequence[Node],
+        avoid: Collection[str],
+        local_prefill: bool = False,
     ) -> tuple[Node, bool] | None:
-        if not decodes:
+        """The policy's choice of each kind, and of these two the one with fewer requests of this
+        router, then with more free blocks: tokens to prefill do not compare, since a decode node's
+        are elsewhere."""
+        fresh = _without(decodes, avoid), _without(boths, avoid)
+        kinds = fresh if any(fresh) else (decodes, boths)
+        policies = self._decode_policy, self._both_policy
+        chosen = [policy(kind) for policy, kind in zip(policies, kinds, strict=True) if kind]
+        if not chosen:
             return None
-        return self._decode_policy(_without(decodes, avoid) or decodes), local_prefill
+        node = min(
+            chosen,
+            key=lambda node: (node.in_flight / node.replicas, -node.load.most_free_blocks),
+        )
+        return node, local_prefill or node.info.role == pb.ROLE_BOTH
 
     async def _wait_for(self, find: Callable[[], T | None], deadline: Deadline) -> T:
         if (found := find()) is not None:

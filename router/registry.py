@@ -22,7 +22,11 @@ logger = logging.getLogger(__name__)
 # for a big cluster that comes back at once and stops a node that dies and returns for ever.
 MAX_NODES = 1024
 NEW_NODES_BURST, NEW_NODES_PER_S = 256, 32.0
-ROLE_NAMES: dict[int, str] = {pb.ROLE_PREFILL: "prefill", pb.ROLE_DECODE: "decode"}
+ROLE_NAMES: dict[int, str] = {
+    pb.ROLE_PREFILL: "prefill",
+    pb.ROLE_DECODE: "decode",
+    pb.ROLE_BOTH: "both",
+}
 
 
 @dataclass(slots=True, eq=False)

@@ -96,11 +96,11 @@ class RequestState:
         self.deadline.progress()
         self._timeline.setdefault(moment, monotonic() - self._start)
 
-    def prefilled(self, first: pb.FirstToken) -> None:
-        """A prefill node has computed the prompt."""
+    def prefilled(self, event: pb.FirstToken | pb.Prefilled) -> None:
+        """A node has computed the prompt."""
         line = self._timeline
-        line["cached_tokens"] = line.get("cached_tokens") or first.cached_tokens
-        self._add(prefill_queue_seconds=first.queue_s, prefill_seconds=first.compute_s)
+        line["cached_tokens"] = line.get("cached_tokens") or event.cached_tokens
+        self._add(prefill_queue_seconds=event.queue_s, prefill_seconds=event.compute_s)
 
     def landed(self, landed: pb.Landed) -> None:
         """The decode node has all KV."""

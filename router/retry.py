@@ -24,6 +24,14 @@ WAITING = 0.125  # what a death counts for of a node that did not compute the re
 DEATHS = frozenset({"PEER_LOST", "RANK_DIED", "ENGINE_STALLED", "NODE_FAILED"})
 # A request that fails so twice, on another node where there is one, would on any.
 POISONOUS = frozenset({"SEQUENCE_FAILED", "INTERNAL"})
+# Whose deaths count together: by role, those that do the same work.
+ALIKE = {
+    "prefill": ("prefill", "both"),
+    "decode": ("decode", "both"),
+    "both": ("prefill", "decode", "both"),
+}
+# By the role that made a token: where the request cannot be poison any more, had it failed there.
+BEHIND = {**ALIKE, "prefill": ("prefill",)}
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds; the first failure is followed by none
 
 
@@ -116,18 +124,22 @@ class Retries:
     def last_chance(self, role: str) -> bool:
         """Whether one more death of a node of this role would be its end: whatever else was there
         until now, the next time it shall be the only such request on its node."""
-        deaths = self._deaths.get(role, 0.0)
+        deaths = self._num_deaths(role)
         return deaths > 0 and deaths + 1 > self._limit
+
+    def _num_deaths(self, role: str) -> float:
+        return sum(self._deaths.get(each, 0.0) for each in ALIKE[role])
 
     def progress(self, role: str) -> None:
         """A node of this role has made a token."""
         self._tries = 0
-        self._deaths.pop(role, None)
+        for each in BEHIND[role]:
+            self._deaths.pop(each, None)
         for code, nodes in self._alike.items():
-            self._alike[code] = [node for node in nodes if node.role != role]
+            self._alike[code] = [node for node in nodes if node.role not in BEHIND[role]]
             if code == "SEQUENCE_FAILED":  # which counts as nobody's until then
                 for node in nodes:
-                    if node.role == role:
+                    if node.role in BEHIND[role]:
                         node.breaker.failed()
 
     def node_failed(self, error: PdserveError, node: Node, computing: bool = True) -> None:
@@ -143,9 +155,9 @@ class Retries:
             if len(alike) > 1:
                 raise _poison("it failed twice in the same way", error)
         if error.code in DEATHS:
-            deaths = self._deaths.get(node.role, 0.0) + (1 if computing else WAITING)
-            self._deaths[node.role] = deaths
-            if deaths > self._limit:
+            more = 1 if computing else WAITING
+            self._deaths[node.role] = self._deaths.get(node.role, 0.0) + more
+            if self._num_deaths(node.role) > self._limit:
                 raise _poison(f"{node.role} nodes died in a row while they computed it", error)
 
     def transfer_failed(self, error: PdserveError, node: Node) -> None:
@@ -159,7 +171,7 @@ class Retries:
 
     def _note(self, error: PdserveError, node: Node) -> None:
         # That the client left, only this router can know: a node's call was cut off.
-        curable = error.blame in (Blame.PREFILL, Blame.DECODE, Blame.NETWORK)
+        curable = error.blame in (Blame.PREFILL, Blame.DECODE, Blame.BOTH, Blame.NETWORK)
         curable |= error.code == "CANCELLED"
         if not curable or isinstance(error, RequestError):
             raise error

@@ -48,7 +48,8 @@ ALLOWED = {
         "common.worker", "kv_transfer",
     },
     "decode_node": {
-        "common.core", "common.rpc", "common.engine", "common.node", "kv_transfer",
+        "common.core", "common.config", "common.rpc", "common.engine", "common.node",
+        "kv_transfer",
     },
     "router": {"common.core", "common.config", "common.obs", "common.rpc", "common.text"},
 }  # fmt: skip

@@ -23,7 +23,7 @@ from pdserve.common.core.errors import ConfigError
 PrivateKey = ec.EllipticCurvePrivateKey
 
 ROLE_URI = "pdserve://role/"  # common/rpc/tls.py reads it
-ROLES = ("router", "prefill", "decode")
+ROLES = ("router", "prefill", "decode", "both")
 HOSTS = ("localhost", "127.0.0.1", "::1")
 VALID = timedelta(days=365)
 SKEW = timedelta(minutes=5)  # by which the clocks of the roles may differ

@@ -27,7 +27,12 @@ import aiohttp
 from pdserve.common.cli.child import Child, ChildSpec, Write
 from pdserve.common.cli.host_share import NodeShare
 from pdserve.common.config.cluster import ClusterConfig
-from pdserve.common.config.node import NodeConfig, WorkerNodeConfig
+from pdserve.common.config.node import (
+    BothNodeConfig,
+    EngineConfig,
+    NodeConfig,
+    WorkerNodeConfig,
+)
 from pdserve.common.config.router import RouterConfig, ServerConfig
 from pdserve.common.config.shared import AuthConfig
 from pdserve.common.config.sources import to_environment, to_flags
@@ -38,6 +43,7 @@ PROGRAMS: Mapping[str, Sequence[str]] = {
     "router": (sys.executable, "-m", "pdserve.router"),
     "prefill": (sys.executable, "-m", "pdserve.prefill_node"),
     "decode": (sys.executable, "-m", "pdserve.decode_node"),
+    "both": (sys.executable, "-m", "pdserve.decode_node.both"),
 }
 POLL_INTERVAL = 0.1
 FIRST_BACKOFF, LAST_BACKOFF = 1.0, 30.0  # seconds, doubled with every death in a row
@@ -56,7 +62,7 @@ class Cluster:
         write: Write,
         programs: Mapping[str, Sequence[str]] = PROGRAMS,
     ) -> None:
-        """`shares` are the prefill nodes', then the decode nodes'."""
+        """`shares` are in the order of `node_names`."""
         self.config = config
         self.shares = shares
         self.write = write
@@ -130,7 +136,7 @@ class Cluster:
         self.url = f"{scheme}://{host}:{ports['http']}"
         for name, node in self._node_configs(f"{host}:{ports['registry']}").items():
             share = self.shares[len(self._nodes)]
-            command = [*self.programs[name.partition("-")[0]], *to_flags(node)]
+            command = [*self.programs[role_of(name)], *to_flags(node)]
             environment = {**share.environment, **to_environment(node)}
             self._nodes.append(Child(ChildSpec(name, command, environment), self.write))
             await self._run(self._nodes[-1])
@@ -160,21 +166,26 @@ class Cluster:
         command = [*self.programs["router"], *to_flags(config)]
         return ChildSpec("router", command, to_environment(config))
 
-    def _node_configs(self, router: str) -> dict[str, WorkerNodeConfig]:
-        names = [f"prefill-{index}" for index in range(self.config.prefill)]
-        names += [f"decode-{index}" for index in range(self.config.decode)]
-        node = NodeConfig(router=router, drain_timeout=self.config.server.drain_timeout)
+    def _node_configs(self, router: str) -> dict[str, BothNodeConfig]:
+        names = node_names(self.config)
+        engines = [share.engine for share in self.shares]
         return {
-            name: WorkerNodeConfig(
-                node=node,
-                tls=self.config.tls,
-                auth=self._auth,
-                engine=share.engine,
-                transfer=self.config.transfer,
-                log=self.config.log,
-            )
-            for name, share in zip(names, self.shares, strict=True)
+            name: self._node_config(name, engine, router)
+            for name, engine in zip(names, engines, strict=True)
         }
+
+    def _node_config(self, name: str, engine: EngineConfig, router: str) -> BothNodeConfig:
+        config = self.config
+        parts: dict[str, Any] = {
+            "node": NodeConfig(router=router, drain_timeout=config.server.drain_timeout),
+            "tls": config.tls,
+            "auth": self._auth,
+            "engine": engine,
+            "log": config.log,
+        }
+        if role_of(name) == "both":
+            return BothNodeConfig(**parts)
+        return WorkerNodeConfig(**parts, transfer=config.transfer)
 
     async def _ready(self) -> None:
         async with client_session(self.config.server) as session:
@@ -227,8 +238,8 @@ class Cluster:
 
     def _give_up(self, child: Child, reason: str) -> None:
         """The cluster ends with a process that it cannot do without."""
-        role = child.name.partition("-")[0]
-        if any(each.running and each.name.startswith(f"{role}-") for each in self._nodes):
+        roles = {role_of(each.name) for each in self._nodes if each.running}
+        if child is not self._router and ("both" in roles or roles >= {"prefill", "decode"}):
             self.write("up", f"{reason}: given up; the others go on")
         else:
             self._fail(NodeError(reason))
@@ -254,6 +265,14 @@ class Cluster:
 
     def _children(self) -> list[Child]:
         return [*([self._router] if self._router else []), *self._nodes]
+
+
+def node_names(config: ClusterConfig) -> list[str]:
+    return [f"{role}-{index}" for role, count in config.nodes.items() for index in range(count)]
+
+
+def role_of(name: str) -> str:
+    return name.partition("-")[0]
 
 
 def _with_key(auth: AuthConfig) -> AuthConfig:

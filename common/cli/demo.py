@@ -145,13 +145,15 @@ def timeline_table(answer: Answer) -> Table:
     line = answer.timeline
     table = Table("stage", "time", "what happened", title="where the time went")
     table.add_row("queue", _ms(line.queued), "waited for a place and nodes")
-    table.add_row(
-        "reserve", _ms(_between(line.queued, line.reserved)), "decode node set blocks aside"
-    )
+    if line.reserved is not None:
+        reserve = _ms(_between(line.queued, line.reserved))
+        table.add_row("reserve", reserve, "decode node set blocks aside")
     prefill = f"{answer.prompt_tokens} tokens, {line.cached_tokens} of them cached"
-    table.add_row("prefill", _ms(_between(line.reserved, line.first_token)), prefill)
-    moved = f"{line.transfer_bytes / 2**20:.2f} MiB at {_gigabytes_per_second(line)}"
-    table.add_row("KV transfer", _ms(line.transfer_seconds), moved)
+    since = line.queued if line.reserved is None else line.reserved
+    table.add_row("prefill", _ms(_between(since, line.first_token)), prefill)
+    if line.reserved is not None:
+        moved = f"{line.transfer_bytes / 2**20:.2f} MiB at {_gigabytes_per_second(line)}"
+        table.add_row("KV transfer", _ms(line.transfer_seconds), moved)
     decode = f"{answer.completion_tokens} tokens"
     table.add_row("decode", _ms(_between(line.first_token, line.finished)), decode)
     table.add_section()

@@ -22,10 +22,11 @@ class NodeShare:
 
 
 def node_shares(config: ClusterConfig) -> list[NodeShare]:
-    """Each node's share of this host, prefill nodes first."""
-    parallel = config.engine.parallel
-    nodes = [_parallel(parallel, config.prefill_tp, config.prefill_pp)] * config.prefill
-    nodes += [_parallel(parallel, config.decode_tp, config.decode_pp)] * config.decode
+    """Each node's share of this host, in the order of `config.nodes`."""
+    parallel, count = config.engine.parallel, config.nodes
+    nodes = [_parallel(parallel, config.prefill_tp, config.prefill_pp)] * count["prefill"]
+    nodes += [_parallel(parallel, config.decode_tp, config.decode_pp)] * count["decode"]
+    nodes += [parallel] * count["both"]
     gpus = visible_gpus(parallel.device)
     return share_host(config.engine, nodes, gpus=gpus, cores=usable_cores())
 

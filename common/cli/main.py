@@ -31,6 +31,7 @@ COMMANDS = {
         ),
         "prefill": ("pdserve.prefill_node.__main__:main", "node that computes prompts"),
         "decode": ("pdserve.decode_node.__main__:main", "node that generates tokens"),
+        "both": ("pdserve.decode_node.both:main", "node that does both, with nothing handed over"),
     },
     "Tools": {
         "doctor": ("pdserve.common.cli.doctor:main", "what this host lacks, and the mend"),

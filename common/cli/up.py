@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pdserve.common.cli.child import Write
-from pdserve.common.cli.cluster import Cluster
+from pdserve.common.cli.cluster import Cluster, node_names
 from pdserve.common.cli.host_share import node_shares
 from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.sources import parse
@@ -31,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = parse(
         ClusterConfig,
         prog="pdserve up",
-        description="Start a router, prefill nodes and decode nodes on this host.",
+        description="Start a router and nodes on this host: prefill and decode nodes, or such as "
+        "do both.",
         argv=argv,
     )
     console = Console(file=cast(IO[str], LogStream()), highlight=False)
@@ -107,7 +108,7 @@ def log_writer(config: ClusterConfig, console: Console) -> Write:
     if config.log.log_format == "json":
         return lambda name, line: console.print(Text(line), soft_wrap=True)
     colours: dict[str, str] = {}
-    width = max(len(f"prefill-{config.prefill - 1}"), len(f"decode-{config.decode - 1}"))
+    width = max(map(len, ("router", *node_names(config))))
 
     def write(name: str, line: str) -> None:
         colour = colours.setdefault(name, COLOURS[len(colours) % len(COLOURS)])

@@ -14,6 +14,7 @@ from pdserve.common.config.node import (
 )
 from pdserve.common.config.router import RoutingConfig, ServerConfig
 from pdserve.common.config.shared import AuthConfig, LogConfig, TLSConfig, option, same_option
+from pdserve.common.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +24,17 @@ class ClusterConfig:
     `pdserve up`: what differs from the roles' own options, and those options.
     """
 
-    prefill: int = option(1, "prefill nodes", minimum=1)
-    decode: int = option(1, "decode nodes", minimum=1)
+    prefill: int | None = option(
+        None, "prefill nodes (default: 1, or none where there is --both)", minimum=0
+    )
+    decode: int | None = option(
+        None, "decode nodes (default: 1, or none where there is --both)", minimum=0
+    )
+    both: int = option(
+        0,
+        "nodes that compute prompts and generate tokens in one process, alone or beside the others",
+        minimum=0,
+    )
     prefill_tp: int | None = option(
         None, "ranks of a stage of each prefill node (default: --tensor-parallel-size)", minimum=1
     )
@@ -51,6 +61,23 @@ class ClusterConfig:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        nodes = self.nodes
+        if bool(nodes["prefill"]) != bool(nodes["decode"]) or not any(nodes.values()):
+            raise ConfigError(
+                f"--prefill {nodes['prefill']}, --decode {nodes['decode']}, --both "
+                f"{nodes['both']}: prefill and decode nodes need each other; at least one of each, "
+                "or one that is --both"
+            )
+
+    @property
+    def nodes(self) -> dict[str, int]:
+        """How many of each role, in the order in which they start."""
+        default = 0 if self.both else 1
+        prefill = default if self.prefill is None else self.prefill
+        decode = default if self.decode is None else self.decode
+        return {"prefill": prefill, "decode": decode, "both": self.both}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Options of prefill and decode nodes: the model and its engine, the KV transfer, the node."""
+"""Options of nodes: the model and its engine, the KV transfer, the node."""
 
 from __future__ import annotations
 
@@ -219,12 +219,18 @@ class NodeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerNodeConfig:
-    """A prefill or decode node."""
+class BothNodeConfig:
+    """A node of both roles, which transfers no KV."""
 
     node: NodeConfig = field(default_factory=NodeConfig)
     tls: TLSConfig = field(default_factory=TLSConfig)
     auth: AuthConfig = field(default_factory=AuthConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
-    transfer: TransferConfig = field(default_factory=TransferConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerNodeConfig(BothNodeConfig):
+    """A prefill or decode node."""
+
+    transfer: TransferConfig = field(default_factory=TransferConfig)

@@ -22,7 +22,7 @@ import configargparse
 import yaml
 
 from pdserve.common.config.cluster import ClusterConfig
-from pdserve.common.config.node import WorkerNodeConfig
+from pdserve.common.config.node import BothNodeConfig, WorkerNodeConfig
 from pdserve.common.config.router import RouterConfig
 from pdserve.common.core.errors import ConfigError
 
@@ -34,7 +34,7 @@ CONFIG_VARIABLE = PREFIX + "CONFIG"
 # PDSERVE_CONFIG_EXIT_CODE is read by `pdserve` itself (common/cli/main.py).
 CONFIG_EXIT_CODE = PREFIX + "CONFIG_EXIT_CODE"
 EXTRA_VARIABLES = frozenset({CONFIG_VARIABLE, CONFIG_EXIT_CODE, PREFIX + "CACHE"})
-ROLE_CONFIGS = (RouterConfig, WorkerNodeConfig, ClusterConfig)
+ROLE_CONFIGS = (RouterConfig, BothNodeConfig, WorkerNodeConfig, ClusterConfig)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ class Blame(StrEnum):
     ROUTER = "router"
     PREFILL = "prefill"
     DECODE = "decode"
+    BOTH = "both"  # a node that is prefill and decode node in one
     NETWORK = "network"
 
 

@@ -72,11 +72,11 @@ class Timeline:
 
     queued: float | None = None  # a place and nodes were granted
     reserved: float | None = None  # the decode node holds blocks
-    first_token: float | None = None  # the prefill node sampled the first token (TTFT)
+    first_token: float | None = None  # the first token is there (TTFT)
     transferred: float | None = None  # the decode node holds all KV
     finished: float | None = None
-    cached_tokens: int = 0  # prompt tokens the prefill node found in its prefix cache
-    prefill_queue_seconds: float = 0.0  # that the prompt waited on the prefill node
+    cached_tokens: int = 0  # prompt tokens that who computed the prompt found in its prefix cache
+    prefill_queue_seconds: float = 0.0  # that the prompt waited on that node
     prefill_seconds: float = 0.0  # that it was computed there, between other prompts
     decode_cached_tokens: int = 0  # prompt tokens whose KV the decode node had already
     transfer_bytes: int = 0  # KV bytes that crossed between the nodes

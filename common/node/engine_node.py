@@ -35,7 +35,7 @@ from pdserve.common.worker.worker import ExtensionConfig
 from pdserve.kv_transfer.commands import Call
 from pdserve.kv_transfer.layout import fingerprint
 from pdserve.kv_transfer.rank.transfer_rank import FACTORY, rank_config
-from pdserve.kv_transfer.selection import choose_connectors
+from pdserve.kv_transfer.selection import Connectors, choose_connectors
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ class EngineNode(ABC, Generic[S, T]):
 
     A role says its `role` and `blame`, and overrides
 
+        choose_connectors  where no KV comes to its nodes or goes from them
         make_transfers     its half of the KV hand-off, one for each replica
         add_services       its gRPC services, which `admit` jobs and `close` their sessions
         unhealthy_reason   where it knows more reasons than its engines
@@ -62,7 +63,7 @@ class EngineNode(ABC, Generic[S, T]):
         self.facts = ModelFacts.read(engine)
         self.kv_identity = self.facts.kv_identity(engine.cache.block_size)
         self.fingerprint = fingerprint(self.kv_identity)  # nodes pair only when theirs are equal
-        self.connectors = choose_connectors(config.transfer, self.facts.device)
+        self.connectors = self.choose_connectors()
         self.node_id = new_node_id(self.blame)
         self.metrics = NodeMetrics()
         hosts = (config.node.host, config.transfer.kv_host)
@@ -77,6 +78,10 @@ class EngineNode(ABC, Generic[S, T]):
         self._tasks: set[asyncio.Task[None]] = set()
 
     # ---- what a role overrides --------------------------------------------------------------
+
+    def choose_connectors(self) -> Connectors:
+        """What carries KV, the preferred first."""
+        return choose_connectors(self.config.transfer, self.facts.device)
 
     @abstractmethod
     def make_transfers(self, ranks: Sequence[RankReady], call: Call) -> T:
@@ -111,8 +116,10 @@ class EngineNode(ABC, Generic[S, T]):
         ranks.executor.on_death(partial(self._rank_died, replica))
         return ranks
 
-    def _extension(self) -> ExtensionConfig:
+    def _extension(self) -> ExtensionConfig | None:
         """Beside each rank its connectors."""
+        if not self.connectors:
+            return None
         source, tls = self.role == pb.ROLE_PREFILL, self.config.tls
         config = rank_config(self.connectors, self.fingerprint, tls, source=source)
         return ExtensionConfig(FACTORY, config, self.config.transfer.kv_host)

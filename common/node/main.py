@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from pdserve.common.config.node import WorkerNodeConfig
+from pdserve.common.config.node import BothNodeConfig, WorkerNodeConfig
 from pdserve.common.config.sources import parse
 from pdserve.common.core.errors import ConfigError, PdserveError
 from pdserve.common.core.host import host_errors_as_config_errors, raise_open_file_limit
@@ -22,10 +22,16 @@ logger = logging.getLogger(__name__)
 OPEN_FILES = 512
 
 
-def run_node(role: str, node: str, description: str, argv: Sequence[str] | None = None) -> int:
+def run_node(
+    role: str,
+    node: str,
+    description: str,
+    argv: Sequence[str] | None = None,
+    options: type[BothNodeConfig] = WorkerNodeConfig,
+) -> int:
     """Runs a node until a signal; returns the exit code: 0 drained, 1 failed, 2 it cannot start
-    as configured. `node` is the import string of an `EngineNode`."""
-    config = parse(WorkerNodeConfig, prog=f"pdserve {role}", description=description, argv=argv)
+    as configured. `node` is the import string of an `EngineNode`, which takes such `options`."""
+    config = parse(options, prog=f"pdserve {role}", description=description, argv=argv)
     setup_logging(role, config.log)
     _wait_passively()
     try:
@@ -45,6 +51,6 @@ def _wait_passively() -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-async def _serve(node: Any, config: WorkerNodeConfig) -> int:
+async def _serve(node: Any, config: BothNodeConfig) -> int:
     code: int = await node(config).serve(stopping=exit_within)
     return code

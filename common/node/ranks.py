@@ -36,7 +36,7 @@ class Ranks:
         role: str,
         engine: EngineConfig,
         facts: ModelFacts,
-        extension: ExtensionConfig,
+        extension: ExtensionConfig | None,
         log: LogConfig,
         replica: int = 0,
     ) -> Ranks:

@@ -26,8 +26,8 @@ MIN_KEY_LENGTH = 16  # characters
 MAX_NONCES = 1 << 17  # of the last 2 × WINDOW_S; beyond it the oldest may be used again
 _VERSION = "v1"
 
-ROUTER, PREFILL, DECODE = "router", "prefill", "decode"
-_NODES = frozenset({PREFILL, DECODE})
+ROUTER, PREFILL, DECODE, BOTH = "router", "prefill", "decode", "both"
+_NODES = frozenset({PREFILL, DECODE, BOTH})
 # Who may call what. A method that is neither here nor in OPEN is nobody's.
 CALLERS: dict[str, frozenset[str]] = {
     "/pdserve.v1.Registry/Register": _NODES,

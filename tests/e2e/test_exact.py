@@ -97,6 +97,18 @@ def test_greedy_output_equals_transformers(
         check_exact(cluster, prompts(cluster.model), range(LAYOUTS.index(prefill) % 4, 16, 4))
 
 
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [("llama-gqa", Layout()), ("qwen3", Layout(2, 2)), ("qwen3-moe", Layout(2, 1, 2))],
+    ids=str,
+)
+def test_a_node_of_both_roles_equals_transformers(model: str, layout: Layout) -> None:
+    with WarmCluster(model, 0, 0, warm=shared()) as cluster:
+        cluster.start_node("both", **layout.flags("alltoallv"))
+        cluster.wait_nodes()
+        check_exact(cluster, prompts(cluster.model), range(0, 16, 4))
+
+
 @pytest.mark.parametrize("model", ["llama-gqa", "qwen3-moe"])
 def test_bad_words_and_allowed_token_ids_are_exact_over_stages(model: str) -> None:
     """The first token is drawn by the last stage of one node, the others by that of the other."""

@@ -54,6 +54,15 @@ def cluster() -> Iterator[WarmCluster]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def both() -> Iterator[WarmCluster]:
+    """One node of both roles."""
+    with WarmCluster("llama-gqa", 0, 0) as made:
+        made.start_node("both")
+        made.wait_nodes()
+        yield made
+
+
 # ---- the clients: what they ask, and all they were told ----
 
 
@@ -141,6 +150,52 @@ def check(
         os.kill(pid, signal.SIGKILL)
     del cluster.pids[mortal]
     cluster.wait_idle()
+
+
+BOTH_STEPS = [
+    *[(f"{D}.{method}", 1) for method in ("events", "admitted", "_prefill")],
+    *[(f"{D}.computed", count) for count in (1, 2, 4)],
+    *[(f"{D}.sampled", count) for count in (1, 2, 9, NUM_TOKENS - 1)],
+]
+
+
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize(
+    ("point", "client"),
+    list(zip(BOTH_STEPS, cycle(CLIENTS), strict=False)),
+    ids=lambda value: value.__name__ if callable(value) else "-".join(map(str, value)),
+)
+def test_a_pair_takes_over_from_a_node_of_both_roles(
+    cluster: WarmCluster, point: tuple[str, int], client: Any, number: str
+) -> None:
+    check(cluster, client, "both", number, *point)
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_node_of_both_roles_takes_over_from_another(both: WarmCluster, client: Any) -> None:
+    for point in BOTH_STEPS[::3]:
+        check(both, client, "both", "SIGKILL", *point)
+
+
+@pytest.mark.parametrize(
+    ("role", "point", "count"), STEPS[:: len(STEPS) // 9], ids=str
+)
+def test_a_node_of_both_roles_takes_over_from_a_pair(
+    both: WarmCluster, role: str, point: str, count: int
+) -> None:
+    """The other one of the pair lives, and is of no use by itself."""
+    client = CLIENTS[len(point) % len(CLIENTS)]
+    expected = client(both)
+    other = "decode" if role == "prefill" else "prefill"
+    other = both.start_node(other, num_gpu_blocks_override=MORE_BLOCKS)
+    arm = ("mortal:arm", "SIGKILL", point, str(count))
+    mortal = both.start_node(role, arm, num_gpu_blocks_override=MORE_BLOCKS)
+    both.wait_nodes()
+    pid = both.pids.pop(mortal)
+    assert client(both) == expected
+    both.wait_for(lambda: not alive(pid))
+    both.wait_idle()
+    both.kill(other)
 
 
 @pytest.mark.parametrize("token", range(1, NUM_TOKENS))

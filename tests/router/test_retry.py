@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 
 import pytest
 
@@ -23,11 +24,15 @@ LIMIT = 3
 LOST = NodeError("gone", code="PEER_LOST", blame=Blame.DECODE)
 
 
+def a_node(role: pb.Role) -> Node:
+    registry = Registry(RoutingConfig())
+    registry.register(pb.NodeInfo(node_id="d", role=role), pb.NodeLoad(healthy=True))
+    return registry.nodes()[0]
+
+
 @pytest.fixture
 def node() -> Node:
-    registry = Registry(RoutingConfig())
-    registry.register(pb.NodeInfo(node_id="d", role=pb.ROLE_DECODE), pb.NodeLoad(healthy=True))
-    return registry.nodes()[0]
+    return a_node(pb.ROLE_DECODE)
 
 
 def fails_after(retries: Retries, fail: Callable[[], None]) -> int:
@@ -67,6 +72,20 @@ def test_a_request_that_only_waited_is_hardly_to_blame(node: Node) -> None:
     retries = Retries(LIMIT)
     borne = fails_after(retries, lambda: retries.node_failed(LOST, node, computing=False))
     assert borne == LIMIT / WAITING
+
+
+def test_deaths_count_where_the_same_work_was_done() -> None:
+    """A request that kills prefill nodes and nodes of both roles in turn kills no more of them."""
+    retries, roles = Retries(LIMIT), cycle((a_node(pb.ROLE_PREFILL), a_node(pb.ROLE_BOTH)))
+    assert fails_after(retries, lambda: retries.node_failed(LOST, next(roles))) == LIMIT
+    retries = Retries(LIMIT)
+    for _ in range(LIMIT):
+        retries.node_failed(LOST, a_node(pb.ROLE_BOTH))
+    assert all(retries.last_chance(role) for role in ("prefill", "decode", "both"))
+    retries.progress("prefill")
+    assert retries.last_chance("both"), "what it did there it may do in the next step"
+    retries.progress("decode")
+    assert not retries.last_chance("both")
 
 
 ODD = NodeError("not a number", code="SEQUENCE_FAILED", blame=Blame.DECODE)

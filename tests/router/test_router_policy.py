@@ -170,6 +170,67 @@ async def test_a_prefill_node_that_is_sick_is_stood_in_for(registry):
     assert ready and reason.startswith("decode nodes prefill: ")
 
 
+async def test_a_node_of_both_roles_needs_no_other(registry):
+    add(registry, "b0", pb.ROLE_BOTH, connector="")
+    assert ClusterView(registry).ready() == (True, "ok")
+    prefill, node = await place(registry)
+    assert prefill is None and node.id == "b0"
+    node.load.healthy, node.load.reason = False, "step 7 has been running for 20.0 s"
+    reason = "no usable both node (b0: step 7 has been running for 20.0 s)"
+    assert ClusterView(registry).ready() == (False, reason)
+    with pytest.raises(Unavailable, match="no usable both node"):
+        await place(registry)
+
+
+async def test_nodes_of_both_roles_stand_in_for_pairs_and_pairs_for_them(registry):
+    add(registry, "b0", pb.ROLE_BOTH, connector="")
+    add(registry, "p0", pb.ROLE_PREFILL)
+    view = ClusterView(registry)
+    assert view.ready() == (True, "nodes of both roles serve: no usable decode node")
+    add(registry, "d0")
+    assert view.ready() == (True, "ok") and [ids(pair) for pair in view.pairs()] == [["p0", "d0"]]
+    both, prefill, decode = registry.nodes()
+    prefill.lost = True
+    assert (await place(registry))[1] is both, "rather than a decode node that must prefill"
+    both.lost = True
+    prefill.lost = False
+    assert await place(registry) == (prefill, decode)
+    decode.lost = True
+    ready, reason = view.ready()
+    assert not ready and reason.startswith("no usable decode node (d0: ")
+    assert "; no usable both node (b0: it does not answer)" in reason
+
+
+async def test_a_node_that_failed_a_request_is_its_last_resort_whatever_its_role(registry):
+    add(registry, "p0", pb.ROLE_PREFILL)
+    add(registry, "d0", most_free_blocks=9)
+    add(registry, "b0", pb.ROLE_BOTH, connector="")
+    run = a_run()
+    assert (await place(registry, run))[1].id == "d0"
+    run.retries.avoid.add("d0")
+    assert (await place(registry, run))[1].id == "b0"
+    run.retries.avoid.add("b0")
+    assert (await place(registry, run))[1].id == "d0"
+    run.version = "g"
+    with pytest.raises(Unavailable, match="version"):
+        await place(registry, run)
+
+
+@pytest.mark.parametrize("policy", ["least-load", "round-robin"])
+async def test_a_burst_is_shared_by_pairs_and_nodes_of_both_roles(registry, policy):
+    add(registry, "p0", pb.ROLE_PREFILL)
+    for name, role in (("d0", 2), ("b0", 3), ("b1", 3)):
+        add(registry, name, role, connector="tcp" if role == 2 else "")
+    placement = Placement(RoutingConfig(decode_policy=policy), ClusterView(registry))
+    with ExitStack() as burst:
+        for _ in range(30):
+            run = a_run(num_tokens=100)
+            node, alone = await placement.decode(run)
+            burst.enter_context(InFlight(registry, node, run.num_tokens if alone else 0))
+        in_flight = {node.id: node.in_flight for node in registry.nodes() if node.id != "p0"}
+        assert max(in_flight.values()) - min(in_flight.values()) <= 1, in_flight
+
+
 async def test_a_broken_pair_is_not_used_and_its_nodes_are(registry, clock):
     for name, role in (("p0", 1), ("p1", 1), ("d0", 2), ("d1", 2)):
         add(registry, name, role)

@@ -13,9 +13,11 @@ class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROLE_UNSPECIFIED: _ClassVar[Role]
     ROLE_PREFILL: _ClassVar[Role]
     ROLE_DECODE: _ClassVar[Role]
+    ROLE_BOTH: _ClassVar[Role]
 ROLE_UNSPECIFIED: Role
 ROLE_PREFILL: Role
 ROLE_DECODE: Role
+ROLE_BOTH: Role
 
 class NodeInfo(_message.Message):
     __slots__ = ("node_id", "role", "address", "model", "fingerprint", "fingerprint_parts", "kv_connectors", "tensor_parallel_size", "max_model_len", "block_size", "num_blocks", "host", "metrics_address", "pipeline_parallel_size", "expert_parallel_size", "data_parallel_size", "instance")
@@ -243,14 +245,26 @@ class DecodeRequest(_message.Message):
     def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., local_prefill: _Optional[bool] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
-    __slots__ = ("reserved", "tokens", "landed")
+    __slots__ = ("reserved", "tokens", "landed", "prefilled")
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LANDED_FIELD_NUMBER: _ClassVar[int]
+    PREFILLED_FIELD_NUMBER: _ClassVar[int]
     reserved: Ticket
     tokens: TokenEvent
     landed: Landed
-    def __init__(self, reserved: _Optional[_Union[Ticket, _Mapping]] = ..., tokens: _Optional[_Union[TokenEvent, _Mapping]] = ..., landed: _Optional[_Union[Landed, _Mapping]] = ...) -> None: ...
+    prefilled: Prefilled
+    def __init__(self, reserved: _Optional[_Union[Ticket, _Mapping]] = ..., tokens: _Optional[_Union[TokenEvent, _Mapping]] = ..., landed: _Optional[_Union[Landed, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ...) -> None: ...
+
+class Prefilled(_message.Message):
+    __slots__ = ("cached_tokens", "queue_s", "compute_s")
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    cached_tokens: int
+    queue_s: float
+    compute_s: float
+    def __init__(self, cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ...) -> None: ...
 
 class Landed(_message.Message):
     __slots__ = ("bytes", "cached_tokens", "first_token")

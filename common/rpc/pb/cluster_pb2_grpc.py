@@ -269,7 +269,8 @@ class Prefill:
 
 
 class DecodeStub:
-    """Missing associated documentation comment in .proto file."""
+    """On decode nodes, and on nodes of both roles, which take `local_prefill` alone.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -290,7 +291,8 @@ class DecodeStub:
 
 
 class DecodeServicer:
-    """Missing associated documentation comment in .proto file."""
+    """On decode nodes, and on nodes of both roles, which take `local_prefill` alone.
+    """
 
     def Run(self, request, context):
         """First event: Reserved. Then, after the commit, tokens until every choice finished.
@@ -330,7 +332,8 @@ def add_DecodeServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Decode:
-    """Missing associated documentation comment in .proto file."""
+    """On decode nodes, and on nodes of both roles, which take `local_prefill` alone.
+    """
 
     @staticmethod
     def Run(request,

@@ -72,7 +72,7 @@ class Lines:
 def make(lines: Lines, **options: object) -> Cluster:
     server = ServerConfig(port=0, grpc_port=0, registry_port=0, drain_timeout=5.0)
     config = ClusterConfig(**{"server": server, **options})  # type: ignore[arg-type]
-    count = config.prefill + config.decode
+    count = sum(config.nodes.values())
     return Cluster(config, [NodeShare(config.engine)] * count, lines, FAKES)
 
 

@@ -1,0 +1,134 @@
+"""Nodes of both roles as a user runs them: alone, beside pairs, starting, draining and dying."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+import psutil
+import pytest
+import requests
+
+import reference
+from benchmarks.warm_start import alive
+from cluster import Cluster, node_metrics, text_of
+from warm import WarmCluster
+
+MODEL = "mistral"
+PROMPT = tuple(range(5, 155))  # three chunks
+NUM_TOKENS = 24
+LONG = 300  # tokens, about a second
+SEVERAL = {"n": 3, "temperature": 0.9, "seed": 5, "ignore_eos": True, "max_tokens": NUM_TOKENS}
+DRAWN = [  # each differs in what it draws from, or in what it may draw
+    SEVERAL,
+    {**SEVERAL, "n": 1, "top_p": 0.8, "top_k": 40, "min_p": 0.01, "logprobs": 3},
+    {**SEVERAL, "frequency_penalty": 0.5, "presence_penalty": 0.3, "repetition_penalty": 1.2},
+    {**SEVERAL, "ignore_eos": False, "min_tokens": 9, "logit_bias": {"7": 4}, "bad_words": ["the"]},
+]
+
+
+def expected(folder: object, num_tokens: int) -> str:
+    return reference.decode(folder, reference.greedy(folder, PROMPT, num_tokens))
+
+
+@pytest.fixture(scope="module")
+def up() -> Iterator[Cluster]:
+    with Cluster(MODEL, both=1) as cluster:
+        yield cluster
+
+
+def test_one_process_serves_and_listens_for_nobody_else(up: Cluster) -> None:
+    (node,) = up.nodes()
+    assert node["role"] == "both" and node["node_id"].startswith("both-")
+    assert up.get("/ready").json()["reason"] == "ok"
+    assert up.get("/v1/cluster").json()["pairings"] == []
+    answer = up.complete(list(PROMPT), max_tokens=NUM_TOKENS, ignore_eos=True)
+    assert answer["choices"][0]["text"] == expected(up.model, NUM_TOKENS)
+    (process,) = (
+        each
+        for each in psutil.Process(up.processes["up"].pid).children()
+        if "pdserve.decode_node.both" in each.cmdline()
+    )
+    listening = {
+        each.laddr.port for each in process.net_connections("tcp") if each.status == "LISTEN"
+    }
+    addresses = (node["address"], node["metrics_address"])
+    assert listening == {int(each.rpartition(":")[2]) for each in addresses}
+
+
+def test_a_timeline_says_that_nothing_was_handed_over(up: Cluster) -> None:
+    prompt = [9, *PROMPT]
+    body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    answers = [
+        requests.post(
+            f"{up.url}/v1/completions", json=body, headers={"X-Pdserve-Timeline": "1"}, timeout=60
+        ).json()
+        for _ in range(2)
+    ]
+    cached = [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in answers]
+    assert cached == [0, len(prompt) // 16 * 16]
+    line = answers[0]["pdserve"]["timeline"]
+    assert line["reserved"] is None and line["transferred"] is None
+    assert line["transfer_bytes"] == 0 and line["prefill_seconds"] > 0
+    assert line["queued"] <= line["first_token"] <= line["finished"]
+
+
+def test_choices_share_one_prefill(up: Cluster) -> None:
+    (node,) = up.nodes()
+    before = node_metrics(node)["pdserve:prompt_tokens_total"]
+    up.complete([11, *PROMPT], **SEVERAL)
+    computed = node_metrics(node)["pdserve:prompt_tokens_total"] - before
+    assert computed < len(PROMPT) + 3 * 16, "the others compute what is after its last full block"
+
+
+def test_it_draws_what_a_pair_draws(up: Cluster) -> None:
+    with WarmCluster(MODEL) as pair:
+        for options in DRAWN:
+            answers = [each.complete(list(PROMPT), **options)["choices"] for each in (up, pair)]
+            assert answers[0] == answers[1]
+    up.wait_idle()
+
+
+def test_one_that_drains_finishes_what_it_has() -> None:
+    with WarmCluster(MODEL, 0, 0) as cluster:
+        old = cluster.start_node("both")
+        cluster.wait_nodes()
+        stream = cluster.stream(list(PROMPT), max_tokens=LONG, ignore_eos=True)
+        begin = list(islice(stream, 5))
+        cluster.start_node("both")
+        cluster.wait_nodes()
+        pid = cluster.drain(old)
+        cluster.wait_for(lambda: len(cluster.nodes()) == 1)
+        answer = cluster.complete(list(PROMPT), max_tokens=NUM_TOKENS, ignore_eos=True)
+        assert answer["choices"][0]["text"] == expected(cluster.model, NUM_TOKENS)
+        assert text_of(iter(begin)) + text_of(stream) == expected(cluster.model, LONG)
+        cluster.wait_for(lambda: not alive(pid))
+        assert cluster.exit_code(pid) == 0
+        cluster.wait_idle()
+
+
+def test_ready_says_what_serves_and_what_is_missing() -> None:
+    router = {"queue_timeout": 0.5}
+    with WarmCluster(MODEL, router=router) as cluster:
+        ready = cluster.get
+        assert ready("/ready").json() == {"ready": True, "reason": "ok"}
+        both = cluster.start_node("both")
+        cluster.wait_nodes()
+        assert ready("/ready").json() == {"ready": True, "reason": "ok"}
+        cluster.kill("prefill-1")
+        cluster.wait_for(lambda: "nodes of both roles serve" in ready("/ready").json()["reason"])
+        assert ready("/ready").status_code == 200
+        answer = cluster.complete(list(PROMPT), max_tokens=NUM_TOKENS, ignore_eos=True)
+        assert answer["choices"][0]["text"] == expected(cluster.model, NUM_TOKENS)
+        cluster.kill(both)
+        cluster.kill("decode-2")
+        cluster.wait_for(lambda: ready("/ready").status_code == 503)
+        reason = ready("/ready").json()["reason"]
+        assert "no usable prefill node and no usable decode node" in reason
+        assert "no usable both node" in reason
+        response = cluster.post("/v1/completions", prompt="x")
+        assert response.status_code == 503 and "both" in response.json()["error"]["message"]
+        cluster.start_node("both")
+        cluster.wait_nodes()
+        cluster.wait_for(lambda: ready("/ready").status_code == 200)
+        cluster.complete(list(PROMPT), max_tokens=2)
