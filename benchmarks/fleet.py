@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ from urllib.request import urlopen
 import grpc
 
 from benchmarks.warm_start import WarmStart, alive
+from pdserve.common.config.node import TransferConfig
 
 FAST = {"heartbeat_interval": 0.2, "heartbeat_timeout": 1.5, "queue_timeout": 30}
 START_TIMEOUT = 120.0  # seconds
 STOP_TIMEOUT = 20.0
+TRANSFER = {each.name for each in fields(TransferConfig)}
 BUSY = ("num_requests_running", "num_requests_waiting", "num_requests_remote")
 
 
@@ -69,6 +72,8 @@ class Fleet:
         router = f"127.0.0.1:{self.ports['registry']}"
         options = {"model": self.model, "router": router, **self._options, **options}
         options["grpc_port"] = port
+        if role == "both":  # it takes no options of the KV transfer
+            options = {key: value for key, value in options.items() if key not in TRANSFER}
         self.pids[name] = self._start(f"{role}_node", flags(options), before)
         host = options.get("advertise_host") or options.get("host", "127.0.0.1")
         self._by_address[f"{host}:{port}"] = name

@@ -40,8 +40,8 @@ def up() -> Iterator[Cluster]:
 def test_one_process_serves_and_listens_for_nobody_else(up: Cluster) -> None:
     (node,) = up.nodes()
     assert node["role"] == "both" and node["node_id"].startswith("both-")
-    assert up.get("/ready").json()["reason"] == "ok"
-    assert up.get("/v1/cluster").json()["pairings"] == []
+    state = up.get("/v1/cluster").json()
+    assert (state["ready"], state["reason"], state["pairings"]) == (True, "ok", [])
     answer = up.complete(list(PROMPT), max_tokens=NUM_TOKENS, ignore_eos=True)
     assert answer["choices"][0]["text"] == expected(up.model, NUM_TOKENS)
     (process,) = (
@@ -110,25 +110,27 @@ def test_one_that_drains_finishes_what_it_has() -> None:
 def test_ready_says_what_serves_and_what_is_missing() -> None:
     router = {"queue_timeout": 0.5}
     with WarmCluster(MODEL, router=router) as cluster:
-        ready = cluster.get
-        assert ready("/ready").json() == {"ready": True, "reason": "ok"}
+
+        def reason() -> str:
+            return str(cluster.get("/v1/cluster").json()["reason"])
+
         both = cluster.start_node("both")
         cluster.wait_nodes()
-        assert ready("/ready").json() == {"ready": True, "reason": "ok"}
+        assert reason() == "ok"
         cluster.kill("prefill-1")
-        cluster.wait_for(lambda: "nodes of both roles serve" in ready("/ready").json()["reason"])
-        assert ready("/ready").status_code == 200
+        cluster.wait_for(lambda: "nodes of both roles serve: no usable prefill" in reason())
+        assert cluster.get("/ready").status_code == 200
         answer = cluster.complete(list(PROMPT), max_tokens=NUM_TOKENS, ignore_eos=True)
         assert answer["choices"][0]["text"] == expected(cluster.model, NUM_TOKENS)
         cluster.kill(both)
         cluster.kill("decode-2")
-        cluster.wait_for(lambda: ready("/ready").status_code == 503)
-        reason = ready("/ready").json()["reason"]
-        assert "no usable prefill node and no usable decode node" in reason
-        assert "no usable both node" in reason
+        cluster.wait_for(lambda: cluster.get("/ready").status_code == 503)
+        message = cluster.get("/ready").json()["error"]["message"]
+        assert "no usable prefill node and no usable decode node" in message
+        assert "no usable both node" in message
         response = cluster.post("/v1/completions", prompt="x")
         assert response.status_code == 503 and "both" in response.json()["error"]["message"]
         cluster.start_node("both")
         cluster.wait_nodes()
-        cluster.wait_for(lambda: ready("/ready").status_code == 200)
+        cluster.wait_for(lambda: cluster.get("/ready").status_code == 200)
         cluster.complete(list(PROMPT), max_tokens=2)

@@ -177,9 +177,7 @@ def test_a_node_of_both_roles_takes_over_from_another(both: WarmCluster, client:
         check(both, client, "both", "SIGKILL", *point)
 
 
-@pytest.mark.parametrize(
-    ("role", "point", "count"), STEPS[:: len(STEPS) // 9], ids=str
-)
+@pytest.mark.parametrize(("role", "point", "count"), STEPS[:: len(STEPS) // 9], ids=str)
 def test_a_node_of_both_roles_takes_over_from_a_pair(
     both: WarmCluster, role: str, point: str, count: int
 ) -> None:
