@@ -1,0 +1,277 @@
+"""How long each station of the hand-over takes: closed-loop clients on one host, real processes.
+
+    python benchmarks/bench_handover.py [--pairs 1] [--clients 1,8,32] [--long 2000] [--json FILE]
+
+A row is a station of a request, by the timelines that the router gives with its answers. `waits
+for a core` is the share of a process's time in which it could have run and did not, by the
+kernel's scheduler (`schedstat`): with more to do than cores, a queue is somewhere.
+
+With `--long N`, prompts of N tokens on the embedded model, one at a time: once computed in chunks,
+whose KV travels while the next one is computed, and once in one piece, whose KV travels
+afterwards. `exposed` is what the client waits for it: from the first token to all KV landed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.fleet import Fleet
+from pdserve.common.demo_model.embedded import ensure_embedded_model
+
+TINY = Path(__file__).parent.parent / "tests/models/llama-gqa"
+Line = Mapping[str, float]
+STATIONS: dict[str, Callable[[Line], float]] = {
+    "accepted → placed": lambda line: line["queued"],
+    "placed → reserved": lambda line: line["reserved"] - line["queued"],
+    "reserved → first token": lambda line: line["first_token"] - line["reserved"],
+    "  queue of the prefill node": lambda line: line["prefill_queue_seconds"],
+    "  its compute": lambda line: line["prefill_seconds"],
+    "  calls": lambda line: (
+        line["first_token"] - line["reserved"]
+        - line["prefill_queue_seconds"] - line["prefill_seconds"]
+    ),
+    "first token → landed": lambda line: line["transferred"] - line["first_token"],
+    "first run sent → acknowledged": lambda line: line["transfer_seconds"],
+    "landed → finished": lambda line: line["finished"] - line["transferred"],
+}  # fmt: skip
+
+
+# ---- load ----
+
+
+class Load:
+    """Closed-loop clients, each with a request under way until `requests` were answered."""
+
+    def __init__(self, url: str, input_len: int, output_len: int, vocabulary: int) -> None:
+        self._url = url
+        self._lengths = input_len, output_len
+        self._vocabulary = vocabulary
+        self._random = random.Random(7)
+        self.lines: list[Line] = []
+
+    async def run(self, clients: int, requests: int) -> None:
+        connector = aiohttp.TCPConnector(limit=0)
+        async with (
+            aiohttp.ClientSession(connector=connector) as session,
+            asyncio.TaskGroup() as group,
+        ):
+            left = iter(range(requests))
+            for _ in range(clients):
+                group.create_task(self._client(session, left))
+
+    async def _client(self, session: aiohttp.ClientSession, left: Iterator[int]) -> None:
+        for _ in left:
+            self.lines.append(await self._ask(session))
+
+    async def _ask(self, session: aiohttp.ClientSession) -> Line:
+        input_len, output_len = self._lengths
+        prompt = [self._random.randrange(1, self._vocabulary) for _ in range(input_len)]
+        body = {
+            "model": "bench", "prompt": prompt, "max_tokens": output_len,
+            "temperature": 0, "ignore_eos": True, "stream": True,
+        }  # fmt: skip
+        last = b""
+        async with session.post(
+            f"{self._url}/v1/completions", json=body, headers={"X-Pdserve-Timeline": "1"}
+        ) as response:
+            response.raise_for_status()
+            async for event in response.content:
+                last = event if event.startswith(b"data: {") else last
+        line: Line = json.loads(last[6:])["pdserve"]["timeline"]
+        return line
+
+
+# ---- a cluster ----
+
+
+@contextmanager
+def serving(model: Path, pairs: int, **options: Any) -> Iterator[Fleet]:
+    """A router and `pairs` of nodes, ready."""
+    with tempfile.TemporaryDirectory() as folder:
+        fleet = Fleet(
+            model, Path(folder) / "log", os.environ, {"served_model_name": "bench"},
+            served_model_name="bench", cpu_threads=1, kv_lease=30, **options,
+        )  # fmt: skip
+        try:
+            fleet.start_router()
+            for _ in range(pairs):
+                fleet.start_node("prefill")
+                fleet.start_node("decode")
+            fleet.wait_ready()
+            yield fleet
+        finally:
+            fleet.stop()
+
+
+def measure(fleet: Fleet, load: Load, clients: int, requests: int) -> dict[str, Any]:
+    asyncio.run(load.run(clients, 2 * clients))  # connections are made, code is warm
+    load.lines.clear()
+    before, start = _cores(fleet), time.monotonic()
+    asyncio.run(load.run(clients, requests))
+    seconds = time.monotonic() - start
+    return {
+        "clients": clients,
+        "requests": requests,
+        "requests_per_second": requests / seconds,
+        "stations_ms": stations(load.lines),
+        "processes": _shares(before, _cores(fleet), seconds),
+    }
+
+
+def stations(lines: Sequence[Line]) -> dict[str, dict[str, float]]:
+    """Milliseconds, by station and quantile."""
+    found = {}
+    for name, seconds in STATIONS.items():
+        values = sorted(1e3 * seconds(line) for line in lines)
+        found[name] = {f"p{q}": _quantile(values, q) for q in (50, 90, 99)}
+    return found
+
+
+def _quantile(values: Sequence[float], percent: int) -> float:
+    return values[min(len(values) - 1, len(values) * percent // 100)]
+
+
+def _cores(fleet: Fleet) -> dict[str, list[tuple[int, int]]]:
+    """(nanoseconds run, nanoseconds waited for a core) of each process, its main thread first:
+    the event loop."""
+    return {
+        name: [_schedstat(pid, pid), _sum(_schedstat(pid, each) for each in _threads(pid))]
+        for name, pid in fleet.pids.items()
+    }
+
+
+def _threads(pid: int) -> list[int]:
+    return [int(each) for each in os.listdir(f"/proc/{pid}/task")]
+
+
+def _schedstat(pid: int, thread: int) -> tuple[int, int]:
+    try:
+        ran, waited, _ = Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()
+    except (FileNotFoundError, ProcessLookupError):  # the thread ended
+        return 0, 0
+    return int(ran), int(waited)
+
+
+def _sum(pairs: Iterator[tuple[int, int]]) -> tuple[int, int]:
+    ran, waited = zip(*pairs, strict=True)
+    return sum(ran), sum(waited)
+
+
+def _shares(before: Any, after: Any, seconds: float) -> dict[str, dict[str, float]]:
+    """Of each process: cores used, by its loop and in all, and of its loop's time the share in
+    which it waited for one."""
+    found = {}
+    for name in after:
+        (loop, every) = (
+            tuple(b - a for a, b in zip(*each, strict=True))
+            for each in zip(before[name], after[name], strict=True)
+        )
+        found[name] = {
+            "loop_cores": loop[0] / 1e9 / seconds,
+            "cores": every[0] / 1e9 / seconds,
+            "loop_waits_for_a_core": loop[1] / max(1, sum(loop)),
+            "waits_for_a_core": every[1] / max(1, sum(every)),
+        }
+    return found
+
+
+# ---- long prompts ----
+
+
+def exposed(model: Path, tokens: int, chunk: int, requests: int) -> float:
+    """Milliseconds from the first token to all KV landed, the median."""
+    limits = {"max_num_batched_tokens": chunk, "max_model_len": tokens + 64}
+    blocks = 4 * (tokens // 16 + 8)
+    with serving(model, 1, num_gpu_blocks_override=blocks, **limits) as fleet:
+        load = Load(f"http://127.0.0.1:{fleet.ports['http']}", tokens, 2, 1000)
+        asyncio.run(load.run(1, 1 + requests))
+        lines = load.lines[1:]
+    return statistics.median(1e3 * (line["transferred"] - line["first_token"]) for line in lines)
+
+
+def measure_long(model: Path, tokens: int, chunk: int, requests: int) -> dict[str, float]:
+    whole = exposed(model, tokens, tokens + 1, requests)
+    chunked = exposed(model, tokens, chunk, requests)
+    return {
+        "tokens": tokens, "chunk": chunk, "unoverlapped_ms": whole, "exposed_ms": chunked,
+        "exposed_share": chunked / whole,
+    }  # fmt: skip
+
+
+# ---- output ----
+
+
+def show(results: Sequence[Mapping[str, Any]], console: Console) -> None:
+    table = Table("ms, p50 / p90 / p99")
+    for result in results:
+        table.add_column(f"{result['clients']} clients", justify="right")
+    for name in STATIONS:
+        cells = (result["stations_ms"][name].values() for result in results)
+        table.add_row(name, *(" / ".join(f"{each:.1f}" for each in cell) for cell in cells))
+    for name in results[0]["processes"]:
+        shares = (result["processes"][name] for result in results)
+        cells = (f"{s['cores']:.2f} / {s['loop_waits_for_a_core']:.0%}" for s in shares)
+        table.add_row(f"{name}: cores / its loop waits for one", *cells)
+    table.add_row("requests a second", *(f"{r['requests_per_second']:.1f}" for r in results))
+    console.print(table)
+
+
+def show_long(result: Mapping[str, float], console: Console) -> None:
+    console.print(
+        f"{result['tokens']} tokens, first token → landed: in one piece "
+        f"{result['unoverlapped_ms']:.1f} ms, in chunks of {result['chunk']} "
+        f"{result['exposed_ms']:.1f} ms, {result['exposed_share']:.0%} exposed"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", type=Path, default=TINY, help="checkpoint folder")
+    parser.add_argument("--vocab-size", type=int, default=512, help="ids of prompts are below it")
+    parser.add_argument("--pairs", type=int, default=1, help="of a prefill and a decode node")
+    parser.add_argument("--clients", default="1,8,32", help="closed-loop clients, by commas")
+    parser.add_argument("--input-len", type=int, default=128)
+    parser.add_argument("--output-len", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=8, help="of each client; 30 in all at least")
+    parser.add_argument("--long", type=int, default=0, help="tokens of a prompt in chunks; 0: none")
+    parser.add_argument("--chunk", type=int, default=256, help="tokens of a chunk of it")
+    parser.add_argument("--connector", default="auto", help="--kv-connector of the nodes")
+    parser.add_argument("--json", metavar="FILE", help="write the figures there")
+    args = parser.parse_args()
+    results: dict[str, Any] = {"args": vars(args) | {"model": str(args.model)}}
+    console = Console()
+    if counts := [int(each) for each in args.clients.split(",") if each]:
+        with serving(args.model, args.pairs, kv_connector=args.connector) as fleet:
+            url = f"http://127.0.0.1:{fleet.ports['http']}"
+            load = Load(url, args.input_len, args.output_len, args.vocab_size)
+            results["served"] = [
+                measure(fleet, load, count, max(30, args.requests * count)) for count in counts
+            ]
+        show(results["served"], console)
+    if args.long:
+        results["long"] = measure_long(ensure_embedded_model(), args.long, args.chunk, 3)
+        show_long(results["long"], console)
+    if args.json:
+        Path(args.json).write_text(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()
