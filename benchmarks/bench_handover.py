@@ -250,7 +250,9 @@ def main() -> None:
     parser.add_argument("--clients", default="1,8,32", help="closed-loop clients, by commas")
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=64)
-    parser.add_argument("--requests", type=int, default=8, help="of each client; 30 in all at least")
+    parser.add_argument(
+        "--requests", type=int, default=8, help="of each client; 30 in all at least"
+    )
     parser.add_argument("--long", type=int, default=0, help="tokens of a prompt in chunks; 0: none")
     parser.add_argument("--chunk", type=int, default=256, help="tokens of a chunk of it")
     parser.add_argument("--connector", default="auto", help="--kv-connector of the nodes")

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable
+from functools import partial
 from time import monotonic
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pdserve.common.core.errors import PdserveError
 from pdserve.common.core.request import Choice, FinishReason, GenerateJob, TokenEvent
@@ -21,6 +22,7 @@ from pdserve.common.engine.sequence import Sequence, Status
 from pdserve.common.node.replica import Replica
 from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.kv_transfer.control.reservation import Arrival
 from pdserve.kv_transfer.control.sink import KVSink
 
 T = TypeVar("T")
@@ -42,7 +44,7 @@ class DecodeSession:
         self._admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._begun = asyncio.Event()  # some choice has a token, or has ended
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._events: asyncio.Queue[TokenEvent | PdserveError] = asyncio.Queue()
+        self._events: asyncio.Queue[TokenEvent | pb.Landed | Exception] = asyncio.Queue()
         self._transfer_id: bytes | None = None
         self._freed: asyncio.Event | None = None  # set: the hand-off has no more use for its blocks
 
@@ -62,15 +64,15 @@ class DecodeSession:
         else:
             await self._unless_failed(self._admitted)
             yield pb.DecodeEvent(reserved=await self._unless_failed(self._reserve(first)))
-            yield pb.DecodeEvent(landed=await self._unless_failed(self._land(first)))
+            with self._metrics.transfer_errors():
+                landed = await self._next()
+            yield pb.DecodeEvent(landed=landed)
         for choice in others:
             self._add(choice, remote=False)
         for index in tuple(self._unwanted):  # what came before these were there
             await self._unless_failed(self.finish(index))
         while self._unfinished:
-            event = await self._events.get()
-            if isinstance(event, PdserveError):
-                raise event
+            event = await self._next()
             self._unfinished -= event.finish_reason is not None
             yield pb.DecodeEvent(tokens=convert.event_to_pb(event))
 
@@ -138,12 +140,20 @@ class DecodeSession:
 
     # ---- inside -----------------------------------------------------------------------------
 
+    async def _next(self) -> Any:
+        """What comes next: Landed, then tokens; raises what has gone wrong."""
+        event = await self._events.get()
+        if isinstance(event, Exception):
+            raise event
+        return event
+
     async def _unless_failed(self, work: Awaitable[T]) -> T:
         """The result of `work`. It is cancelled when the node fails meanwhile: a rank that stands
         still ends nothing. What it holds, `close` and the hand-off free."""
         task = asyncio.ensure_future(work)
         try:
-            await asyncio.wait((task, self._failed), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                await asyncio.wait((task, self._failed), return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 self._failed.result()
             return task.result()
@@ -167,6 +177,8 @@ class DecodeSession:
             on_freed=lambda: self._release(sequence),
         )
         self._transfer_id = ticket.transfer_id
+        landed = partial(self._landed, sequence, monotonic())
+        self._sink.landing(ticket.transfer_id).add_done_callback(landed)
         return ticket.to_pb()
 
     def _release(self, sequence: Sequence) -> None:
@@ -174,15 +186,23 @@ class DecodeSession:
         self._engine.release(sequence)
         self._freed.set()
 
-    async def _land(self, sequence: Sequence) -> pb.Landed:
-        assert self._transfer_id is not None
-        waiting_since = monotonic()
-        with self._metrics.transfer_errors():
-            arrival = await self._sink.wait(self._transfer_id)
-        self._transfer_id = self._freed = None
-        self._metrics.observe_transfer(
-            num_bytes=arrival.nbytes, seconds=monotonic() - waiting_since
-        )
+    def _landed(
+        self, sequence: Sequence, reserved_at: float, landing: asyncio.Future[Arrival]
+    ) -> None:
+        """The hand-off has an outcome. If it is the KV, the sequence is computed from the next step
+        on, whoever is still to be told."""
+        try:
+            arrival = landing.result()
+            if sequence.status is not Status.REMOTE:
+                return  # closed meanwhile
+            self._transfer_id = self._freed = None
+            self._events.put_nowait(self._activate(sequence, arrival))
+            seconds = monotonic() - reserved_at
+            self._metrics.observe_transfer(num_bytes=arrival.nbytes, seconds=seconds)
+        except Exception as error:
+            self._events.put_nowait(error)
+
+    def _activate(self, sequence: Sequence, arrival: Arrival) -> pb.Landed:
         event = convert.event_from_pb(arrival.first_token)
         cached = sequence.num_cached or 0
         if self._engine.activate(sequence, event.tokens[0]):
@@ -190,5 +210,10 @@ class DecodeSession:
             self._engine.release(sequence)
             self._unfinished -= 1
         return pb.Landed(
-            bytes=arrival.nbytes, cached_tokens=cached, first_token=arrival.first_token
+            bytes=arrival.nbytes,
+            cached_tokens=cached,
+            first_token=arrival.first_token,
+            data_s=arrival.data_s,
+            commit_s=arrival.commit_s,
+            verify_s=arrival.verify_s,
         )

@@ -157,8 +157,12 @@ class RankCalls:
 
 
 async def all_of(calls: Iterable[Awaitable[T]]) -> list[T]:
-    """Waits for all of them; raises the first one's error."""
-    answers = await asyncio.gather(*calls, return_exceptions=True)
+    """Waits for all of them; raises the first one's error. One alone needs no task: where its
+    answer is there at once, nobody waits."""
+    waiting = list(calls)
+    if len(waiting) == 1:
+        return [await waiting[0]]
+    answers = await asyncio.gather(*waiting, return_exceptions=True)
     for answer in answers:
         if isinstance(answer, BaseException):
             raise answer

@@ -22,7 +22,7 @@ from pdserve.common.node.replica import Replica
 from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.kv_transfer.connector import BlockRun
-from pdserve.kv_transfer.control.source import Handoff, KVSource
+from pdserve.kv_transfer.control.source import Handoff, HandoffResult, KVSource
 from pdserve.kv_transfer.control.ticket import Ticket
 
 
@@ -50,6 +50,7 @@ class PrefillSession:
         self._known_token = known_token
         self._first_token: asyncio.Future[TokenEvent] = asyncio.get_running_loop().create_future()
         self._handoff: Handoff | None = None
+        self._committed: asyncio.Future[HandoffResult] | None = None
         self._next_block = ticket.first_block  # the first one not yet sent
         self._arrived = monotonic()
         self._admitted = self._arrived
@@ -64,9 +65,9 @@ class PrefillSession:
             self._engine.add(self._sequence)
             event = await self._handoff.watch(self._first_token)
             yield pb.PrefillEvent(first_token=self._describe(event))
-            if event.finish_reason is not None and len(self._job.choices) == 1:
+            if self._committed is None:
                 return  # nobody will decode: `close` ends the hand-off
-            result = await self._handoff.commit(convert.event_to_pb(event))
+            result = await asyncio.shield(self._committed)
         self._metrics.observe_transfer(num_bytes=result.nbytes, seconds=result.seconds)
         yield pb.PrefillEvent(handed_off=pb.HandedOff(transfer_s=result.seconds))
 
@@ -90,7 +91,14 @@ class PrefillSession:
         if event.finish_reason is None:
             self._engine.scheduler.hold(sequence)
         if not self._first_token.done():
-            self._first_token.set_result(self._known_token or event)
+            self._take(self._known_token or event)
+
+    def _take(self, token: TokenEvent) -> None:
+        """The decode node learns it no later than the client does."""
+        assert self._handoff is not None
+        self._first_token.set_result(token)
+        if token.finish_reason is None or len(self._job.choices) > 1:
+            self._committed = self._handoff.commit(convert.event_to_pb(token))
 
     def fail(self, error: PdserveError) -> None:
         """The node, or its engine for a sequence of the job, cannot go on."""

@@ -106,7 +106,12 @@ class RequestState:
         """The decode node has all KV."""
         self.mark("transferred")
         self._timeline["decode_cached_tokens"] = landed.cached_tokens
-        self._add(transfer_bytes=landed.bytes)
+        self._add(
+            transfer_bytes=landed.bytes,
+            data_seconds=landed.data_s,
+            commit_seconds=landed.commit_s,
+            verify_seconds=landed.verify_s,
+        )
 
     def handed_off(self, handed_off: pb.HandedOff) -> None:
         """The prefill node is done with it."""

@@ -81,4 +81,7 @@ class Timeline:
     decode_cached_tokens: int = 0  # prompt tokens whose KV the decode node had already
     transfer_bytes: int = 0  # KV bytes that crossed between the nodes
     transfer_seconds: float = 0.0  # from the first run sent to the last one landed
+    data_seconds: float = 0.0  # from the ticket until all KV was in the decode node's blocks
+    commit_seconds: float = 0.0  # from the ticket until the prefill node had committed
+    verify_seconds: float = 0.0  # from the later of both until the digests were compared
     migrations: int = 0  # times a node failed and the request went on on others

@@ -42,6 +42,11 @@ class Extension(Protocol):
     def handle(self, message: bytes) -> bytes:
         """Serves one call from the node. Must return fast and may be called while a step runs."""
 
+    def handle_at_once(self, message: bytes) -> bytes | None:
+        """As `handle`, for an extension in the node's own process, on its event loop; None: it may
+        take longer than waking a thread would, and `handle` is to serve it. One call is served at
+        a time: while `handle` is at work, this returns None."""
+
     def close(self, deadline: float) -> None:
         """Stops all I/O within `deadline` seconds."""
 
@@ -128,7 +133,8 @@ class Executor(ABC):
 
 
 class InProcessExecutor(Executor):
-    """One rank on threads of this process: one for its steps, one for its extension's calls.
+    """One rank on threads of this process: one for its steps, one for its extension's calls, those
+    that are not served at once.
 
     torch releases the GIL while it computes, so the event loop stays responsive. Messages are the
     same bytes as between processes. The rank cannot die alone; `on_death` tells only of an event
@@ -162,6 +168,12 @@ class InProcessExecutor(Executor):
         extension = self._running().extension
         if rank != 0 or extension is None:
             raise NodeError(f"there is no extension on rank {rank}")
+        try:
+            answer = extension.handle_at_once(message)
+        except Exception as error:
+            raise to_pdserve_error(error, rank=0) from error
+        if answer is not None:
+            return answer
         return await self._run(self._calls, lambda: extension.handle(message))
 
     async def shutdown(self, deadline: float) -> None:

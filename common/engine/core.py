@@ -122,7 +122,9 @@ class EngineCore:
         )
 
     def add(self, sequence: Sequence) -> None:
+        """It is admitted before this returns, if there are blocks: no step is waited for."""
         self.scheduler.add(sequence)
+        self._admit()
         self._work.set()
 
     def activate(self, sequence: Sequence, first_token: SampledToken) -> Finish | None:
@@ -146,6 +148,7 @@ class EngineCore:
         if sequence.status is Status.RUNNING or self._is_computed(sequence):
             raise RuntimeError("a running sequence must be stopped before it is released")
         self.scheduler.release(sequence)
+        self._admit()
         self._work.set()
 
     async def call(self, rank: int, message: bytes) -> bytes:
@@ -181,8 +184,7 @@ class EngineCore:
         """
         try:
             while True:
-                for sequence in self.scheduler.admit():
-                    self._notify(sequence, self._listener.admitted)
+                self._admit()
                 batch = self.scheduler.schedule() if self._has_room else None
                 if batch is not None:
                     self._begin(batch)
@@ -196,6 +198,10 @@ class EngineCore:
                 step.answer.cancel()
             self._in_flight.clear()
             self._step_done.set()
+
+    def _admit(self) -> None:
+        for sequence in self.scheduler.admit():
+            self._notify(sequence, self._listener.admitted)
 
     @property
     def _has_room(self) -> bool:

@@ -5,11 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from pdserve.common.core.errors import Blame, PdserveError, TransferError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def new_future() -> asyncio.Future[T]:
+    """A future that nobody need be waiting for when it fails."""
+    future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return future
 
 
 class Tasks:

@@ -24,7 +24,7 @@ from pdserve.kv_transfer.commands import (
     all_of,
 )
 from pdserve.kv_transfer.connector import SinkTransfer
-from pdserve.kv_transfer.control.background import Lease, Tasks
+from pdserve.kv_transfer.control.background import Lease, Tasks, new_future
 from pdserve.kv_transfer.control.protocol import Action, SinkEvent, SinkState, sink_machine
 from pdserve.kv_transfer.control.ticket import Ticket
 from pdserve.kv_transfer.digest import RunDigest, mismatch
@@ -40,6 +40,10 @@ class Arrival:
 
     first_token: pb.TokenEvent  # what the source passed to the commit
     nbytes: int
+    # Seconds from the epoch's ticket:
+    data_s: float = 0.0  # until the last byte was in place
+    commit_s: float = 0.0  # until the source had committed
+    verify_s: float = 0.0  # from the later of both until the digests were compared
 
 
 class Epoch:
@@ -47,10 +51,11 @@ class Epoch:
 
     def __init__(self) -> None:
         self.landed: dict[int, int] = {}  # rank → bytes
+        self.times: dict[SinkEvent, float] = {}  # of what has happened
         self.first_token = pb.TokenEvent()  # as committed
         self.digests: Sequence[RunDigest] = ()
-        self.ticket: asyncio.Future[Ticket] = _new_future()  # for `issued`, `retarget`
-        self.committed: asyncio.Future[int] = _new_future()  # for `commit`: bytes landed
+        self.ticket: asyncio.Future[Ticket] = new_future()  # for `issued`, `retarget`
+        self.committed: asyncio.Future[int] = new_future()  # for `commit`: bytes landed
 
     @property
     def nbytes(self) -> int:
@@ -75,10 +80,11 @@ class Reservation:
         self.ticket = ticket  # of the current epoch
         self.block_ids = tuple(block_ids)
         self.epoch = Epoch()
-        self.arrival: asyncio.Future[Arrival] = _new_future()
+        self.arrival: asyncio.Future[Arrival] = new_future()
         self.machine = sink_machine(ranks.counts)
         self.cause: PdserveError | None = None  # of the present failure: the first one
         self.progress = 0  # grows as the lease is renewed
+        self.awaited = False  # somebody has `arrival`
         self._ranks = ranks
         self._rank_ids = [each.rank for each in ticket.endpoints]
         self._counts = ranks.counts
@@ -122,7 +128,7 @@ class Reservation:
                 raise superseded
             self.epoch.ticket.set_exception(superseded)
         self.cause = self.cause or superseded
-        mine = self.epoch.ticket = _new_future()
+        mine = self.epoch.ticket = new_future()
         self.renew()
         self.on(SinkEvent.RETARGET)
         return await asyncio.shield(mine)
@@ -140,6 +146,8 @@ class Reservation:
         """`epoch` is the one it happened in; None: the current one. Without effect where it comes
         too late to matter: the first error stays the cause."""
         actions = self.machine.on(event, epoch)
+        if epoch in (None, self.machine.epoch):
+            self.epoch.times.setdefault(event, asyncio.get_running_loop().time())
         if actions:
             self.cause = error or self.cause
         for action in actions:
@@ -246,13 +254,24 @@ class Reservation:
     # ---- the ends ----------------------------------------------------------------------------
 
     def _activate(self) -> None:
-        nbytes = self.epoch.nbytes
+        arrival = self._arrived()
         self._counts["landed"] += 1
-        self._counts["bytes"] += nbytes
+        self._counts["bytes"] += arrival.nbytes
         self._end()
-        self.arrival.set_result(Arrival(self.epoch.first_token, nbytes))
+        self.arrival.set_result(arrival)
         release = Release(self.ticket.transfer_id)
         self._tasks.start(self._ranks.send_alive(self._rank_ids, release))
+
+    def _arrived(self) -> Arrival:
+        epoch, times = self.epoch, self.epoch.times
+        landed, committed = times[SinkEvent.RANKS_LANDED], times[SinkEvent.COMMIT]
+        return Arrival(
+            epoch.first_token,
+            epoch.nbytes,
+            data_s=landed - times[SinkEvent.OPENED],
+            commit_s=committed - times[SinkEvent.OPENED],
+            verify_s=times[SinkEvent.VERIFIED] - max(landed, committed),
+        )
 
     def _free(self) -> None:
         assert self.cause is not None
@@ -297,10 +316,3 @@ def _copies(error: PdserveError) -> Callable[[], PdserveError]:
 
 def stale_epoch(message: str) -> TransferError:
     return TransferError(message, code="STALE_EPOCH", blame=Blame.PREFILL, retryable=True)
-
-
-def _new_future() -> asyncio.Future[T]:
-    """A future that nobody need be waiting for when it fails."""
-    future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-    future.add_done_callback(lambda done: done.cancelled() or done.exception())
-    return future

@@ -98,10 +98,19 @@ class KVSink:
         Raises:
             TransferError: it failed; `on_freed` was called before this raises.
         """
-        landing = self._arrivals.get(transfer_id)
-        arrival = await asyncio.shield(landing or self._find(transfer_id).arrival)
-        self._arrivals.pop(transfer_id, None)
-        return arrival
+        return await asyncio.shield(self.landing(transfer_id))
+
+    def landing(self, transfer_id: bytes) -> asyncio.Future[Arrival]:
+        """What `wait` waits for, for whoever must act as soon as it is there. Not to be cancelled.
+
+        Raises:
+            TransferError: no such transfer is under way.
+        """
+        if (landed := self._arrivals.pop(transfer_id, None)) is not None:
+            return landed
+        reservation = self._find(transfer_id)
+        reservation.awaited = True
+        return reservation.arrival
 
     async def cancel(self, transfer_id: bytes) -> bool:
         """Nobody waits for it any more. Returns True once the blocks are free; False when they are
@@ -247,7 +256,7 @@ class KVSink:
         """It has an outcome, which is kept in its place."""
         transfer_id, outcome = reservation.ticket.transfer_id, Outcome.of(reservation)
         del self._live[transfer_id]
-        if outcome.failure is None:
+        if outcome.failure is None and not reservation.awaited:
             self._arrivals[transfer_id] = reservation.arrival
         self._finished[transfer_id] = outcome
         while len(self._finished) > REMEMBERED:

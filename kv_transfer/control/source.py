@@ -2,7 +2,7 @@
 the sink says that digests are wrong, everything is sent once more under a new epoch.
 
     begin() ──▶ handoff.ready(run) … ──▶ handoff.commit() or abort()
-    when either has returned or raised, no rank reads the blocks any more
+    when either has an outcome, no rank reads the blocks any more
 
 Lives on the event loop of the prefill node; drives the `SOURCE` table of `protocol.py`.
 """
@@ -22,7 +22,7 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.kv_transfer.commands import Call, RankCalls, decode_event, transfer_error
 from pdserve.kv_transfer.connector import BlockRun, Failed
 from pdserve.kv_transfer.control.announcer import LeaseKeeper, RunAnnouncer
-from pdserve.kv_transfer.control.background import Lease, Tasks
+from pdserve.kv_transfer.control.background import Lease, Tasks, new_future
 from pdserve.kv_transfer.control.protocol import Action, SourceEvent, source_machine
 from pdserve.kv_transfer.control.sink_client import SinkClient
 from pdserve.kv_transfer.control.ticket import Ticket
@@ -73,6 +73,7 @@ class KVSource:
         except TransferError as error:
             self.counts[f"failed/{error.code}"] += 1
             raise
+        self.sink.connect(ticket)
         handoff = self._live[ticket.transfer_id] = Handoff(self, ticket, pieces)
         return handoff
 
@@ -124,7 +125,7 @@ class Handoff:
 
     def __init__(self, source: KVSource, ticket: Ticket, pieces: Sequence[Piece]) -> None:
         self.ticket = ticket  # of the present epoch
-        self.quiesced = asyncio.Event()  # no rank reads the blocks any more
+        self.outcome: asyncio.Future[HandoffResult] = new_future()  # no rank reads them any more
         self._source = source
         self._machine = source_machine(source.counts)
         self._lease = Lease(source.lease_s, self._lapse)
@@ -147,27 +148,21 @@ class Handoff:
         self._started = self._started or asyncio.get_running_loop().time()
         self._announcer.announce(run, block_ids, last)
 
-    async def commit(self, first_token: pb.TokenEvent) -> HandoffResult:
-        """The last run was announced: asks the sink to take over with `first_token`. Returns
-        when it has and no rank reads the blocks any more.
-
-        Raises:
-            TransferError: why the hand-off failed; the ranks are quiet then, too.
-        """
+    def commit(self, first_token: pb.TokenEvent) -> asyncio.Future[HandoffResult]:
+        """The last run was announced: asks the sink to take over with `first_token`. The future
+        has a result when it has and no rank reads the blocks any more, or a TransferError: why
+        the hand-off failed; the ranks are quiet then, too. Not to be cancelled."""
         self._first_token = first_token
         self._lease.renew()
         self._on(SourceEvent.COMMIT)
-        await self.quiesced.wait()
-        if self._cause is not None:
-            raise self._cause
-        return HandoffResult(self._nbytes, self._seconds)
+        return self.outcome
 
     async def abort(self, reason: str) -> None:
         """Gives up; returns when no rank reads the blocks any more. Without effect on the
         outcome of a hand-off that has one."""
         error = TransferError(reason, code="ABORTED", blame=Blame.PREFILL, retryable=True)
         self._on(SourceEvent.ABORT, error)
-        await self.quiesced.wait()
+        await asyncio.wait([self.outcome])
 
     async def watch(self, work: asyncio.Future[T]) -> T:
         """Waits for `work` while the hand-off stands.
@@ -175,14 +170,10 @@ class Handoff:
         Raises:
             TransferError: why the hand-off failed.
         """
-        quiesced = asyncio.ensure_future(self.quiesced.wait())
-        try:
-            either: list[asyncio.Future[Any]] = [work, quiesced]
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            quiesced.cancel()
-        if not work.done() and self._cause is not None:
-            raise self._cause
+        either: list[asyncio.Future[Any]] = [work, self.outcome]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            self.outcome.result()
         return work.result()
 
     def moved(self) -> None:
@@ -278,4 +269,7 @@ class Handoff:
     def _free(self) -> None:
         self._lease.end()
         self._source.forget(self)
-        self.quiesced.set()
+        if self._cause is not None:
+            self.outcome.set_exception(self._cause)
+        else:
+            self.outcome.set_result(HandoffResult(self._nbytes, self._seconds))

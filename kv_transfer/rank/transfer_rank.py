@@ -7,7 +7,8 @@ cache, and is served while a step computes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 
 from pdserve.common.config.shared import TLSConfig
 from pdserve.common.core.errors import ConfigError, TransferError
+from pdserve.kv_transfer.blocks import piece_nbytes
 from pdserve.kv_transfer.commands import (
     Accept,
     Command,
@@ -40,6 +42,11 @@ from pdserve.kv_transfer.rank.digester import Digester, Hashed, Verification
 from pdserve.kv_transfer.selection import Connectors, load_connector
 
 logger = logging.getLogger(__name__)
+
+# What is hashed while a call waits for it, rather than on a thread: in less time than it takes to
+# wake one that others keep from the interpreter.
+SHORT_NBYTES = 512 << 10
+SHORT_RUNS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +110,7 @@ class TransferRank:
         self._sinks: dict[bytes, SinkTransfer] = {}
         self._sources: dict[bytes, SourceTransfer] = {}
         self._verifications: dict[bytes, Verification] = {}  # of sinks
+        self._busy = threading.Lock()  # one call at a time
         self._endpoint = b"" if source else connector.endpoint()
 
     def info(self) -> bytes:
@@ -110,8 +118,45 @@ class TransferRank:
         return self._endpoint
 
     def handle(self, message: bytes) -> bytes:
+        with self._busy:
+            return self._answer(lambda: decode_command(message))
+
+    def handle_at_once(self, message: bytes) -> bytes | None:
+        if not self._busy.acquire(blocking=False):
+            return None
         try:
-            reply = self._serve(decode_command(message))
+            command = decode_command(message)
+            return self._answer(lambda: command) if self._is_short(command) else None
+        except TransferError:
+            return None  # it is none: `handle` says so
+        finally:
+            self._busy.release()
+
+    def _is_short(self, command: Command) -> bool:
+        """No method of a connector blocks but `quiesce`; hashing takes its time."""
+        match command:
+            case Accept() | Submit():
+                return True
+            case Ready(digest=digest):
+                source = self._sources.get(command.transfer_id)
+                rects = [piece.rect for piece, _ in source.pieces] if digest and source else []
+                return self._hashed_soon(rects, command.run.count)
+            case Verify(transfer_id, digests):
+                sink = self._sinks.get(transfer_id)
+                count = len(sink.block_ids) if sink else 0
+                few = len(digests) <= SHORT_RUNS
+                return few and self._hashed_soon([self._connector.context.view.rect], count)
+            case _:
+                return False
+
+    def _hashed_soon(self, rects: Sequence[Rect], count: int) -> bool:
+        cache = self._connector.context.view.cache
+        nbytes = sum(piece_nbytes(cache, rect, count) for rect in rects)
+        return nbytes <= SHORT_NBYTES and (cache.device.type == "cpu" or not nbytes)
+
+    def _answer(self, command: Callable[[], Command]) -> bytes:
+        try:
+            reply = self._serve(command())
         except TransferError as error:
             answer = RankError(error.message, error.code, error.blame.value, error.retryable)
             reply = Reply(error=answer)

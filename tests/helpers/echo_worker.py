@@ -41,6 +41,9 @@ class EchoExtension:
         """Whether anything was written into the block of that number."""
         return b"used" if self.cache[:, :, int(message)].any() else b"unused"
 
+    def handle_at_once(self, message: bytes) -> bytes | None:
+        return None
+
     def close(self, deadline: float) -> None:
         pass
 

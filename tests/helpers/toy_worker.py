@@ -29,6 +29,9 @@ class ToyExtension:
             self.go.set()
         return b"call %d %s" % (self.rank, message)
 
+    def handle_at_once(self, message: bytes) -> bytes | None:
+        return self.handle(message) if message == b"raise at once" else None
+
     def close(self, deadline: float) -> None:
         if path := os.environ.get("TOY_CLOSED"):
             Path(path, f"extension.{self.rank}").write_text(str(deadline))

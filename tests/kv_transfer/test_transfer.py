@@ -175,7 +175,7 @@ async def test_each_side_frees_alone() -> None:
         with pytest.raises(TransferError) as error:
             await made.sink.wait(ticket.transfer_id)
         assert error.value.code == "LEASE_EXPIRED"
-        await asyncio.wait_for(handoff.quiesced.wait(), 5)
+        await asyncio.wait([handoff.outcome], timeout=5)
         with pytest.raises(TransferError, match="LEASE_EXPIRED"):
             await handoff.commit(0)
         assert made.freed == ["sink", "source"]
@@ -218,7 +218,7 @@ async def test_the_client_leaves(connector: str, stage: str) -> None:
         if stage != "reserved":
             handoff.ready(BlockRun(0, 2), SOURCE_IDS[:2])
         if stage == "committing":  # the last runs never come, so it stays open
-            committing = asyncio.create_task(handoff.commit(0))
+            committing = handoff.commit(0)
             await asyncio.sleep(0.02)
         assert await made.sink.cancel(ticket.transfer_id) is True
         with pytest.raises(TransferError, match="CANCELLED"):

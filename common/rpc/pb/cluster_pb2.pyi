@@ -267,14 +267,20 @@ class Prefilled(_message.Message):
     def __init__(self, cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ...) -> None: ...
 
 class Landed(_message.Message):
-    __slots__ = ("bytes", "cached_tokens", "first_token")
+    __slots__ = ("bytes", "cached_tokens", "first_token", "data_s", "commit_s", "verify_s")
     BYTES_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    DATA_S_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_S_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_S_FIELD_NUMBER: _ClassVar[int]
     bytes: int
     cached_tokens: int
     first_token: TokenEvent
-    def __init__(self, bytes: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., first_token: _Optional[_Union[TokenEvent, _Mapping]] = ...) -> None: ...
+    data_s: float
+    commit_s: float
+    verify_s: float
+    def __init__(self, bytes: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., first_token: _Optional[_Union[TokenEvent, _Mapping]] = ..., data_s: _Optional[float] = ..., commit_s: _Optional[float] = ..., verify_s: _Optional[float] = ...) -> None: ...
 
 class TokenEvent(_message.Message):
     __slots__ = ("choice", "tokens", "finish_reason", "stop_token_id")

@@ -116,7 +116,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Timeline(_message.Message):
-    __slots__ = ("queued", "reserved", "first_token", "transferred", "finished", "cached_tokens", "transfer_bytes", "transfer_seconds", "migrations", "prefill_queue_seconds", "prefill_seconds", "decode_cached_tokens")
+    __slots__ = ("queued", "reserved", "first_token", "transferred", "finished", "cached_tokens", "transfer_bytes", "transfer_seconds", "migrations", "prefill_queue_seconds", "prefill_seconds", "decode_cached_tokens", "data_seconds", "commit_seconds", "verify_seconds")
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +129,9 @@ class Timeline(_message.Message):
     PREFILL_QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     DECODE_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DATA_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_SECONDS_FIELD_NUMBER: _ClassVar[int]
     queued: float
     reserved: float
     first_token: float
@@ -141,7 +144,10 @@ class Timeline(_message.Message):
     prefill_queue_seconds: float
     prefill_seconds: float
     decode_cached_tokens: int
-    def __init__(self, queued: _Optional[float] = ..., reserved: _Optional[float] = ..., first_token: _Optional[float] = ..., transferred: _Optional[float] = ..., finished: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., migrations: _Optional[int] = ..., prefill_queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., decode_cached_tokens: _Optional[int] = ...) -> None: ...
+    data_seconds: float
+    commit_seconds: float
+    verify_seconds: float
+    def __init__(self, queued: _Optional[float] = ..., reserved: _Optional[float] = ..., first_token: _Optional[float] = ..., transferred: _Optional[float] = ..., finished: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., migrations: _Optional[int] = ..., prefill_queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., decode_cached_tokens: _Optional[int] = ..., data_seconds: _Optional[float] = ..., commit_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("request_id", "index", "tokens", "text", "finish_reason", "stop_reason", "usage", "timeline")
