@@ -21,7 +21,9 @@ class ToyExtension:
         self.go = threading.Event()
 
     def handle(self, message: bytes) -> bytes:
-        if message == b"raise":
+        if message == b"thread":
+            return threading.current_thread().name.encode()
+        if message.endswith(b"raise"):
             raise TransferError("no such peer", code="PEER_LOST", blame=Blame.PREFILL)
         if message == b"emit":
             self.emit(b"event")
@@ -30,7 +32,7 @@ class ToyExtension:
         return b"call %d %s" % (self.rank, message)
 
     def handle_at_once(self, message: bytes) -> bytes | None:
-        return self.handle(message) if message == b"raise at once" else None
+        return self.handle(message) if message in (b"thread", b"short raise") else None
 
     def close(self, deadline: float) -> None:
         if path := os.environ.get("TOY_CLOSED"):

@@ -174,6 +174,21 @@ async def test_a_waiting_sequence_stops_at_once() -> None:
         assert late.status is Status.DONE
 
 
+async def test_blocks_are_admitted_while_a_step_runs() -> None:
+    """When there are too few, as soon as they are given back."""
+    async with running() as (engine, executor, log, _):
+        engine.add(engine.new_sequence(job(12), Choice()))
+        await asyncio.wait_for(executor.started.wait(), SOON)
+        whole, waiting = (engine.new_sequence(job(n), Choice(), remote=True) for n in (44, 8))
+        engine.add(whole)
+        engine.add(waiting)
+        assert (whole.status, waiting.status) == (Status.REMOTE, Status.WAITING)
+        engine.release(whole)
+        assert waiting.status is Status.REMOTE
+        assert log.lines == [("admitted", 0), ("admitted", 1), ("admitted", 2)]
+        assert len(executor.batches) == 1, "the step is still running"
+
+
 async def test_a_failed_step_ends_the_loop_and_nobody_waits_for_ever() -> None:
     async with running() as (engine, executor, _, task):
         sequence = engine.new_sequence(job(), Choice())

@@ -1,0 +1,122 @@
+"""What a rank's extension answers on the node's event loop, and what it leaves to a thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from kv_fakes import FINGERPRINT, Geometry, shared_cache
+from pdserve.kv_transfer.commands import (
+    Accept,
+    Command,
+    Quiesce,
+    Ready,
+    Release,
+    Reply,
+    Submit,
+    Verify,
+    VerifyMore,
+)
+from pdserve.kv_transfer.connector import BlockRun, SinkTransfer, SourceTransfer
+from pdserve.kv_transfer.digest import RunDigest
+from pdserve.kv_transfer.layout import Piece, Rect
+from pdserve.kv_transfer.rank.transfer_rank import (
+    SHORT_NBYTES,
+    SHORT_RUNS,
+    RankConfig,
+    TransferRank,
+    build_rank,
+)
+
+ID = bytes(16)
+BLOCKS = 64
+GEOMETRY = Geometry(num_blocks=BLOCKS, head_dim=512)
+WHOLE = Rect(0, GEOMETRY.layers, 0, GEOMETRY.heads)
+encode = msgspec.msgpack.encode
+
+
+@contextmanager
+def rank(source: bool) -> Iterator[TransferRank]:
+    cache, _ = shared_cache(GEOMETRY.shape(WHOLE), torch.float32)
+    config = encode(RankConfig({"tcp": {}}, FINGERPRINT, source=source))
+    shape = GEOMETRY.cache_shape(WHOLE)
+    made = build_rank(cache, shape, None, 0, "127.0.0.1", config, lambda _: None)
+    try:
+        yield made
+    finally:
+        made.close(5.0)
+
+
+def block_nbytes() -> int:
+    return GEOMETRY.layers * 2 * GEOMETRY.heads * GEOMETRY.block_size * GEOMETRY.head_dim * 4
+
+
+def ready(count: int, digest: bool = True) -> Ready:
+    return Ready(ID, BlockRun(0, count), tuple(range(count)), True, digest)
+
+
+def answer(made: TransferRank, command: Command) -> Any:
+    reply = made.handle_at_once(encode(command))
+    return None if reply is None else msgspec.msgpack.decode(reply, type=Reply)
+
+
+def test_a_sink_accepts_and_checks_little_at_once() -> None:
+    few, many = SHORT_NBYTES // block_nbytes(), SHORT_NBYTES // block_nbytes() + 1
+    assert 0 < few < many <= BLOCKS
+    with rank(source=False) as made:
+        for epoch, count in ((1, few), (2, many)):
+            accept = Accept(SinkTransfer(ID, epoch, 0, tuple(range(count))))
+            assert answer(made, accept).error is None
+            wrong = RunDigest(0, WHOLE, BlockRun(0, count), b"wrong")
+            reply = answer(made, Verify(ID, (wrong,)))
+            assert reply is None if count == many else reply.digests == (wrong,)
+            assert answer(made, Verify(ID, (wrong,) * (SHORT_RUNS + 1))) is None
+        assert answer(made, VerifyMore(ID, 1)) is None
+        assert answer(made, Quiesce(ID)) is None
+        assert answer(made, Release(ID)) is None
+
+
+def test_a_source_announces_and_hashes_little_at_once() -> None:
+    many = SHORT_NBYTES // block_nbytes() + 1
+    with rank(source=False) as sink, rank(source=True) as made:
+        piece = Piece(0, 0, WHOLE)
+        submit = Submit(SourceTransfer(ID, 1, ((piece, sink.info()),)))
+        assert answer(made, submit).error is None
+        assert answer(made, ready(many)) is None
+        assert len(answer(made, ready(many - 1)).digests) == 1
+        assert answer(made, ready(many, digest=False)).digests == ()
+        made.handle(encode(Quiesce(ID)))
+
+
+def test_one_call_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    with rank(source=False) as made:
+        inside, leave = threading.Event(), threading.Event()
+
+        def quiesce(transfer_id: bytes) -> None:
+            inside.set()
+            leave.wait(30.0)
+
+        monkeypatch.setattr(made._connector, "quiesce", quiesce)
+        thread = threading.Thread(target=made.handle, args=(encode(Quiesce(ID)),))
+        thread.start()
+        assert inside.wait(30.0)
+        accept = Accept(SinkTransfer(ID, 1, 0, (0,)))
+        assert answer(made, accept) is None
+        leave.set()
+        thread.join()
+        assert answer(made, accept).error is None
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\xc1", b"\x80", encode(("Accept", 1))])
+def test_what_is_no_command_is_left_to_the_thread_that_says_so(garbage: bytes) -> None:
+    with rank(source=False) as made:
+        assert made.handle_at_once(garbage) is None
+        reply = msgspec.msgpack.decode(made.handle(garbage), type=Reply)
+        assert reply.error is not None and reply.error.code == "BAD_FRAME"
+        assert answer(made, Verify(ID, ())).error.code == "UNKNOWN_TRANSFER"
