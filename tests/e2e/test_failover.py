@@ -30,15 +30,18 @@ HANDOFF, P = (
 CLIENT = "pdserve.kv_transfer.control.sink_client:SinkClient"
 
 STEPS = [
-    *[("decode", f"{D}.{method}", 1) for method in ("events", "admitted", "_reserve", "_land")],
+    *[("decode", f"{D}.{method}", 1) for method in ("events", "admitted", "_reserve", "_landed")],
     ("decode", f"{RESERVATION}._accept", 1),
     ("decode", f"{RESERVATION}._issue", 1),
     *[("decode", f"{SINK}.on_event", count) for count in (1, 2, 3)],
     ("decode", f"{SINK}.commit", 1),
     ("decode", f"{RESERVATION}._verify", 1),
     ("decode", f"{RESERVATION}._activate", 1),
-    ("decode", f"{D}._land>", 1),
-    *[("prefill", f"{P}.{method}", 1) for method in ("events", "admitted", "sampled", "_describe")],
+    ("decode", f"{D}._activate>", 1),
+    *[
+        ("prefill", f"{P}.{method}", 1)
+        for method in ("events", "admitted", "sampled", "_take>", "_describe")
+    ],
     *[("prefill", f"{P}.computed", count) for count in (1, 2, 3)],
     ("prefill", f"{HANDOFF}._send_commit", 1),
     ("prefill", f"{CLIENT}.commit", 1),

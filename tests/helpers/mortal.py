@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from functools import wraps
+from inspect import iscoroutinefunction
 from typing import Any
 
 from pdserve.common.core.plugins import import_string
@@ -29,7 +30,7 @@ def arm(number: str, point: str, count: str) -> None:
 
 
 def _struck(method: Callable[..., Any], strike: Callable[[], None], after: bool) -> Any:
-    if after:
+    if after and iscoroutinefunction(method):
 
         @wraps(method)
         async def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -40,8 +41,12 @@ def _struck(method: Callable[..., Any], strike: Callable[[], None], after: bool)
         return wrapped
 
     @wraps(method)
-    def before(*args: Any, **kwargs: Any) -> Any:
-        strike()
-        return method(*args, **kwargs)
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        if not after:
+            strike()
+        result = method(*args, **kwargs)
+        if after:
+            strike()
+        return result
 
-    return before
+    return plain

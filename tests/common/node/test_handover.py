@@ -52,7 +52,7 @@ async def test_a_step_that_runs_holds_up_neither_reservation_nor_landing() -> No
 
 async def test_a_client_that_leaves_as_its_kv_lands_leaves_no_block() -> None:
     async with (
-        decode_node() as (node, _, (gate,)),
+        decode_node() as (node, _, _),
         grpc.aio.insecure_channel(node.address) as channel,
         asyncio.timeout(60),
     ):
