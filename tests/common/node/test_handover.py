@@ -28,7 +28,8 @@ async def test_a_step_that_runs_holds_up_neither_reservation_nor_landing() -> No
     ):
         stub, engine = pb_grpc.DecodeStub(channel), node.replicas[0].engine
         running = stub.Run(pb.DecodeRequest(job=job_to_pb(JOB), local_prefill=True))
-        await running.read()
+        while not (await running.read()).HasField("tokens"):
+            pass
         gate.open.clear()
         step = engine.progress().step
         handed_over = stub.Run(pb.DecodeRequest(job=job_to_pb(replace(JOB, request_id="there"))))
