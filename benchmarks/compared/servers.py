@@ -1,0 +1,229 @@
+"""Servers of the same model on the same cores: how each is started, asked and ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import psutil
+
+from benchmarks.fleet import free_port
+
+ROOT = Path(__file__).parents[2]
+START_TIMEOUT = 300.0  # seconds: some compile first
+STOP_TIMEOUT = 20.0
+MAX_MODEL_LEN = 2048
+MAX_NUM_SEQS = 32
+# Its folder is the first place of imports, as in a checkout.
+PDSERVE = "import sys; from pdserve.common.cli.main import main; sys.exit(main())"
+
+
+class Absent(Exception):
+    """A peer that is not installed here; the message says what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What every server gets."""
+
+    model: Path
+    dtype: str
+    cores: Sequence[int]
+
+    @property
+    def threads(self) -> int:
+        return len(self.cores)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server that may be started. `command` takes a port."""
+
+    name: str
+    command: Callable[[int], Sequence[str]]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    body: Mapping[str, Any] = field(default_factory=dict)  # of each request, beside the common
+    model: str = "model"  # the name it answers to
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    server: Server
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def ask(self) -> None:
+        """One token. Raises OSError."""
+        body = {"model": self.server.model, "prompt": "Once", "max_tokens": 1, "temperature": 0}
+        head = {"Content-Type": "application/json"}
+        request = Request(f"{self.url}/v1/completions", json.dumps(body).encode(), head)
+        with urlopen(request, timeout=60) as answer:
+            answer.read()
+
+    def wait_ready(self) -> None:
+        """Raises Absent when it ends or does not answer in time."""
+        deadline = time.monotonic() + START_TIMEOUT
+        while self.process.poll() is None and time.monotonic() < deadline:
+            with suppress(OSError):
+                return self.ask()
+            time.sleep(0.5)
+        how = f"ended with {self.process.poll()}" if self.process.poll() is not None else "is late"
+        raise Absent(f"does not start: {how}, see {self.log}")
+
+    def idle_cpu(self, seconds: float = 1.0) -> float:
+        """Cores it takes while nobody asks: those it takes from whoever is measured."""
+        before = self._cpu_seconds()
+        time.sleep(seconds)
+        return (self._cpu_seconds() - before) / seconds
+
+    def _cpu_seconds(self) -> float:
+        own = psutil.Process(self.process.pid)
+        times = [each.cpu_times() for each in (own, *own.children(recursive=True))]
+        return sum(each.user + each.system for each in times)
+
+
+@contextmanager
+def running(server: Server, machine: Machine, logs: Path) -> Iterator[Running]:
+    """The server, answering.
+
+    Raises:
+        Absent: it does not come to that.
+    """
+    port, log = free_port(), logs / f"{server.name.replace(' ', '-').replace('/', '-')}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            server.command(port),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, **server.environment},
+            preexec_fn=lambda: os.sched_setaffinity(0, machine.cores),
+        )
+    try:
+        found = Running(server, f"http://127.0.0.1:{port}", process, log)
+        found.wait_ready()
+        yield found
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """With all that it started."""
+    with suppress(ProcessLookupError):
+        process.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_TIMEOUT)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # its session is its own
+    process.wait()
+
+
+# ---- which there are ----
+
+
+def pdserve(shape: str, machine: Machine) -> Server:
+    """`NAME[@CHECKOUT]=FLAGS` of `pdserve up`."""
+    name, _, flags = shape.partition("=")
+    name, _, checkout = name.partition("@")
+    folder = Path(checkout or ROOT).resolve()
+    if not (folder / "pdserve").is_dir():
+        raise Absent(f"{folder} is no checkout of pdserve")
+    return Server(
+        f"pdserve {name}",
+        lambda port: [
+            *(sys.executable, "-c", PDSERVE, "up", "--model", str(machine.model)),
+            *("--served-model-name", "model", "--port", str(port), "--dtype", machine.dtype),
+            *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS)),
+            *flags.split(),
+        ],
+        {"PYTHONPATH": str(folder)},
+        {"ignore_eos": True},
+    )
+
+
+def vllm(venv: str | None, machine: Machine) -> Server:
+    program = _program(venv, "vllm", "--vllm")
+    return Server(
+        "vLLM",
+        lambda port: [
+            *(program, "serve", str(machine.model), "--served-model-name", "model"),
+            *("--host", "127.0.0.1", "--port", str(port), "--dtype", machine.dtype),
+            *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS)),
+        ],
+        {
+            "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, machine.cores)),
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            **_beside(program),
+        },
+        {"ignore_eos": True},
+    )
+
+
+def transformers(venv: str | None, machine: Machine) -> Server:
+    program = _program(venv, "transformers", "--transformers")
+    endless = {"eos_token_id": -1, "pad_token_id": 0, "do_sample": False}
+    return Server(
+        "transformers serve",
+        lambda port: [
+            *(program, "serve", str(machine.model), "--continuous-batching"),
+            *("--host", "127.0.0.1", "--port", str(port), "--dtype", machine.dtype),
+            *("--device", "cpu"),
+        ],
+        {"OMP_NUM_THREADS": str(machine.threads), "HF_HUB_OFFLINE": "1", **_beside(program)},
+        {"generation_config": json.dumps(endless)},
+        str(machine.model),
+    )
+
+
+def llama_cpp(program: str | None, gguf: str | None, machine: Machine) -> Server:
+    """`llama-server`, whose models are GGUF files."""
+    if program is None:
+        raise Absent("name its llama-server by --llama-server or PEERS_LLAMA_SERVER")
+    if not Path(program).is_file():
+        raise Absent(f"there is no {program}")
+    if gguf is None or not Path(gguf).is_file():
+        raise Absent("name the model as GGUF by --gguf (python benchmarks/compared/gguf_model.py)")
+    return Server(
+        "llama.cpp",
+        lambda port: [
+            *(program, "--model", gguf, "--alias", "model", "--host", "127.0.0.1"),
+            *("--port", str(port), "--threads", str(machine.threads)),
+            *("--parallel", str(MAX_NUM_SEQS), "--ctx-size", str(MAX_NUM_SEQS * MAX_MODEL_LEN)),
+        ],
+        body={"ignore_eos": True},
+    )
+
+
+def generate_command(venv: str | None, machine: Machine) -> list[str]:
+    """Of transformers without a server: `generate.py`, which says tokens a second."""
+    python = _program(venv, "python", "--transformers")
+    script = Path(__file__).with_name("generate.py")
+    return [python, str(script), str(machine.model), machine.dtype, str(machine.threads)]
+
+
+def _program(venv: str | None, name: str, flag: str) -> str:
+    if venv is None:
+        raise Absent(f"name its virtual environment by {flag} or PEERS_{flag[2:].upper()}")
+    path = Path(venv).absolute() / "bin" / name
+    if not path.exists():
+        raise Absent(f"there is no {path}")
+    return str(path)
+
+
+def _beside(program: str) -> dict[str, str]:
+    """The programs of its virtual environment are found before ours (ninja, for one)."""
+    return {"PATH": f"{Path(program).parent}:{os.environ.get('PATH', '')}"}
