@@ -44,6 +44,11 @@ class Machine:
     def threads(self) -> int:
         return len(self.cores)
 
+    @property
+    def max_model_len(self) -> int:
+        config = json.loads((self.model / "config.json").read_text(encoding="utf-8"))
+        return min(MAX_MODEL_LEN, int(config["max_position_embeddings"]))
+
 
 @dataclass(frozen=True, slots=True)
 class Server:
@@ -145,7 +150,7 @@ def pdserve(shape: str, machine: Machine) -> Server:
         lambda port: [
             *(sys.executable, "-c", PDSERVE, "up", "--model", str(machine.model)),
             *("--served-model-name", "model", "--port", str(port), "--dtype", machine.dtype),
-            *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS)),
+            *("--max-model-len", str(machine.max_model_len), "--max-num-seqs", str(MAX_NUM_SEQS)),
             *flags.split(),
         ],
         {"PYTHONPATH": str(folder)},
@@ -160,7 +165,7 @@ def vllm(venv: str | None, machine: Machine) -> Server:
         lambda port: [
             *(program, "serve", str(machine.model), "--served-model-name", "model"),
             *("--host", "127.0.0.1", "--port", str(port), "--dtype", machine.dtype),
-            *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS)),
+            *("--max-model-len", str(machine.max_model_len), "--max-num-seqs", str(MAX_NUM_SEQS)),
         ],
         {
             "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
@@ -202,7 +207,12 @@ def llama_cpp(program: str | None, gguf: str | None, machine: Machine) -> Server
         lambda port: [
             *(program, "--model", gguf, "--alias", "model", "--host", "127.0.0.1"),
             *("--port", str(port), "--threads", str(machine.threads)),
-            *("--parallel", str(MAX_NUM_SEQS), "--ctx-size", str(MAX_NUM_SEQS * MAX_MODEL_LEN)),
+            *(
+                "--parallel",
+                str(MAX_NUM_SEQS),
+                "--ctx-size",
+                str(MAX_NUM_SEQS * machine.max_model_len),
+            ),
         ],
         body={"ignore_eos": True},
     )

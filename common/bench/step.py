@@ -85,10 +85,10 @@ class Measured:
         return self.of(self.cells[cell].steps)
 
     def parts(self, cell: Cell) -> dict[str, float]:
-        """Seconds by part."""
+        """Seconds by part; what the clocks themselves cost is taken off, which may be too much."""
         found = self.cells[cell].parts
         names = dict.fromkeys(name for each in found for name in each)
-        return {name: self.of(each.get(name, 0.0) for each in found) for name in names}
+        return {name: max(0.0, self.of(each.get(name, 0.0) for each in found)) for name in names}
 
     def floor(self, cost: Cost) -> float:
         """Seconds that no program on this machine can go below."""
@@ -136,7 +136,9 @@ def _worker(config: BenchStepConfig, cells: Iterable[Cell]) -> Iterator[ModelWor
     blocks = max(cell.num_blocks(config.block_size) for cell in cells)
     engine = EngineConfig(
         model=replace(resolve_model(config.model), max_model_len=longest),
-        parallel=ParallelConfig(cpu_threads=config.threads, device=config.device),
+        parallel=ParallelConfig(
+            cpu_threads=config.threads, cpu_kernels=config.cpu_kernels, device=config.device
+        ),
         cache=CacheConfig(block_size=config.block_size, num_gpu_blocks_override=blocks),
     )
     worker = build_worker(worker_specs(WorkerConfig(engine))[0], lambda event: None)

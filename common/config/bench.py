@@ -46,6 +46,7 @@ class BenchStepConfig:
     threads: int = same_option(
         ParallelConfig, "cpu_threads", "torch threads (0: the cores this process may use)"
     )
+    cpu_kernels: str = same_option(ParallelConfig, "cpu_kernels")
     device: str = same_option(ParallelConfig, "device")
     block_size: int = same_option(CacheConfig, "block_size")
     model: ModelConfig = field(default_factory=ModelConfig)

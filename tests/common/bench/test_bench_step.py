@@ -41,7 +41,7 @@ def test_a_table_and_a_result(name: str, tmp_path: Path, capsys: pytest.CaptureF
         if name == "qwen2-moe":  # whose MLPs are experts, all of them
             expected = (expected | {"experts"}) - {"gate_up_proj", "down_proj"}
         assert expected <= set(cell["parts"])
-        assert all(row["ms"] > 0 for row in cell["parts"].values())
+        assert all(row["ms"] >= 0 for row in cell["parts"].values())
         assert cell["step"]["floor_ms"] > 0
         assert cell["step"]["bound_by"] in ("memory", "compute")
 
@@ -75,10 +75,10 @@ def test_timer_counts_what_is_within_a_part_for_the_part_within() -> None:
             started = next(readings)
             runner.ModelRunner(model, new_cache(model), model.attention.device, True).run(batch)
             ended = next(readings)
-    layers = model.spec.num_layers
-    assert timer.seconds["down_proj"] == layers
-    assert timer.seconds["norms"] == 2 * layers + 1
-    assert timer.seconds["activation"] == layers * (1 + 2)  # itself, and going into two others
+    assert timer.seconds.keys() == set(parts.ORDER) - {"experts"}
+    assert timer.seconds["down_proj"] == model.spec.num_layers  # nothing else is within it
+    assert min(timer.seconds.values()) > 0
+    # All of them together are the outermost: nothing is counted twice or lost.
     assert sum(timer.seconds.values()) == ended - started - 2
 
 
