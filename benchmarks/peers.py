@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -34,6 +33,7 @@ from benchmarks.compared.report import Results, plot, table
 from benchmarks.compared.servers import Absent, Machine, Running, Server, running
 from benchmarks.compared.workloads import FULL, QUICK, Closed, Failed, Workload, measure, warm_up
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.host import cpu_name
 from pdserve.common.demo_model.embedded import ensure_embedded_model
 
 GENERATED = Closed(128, 64, 8, 0).name  # the workload that `generate.py` does
@@ -178,7 +178,7 @@ def _report(
         console.print(f"absent: {name}: {reason}")
     console.print(f"logs: {logs}")
     if args.json:
-        told = {"cores": list(machine.cores), "dtype": args.dtype, "machine": platform.platform()}
+        told = {"cpu": cpu_name(), "cores": list(machine.cores), "dtype": args.dtype}
         args.json.write_text(json.dumps({**told, **results.as_json()}, indent=2) + "\n")
     if args.plot and results.found:
         plot(results, args.plot)

@@ -17,12 +17,14 @@ from paths import MODELS, ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import figures
 import peers
 
 from benchmarks.compared import servers, workloads
 from benchmarks.compared.report import Results, table
 from benchmarks.compared.servers import Absent, Machine, Server, running
 from benchmarks.compared.workloads import Closed, Mixed
+from pdserve.common.cli.main import main as pdserve
 
 MODEL = MODELS / "llama-gqa"
 SMALL = (Closed(16, 4, 2, 3), Mixed(2, 8, 12, 40, every=0.05, most=3, long_output_len=2))
@@ -144,3 +146,21 @@ def test_the_model_as_gguf_has_the_same_weights(tmp_path: Path) -> None:
     assert (norm == numbers[0]).all()
     assert read.fields["llama.block_count"].contents() == 1
     assert read.fields["tokenizer.ggml.tokens"].contents() == ["a", "b"]
+
+
+def test_figures_go_into_the_page(tmp_path: Path) -> None:
+    step, found, page = tmp_path / "step.json", tmp_path / "peers.json", tmp_path / "page.md"
+    page.write_text((ROOT / "docs" / "performance.md").read_text(encoding="utf-8"))
+    argv = ["bench", "step", f"--model={MODEL}", "--threads=1", "--repetitions=1", "--chunk=8"]
+    assert pdserve([*argv, f"--json={step}"]) == 0
+    medians = {"8 clients": {"ours": {"tok_s": 30.0}, "theirs": {"tok_s": 15.0}}}
+    rounds = [{"server": name} for name in ("ours", "theirs")]
+    result = {"cpu": "a CPU", "cores": [0], "dtype": "float32", "absent": {"vLLM": "why"}}
+    found.write_text(json.dumps({**result, "medians": medians, "rounds": rounds}))
+    for _ in range(2):  # the second time over the first one's
+        assert figures.main([str(step), str(found), str(page)]) == 0
+        text = page.read_text(encoding="utf-8")
+        assert text.count("| prefill 8 |") == text.count("| 8 clients | tok/s | 2.00 × |") == 1
+        assert text.count("Absent: vLLM (why).") == 1
+    assert figures.main(["/nowhere", str(found), str(page)]) == 0
+    assert page.read_text(encoding="utf-8") == text  # what was not measured stays

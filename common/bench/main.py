@@ -4,7 +4,6 @@ machine needs for their FLOPs and bytes, all measured in one run."""
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -19,6 +18,7 @@ from pdserve.common.bench.step import Cell, Measured, measure
 from pdserve.common.config.bench import BenchStepConfig
 from pdserve.common.config.sources import parse
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.host import cpu_name
 from pdserve.common.planning.step_cost import Cost
 
 LEAST_SHARE = 0.01  # of a step: a floor below that is nothing to compare a part with
@@ -94,7 +94,7 @@ def as_json(config: BenchStepConfig, found: Measured) -> dict[str, Any]:
         "statistic": config.statistic,
         "repetitions": config.repetitions,
         "device": found.runner.device.type,
-        "cpu": _cpu(),
+        "cpu": cpu_name(),
         "torch": torch.__version__,
         "peak_gflops": found.peaks.flops / 1e9,
         "read_gb_per_s": found.peaks.bandwidth / 1e9,
@@ -126,16 +126,6 @@ def _row(found: Measured, seconds: float, cost: Cost | None) -> dict[str, Any]:
 
 def _ms(seconds: Sequence[float]) -> list[float]:
     return [round(1e3 * each, 3) for each in seconds]
-
-
-def _cpu() -> str:
-    """Its name, where the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
 
 
 # ---- for people ----

@@ -11,6 +11,7 @@ import ctypes
 import errno
 import ipaddress
 import os
+import platform
 import resource
 import signal
 import socket
@@ -237,3 +238,13 @@ def die_with_parent() -> None:
 def default_cache_dir() -> Path:
     """`$PDSERVE_CACHE`, or `~/.cache/pdserve`: what is made once and may be deleted."""
     return Path(os.environ.get("PDSERVE_CACHE") or Path.home() / ".cache" / "pdserve")
+
+
+def cpu_name() -> str:
+    """Of this host's CPU, where the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
