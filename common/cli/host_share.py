@@ -12,6 +12,8 @@ from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.node import EngineConfig, ParallelConfig
 from pdserve.common.core.host import usable_cores
 
+PREFILL_NICE = 5  # of prefill nodes beside decode nodes
+
 
 @dataclass(frozen=True, slots=True)
 class NodeShare:
@@ -23,12 +25,29 @@ class NodeShare:
 
 def node_shares(config: ClusterConfig) -> list[NodeShare]:
     """Each node's share of this host, in the order of `config.nodes`."""
-    parallel, count = config.engine.parallel, config.nodes
-    nodes = [_parallel(parallel, config.prefill_tp, config.prefill_pp)] * count["prefill"]
-    nodes += [_parallel(parallel, config.decode_tp, config.decode_pp)] * count["decode"]
-    nodes += [parallel] * count["both"]
-    gpus = visible_gpus(parallel.device)
-    return share_host(config.engine, nodes, gpus=gpus, cores=usable_cores())
+    parallel, cores = config.engine.parallel, usable_cores()
+    roles = {
+        "prefill": _parallel(parallel, config.prefill_tp, config.prefill_pp),
+        "decode": _parallel(parallel, config.decode_tp, config.decode_pp),
+        "both": parallel,
+    }
+    if parallel.cpu_nice is None and config.nodes["decode"]:
+        roles["prefill"] = replace(roles["prefill"], cpu_nice=PREFILL_NICE)
+    nodes = [
+        each
+        for role, count in config.nodes.items()
+        for each in lend_cores(roles[role], count, cores)
+    ]
+    return share_host(config.engine, nodes, gpus=visible_gpus(parallel.device))
+
+
+def lend_cores(node: ParallelConfig, count: int, cores: int) -> list[ParallelConfig]:
+    """`count` nodes of a role. Their ranks share all cores, and so do those of another role: what
+    one role does not need just now the other one has. Who waits for whom is then the kernel's
+    business, by `cpu_nice`."""
+    ranks = count * node.world_size_across_dp
+    threads = node.cpu_threads or max(1, cores // max(1, ranks))
+    return [replace(node, cpu_threads=threads)] * count
 
 
 def _parallel(common: ParallelConfig, tp: int | None, pp: int | None) -> ParallelConfig:
@@ -41,16 +60,15 @@ def _parallel(common: ParallelConfig, tp: int | None, pp: int | None) -> Paralle
 
 
 def share_host(
-    engine: EngineConfig, nodes: Sequence[ParallelConfig], *, gpus: Sequence[str], cores: int
+    engine: EngineConfig, nodes: Sequence[ParallelConfig], *, gpus: Sequence[str]
 ) -> list[NodeShare]:
     """One share for each node, which has the ranks of all its replicas.
 
     GPUs are given out in order. When ranks outnumber them they are given out again and each node
-    takes only its part of a GPU's memory. CPU threads are the cores divided by all ranks.
+    takes only its part of a GPU's memory.
     """
     total = sum(node.world_size_across_dp for node in nodes)
     sharers = -(-total // len(gpus)) if gpus else 1
-    threads = engine.parallel.cpu_threads or max(1, cores // total)
     cache = replace(
         engine.cache, gpu_memory_utilization=engine.cache.gpu_memory_utilization / sharers
     )
@@ -61,7 +79,7 @@ def share_host(
         given += size
         shares.append(
             NodeShare(
-                replace(engine, parallel=replace(node, cpu_threads=threads), cache=cache),
+                replace(engine, parallel=node, cache=cache),
                 {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(own))} if own else {},
             )
         )

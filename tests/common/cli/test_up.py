@@ -24,6 +24,7 @@ from rich.console import Console
 from paths import HELPERS
 from pdserve.common.cli import child as child_module
 from pdserve.common.cli import cluster as cluster_module
+from pdserve.common.cli import host_share
 from pdserve.common.cli.cluster import Cluster, connect_host
 from pdserve.common.cli.host_share import NodeShare, node_shares, share_host
 from pdserve.common.cli.up import log_writer
@@ -428,7 +429,7 @@ def nodes(*sizes: int) -> list[ParallelConfig]:
 
 
 def test_place_deals_gpus_in_order() -> None:
-    placed = share_host(EngineConfig(), nodes(2, 1), gpus=["0", "1", "2"], cores=8)
+    placed = share_host(EngineConfig(), nodes(2, 1), gpus=["0", "1", "2"])
     assert [item.environment["CUDA_VISIBLE_DEVICES"] for item in placed] == ["0,1", "2"]
     assert [item.engine.parallel.tensor_parallel_size for item in placed] == [2, 1]
     assert placed[0].engine.cache.gpu_memory_utilization == 0.9
@@ -441,7 +442,7 @@ def test_every_rank_of_every_replica_has_its_gpu(monkeypatch: pytest.MonkeyPatch
     prefill, decode = node_shares(ClusterConfig(engine=engine, prefill_tp=1, decode_pp=2))
     assert prefill.environment["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert decode.environment["CUDA_VISIBLE_DEVICES"] == "2,3,4,5,6,7,8,9"
-    assert replace(prefill.engine.parallel, cpu_threads=0) == replace(
+    assert replace(prefill.engine.parallel, cpu_threads=0, cpu_nice=None) == replace(
         parallel, tensor_parallel_size=1
     )
     assert replace(decode.engine.parallel, cpu_threads=0) == replace(
@@ -450,18 +451,36 @@ def test_every_rank_of_every_replica_has_its_gpu(monkeypatch: pytest.MonkeyPatch
 
 
 def test_place_shares_one_gpu() -> None:
-    placed = share_host(EngineConfig(), nodes(1, 1), gpus=["7"], cores=8)
+    placed = share_host(EngineConfig(), nodes(1, 1), gpus=["7"])
     assert [item.environment["CUDA_VISIBLE_DEVICES"] for item in placed] == ["7", "7"]
     assert placed[0].engine.cache.gpu_memory_utilization == pytest.approx(0.45)
 
 
 @pytest.mark.parametrize(
-    ("cores", "ranks", "threads"), [(8, [2, 1], 2), (2, [1, 1], 1), (1, [4], 1)]
-)
-def test_place_shares_cores(cores: int, ranks: list[int], threads: int) -> None:
-    placed = share_host(EngineConfig(), nodes(*ranks), gpus=[], cores=cores)
-    assert {item.engine.parallel.cpu_threads for item in placed} == {threads}
+    ("cores", "size", "threads"),
+    [(8, {"prefill_tp": 2}, [4, 8]), (2, {}, [2, 2]), (2, {"prefill": 2, "decode": 2}, [1] * 4),
+     (1, {"decode_tp": 4}, [1, 1]), (4, {"both": 2}, [2, 2]), (4, {"both": 1, "prefill": 1,
+     "decode": 2}, [4, 2, 2, 4])],
+)  # fmt: skip
+def test_roles_lend_each_other_their_cores(
+    cores: int, size: dict[str, int], threads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_share, "usable_cores", lambda: cores)
+    engine = EngineConfig(parallel=ParallelConfig(device="cpu"))
+    placed = node_shares(ClusterConfig(engine=engine, **size))  # type: ignore[arg-type]
+    assert [item.engine.parallel.cpu_threads for item in placed] == threads
     assert all(item.environment == {} for item in placed)
+
+
+def test_prefill_nodes_give_way_and_flags_win() -> None:
+    found = [item.engine.parallel.cpu_nice for item in node_shares(ClusterConfig(both=1))]
+    assert found == [None]
+    prefill, decode = node_shares(ClusterConfig())
+    assert prefill.engine.parallel.cpu_nice == host_share.PREFILL_NICE
+    assert decode.engine.parallel.cpu_nice is None
+    parallel = ParallelConfig(device="cpu", cpu_threads=3, cpu_nice=0)
+    for share in node_shares(ClusterConfig(engine=EngineConfig(parallel=parallel))):
+        assert (share.engine.parallel.cpu_threads, share.engine.parallel.cpu_nice) == (3, 0)
 
 
 @pytest.mark.parametrize(
