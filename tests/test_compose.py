@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from paths import ROOT
-from pdserve.common.config.node import WorkerNodeConfig
+from pdserve.common.config.node import BothNodeConfig, WorkerNodeConfig
 from pdserve.common.config.router import RouterConfig
 from pdserve.common.config.sources import options, parse
 
@@ -27,6 +27,7 @@ CONFIGS: dict[str, type] = {
     "router": RouterConfig,
     "prefill": WorkerNodeConfig,
     "decode": WorkerNodeConfig,
+    "both": BothNodeConfig,
 }
 VARIABLE = re.compile(r"(?<!\$)\$\{(\w+)(?::\?[^}]*)?\}")
 
@@ -87,6 +88,16 @@ def test_knobs_reach_the_roles() -> None:
     assert config_of("decode", services["decode"]).engine.parallel.tensor_parallel_size == 2
     assert config_of("decode", services["decode"]).engine.parallel.data_parallel_size == 1
     assert config_of("router", services["router"]).model.model == "/m"
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_a_node_of_both_roles_comes_when_it_is_asked_for(gpu: bool) -> None:
+    service = cluster(gpu=gpu, BOTH_TP="2", PDSERVE_CLUSTER_KEY=KEY)["services"]["both"]
+    config = config_of("both", service)
+    assert service["profiles"] == ["both"]
+    assert (config.node.router, config.node.advertise_host) == ("router:8002", "auto")
+    assert config.engine.parallel.tensor_parallel_size == 2
+    assert config.engine.parallel.device == ("cuda" if gpu else "auto")
 
 
 def test_every_knob_is_used_and_every_variable_is_a_knob() -> None:
