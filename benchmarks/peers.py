@@ -91,10 +91,19 @@ def wanted(args: argparse.Namespace, machine: Machine) -> dict[str, Callable[[],
     return found
 
 
-def compare(args: argparse.Namespace, machine: Machine, console: Console, logs: Path) -> Results:
-    results = Results()
+def chosen(args: argparse.Namespace) -> Sequence[Workload]:
     every = QUICK if args.quick else FULL
-    workloads = [every[n - 1] for n in args.workloads] if args.workloads else every
+    return [every[n - 1] for n in args.workloads] if args.workloads else every
+
+
+def compare(
+    args: argparse.Namespace,
+    workloads: Sequence[Workload],
+    machine: Machine,
+    console: Console,
+    logs: Path,
+) -> Results:
+    results = Results()
     with ExitStack() as stack:
         alive: list[Running] = []
         for name, make in wanted(args, machine).items():
@@ -154,8 +163,13 @@ def _generate(args: argparse.Namespace, machine: Machine, results: Results) -> N
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    return run(args, chosen(args))
+
+
+def run(args: argparse.Namespace, workloads: Sequence[Workload]) -> int:
     """Exit code 1 when no server answered, 2 for a bad start."""
-    args, console = parse_args(argv), Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers end with us
     try:
         model = args.model or ensure_embedded_model()
@@ -165,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine = Machine(model.resolve(), args.dtype, args.cores or sorted(os.sched_getaffinity(0)))
     logs = args.logs or Path(tempfile.mkdtemp(prefix="pdserve-peers-"))
     logs.mkdir(parents=True, exist_ok=True)
-    results = compare(args, machine, console, logs)
+    results = compare(args, workloads, machine, console, logs)
     return _report(args, machine, results, console, logs)
 
 
