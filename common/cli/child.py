@@ -1,4 +1,4 @@
-"""One process of a local cluster: its own group, its output forwarded line by line."""
+"""One process of a local cluster: its own session, its output forwarded line by line."""
 
 from __future__ import annotations
 
@@ -56,9 +56,8 @@ class Child:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             env=_environment(self.spec.environment),
-            # Ctrl-C in the terminal reaches the parent only, which then drains in order. A session
-            # of its own would be scheduled as one, whatever its threads' nice is (autogroup).
-            process_group=0,
+            # Ctrl-C in the terminal reaches the parent only, which then drains in order.
+            start_new_session=True,
             preexec_fn=partial(_die_with, os.getpid()),
         )
         self._cleared = False

@@ -12,8 +12,6 @@ from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.node import EngineConfig, ParallelConfig
 from pdserve.common.core.host import usable_cores
 
-PREFILL_NICE = 5  # of prefill nodes beside decode nodes
-
 
 @dataclass(frozen=True, slots=True)
 class NodeShare:
@@ -31,8 +29,6 @@ def node_shares(config: ClusterConfig) -> list[NodeShare]:
         "decode": _parallel(parallel, config.decode_tp, config.decode_pp),
         "both": parallel,
     }
-    if parallel.cpu_nice is None and config.nodes["decode"]:
-        roles["prefill"] = replace(roles["prefill"], cpu_nice=PREFILL_NICE)
     nodes = [
         each
         for role, count in config.nodes.items()
@@ -42,9 +38,8 @@ def node_shares(config: ClusterConfig) -> list[NodeShare]:
 
 
 def lend_cores(node: ParallelConfig, count: int, cores: int) -> list[ParallelConfig]:
-    """`count` nodes of a role. Their ranks share all cores, and so do those of another role: what
-    one role does not need just now the other one has. Who waits for whom is then the kernel's
-    business, by `cpu_nice`."""
+    """`count` nodes of a role, whose ranks share all cores; and so do those of another role: what
+    one does not need just now the other one has, and where they contend, the kernel is fair."""
     ranks = count * node.world_size_across_dp
     threads = node.cpu_threads or max(1, cores // max(1, ranks))
     return [replace(node, cpu_threads=threads)] * count

@@ -101,13 +101,6 @@ class ParallelConfig:
         "where it can be built",
         choices=("auto", "native", "torch"),
     )
-    cpu_nice: int | None = option(
-        None,
-        "how far the threads that compute on a CPU give way to others of this host: nice, of which "
-        "each step takes a fifth of their share (default: 0; of prefill nodes of `up` 5)",
-        minimum=0,
-        maximum=19,
-    )
     device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
     distributed_timeout: float = option(
         30.0, "seconds after which a silent rank is dead", minimum=0.1

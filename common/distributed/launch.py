@@ -146,7 +146,7 @@ async def spawn(directory: Path, rank: int) -> Process:
         stdin=PIPE,  # its end tells the rank that this process is gone
         stdout=2,  # whatever a rank prints goes to standard error
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
-        process_group=0,  # a terminal's Ctrl-C is for the node alone
+        start_new_session=True,  # a terminal's Ctrl-C is for the node alone
     )
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import threading
 from dataclasses import dataclass, field, replace
 
 import msgspec
 import torch
 
-from pdserve.common.config.node import EngineConfig, ParallelConfig
+from pdserve.common.config.node import EngineConfig
 from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import is_loopback, usable_cores
@@ -101,7 +100,7 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     model_spec, max_model_len = _read_model(engine)
     environment, state = _init_distributed(spec, engine, device)
     replicas = engine.parallel.data_parallel_size
-    _set_threads(engine.parallel, replicas * environment.local_world_size)
+    _set_threads(engine.parallel.cpu_threads, replicas * environment.local_world_size)
     extension_config = config.extension and resolve_host(config.extension, environment)
     dtype = choose_dtype(engine.model.dtype, model_spec.dtype, device)
     # Each host chooses by what its CPU can do, and reads its own copy of the folder.
@@ -165,14 +164,9 @@ class ModelWorker:
 # ---- the stages of build_worker ----
 
 
-def _set_threads(parallel: ParallelConfig, local_world_size: int) -> None:
-    """`local_world_size` ranks share the cores that this process may use. Those threads that torch
-    will start inherit this one's place behind others."""
-    if parallel.cpu_nice:
-        thread = threading.get_native_id()
-        nice = os.getpriority(os.PRIO_PROCESS, thread) + parallel.cpu_nice
-        os.setpriority(os.PRIO_PROCESS, thread, min(nice, 19))
-    torch.set_num_threads(parallel.cpu_threads or max(1, usable_cores() // local_world_size))
+def _set_threads(requested: int, local_world_size: int) -> None:
+    """`local_world_size` ranks share the cores that this process may use."""
+    torch.set_num_threads(requested or max(1, usable_cores() // local_world_size))
 
 
 def resolve_host(config: ExtensionConfig, environment: DistributedEnvironment) -> ExtensionConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,6 @@ import torch
 
 import reference
 from cluster import Cluster, text_of
-from pdserve.common.cli.host_share import PREFILL_NICE
 from pdserve.router.http.response import TIMELINE_HEADER
 
 MODEL = "llama-gqa"
@@ -660,15 +658,3 @@ def test_the_timeline_tells_the_stations_in_order(cluster: Cluster) -> None:
     stations = ("queued", "reserved", "first_token", "transferred", "finished")
     times = [line[station] for station in stations]
     assert times == sorted(times)
-
-
-def test_where_nodes_share_cores_prefill_gives_way(cluster: Cluster) -> None:
-    """Its threads that compute, and no others: first tokens and KV go out at once."""
-
-    def nice(role: str) -> set[int]:
-        process = cluster.node_process(role)
-        assert process is not None
-        return {os.getpriority(os.PRIO_PROCESS, thread.id) for thread in process.threads()}
-
-    (usual,) = nice("decode")
-    assert nice("prefill") == {usual, min(usual + PREFILL_NICE, 19)}

@@ -442,7 +442,7 @@ def test_every_rank_of_every_replica_has_its_gpu(monkeypatch: pytest.MonkeyPatch
     prefill, decode = node_shares(ClusterConfig(engine=engine, prefill_tp=1, decode_pp=2))
     assert prefill.environment["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert decode.environment["CUDA_VISIBLE_DEVICES"] == "2,3,4,5,6,7,8,9"
-    assert replace(prefill.engine.parallel, cpu_threads=0, cpu_nice=None) == replace(
+    assert replace(prefill.engine.parallel, cpu_threads=0) == replace(
         parallel, tensor_parallel_size=1
     )
     assert replace(decode.engine.parallel, cpu_threads=0) == replace(
@@ -472,15 +472,10 @@ def test_roles_lend_each_other_their_cores(
     assert all(item.environment == {} for item in placed)
 
 
-def test_prefill_nodes_give_way_and_flags_win() -> None:
-    found = [item.engine.parallel.cpu_nice for item in node_shares(ClusterConfig(both=1))]
-    assert found == [None]
-    prefill, decode = node_shares(ClusterConfig())
-    assert prefill.engine.parallel.cpu_nice == host_share.PREFILL_NICE
-    assert decode.engine.parallel.cpu_nice is None
-    parallel = ParallelConfig(device="cpu", cpu_threads=3, cpu_nice=0)
-    for share in node_shares(ClusterConfig(engine=EngineConfig(parallel=parallel))):
-        assert (share.engine.parallel.cpu_threads, share.engine.parallel.cpu_nice) == (3, 0)
+def test_a_flag_divides_the_cores_for_good() -> None:
+    engine = EngineConfig(parallel=ParallelConfig(device="cpu", cpu_threads=3))
+    shares = node_shares(ClusterConfig(engine=engine, prefill=2, both=1, decode=1))
+    assert [share.engine.parallel.cpu_threads for share in shares] == [3] * 4
 
 
 @pytest.mark.parametrize(

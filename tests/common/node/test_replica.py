@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -219,26 +216,9 @@ def test_cores_are_shared_by_the_ranks_of_all_replicas(monkeypatch: pytest.Monke
     threads: list[int] = []
     monkeypatch.setattr(worker, "usable_cores", lambda: 16)
     monkeypatch.setattr(worker.torch, "set_num_threads", threads.append)
-    worker._set_threads(ParallelConfig(), local_world_size=4)
-    worker._set_threads(ParallelConfig(cpu_threads=3), local_world_size=4)
+    worker._set_threads(0, local_world_size=4)
+    worker._set_threads(3, local_world_size=4)
     assert threads == [4, 3]
-
-
-def test_the_threads_that_compute_give_way_and_no_other() -> None:
-    """Those that torch starts are children of the one that computes."""
-
-    def nice() -> int:
-        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-    def compute() -> tuple[int, int]:
-        worker._set_threads(ParallelConfig(cpu_nice=2, cpu_threads=1), local_world_size=1)
-        with ThreadPoolExecutor(1) as inner:
-            return nice(), inner.submit(nice).result()
-
-    before = nice()
-    with ThreadPoolExecutor(1) as thread:
-        assert thread.submit(compute).result() == (min(before + 2, 19),) * 2
-    assert nice() == before
 
 
 @pytest.mark.parametrize(("replicas", "share"), [(1, 0.1), (2, 0.1), (8, 0.5 / 16)])
