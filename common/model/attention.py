@@ -23,6 +23,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pdserve.common.model.layers import RMSNorm
+from pdserve.common.model.rotary import Angles, apply_rotary
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
@@ -121,6 +124,25 @@ class AttentionBackend(ABC):
     @abstractmethod
     def prepare(self, batch: AttentionBatch) -> AttentionContext:
         """What `forward` needs to know of a step; valid for that step and all layers."""
+
+    def attend(
+        self,
+        layer: int,
+        qkv: Tensor,
+        norms: tuple[RMSNorm, RMSNorm] | None,
+        angles: Angles,
+        kv_cache: Tensor,
+        context: AttentionContext,
+    ) -> Tensor:
+        """`forward` of projected heads `[T, heads + 2 · kv_heads, D]`, which may be overwritten:
+        queries and keys still want their `norms`, where the model has them, and positions."""
+        heads, kv_heads = self.shape.num_heads, self.shape.num_kv_heads
+        qk, v = qkv.split((heads + kv_heads, kv_heads), dim=1)
+        if norms is not None:
+            q, k = qk.split((heads, kv_heads), dim=1)
+            qk = torch.cat((norms[0](q), norms[1](k)), dim=1)
+        q, k = apply_rotary(qk, angles).split((heads, kv_heads), dim=1)
+        return self.forward(layer, q, k, v, kv_cache, context)
 
     @abstractmethod
     def forward(

@@ -9,14 +9,13 @@ Inference only: callers run it under `torch.inference_mode()`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from pdserve.common.core.model_spec import ModelSpec, RopeSpec
+from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.attention import AttentionBackend, AttentionContext, AttentionShape
 from pdserve.common.model.device import make_backend
@@ -29,6 +28,7 @@ from pdserve.common.model.layers import (
     VocabParallelEmbedding,
 )
 from pdserve.common.model.moe import MoE
+from pdserve.common.model.rotary import RotaryEmbedding
 from pdserve.common.model.sharding import Shard, Sharding, shards_of
 from pdserve.common.model.stages import Stage
 
@@ -48,26 +48,20 @@ class Attention:
             spec.o_bias,
             sharding,
         )
-        self.qk_norms: tuple[RMSNorm, ...] = ()
+        self.qk_norms: tuple[RMSNorm, RMSNorm] | None = None
         if spec.qk_norm:
-            self.qk_norms = tuple(
-                RMSNorm(f"{prefix}.{name}", spec.head_dim, spec.rms_norm_eps, sharding)
-                for name in ("q_norm", "k_norm")
+            size, eps = spec.head_dim, spec.rms_norm_eps
+            self.qk_norms = (
+                RMSNorm(f"{prefix}.q_norm", size, eps, sharding),
+                RMSNorm(f"{prefix}.k_norm", size, eps, sharding),
             )
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`[T, hidden]` → q [T, heads, D], k and v [T, kv_heads, D], positions applied."""
-        heads, kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
-        projected = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
-        qk, v = projected.split((heads + kv_heads, kv_heads), dim=1)
-        if self.qk_norms:
-            q, k = qk.split((heads, kv_heads), dim=1)
-            qk = torch.cat((self.qk_norms[0](q), self.qk_norms[1](k)), dim=1)
-        q, k = apply_rotary(qk, cos, sin).split((heads, kv_heads), dim=1)
-        return q, k, v
+    def project(self, x: Tensor) -> Tensor:
+        """`[T, hidden]` → `[T, heads + 2 · kv_heads, D]`: queries, keys and values."""
+        return self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
 
     def shards(self) -> Iterator[Shard]:
-        return shards_of(self.qkv_proj, self.o_proj, *self.qk_norms)
+        return shards_of(self.qkv_proj, self.o_proj, *(self.qk_norms or ()))
 
 
 class DecoderLayer:
@@ -113,7 +107,7 @@ class CausalLM:
         self.embedding = _embedding(spec, sharding) if self.stage.first else None
         self.head = _Head(spec, sharding, self.embedding) if self.stage.last else None
         self.attention: AttentionBackend = make_backend(
-            _attention_shape(spec, group), device, dtype
+            _attention_shape(spec, group), device, dtype, sharding.kernels
         )
 
     def forward(
@@ -134,12 +128,12 @@ class CausalLM:
             token is wanted to `compute_logits`.
         """
         hidden = inputs if self.embedding is None else self.embedding(inputs)
-        cos, sin = self.rope.angles(positions, self.dtype)
+        angles = self.rope.angles(positions, self.dtype)
         residual = None  # what `hidden` is added to: a sum and the norm after it are one kernel
         for index, layer in enumerate(self.layers):
             residual, normed = layer.input_norm.add(residual, hidden)
-            q, k, v = layer.attention.project(normed, cos, sin)
-            attended = self.attention.forward(index, q, k, v, kv_cache, context)
+            qkv, norms = layer.attention.project(normed), layer.attention.qk_norms
+            attended = self.attention.attend(index, qkv, norms, angles, kv_cache, context)
             hidden = layer.attention.o_proj(attended.flatten(1))
             residual, normed = layer.mlp_norm.add(residual, hidden)
             hidden = layer.mlp(normed)
@@ -195,45 +189,3 @@ def _embedding(spec: ModelSpec, sharding: Sharding) -> VocabParallelEmbedding:
 def _attention_shape(spec: ModelSpec, group: GroupCoordinator) -> AttentionShape:
     start, end = spec.kv_head_range(group.rank, group.size)
     return AttentionShape(spec.num_heads // group.size, end - start, spec.head_dim)
-
-
-# ---- rotary position embeddings (arXiv:2104.09864), half-split as in Llama ----
-
-
-class RotaryEmbedding:
-    """Turns query and key heads by angles that grow with the position."""
-
-    def __init__(self, spec: RopeSpec, head_dim: int, device: torch.device) -> None:
-        self.inverse_frequencies = _inverse_frequencies(spec, head_dim).to(device)
-
-    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin `[T, 1, head_dim/2]` for positions `[T]`: once per step, for all layers.
-        Computed in float32, where bfloat16 would lose the position."""
-        angles = positions.to(torch.float32)[:, None, None] * self.inverse_frequencies
-        return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads `x` [T, H, D] turned by the step's angles."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-def _inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
-    frequencies = 1.0 / spec.theta**exponents
-    if spec.kind == "linear":
-        return frequencies / spec.factor
-    if spec.kind == "llama3":
-        return _stretch_llama3(frequencies, spec)
-    return frequencies
-
-
-def _stretch_llama3(frequencies: Tensor, spec: RopeSpec) -> Tensor:
-    """Llama 3.1's rule: wavelengths well inside the original context stay, those beyond it
-    stretch by `factor`, those between are blended."""
-    context = spec.original_max_position_embeddings
-    turns = context * frequencies / (2 * math.pi)  # over the original context
-    low, high = spec.low_freq_factor, spec.high_freq_factor
-    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return keep * frequencies + (1 - keep) * frequencies / spec.factor

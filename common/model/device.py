@@ -11,6 +11,7 @@ import torch
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.native import BuildError
 from pdserve.common.model.attention import AttentionBackend, AttentionShape
+from pdserve.common.model.attention_native import MAX_HEAD_DIM, NativeAttention
 from pdserve.common.model.attention_torch import TorchAttention
 from pdserve.common.model.kernels.native import NativeKernels
 from pdserve.common.model.kernels.ops import Kernels, TorchKernels
@@ -106,11 +107,16 @@ def choose_kernels(requested: str, device: torch.device, rank: int = 0) -> Kerne
 
 
 def make_backend(
-    shape: AttentionShape, device: torch.device, dtype: torch.dtype
+    shape: AttentionShape,
+    device: torch.device,
+    dtype: torch.dtype,
+    kernels: Kernels | None = None,
 ) -> AttentionBackend:
-    """FlashInfer on a GPU where it is installed and computes in `dtype`; otherwise torch, which on
-    a GPU is slower and never chosen in silence."""
+    """FlashInfer on a GPU where it is installed and computes in `dtype`, native `kernels` on a CPU;
+    otherwise torch, which on a GPU is slower and never chosen in silence."""
     if device.type != "cuda":
+        if isinstance(kernels, NativeKernels) and shape.head_dim <= MAX_HEAD_DIM:
+            return NativeAttention(shape, device, dtype, kernels)
         return TorchAttention(shape, device, dtype)
     if missing := _without_flashinfer(dtype):
         logger.warning("attention in plain torch, which is slower: %s", missing)

@@ -14,6 +14,7 @@ from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.attention import AttentionBatch
 from pdserve.common.model.decoder import CausalLM
+from pdserve.common.model.device import choose_kernels
 from pdserve.common.model.loader import load_model
 from pdserve.common.model.sharding import Sharding
 
@@ -31,10 +32,11 @@ def single_threaded_inference() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def load(folder: Path, group: Any = None) -> CausalLM:
+def load(folder: Path, group: Any = None, kernels: str = "torch") -> CausalLM:
     spec = ModelSpec.from_folder(folder)
-    group = group or GroupCoordinator()
-    return load_model(spec, ModelConfig(model=str(folder)), Sharding(group, CPU, torch.float32))
+    chosen = choose_kernels(kernels, CPU)
+    sharding = Sharding(group or GroupCoordinator(), CPU, torch.float32, kernels=chosen)
+    return load_model(spec, ModelConfig(model=str(folder)), sharding)
 
 
 def new_cache(model: CausalLM) -> torch.Tensor:

@@ -21,6 +21,8 @@ SIGNATURES = {
     "rms_norm": "IIPIPDP",
     "add_rms_norm": "IIPPPDPP",
     "silu_and_mul": "IIPP",
+    "rotate_and_cache": "IIIIIPPPDPPPPP",
+    "paged_decode": "IIIIIDPIPPPPPIP",
 }
 _TYPES: dict[str, Any] = {"P": c_void_p, "I": c_int64, "D": c_double}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -35,6 +36,8 @@ from tiny_engine import (
 TRAINED = ["llama-gqa", "mistral", "qwen2", "qwen3"]
 SPARSE = ["mixtral", "qwen2-moe", "qwen3-moe"]
 PROMPT = "Once upon a time there was"
+NEEDS_COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++ here")
+KERNELS = ["torch", pytest.param("native", marks=NEEDS_COMPILER)]
 
 
 @pytest.fixture(autouse=True)
@@ -46,15 +49,17 @@ def inference() -> Iterator[None]:
 # ---- against transformers ----
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("name", [*TRAINED, *SPARSE])
-def test_greedy_tokens_equal_those_of_transformers(name: str) -> None:
+def test_greedy_tokens_equal_those_of_transformers(name: str, kernels: str) -> None:
     reference = AutoModelForCausalLM.from_pretrained(MODELS / name, dtype=torch.float32)
     prompt = AutoTokenizer.from_pretrained(MODELS / name).encode(PROMPT)
     output = reference.generate(
         torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=None
     )
     table = [9, 3, 7, 1]  # 64 slots, in no order
-    assert greedy(load(MODELS / name), prompt, 40, table) == output[0, len(prompt) :].tolist()
+    model = load(MODELS / name, kernels=kernels)
+    assert greedy(model, prompt, 40, table) == output[0, len(prompt) :].tolist()
 
 
 LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
@@ -82,7 +87,8 @@ SMALL = {
     ],
     ids=["linear-rope", "biases", "wide-heads-tied", "multi-query", "head-norms"],
 )
-def test_logits_equal_those_of_transformers(config: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_logits_equal_those_of_transformers(config: Any, kernels: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     tokens = some_tokens(40, vocab=101)
     with torch.inference_mode(False), torch.no_grad():
@@ -92,7 +98,7 @@ def test_logits_equal_those_of_transformers(config: Any, tmp_path: Path) -> None
                 parameter.add_(torch.randn_like(parameter) * 0.2)
         reference.save_pretrained(tmp_path)
         expected = reference(torch.tensor([tokens])).logits[0]
-    model = load(tmp_path)
+    model = load(tmp_path, kernels=kernels)
     logits = step(model, new_cache(model), [(tokens, 0, [4, 2, 6])])
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
@@ -100,9 +106,9 @@ def test_logits_equal_those_of_transformers(config: Any, tmp_path: Path) -> None
 # ---- the paged cache ----
 
 
-@pytest.fixture(scope="module")
-def llama() -> CausalLM:
-    return load(MODELS / "llama-gqa")
+@pytest.fixture(scope="module", params=KERNELS)
+def llama(request: pytest.FixtureRequest) -> CausalLM:
+    return load(MODELS / "llama-gqa", kernels=request.param)
 
 
 @pytest.mark.parametrize("cuts", [[20], [16, 32], [1, 2, 3, 37], list(range(1, 40))])

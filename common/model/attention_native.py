@@ -1,0 +1,143 @@
+"""Paged attention on a CPU in C++: blocks are read where they lie.
+
+Sequences with one query (decodes) are one call a layer. Prefill chunks are attended in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdserve.common.model.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionShape,
+    BlockIds,
+)
+from pdserve.common.model.attention_torch import TorchAttention, TorchChunk
+from pdserve.common.model.kernels.native import NativeKernels, call_of
+from pdserve.common.model.layers import RMSNorm
+from pdserve.common.model.rotary import Angles
+
+MAX_HEAD_DIM = 256  # `MAX_DIM` of paged.h
+Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Decodes:
+    """B sequences with one query each. int32, as the kernel reads them."""
+
+    rows: Int32s  # [B] which of the step's tokens
+    lengths: Int32s  # [B] tokens in their context
+    tables: Int32s  # [B, blocks of the longest]; what is behind a shorter one is not read
+
+
+@dataclass(frozen=True, slots=True)
+class NativeContext:
+    block_size: int
+    slots: BlockIds  # [T] block · block_size + slot of each token
+    decodes: _Decodes | None
+    chunks: tuple[TorchChunk, ...]
+
+
+class NativeAttention(AttentionBackend):
+    """See `AttentionBackend`."""
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        device: torch.device,
+        dtype: torch.dtype,
+        kernels: NativeKernels,
+    ) -> None:
+        super().__init__(shape, device, dtype)
+        self._chunks = TorchAttention(shape, device, dtype)
+        self._rotate_and_cache = kernels.function("rotate_and_cache")
+        self._paged_decode = kernels.function("paged_decode")
+
+    # ---- once per step ----
+
+    def prepare(self, batch: AttentionBatch) -> NativeContext:
+        counts = np.asarray(batch.query_lens, np.int64)
+        starts = np.asarray(batch.starts, np.int64)
+        offsets = np.cumsum(counts) - counts
+        tables = _pad([np.asarray(table) for table in batch.block_tables])
+        single = np.flatnonzero(counts == 1)
+        return NativeContext(
+            batch.block_size,
+            _slots(counts, starts, offsets, tables, batch.block_size),
+            _decodes(single, offsets, starts, tables) if len(single) else None,
+            self._chunks.chunks(batch),
+        )
+
+    # ---- once per layer ----
+
+    def attend(
+        self,
+        layer: int,
+        qkv: Tensor,
+        norms: tuple[RMSNorm, RMSNorm] | None,
+        angles: Angles | None,
+        kv_cache: Tensor,
+        context: NativeContext,
+    ) -> Tensor:
+        qkv, cache, shape = qkv.contiguous(), kv_cache[layer], self.shape
+        keys, values = cache[0].data_ptr(), cache[1].data_ptr()
+        cos, sin = (None, None) if angles is None else (part.data_ptr() for part in angles)
+        self._rotate_and_cache(
+            *call_of(qkv), len(qkv), shape.num_heads, shape.num_kv_heads, shape.head_dim,
+            context.block_size, qkv.data_ptr(), *_norms(norms), cos, sin, keys, values,
+            context.slots.ctypes.data,
+        )  # fmt: skip
+        out = qkv.new_empty(len(qkv), shape.num_heads, shape.head_dim)
+        if (decodes := context.decodes) is not None:
+            self._paged_decode(
+                *call_of(qkv), len(decodes.rows), shape.num_heads, shape.num_kv_heads,
+                shape.head_dim, context.block_size, shape.scale, qkv.data_ptr(), qkv.stride(0),
+                keys, values, decodes.rows.ctypes.data, decodes.lengths.ctypes.data,
+                decodes.tables.ctypes.data, decodes.tables.shape[1], out.data_ptr(),
+            )  # fmt: skip
+        if context.chunks:
+            heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+            q, k, v = qkv.split(heads, dim=1)
+            self._chunks.attend_chunks(q, k, v, cache, context.chunks, out)
+        return out
+
+    def forward(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, context: NativeContext
+    ) -> Tensor:
+        return self.attend(layer, torch.cat((q, k, v), dim=1), None, None, kv_cache, context)
+
+
+def _pad(tables: Sequence[BlockIds]) -> Int32s:
+    padded = np.zeros((len(tables), max(map(len, tables))), np.int32)
+    for row, table in zip(padded, tables, strict=True):
+        row[: len(table)] = table
+    return padded
+
+
+def _slots(
+    counts: BlockIds, starts: BlockIds, offsets: BlockIds, tables: Int32s, size: int
+) -> BlockIds:
+    sequence = np.repeat(np.arange(len(counts)), counts)
+    positions = np.arange(len(sequence)) + np.repeat(starts - offsets, counts)
+    return tables[sequence, positions // size].astype(np.int64) * size + positions % size
+
+
+def _decodes(chosen: BlockIds, offsets: BlockIds, starts: BlockIds, tables: Int32s) -> _Decodes:
+    return _Decodes(
+        offsets[chosen].astype(np.int32),
+        (starts[chosen] + 1).astype(np.int32),
+        tables if len(chosen) == len(tables) else np.ascontiguousarray(tables[chosen]),
+    )
+
+
+def _norms(norms: tuple[RMSNorm, RMSNorm] | None) -> tuple[int | None, int | None, float]:
+    if norms is None:
+        return None, None, 0.0
+    queries, keys = norms
+    return queries.weight.data_ptr(), keys.weight.data_ptr(), queries.eps
