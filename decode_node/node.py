@@ -3,13 +3,14 @@ of both roles: a decode node that computes every prompt itself, in chunks betwee
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 
 import grpc
 
 from pdserve.common.config.node import BothNodeConfig, WorkerNodeConfig
 from pdserve.common.core.errors import Blame, InvalidRequest
+from pdserve.common.core.request import is_plain_id
 from pdserve.common.engine.messages import RankReady
 from pdserve.common.node.engine_node import EngineNode
 from pdserve.common.rpc import convert
@@ -18,6 +19,7 @@ from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.status import serving
 from pdserve.decode_node.service import KVTransferService
 from pdserve.decode_node.session import DecodeSession
+from pdserve.decode_node.token_streams import TokenStreams
 from pdserve.kv_transfer.commands import Call
 from pdserve.kv_transfer.control.sink import KVSink
 from pdserve.kv_transfer.control.ticket import RankEndpoint
@@ -28,6 +30,11 @@ from pdserve.kv_transfer.selection import Connectors
 class DecodeNode(EngineNode[DecodeSession, KVSink]):
     role = pb.ROLE_DECODE
     blame = Blame.DECODE
+    token_streams = True
+
+    def __init__(self, config: WorkerNodeConfig) -> None:
+        super().__init__(config)
+        self.streams = TokenStreams()
 
     def make_transfers(self, ranks: Sequence[RankReady], call: Call) -> KVSink:
         """A ticket names the ranks of its replica alone."""
@@ -49,6 +56,9 @@ class DecodeNode(EngineNode[DecodeSession, KVSink]):
             pb_grpc.add_KVTransferServicer_to_server,
             KVTransferService(sinks, self.facts.spec.vocab_size),
         )
+
+    def end_streams(self) -> None:
+        self.streams.close()
 
     def finish_choice(self, request_id: str, choice: int) -> None:
         """The router has all it wants of a choice."""
@@ -95,13 +105,33 @@ class DecodeService(pb_grpc.DecodeServicer):
             if not request.local_prefill and not self._node.connectors:
                 raise InvalidRequest("a node of both roles takes no KV: it computes its prompts")
             job = convert.job_from_pb(request.job)
-            session = self._node.admit(job, lambda replica: DecodeSession(replica, job))
+            session = self._node.admit(
+                job, lambda replica: DecodeSession(replica, job, request.job_number)
+            )
             try:
-                async with aclosing(session.events(request.local_prefill)) as events:
+                async with aclosing(self._events(session, request)) as events:
                     async for event in events:
                         yield event
             finally:
                 self._node.close(session)
+
+    async def _events(
+        self, session: DecodeSession, request: pb.DecodeRequest
+    ) -> AsyncGenerator[pb.DecodeEvent, None]:
+        with self._node.streams.job(request.token_stream, session.fail) as stream:
+            async with aclosing(session.events(request.local_prefill, stream)) as events:
+                async for event in events:
+                    yield event
+
+    async def Tokens(
+        self, request: pb.TokensRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.StepTokens]:
+        async with serving(context, self._node.blame):
+            if not is_plain_id(request.token_stream):
+                raise InvalidRequest("a token stream needs a name", param="token_stream")
+            async with aclosing(self._node.streams.messages(request.token_stream)) as messages:
+                async for message in messages:
+                    yield message
 
     async def FinishChoice(
         self, request: pb.FinishChoiceRequest, context: grpc.aio.ServicerContext

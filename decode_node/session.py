@@ -22,6 +22,8 @@ from pdserve.common.engine.sequence import Sequence, Status
 from pdserve.common.node.replica import Replica
 from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.common.rpc.tokens import JobTokens
+from pdserve.decode_node.token_streams import TokenStream
 from pdserve.kv_transfer.control.reservation import Arrival
 from pdserve.kv_transfer.control.sink import KVSink
 
@@ -31,12 +33,16 @@ T = TypeVar("T")
 class DecodeSession:
     """Whoever makes a session must `close` it, whatever happened: that frees everything."""
 
-    def __init__(self, replica: Replica[DecodeSession, KVSink], job: GenerateJob) -> None:
+    def __init__(
+        self, replica: Replica[DecodeSession, KVSink], job: GenerateJob, job_number: int = 0
+    ) -> None:
         self._replica = replica
         self._engine = replica.engine
         self._sink = replica.transfers
         self._metrics = replica.metrics
         self._job = job
+        self._job_number = job_number
+        self._stream: TokenStream | None = None
         self._sequences: list[Sequence] = []
         self._unfinished = len(job.choices)
         self._unwanted: set[int] = set()  # choices that a stop string has ended
@@ -44,7 +50,9 @@ class DecodeSession:
         self._admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._begun = asyncio.Event()  # some choice has a token, or has ended
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._events: asyncio.Queue[TokenEvent | pb.Landed | Exception] = asyncio.Queue()
+        # What `events` has to tell yet: at most max_tokens for each choice. None: a choice
+        # has ended, which went into the stream of tokens.
+        self._events: asyncio.Queue[TokenEvent | pb.Landed | Exception | None] = asyncio.Queue()
         self._transfer_id: bytes | None = None
         self._freed: asyncio.Event | None = None  # set: the hand-off has no more use for its blocks
 
@@ -54,9 +62,12 @@ class DecodeSession:
 
     # ---- the path, top to bottom ------------------------------------------------------------
 
-    async def events(self, local_prefill: bool) -> AsyncGenerator[pb.DecodeEvent, None]:
+    async def events(
+        self, local_prefill: bool, stream: TokenStream | None = None
+    ) -> AsyncGenerator[pb.DecodeEvent, None]:
         """Reserved and Landed, or Prefilled where the prompt is computed here; then tokens until
-        every choice has finished."""
+        every choice has finished; with a `stream` the tokens go there."""
+        self._stream = stream
         lead, *others = self._job.choices
         first = self._add(lead, remote=not local_prefill)
         if local_prefill:
@@ -73,8 +84,9 @@ class DecodeSession:
             await self._unless_failed(self.finish(index))
         while self._unfinished:
             event = await self._next()
-            self._unfinished -= event.finish_reason is not None
-            yield pb.DecodeEvent(tokens=convert.event_to_pb(event))
+            self._unfinished -= event is None or event.finish_reason is not None
+            if event is not None:
+                yield pb.DecodeEvent(tokens=convert.event_to_pb(event))
 
     async def _prefill(self, sequence: Sequence) -> pb.Prefilled:
         """Until the prompt is computed: then there is a first token, or the choice has ended."""
@@ -99,11 +111,7 @@ class DecodeSession:
         await self._engine.stop(sequence)
         if sequence.status is not Status.DONE:  # it has not ended by itself meanwhile
             self._engine.release(sequence)
-            self._emit(TokenEvent(sequence.choice, (), FinishReason.STOP))
-
-    def _emit(self, event: TokenEvent) -> None:
-        self._events.put_nowait(event)
-        self._begun.set()
+            self._tell(sequence, TokenEvent(sequence.choice, (), FinishReason.STOP))
 
     async def close(self) -> None:
         """Ends whatever is still going on and gives all blocks back."""
@@ -127,9 +135,9 @@ class DecodeSession:
         """Nobody waits for the KV of a step here."""
 
     def sampled(self, sequence: Sequence, event: TokenEvent) -> None:
-        self._emit(event)
         if event.finish_reason is not None:
             self._engine.release(sequence)
+        self._tell(sequence, event)
 
     def fail(self, error: PdserveError) -> None:
         """The node, or its engine for a sequence of the job, cannot go on."""
@@ -146,6 +154,17 @@ class DecodeSession:
         if isinstance(event, Exception):
             raise event
         return event
+
+    def _tell(self, sequence: Sequence, event: TokenEvent) -> None:
+        """The router, of tokens that have just been appended to the sequence."""
+        self._begun.set()
+        if self._stream is None:
+            self._events.put_nowait(event)
+            return
+        position = sequence.num_output_tokens - len(event.tokens)
+        self._stream.add(JobTokens.of(self._job_number, position, event))
+        if event.finish_reason is not None:
+            self._events.put_nowait(None)
 
     async def _unless_failed(self, work: Awaitable[T]) -> T:
         """The result of `work`. It is cancelled when the node fails meanwhile: a rank that stands

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from pdserve.common.core.errors import Cancelled, PdserveError
 from pdserve.common.core.request import FinishReason, Timeline
@@ -17,6 +17,8 @@ T = TypeVar("T")
 
 # Items a client may be behind with, each of a few hundred bytes; who is further behind is given up.
 MAX_BEHIND = 16 * 1024
+# Deltas that become one chunk of an answer, and characters of one that is long enough alone.
+MAX_JOINED, MAX_JOINED_TEXT = 64, 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +57,39 @@ class GenerationStats:
     timeline: Timeline
 
 
-async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Generations as one stream: yields (source's index, item) as items come. They are made at
+class Mailbox(Generic[T]):
+    """What one task gives another, which takes all that is there at once: however much it is, it
+    is woken once."""
+
+    def __init__(self) -> None:
+        self._items: list[T] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def put(self, item: T) -> None:
+        self._items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> list[T]:
+        """One item at least; a single task may wait at a time."""
+        while not self._items:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        items, self._items = self._items, []
+        return items
+
+
+Updates = list[tuple[int, T]]  # (source's index, item), in order
+
+
+async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[Updates[T], None]:
+    """Generations as one stream: yields what has come since the last time. They are made at
     their own pace: a client that reads slowly, or not at all, holds no slot on the nodes. The
     first error of any source ends all.
 
@@ -66,18 +99,24 @@ async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
     Raises:
         Cancelled: more than MAX_BEHIND items were not read.
     """
-    queue: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue()
-    pumps = [asyncio.create_task(_pump(i, source, queue)) for i, source in enumerate(sources)]
+    box: Mailbox[tuple[int, T] | Exception | None] = Mailbox()
+    pumps = [asyncio.create_task(_pump(i, source, box)) for i, source in enumerate(sources)]
     try:
         running = len(pumps)
         while running:
-            message = await queue.get()
-            if message is None:
-                running -= 1
-            elif isinstance(message, Exception):
-                raise message
-            else:
-                yield message
+            updates: Updates[T] = []
+            failure: Exception | None = None
+            for message in await box.take():
+                if message is None:
+                    running -= 1
+                elif isinstance(message, Exception):
+                    failure = failure or message
+                elif failure is None:
+                    updates.append(message)
+            if updates:
+                yield updates
+            if failure is not None:
+                raise failure
     finally:
         for pump in pumps:
             pump.cancel()
@@ -87,21 +126,56 @@ async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
 async def _pump(
     index: int,
     source: AsyncGenerator[T, None],
-    queue: asyncio.Queue[tuple[int, T] | Exception | None],
+    box: Mailbox[tuple[int, T] | Exception | None],
 ) -> None:
-    """Moves one source's items into the queue, then None or how it failed."""
+    """Moves one source's items into the box, then None or how it failed."""
     try:
         async with aclosing(source):
             async for item in source:
-                if queue.qsize() >= MAX_BEHIND:
+                if len(box) >= MAX_BEHIND:
                     raise Cancelled(
                         f"the client is {MAX_BEHIND} events behind", code="CLIENT_TOO_SLOW"
                     )
-                queue.put_nowait((index, item))
-        queue.put_nowait(None)
+                box.put((index, item))
+        box.put(None)
     except asyncio.CancelledError:
         # Perhaps the source's own: whoever waits for its items must not wait for ever.
-        queue.put_nowait(PdserveError("the generation was cancelled"))
+        box.put(PdserveError("the generation was cancelled"))
         raise
     except Exception as error:
-        queue.put_nowait(error)
+        box.put(error)
+
+
+def coalesced(
+    updates: Updates[TextDelta | GenerationStats],
+) -> Updates[TextDelta | GenerationStats]:
+    """The same with fewer deltas, where the client is slower than the nodes: those of a choice
+    are joined, as far as one message should go."""
+    if len(updates) == 1:
+        return updates
+    parts: list[tuple[int, list[TextDelta]]] = []
+    growing: dict[tuple[int, int], list[TextDelta]] = {}
+    rest: Updates[TextDelta | GenerationStats] = []
+    for index, update in updates:
+        if isinstance(update, GenerationStats):
+            rest.append((index, update))
+            continue
+        part = growing.get((index, update.choice), [])
+        if not part or len(part) == MAX_JOINED or len(part[-1].text) > MAX_JOINED_TEXT:
+            part = growing[index, update.choice] = []
+            parts.append((index, part))
+        part.append(update)
+    return [*((index, join(part)) for index, part in parts), *rest]
+
+
+def join(deltas: Sequence[TextDelta]) -> TextDelta:
+    """All of one choice, in order, as one."""
+    if len(deltas) == 1:
+        return deltas[0]
+    return TextDelta(
+        choice=deltas[0].choice,
+        text="".join([delta.text for delta in deltas]),
+        tokens=tuple([token for delta in deltas for token in delta.tokens]),
+        finish_reason=deltas[-1].finish_reason,
+        stop_reason=deltas[-1].stop_reason,
+    )

@@ -21,7 +21,13 @@ from pdserve.common.rpc.pb import inference_pb2_grpc
 from pdserve.common.rpc.status import serving as answering
 from pdserve.router.admission import Batch
 from pdserve.router.auth import HEADER as AUTHORIZATION
-from pdserve.router.generation import GenerationRequest, GenerationStats, TextDelta, merge
+from pdserve.router.generation import (
+    GenerationRequest,
+    GenerationStats,
+    TextDelta,
+    coalesced,
+    merge,
+)
 from pdserve.router.serving import DEFAULT_MAX_TOKENS, Serving
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -45,8 +51,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             public_id = request.request_id or generation.request_id
             request_id_var.set(public_id)
             async with aclosing(merge([self._serving.pipeline.generate(generation)])) as updates:
-                async for _, update in updates:
-                    await self._write(context, _response(public_id, update))
+                async for batch in updates:
+                    for _, update in coalesced(batch):
+                        await self._write(context, _response(public_id, update))
 
     async def _write(self, context: Context, response: pb.GenerateResponse) -> None:
         """Waits while the client is behind, but not for ever."""

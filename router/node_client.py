@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Generic, Self, TypeVar
 
 import grpc
@@ -85,15 +85,26 @@ class NodeStream(Generic[EventT]):
         """Starts the call; `stub` is the generated class of a service with a method `Run`."""
         self._connected = channel.get_state(True) is grpc.ChannelConnectivity.READY
         self._node = node
-        self._lost: PdserveError | None = None
+        self._lost: Exception | None = None
+        self._failed = asyncio.Event()
         self._call = stub(channel).Run(request, metadata=metadata)
 
     def __enter__(self) -> Self:
-        self._node.on_lost.add(self._on_lost)
+        self._node.on_lost.add(self.fail)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._node.on_lost.discard(self._on_lost)
+        self._node.on_lost.discard(self.fail)
+        self._call.cancel()
+
+    def heard(self) -> None:
+        """The node has this call: it speaks of it elsewhere."""
+        self._connected = True
+
+    def fail(self, error: Exception) -> None:
+        """It is of no use any more: whoever reads it gets this error. The first one counts."""
+        self._lost = self._lost or error
+        self._failed.set()
         self._call.cancel()
 
     async def read(self) -> EventT | None:
@@ -109,6 +120,17 @@ class NodeStream(Generic[EventT]):
         self._connected = True
         return None if event is EOF else event
 
+    async def rest(self, seconds: float) -> None:
+        """The stream has ended; what is still to come on others may take so long.
+
+        Raises:
+            PdserveError: it did not come.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._failed.wait()
+        raise self._lost or self._protocol_error("its stream ended before every choice did")
+
     async def expect(self, field: str) -> Any:
         """What the next event says, which must be of this kind."""
         event = await self.read()
@@ -117,10 +139,6 @@ class NodeStream(Generic[EventT]):
         return getattr(event, field)
 
     # ---- inside -----------------------------------------------------------------------------
-
-    def _on_lost(self, error: PdserveError) -> None:
-        self._lost = error
-        self._call.cancel()
 
     @contextmanager
     def _typed_errors(self) -> Iterator[None]:

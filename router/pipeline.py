@@ -29,21 +29,26 @@ from typing import Any
 
 from pdserve.common.config.router import RoutingConfig
 from pdserve.common.core.errors import PdserveError, TransferError
+from pdserve.common.core.request import TokenEvent
 from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.common.rpc import convert
 from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.common.rpc.tokens import JobTokens
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.admission import Admission
 from pdserve.router.cluster_view import ClusterView
 from pdserve.router.generation import GenerationRequest, GenerationStats, TextDelta
 from pdserve.router.in_flight import LINK_CODES, InFlight
-from pdserve.router.node_client import NodeClient, protocol_error
+from pdserve.router.node_client import DecodeStream, NodeClient, protocol_error
 from pdserve.router.placement import Placement
 from pdserve.router.registry import Node, Registry
 from pdserve.router.request_state import RequestState, bad_token
+from pdserve.router.token_streams import TokenStreams
 
 logger = logging.getLogger(__name__)
+
+LAST_TOKENS = 5.0  # seconds that the last tokens may come after the end of `Decode.Run`
 
 
 class Pipeline:
@@ -66,6 +71,7 @@ class Pipeline:
         self.channels = channels
         self.metrics = metrics
         self.view = ClusterView(registry)
+        self.streams = TokenStreams(channels)
         self.placement = Placement(config, self.view)
         self.admission = Admission(
             config.max_concurrent_requests,
@@ -87,10 +93,12 @@ class Pipeline:
         """
         state = RequestState(request, self._tokenizer, self._config, self._vocab_size)
         serving = asyncio.create_task(self._serve(state))
-        serving.add_done_callback(lambda _: state.deltas.put_nowait(None))
+        serving.add_done_callback(lambda _: state.deltas.put(None))
         try:
-            while (delta := await state.deltas.get()) is not None:
-                yield delta
+            while not serving.done() or len(state.deltas):
+                for delta in await state.deltas.take():
+                    if delta is not None:
+                        yield delta
             yield await serving
         finally:
             serving.cancel()
@@ -179,10 +187,15 @@ class Attempt:
         self._job = convert.job_to_pb(state.job)
         self._decode = decode
         self._decode_client = NodeClient(pipeline.channels, decode, state.request_id)
+        self._role, self._version = decode.role, decode.info.fingerprint
         self._local_prefill = local_prefill
         self._prefill: Node | None = None  # the one at work
         self._first: pb.TokenEvent | None = None
         self._decoding = False  # the decode node has all KV
+        self._takes = local_prefill  # tokens may come: it has the first one
+        self._early: list[JobTokens] | None = None  # after `reserved`: those that overtook `landed`
+        self._stream: DecodeStream
+        self._decode_use: InFlight
 
     # ---- the path, top to bottom ------------------------------------------------------------
 
@@ -210,36 +223,66 @@ class Attempt:
                 raise failures.exceptions[0] from None  # what failed first: all follows from it
 
     async def _run_decode(self, group: asyncio.TaskGroup, use: InFlight) -> None:
-        """Reads the decode node's stream; the hand-off goes on beside it."""
-        state, role = self._state, self._decode.role
+        """Reads what the decode node says; the hand-off goes on beside it."""
         request = pb.DecodeRequest(job=self._job, local_prefill=self._local_prefill)
         handing_off: asyncio.Task[None] | None = None
+        self._decode_use = use
         try:
-            with self._decode_client.decode(request) as stream:
-                while (event := await stream.read()) is not None:
+            with (
+                self._pipeline.streams.job(self._decode, request, self) as streamed,
+                self._decode_client.decode(request) as self._stream,
+            ):
+                while (event := await self._stream.read()) is not None:
                     if event.HasField("reserved"):
-                        state.mark("reserved")
+                        self._state.mark("reserved")
+                        self._early = []
                         handing_off = group.create_task(self._hand_off(event.reserved))
                     elif event.HasField("prefilled"):
-                        state.prefilled(event.prefilled)
+                        self._state.prefilled(event.prefilled)
                     elif event.HasField("landed"):
-                        self._take_first(event.landed.first_token)  # the prefill node's may be late
-                        state.landed(event.landed)
-                        self._decoding = True
+                        self._landed(event.landed)
                     elif event.HasField("tokens"):
-                        state.take(event.tokens, role, self._decode.info.fingerprint)
-                        use.progressed()
-                if not state.finished:
-                    raise protocol_error(role, "its stream ended before every choice did")
+                        self._take(convert.event_from_pb(event.tokens))
+                if not self._state.finished:
+                    await self._stream.rest(LAST_TOKENS if streamed else 0.0)
         except PdserveError as error:
             use.failed(error)
-            if state.finished:
+            if self._state.finished:
                 return
             self._note_failure(error, self._decode, self._decoding or use.first_in_line)
             raise AttemptFailed from error
         finally:
             if handing_off is not None:
                 handing_off.cancel()
+
+    def _landed(self, landed: pb.Landed) -> None:
+        """The tokens that overtook this, or come now, go on after its first one."""
+        self._take_first(landed.first_token)  # the prefill node's may be late
+        self._state.landed(landed)
+        self._decoding = self._takes = True
+        for tokens in self._early or ():
+            self._take(tokens.event(), tokens.position)
+
+    def _take(self, event: TokenEvent, position: int | None = None) -> None:
+        self._state.take(event, self._role, self._version, position)
+        self._decode_use.progressed()
+
+    # ---- as a `Receiver` of tokens -----------------------------------------------------------
+
+    def take_tokens(self, tokens: JobTokens) -> None:
+        self._stream.heard()
+        try:
+            if self._takes:
+                self._take(tokens.event(), tokens.position)
+            elif self._early is not None and len(self._early) < self._state.most_events:
+                self._early.append(tokens)
+            else:
+                raise protocol_error(self._decode.role, "tokens came too early")
+        except Exception as error:  # of this request, and of no other in the message
+            self._stream.fail(error)
+
+    def tokens_lost(self, error: PdserveError) -> None:
+        self._stream.fail(error)
 
     async def _hand_off(self, ticket: pb.Ticket | None) -> None:
         """Until the decode node has the KV: from one prefill node, or else from the next."""
@@ -298,7 +341,8 @@ class Attempt:
             return
         if len(token.tokens) != 1 or token.choice != self._job.choices[0].index:
             raise bad_token("prefill", "it is not the one that was asked for")
-        self._state.take(token, "prefill", self._decode.info.fingerprint)
+        event = convert.event_from_pb(token)
+        self._state.take(event, "prefill", self._version)
         self._first = token
 
     # ---- its nodes --------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Sequence
 from time import monotonic
 from typing import Any
 
@@ -11,11 +11,10 @@ from pdserve.common.config.router import RoutingConfig
 from pdserve.common.core.errors import NodeError
 from pdserve.common.core.request import Choice, FinishReason, GenerateJob, Timeline, TokenEvent
 from pdserve.common.core.sampling import SampledToken
-from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.text.stream import TextStream
 from pdserve.common.text.tokenizer import Tokenizer
-from pdserve.router.generation import GenerationRequest, GenerationStats, TextDelta
+from pdserve.router.generation import GenerationRequest, GenerationStats, Mailbox, TextDelta
 from pdserve.router.node_client import protocol_error
 from pdserve.router.retry import Deadline, Retries
 
@@ -34,7 +33,7 @@ class RequestState:
         self.retries = Retries(config.migration_limit)
         self.deadline = Deadline(config.queue_timeout, config.request_timeout)
         # What the client has not read yet: at most max_tokens for each choice. None: the end.
-        self.deltas: asyncio.Queue[TextDelta | None] = asyncio.Queue()
+        self.deltas: Mailbox[TextDelta | None] = Mailbox()
         self.ended = asyncio.Event()  # every choice has finished
         # Choices that a stop string has ended, each once: nodes do not know.
         self.stopped: asyncio.Queue[int] = asyncio.Queue()
@@ -82,6 +81,11 @@ class RequestState:
         return len(self.request.prompt_token_ids) + len(self._outputs[min(self._open)])
 
     @property
+    def most_events(self) -> int:
+        """That nodes may send: one for each token that is wanted, and one that ends a choice."""
+        return (self.request.sampling.max_tokens + 1) * self.request.n
+
+    @property
     def begun(self) -> bool:
         """Whether the client has a token."""
         return self.version is not None
@@ -122,35 +126,40 @@ class RequestState:
         for name, amount in amounts.items():
             self._timeline[name] = self._timeline.get(name, 0) + amount
 
-    def take(self, message: pb.TokenEvent, role: str, version: str) -> None:
+    def take(self, event: TokenEvent, role: str, version: str, position: int | None = None) -> None:
         """Tokens that a node of this role has made: their text is on its way to the client. What
-        comes for a choice after a stop string has ended it is dropped.
+        comes for a choice after a stop string has ended it is dropped. `position` is the first
+        one's in the choice's output, where the node says it.
 
         Raises:
             NodeError: a token that cannot be, the fault of the node that made it. Once it were
                 among the request's tokens, it would be the client's.
         """
-        event = convert.event_from_pb(message)
-        self._check(event, role)
+        self._check(event, role, position)
         self.version = version
         if event.choice in self._open:
             self.retries.progress(role)
             self.deadline.token()
-            self.deltas.put_nowait(self._delta(self._open[event.choice], event))
+            self.deltas.put(self._delta(self._open[event.choice], event))
             if event.choice not in self._open and event.finish_reason is None:
                 self.stopped.put_nowait(event.choice)
         if self.finished:
             self.ended.set()
 
-    def _check(self, event: TokenEvent, role: str) -> None:
-        if event.choice not in self._outputs:
+    def _check(self, event: TokenEvent, role: str, position: int | None) -> None:
+        output = self._outputs.get(event.choice)
+        if output is None:
             raise bad_token(role, f"there is no choice {event.choice}")
-        left = self.request.sampling.max_tokens - len(self._outputs[event.choice])
-        ended = event.finish_reason is not None or event.choice not in self._open
+        left = self.request.sampling.max_tokens - len(output)
+        is_open = event.choice in self._open
+        ended = event.finish_reason is not None or not is_open
         if (not ended and not 0 < len(event.tokens) < left) or len(event.tokens) > left:
             raise bad_token(role, f"{len(event.tokens)} where {left} are left")
-        if any(token_id >= self._vocab_size for token in event.tokens for token_id in _ids(token)):
-            raise bad_token(role, "it is outside the vocabulary")
+        if is_open and position is not None and position != len(output):
+            raise bad_token(role, f"at position {position}, not {len(output)}")
+        for token in event.tokens:
+            if not all(0 <= each < self._vocab_size for each in _ids(token)):
+                raise bad_token(role, "it is outside the vocabulary")
 
     def _delta(self, stream: TextStream, event: TokenEvent) -> TextDelta:
         output = stream.push(
@@ -179,7 +188,8 @@ class RequestState:
 
     def _count(self, choice: int, num_tokens: int) -> None:
         now = monotonic()
-        self.mark("first_token")
+        if "first_token" not in self._timeline:
+            self.mark("first_token")
         if choice in self._last_token and num_tokens:
             self.token_gaps += [(now - self._last_token[choice]) / num_tokens] * num_tokens
         self._last_token[choice] = now
@@ -190,7 +200,8 @@ def bad_token(role: str, fault: str) -> NodeError:
     return protocol_error(role, f"a token: {fault}")
 
 
-def _ids(token: SampledToken) -> Iterator[int]:
-    yield token.token_id
-    if token.logprobs is not None:
-        yield from (token_id for token_id, _ in token.logprobs.top)
+def _ids(token: SampledToken) -> Sequence[int]:
+    """All that it names."""
+    if token.logprobs is None:
+        return (token.token_id,)
+    return (token.token_id, *(token_id for token_id, _ in token.logprobs.top))

@@ -32,6 +32,7 @@ ALIKE = {
 }
 # By the role that made a token: where the request cannot be poison any more, had it failed there.
 BEHIND = {**ALIKE, "prefill": ("prefill",)}
+SLACK = 1.0  # seconds, at most, that the bound of a request may be late
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds; the first failure is followed by none
 
 
@@ -74,9 +75,14 @@ class Deadline:
             self._limit = None
 
     def progress(self) -> None:
-        """It got further: blocks were reserved, KV has landed."""
-        if self._limit is not None and self._request_timeout and not self._limit.expired():
-            self._limit.reschedule(asyncio.get_running_loop().time() + self._request_timeout)
+        """It got further: blocks were reserved, KV has landed. A timer for each token would cost
+        more than the token: it is set a little late, and not again before it would be early."""
+        limit, seconds = self._limit, self._request_timeout
+        if limit is None or not seconds or limit.expired():
+            return
+        until = asyncio.get_running_loop().time() + seconds
+        if (set_to := limit.when()) is None or set_to < until:
+            limit.reschedule(until + min(SLACK, seconds / 16))
 
     def token(self) -> None:
         """A token is on its way to the client."""

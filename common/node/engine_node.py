@@ -52,10 +52,12 @@ class EngineNode(ABC, Generic[S, T]):
         make_transfers     its half of the KV hand-off, one for each replica
         add_services       its gRPC services, which `admit` jobs and `close` their sessions
         unhealthy_reason   where it knows more reasons than its engines
+        end_streams        where calls would go on for ever
     """
 
     role: ClassVar[pb.Role]
     blame: ClassVar[Blame]
+    token_streams: ClassVar[bool] = False  # it serves Decode.Tokens
 
     def __init__(self, config: WorkerNodeConfig) -> None:
         engine = replace(config.engine, model=resolve_model(config.engine.model))
@@ -90,6 +92,9 @@ class EngineNode(ABC, Generic[S, T]):
     @abstractmethod
     def add_services(self) -> None:
         """Adds the role's gRPC services to `server`."""
+
+    def end_streams(self) -> None:
+        """Ends the calls that last as long as this node."""
 
     def unhealthy_reason(self) -> str:
         """What keeps a node that lives from producing tokens; empty: nothing. It may pass by
@@ -172,6 +177,7 @@ class EngineNode(ABC, Generic[S, T]):
         self._fail_sessions(
             Unavailable(f"{self.node_id} is stopping", code="NODE_STOPPING", blame=self.blame)
         )
+        self.end_streams()
         await self.server.stop()
         closing = asyncio.gather(*(each.transfers.close() for each in self.replicas))
         try:
@@ -295,4 +301,5 @@ class EngineNode(ABC, Generic[S, T]):
             block_size=self.config.engine.cache.block_size,
             num_blocks=num_blocks(self.replicas),
             instance=secrets.token_hex(16),
+            token_streams=self.token_streams,
         )

@@ -59,7 +59,11 @@ class Detokenizer:
         new = text[len(self._context_text) :]
         del self._window[: self._context]
         self._context = end - self._context
-        self._context_text = self._decode(self._window[: self._context])
+        context = self._window[: self._context]
+        one = len(context) == 1
+        self._context_text = (
+            self._tokenizer.text_alone(context[0]) if one else self._decode(context)
+        )
         return new
 
     def _give_up(self, text: str) -> str:

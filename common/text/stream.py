@@ -36,6 +36,8 @@ class StopMatcher:
     def push(self, text: str, armed: bool = True) -> StopResult:
         """Takes the next piece. While not `armed`, stop strings that become complete are
         ordinary text."""
+        if not self._stops:
+            return StopResult(text)
         text = self._held + text
         if armed and (match := self._first_match(text)) is not None:
             start, stop = match

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from pdserve.common.core.errors import ConfigError, InvalidRequest
 
 _RESERVED = frozenset(signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
+_MAX_TEXTS = 2**16
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 # What a template may raise when it meets messages it was not written for.
 _TEMPLATE_ERRORS = (
@@ -48,6 +49,7 @@ class Tokenizer:
         self._backend.encode_special_tokens = hf.split_special_tokens
         added = self._backend.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
+        self._texts: dict[int, str] = {}  # of single tokens, as they were needed
         self._special = frozenset(i for i, token in added.items() if token.special)
         self._alphabet = _decoder_alphabet(repr(self._backend.decoder))
         self.vocab_size: int = self._backend.get_vocab_size()
@@ -107,6 +109,16 @@ class Tokenizer:
         """Text of the ids; bytes that are no UTF-8 become U+FFFD. Ids past the vocabulary
         (rows that only pad an embedding) are empty."""
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def text_alone(self, token_id: int) -> str:
+        """`decode([token_id], skip_special_tokens=False)`, remembered: few tokens are most of a
+        text."""
+        text = self._texts.get(token_id)
+        if text is None:
+            if len(self._texts) >= _MAX_TEXTS:
+                self._texts.clear()
+            text = self._texts[token_id] = self.decode((token_id,), skip_special_tokens=False)
+        return text
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -58,11 +58,17 @@ class EventStream:
         """Sends the status and the headers: from here on an error can only be an event."""
         await self._response.prepare(self._request)
 
-    async def send(self, event: Any) -> None:
-        """Raises ConnectionError when the client is gone."""
+    async def send(self, events: Sequence[bytes]) -> None:
+        """The JSON of some events, in one write.
+
+        Raises:
+            ConnectionError: the client is gone.
+        """
+        if not events:
+            return
         if (connection := connection_of(self._request)) is not None:
             await connection.drain()
-        await self._response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+        await self._response.write(b"data: " + b"\n\ndata: ".join(events) + b"\n\n")
 
     async def close(self) -> web.StreamResponse:
         await self._response.write(b"data: [DONE]\n\n")

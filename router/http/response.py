@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
 import msgspec
@@ -14,15 +15,24 @@ from aiohttp import web
 
 from pdserve.common.core.errors import PdserveError
 from pdserve.common.core.sampling import SampledToken
-from pdserve.router.generation import GenerationRequest, GenerationStats, TextDelta, merge
+from pdserve.router.generation import (
+    GenerationRequest,
+    GenerationStats,
+    TextDelta,
+    Updates,
+    coalesced,
+    join,
+    merge,
+)
 from pdserve.router.http.encoding import EventStream, as_typed, error_body, json_response, stopping
 from pdserve.router.http.request import SERVING
 from pdserve.router.http.schema import GenerationBody
 
 TIMELINE_HEADER = "X-Pdserve-Timeline"
+_encode = msgspec.json.Encoder().encode
 MIN_LOGPROB = -9999.0  # JSON has no -Infinity
 
-Update = tuple[int, TextDelta | GenerationStats]  # (prompt's index, what is new)
+News = Updates[TextDelta | GenerationStats]  # (prompt's index, what is new of it)
 
 
 class ChoiceBuilder(Protocol):
@@ -38,7 +48,7 @@ class ChoiceBuilder(Protocol):
         """The choices of the events that tell of one delta, one choice an event."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Response:
     """One response in the making."""
 
@@ -73,13 +83,14 @@ class Response:
         options = self.body.stream_options
         return bool(options and options.include_usage)
 
-    async def _respond_whole(self, updates: AsyncGenerator[Update, None]) -> web.Response:
+    async def _respond_whole(self, updates: AsyncGenerator[News, None]) -> web.Response:
         deltas: dict[int, list[TextDelta]] = {}
-        async for prompt, update in updates:
-            if isinstance(update, GenerationStats):
-                self.stats[prompt] = update
-            else:
-                deltas.setdefault(self._index(prompt, update), []).append(update)
+        async for batch in updates:
+            for prompt, update in batch:
+                if isinstance(update, GenerationStats):
+                    self.stats[prompt] = update
+                else:
+                    deltas.setdefault(self._index(prompt, update), []).append(update)
         body = self._envelope(self.choices.object_name)
         body["choices"] = [await self._choice(i, deltas.pop(i)) for i in sorted(deltas)]
         return json_response(body | {"usage": self._usage()} | self._extension())
@@ -89,14 +100,14 @@ class Response:
         seconds: a thread encodes them."""
 
         def encode() -> msgspec.Raw:
-            return msgspec.Raw(msgspec.json.encode(self.choices.choice(index, _joined(deltas))))
+            return msgspec.Raw(msgspec.json.encode(self.choices.choice(index, join(deltas))))
 
         if any(token.logprobs for delta in deltas for token in delta.tokens[:1]):
             return await asyncio.to_thread(encode)
         return encode()
 
     async def _respond_stream(
-        self, request: web.Request, updates: AsyncGenerator[Update, None]
+        self, request: web.Request, updates: AsyncGenerator[News, None]
     ) -> web.StreamResponse:
         # Until the first token there is no response yet, so an error still has its own status.
         first = await anext(updates, None)
@@ -105,39 +116,50 @@ class Response:
         stream = EventStream(request)
         await stream.open()
         try:
-            async with aclosing(self._events(first, updates)) as events:
-                async for event in events:
-                    await stream.send(event)
+            async with aclosing(self._events(first, updates)) as batches:
+                async for events in batches:
+                    await stream.send(events)
         except asyncio.CancelledError:
             if not stream.connected:
                 raise
-            await stream.send(error_body(stopping()))  # it is this server that goes
+            await stream.send([_encode(error_body(stopping()))])  # it is this server that goes
         return await stream.close()
 
     async def _events(
-        self, first: Update, updates: AsyncGenerator[Update, None]
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        """All events but [DONE]; an error is the last one."""
+        self, first: News, updates: AsyncGenerator[News, None]
+    ) -> AsyncGenerator[list[bytes], None]:
+        """The JSON of all events but [DONE], those together that come together; an error is the
+        last one."""
         try:
-            for event in self._chunks(*first):
-                yield event
-            async for prompt, update in updates:
-                for event in self._chunks(prompt, update):
-                    yield event
+            yield self._chunks(first)
+            async for batch in updates:
+                yield self._chunks(batch)
             usage = self._usage()
             if self.include_usage or self.include_timeline:
                 head = self._envelope(self.choices.chunk_object_name)
-                yield head | {"choices": [], "usage": usage} | self._extension()
+                yield [_encode(head | {"choices": [], "usage": usage} | self._extension())]
         except Exception as error:
-            yield error_body(as_typed(error))
+            yield [_encode(error_body(as_typed(error)))]
 
-    def _chunks(self, prompt: int, update: TextDelta | GenerationStats) -> Iterable[dict[str, Any]]:
-        if isinstance(update, GenerationStats):
-            self.stats[prompt] = update
-            return
-        for choice in self.choices.chunks(self._index(prompt, update), update):
-            chunk = self._envelope(self.choices.chunk_object_name) | {"choices": [choice]}
-            yield chunk | {"usage": None} if self.include_usage else chunk
+    def _chunks(self, batch: News) -> list[bytes]:
+        chunks = []
+        for prompt, update in coalesced(batch):
+            if isinstance(update, GenerationStats):
+                self.stats[prompt] = update
+                continue
+            for choice in self.choices.chunks(self._index(prompt, update), update):
+                chunks.append(b"%b%b%b" % (self._chunk_head, _encode(choice), self._chunk_tail))
+        return chunks
+
+    @cached_property
+    def _chunk_head(self) -> bytes:
+        """The JSON of a chunk up to its one choice: it is the same in all of them."""
+        envelope = _encode(self._envelope(self.choices.chunk_object_name))
+        return envelope.removesuffix(b"}") + b',"choices":['
+
+    @cached_property
+    def _chunk_tail(self) -> bytes:
+        return b'],"usage":null}' if self.include_usage else b"]}"
 
     def _index(self, prompt: int, delta: TextDelta) -> int:
         return prompt * self.requests[prompt].n + delta.choice
@@ -174,16 +196,6 @@ class Response:
 
 def logprob_of(token: SampledToken) -> float:
     return MIN_LOGPROB if token.logprobs is None else max(token.logprobs.logprob, MIN_LOGPROB)
-
-
-def _joined(deltas: Sequence[TextDelta]) -> TextDelta:
-    return TextDelta(
-        choice=deltas[0].choice,
-        text="".join(delta.text for delta in deltas),
-        tokens=tuple(token for delta in deltas for token in delta.tokens),
-        finish_reason=deltas[-1].finish_reason,
-        stop_reason=deltas[-1].stop_reason,
-    )
 
 
 def _unfinished() -> PdserveError:

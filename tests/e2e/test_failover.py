@@ -72,6 +72,7 @@ def both() -> Iterator[WarmCluster]:
 def greedy(cluster: WarmCluster) -> Any:
     """Streamed, with log-probabilities."""
     tokens: list[Any] = []
+    text = ""
     for event in cluster.stream(list(PROMPT), max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2):
         for choice in event["choices"]:
             logprobs = choice["logprobs"] or {}
@@ -80,8 +81,8 @@ def greedy(cluster: WarmCluster) -> Any:
                 (round(value, 2) for value in logprobs.get("token_logprobs", ())),
                 strict=True,
             )
-            tokens.append((choice["text"], choice["finish_reason"]))
-    return "".join(text for text, _ in tokens[1::2]), tokens
+            text += choice["text"]
+    return text, choice["finish_reason"], tokens
 
 
 def sampled(cluster: WarmCluster) -> Any:

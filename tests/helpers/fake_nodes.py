@@ -16,10 +16,13 @@ from pdserve.common.config.router import RoutingConfig
 from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.common.rpc.channels import Channels
+from pdserve.common.rpc.convert import event_from_pb
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2
 from pdserve.common.rpc.status import serving
+from pdserve.common.rpc.tokens import JobTokens
 from pdserve.common.text.tokenizer import Tokenizer
+from pdserve.decode_node.token_streams import TokenStreams
 from pdserve.router.generation import GenerationRequest, GenerationStats, TextDelta
 from pdserve.router.pipeline import Pipeline
 from pdserve.router.registry import Registry
@@ -61,7 +64,11 @@ class FakeNode:
         self.local_prefills = 0
         self.open = 0  # jobs under way
         self.committed: dict[bytes, asyncio.Future[pb.TokenEvent]] = {}
-        self.server = grpc.aio.server()
+        self.token_streams = True  # false: a decode node of an older version
+        self.streams = TokenStreams()
+        self.position_offset = 0  # what it adds to the positions it streams
+        self.tells_tokens: Callable[[Any], Iterable[Any]] = lambda message: (message,)
+        self.server = grpc.aio.server(options=[("grpc.http2.max_ping_strikes", 0)])
 
     async def start(self) -> None:
         service = "Prefill" if self.role == pb.ROLE_PREFILL else "Decode"
@@ -69,6 +76,10 @@ class FakeNode:
         methods = {
             "Run": grpc.unary_stream_rpc_method_handler(self._run, request.FromString, _bytes)
         }
+        if self.role == pb.ROLE_DECODE:
+            methods["Tokens"] = grpc.unary_stream_rpc_method_handler(
+                self._tokens, pb.TokensRequest.FromString, _bytes
+            )
         retarget = grpc.unary_unary_rpc_method_handler(
             self._retarget, pb.RetargetRequest.FromString, _bytes
         )
@@ -89,6 +100,7 @@ class FakeNode:
         info = pb.NodeInfo(
             node_id=self.name, role=self.role, address=address or self.address,
             fingerprint="f", kv_connectors=["tcp"], instance=instance,
+            token_streams=self.token_streams,
         )  # fmt: skip
         self.cluster.registry.register(info, pb.NodeLoad(healthy=True))
 
@@ -105,11 +117,33 @@ class FakeNode:
             self.open -= 1
 
     async def _run(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        run = self._prefill if self.role == pb.ROLE_PREFILL else self._decode
-        async for event in run(request, context):
+        if self.role == pb.ROLE_PREFILL:
+            async for event in self._told(self._prefill(request, context)):
+                yield event
+            return
+        sent = {each.index: len(each.output_token_ids) for each in request.job.choices}
+        sent[request.job.choices[0].index] += not request.local_prefill  # the first one
+        with self.streams.job(request.token_stream, lambda _: None) as stream:
+            async for event in self._told(self._decode(request, context)):
+                if isinstance(event, bytes) or stream is None or not event.HasField("tokens"):
+                    yield event
+                    continue
+                tokens = event_from_pb(event.tokens)
+                position = sent.get(tokens.choice, 0)
+                sent[tokens.choice] = position + len(tokens.tokens)
+                position += self.position_offset
+                stream.add(JobTokens.of(request.job_number, position, tokens))
+
+    async def _told(self, events: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        async for event in events:
             for each in (event,) if isinstance(event, bytes) else self.tells(event):
                 yield each
                 await asyncio.sleep(0)
+
+    async def _tokens(self, request: pb.TokensRequest, context: Any) -> AsyncIterator[Any]:
+        async for message in self.streams.messages(request.token_stream):
+            for each in self.tells_tokens(message):
+                yield each
 
     async def _before(self, count: int, context: Any) -> None:
         if (fault := self.on_token.get(count)) is not None:
@@ -237,7 +271,9 @@ async def fake_cluster(
         if task is not None:
             task.cancel()
         await cluster.channels.close()
+        cluster.pipeline.streams.close()
         for node in cluster.nodes.values():
+            node.streams.close()
             await node.server.stop(0)
 
 

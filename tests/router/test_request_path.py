@@ -247,7 +247,7 @@ async def test_a_generation_that_cancels_itself_ends_its_answer() -> None:
 
     async with asyncio.timeout(30):
         with pytest.raises(PdserveError, match="cancelled"):
-            assert [item async for _, item in merge([source()])] == [1]
+            assert [each async for each in merge([source()])] == [[(0, 1)]]
 
 
 # ---- going on elsewhere, for as long as the deadline allows ----

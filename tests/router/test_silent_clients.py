@@ -179,7 +179,7 @@ async def test_merge_gives_up_a_reader_that_is_far_behind(monkeypatch: pytest.Mo
             closed.set()
 
     updates = merge([numbers()])
-    assert await anext(updates) == (0, 0)
+    assert (await anext(updates))[0] == (0, 0)
     await closed.wait()
     with pytest.raises(Cancelled, match="behind"):
         [update async for update in updates]

@@ -20,7 +20,7 @@ ROLE_DECODE: Role
 ROLE_BOTH: Role
 
 class NodeInfo(_message.Message):
-    __slots__ = ("node_id", "role", "address", "model", "fingerprint", "fingerprint_parts", "kv_connectors", "tensor_parallel_size", "max_model_len", "block_size", "num_blocks", "host", "metrics_address", "pipeline_parallel_size", "expert_parallel_size", "data_parallel_size", "instance")
+    __slots__ = ("node_id", "role", "address", "model", "fingerprint", "fingerprint_parts", "kv_connectors", "tensor_parallel_size", "max_model_len", "block_size", "num_blocks", "host", "metrics_address", "pipeline_parallel_size", "expert_parallel_size", "data_parallel_size", "instance", "token_streams")
     class FingerprintPartsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,7 @@ class NodeInfo(_message.Message):
     EXPERT_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     DATA_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_STREAMS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     role: Role
     address: str
@@ -62,7 +63,8 @@ class NodeInfo(_message.Message):
     expert_parallel_size: int
     data_parallel_size: int
     instance: str
-    def __init__(self, node_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., fingerprint_parts: _Optional[_Mapping[str, str]] = ..., kv_connectors: _Optional[_Iterable[str]] = ..., tensor_parallel_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., host: _Optional[str] = ..., metrics_address: _Optional[str] = ..., pipeline_parallel_size: _Optional[int] = ..., expert_parallel_size: _Optional[int] = ..., data_parallel_size: _Optional[int] = ..., instance: _Optional[str] = ...) -> None: ...
+    token_streams: bool
+    def __init__(self, node_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., fingerprint_parts: _Optional[_Mapping[str, str]] = ..., kv_connectors: _Optional[_Iterable[str]] = ..., tensor_parallel_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., host: _Optional[str] = ..., metrics_address: _Optional[str] = ..., pipeline_parallel_size: _Optional[int] = ..., expert_parallel_size: _Optional[int] = ..., data_parallel_size: _Optional[int] = ..., instance: _Optional[str] = ..., token_streams: _Optional[bool] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
     __slots__ = ("running", "waiting", "free_blocks", "total_blocks", "waiting_tokens", "healthy", "reason", "most_free_blocks")
@@ -237,12 +239,30 @@ class FinishChoiceResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("job", "local_prefill")
+    __slots__ = ("job", "local_prefill", "token_stream", "job_number")
     JOB_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_STREAM_FIELD_NUMBER: _ClassVar[int]
+    JOB_NUMBER_FIELD_NUMBER: _ClassVar[int]
     job: Job
     local_prefill: bool
-    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., local_prefill: _Optional[bool] = ...) -> None: ...
+    token_stream: str
+    job_number: int
+    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., local_prefill: _Optional[bool] = ..., token_stream: _Optional[str] = ..., job_number: _Optional[int] = ...) -> None: ...
+
+class TokensRequest(_message.Message):
+    __slots__ = ("token_stream",)
+    TOKEN_STREAM_FIELD_NUMBER: _ClassVar[int]
+    token_stream: str
+    def __init__(self, token_stream: _Optional[str] = ...) -> None: ...
+
+class StepTokens(_message.Message):
+    __slots__ = ("number", "tokens")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    tokens: bytes
+    def __init__(self, number: _Optional[int] = ..., tokens: _Optional[bytes] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
     __slots__ = ("reserved", "tokens", "landed", "prefilled")

@@ -283,6 +283,11 @@ class DecodeStub:
                 request_serializer=cluster__pb2.DecodeRequest.SerializeToString,
                 response_deserializer=cluster__pb2.DecodeEvent.FromString,
                 _registered_method=True)
+        self.Tokens = channel.unary_stream(
+                '/pdserve.v1.Decode/Tokens',
+                request_serializer=cluster__pb2.TokensRequest.SerializeToString,
+                response_deserializer=cluster__pb2.StepTokens.FromString,
+                _registered_method=True)
         self.FinishChoice = channel.unary_unary(
                 '/pdserve.v1.Decode/FinishChoice',
                 request_serializer=cluster__pb2.FinishChoiceRequest.SerializeToString,
@@ -295,8 +300,17 @@ class DecodeServicer:
     """
 
     def Run(self, request, context):
-        """First event: Reserved. Then, after the commit, tokens until every choice finished.
+        """First event: Reserved. Then Landed, after the commit, and tokens until every choice finished;
+        the tokens of a job that names a token stream go there.
         Cancelling the call at any time frees everything.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tokens(self, request, context):
+        """The tokens of all jobs that name this stream, one message a step. It is opened once, and
+        lasts until either side ends; what it loses then, the jobs that name it have lost.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -317,6 +331,11 @@ def add_DecodeServicer_to_server(servicer, server):
                     servicer.Run,
                     request_deserializer=cluster__pb2.DecodeRequest.FromString,
                     response_serializer=cluster__pb2.DecodeEvent.SerializeToString,
+            ),
+            'Tokens': grpc.unary_stream_rpc_method_handler(
+                    servicer.Tokens,
+                    request_deserializer=cluster__pb2.TokensRequest.FromString,
+                    response_serializer=cluster__pb2.StepTokens.SerializeToString,
             ),
             'FinishChoice': grpc.unary_unary_rpc_method_handler(
                     servicer.FinishChoice,
@@ -352,6 +371,33 @@ class Decode:
             '/pdserve.v1.Decode/Run',
             cluster__pb2.DecodeRequest.SerializeToString,
             cluster__pb2.DecodeEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pdserve.v1.Decode/Tokens',
+            cluster__pb2.TokensRequest.SerializeToString,
+            cluster__pb2.StepTokens.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,76 @@
+"""The tokens of a step, as they cross from a decode node to a router: MessagePack, in `StepTokens`.
+
+A step makes one of these for each sequence, some hundred thousand a second on a busy router, so
+they are arrays without field names, encoded and decoded by msgspec. Fields are only ever added at
+the end, with a default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from pdserve.common.core.request import FinishReason, TokenEvent
+from pdserve.common.core.sampling import SampledToken, TokenLogprobs
+
+_FINISH = {reason.value: reason for reason in FinishReason}
+
+
+class JobTokens(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Tokens of one choice of a job. `position` is the first one's among all tokens of the
+    choice's output, so that one that is lost, doubled or out of order is seen."""
+
+    job: int  # DecodeRequest.job_number
+    choice: int
+    position: int
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+    stop_token_id: int | None = None
+    # For each token, if they were asked for: its own, and the most likely ones as (id, logprob).
+    logprobs: tuple[tuple[float, tuple[tuple[int, float], ...]], ...] | None = None
+
+    @classmethod
+    def of(cls, job: int, position: int, event: TokenEvent) -> JobTokens:
+        tokens = event.tokens
+        logprobs = None
+        if tokens and tokens[0].logprobs is not None:
+            logprobs = tuple(
+                (each.logprobs.logprob, each.logprobs.top) for each in tokens if each.logprobs
+            )
+        return cls(
+            job,
+            event.choice,
+            position,
+            tuple([each.token_id for each in tokens]),
+            event.finish_reason,
+            event.stop_token_id,
+            logprobs,
+        )
+
+    def event(self) -> TokenEvent:
+        """Raises ValueError: logprobs of some tokens and not of others."""
+        if self.logprobs is None:
+            tokens = tuple([SampledToken(each) for each in self.token_ids])
+        else:
+            tokens = tuple(
+                SampledToken(each, TokenLogprobs(logprob, top))
+                for each, (logprob, top) in zip(self.token_ids, self.logprobs, strict=True)
+            )
+        reason = self.finish_reason
+        # A later version's reason: the choice has ended, whatever the word for it.
+        finish = None if reason is None else _FINISH.get(reason, FinishReason.STOP)
+        return TokenEvent(self.choice, tokens, finish, self.stop_token_id)
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(list[JobTokens])
+
+
+def encode_tokens(tokens: Sequence[JobTokens]) -> bytes:
+    return _encoder.encode(tokens)
+
+
+def decode_tokens(message: bytes) -> list[JobTokens]:
+    """Raises msgspec.DecodeError: these bytes are something else."""
+    return _decoder.decode(message)
