@@ -23,6 +23,7 @@ from pdserve.common.core.sampling import PARAMETERS, Kind, Parameter, SamplingPa
 from pdserve.common.engine.block_pool import BlockPool
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.node.load import SchedulerCollector
+from pdserve.common.node.utilisation import UtilisationCollector
 from pdserve.common.obs.metrics import NodeMetrics, RouterMetrics
 from pdserve.common.rpc.channels import Channels
 from pdserve.kv_transfer.control.protocol import SINK, SOURCE
@@ -162,6 +163,7 @@ def node_metrics() -> Iterator[str]:
     registry = NodeMetrics().registry
     pool = BlockPool(num_blocks=1, block_size=1)
     registry.register(SchedulerCollector([Scheduler(pool, SchedulerConfig(), ())]))
+    registry.register(UtilisationCollector([]))
     return _metric_table(registry)
 
 

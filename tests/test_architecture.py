@@ -31,12 +31,13 @@ ALLOWED = {
     },
     "common.demo_model": {"common.core", "common.config"},
     "common.bench": {
-        "common.core", "common.config", "common.model", "common.planning", "common.worker",
-        "common.demo_model",
+        "common.core", "common.config", "common.model", "common.planning", "common.engine",
+        "common.worker", "common.demo_model",
     },
     "common.node": {
         "common.core", "common.config", "common.obs", "common.rpc", "common.distributed",
-        "common.model", "common.engine", "common.worker", "common.demo_model", "kv_transfer",
+        "common.model", "common.planning", "common.engine", "common.worker", "common.demo_model",
+        "kv_transfer",
     },
     "common.cli": {
         "common.core", "common.config", "common.obs", "common.distributed", "common.planning",

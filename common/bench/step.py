@@ -13,12 +13,14 @@ from pdserve.common.bench.parts import PartTimer
 from pdserve.common.config.bench import BenchStepConfig
 from pdserve.common.config.node import CacheConfig, EngineConfig, ParallelConfig
 from pdserve.common.core.sampling import SamplingParams
+from pdserve.common.core.step_shape import StepShape
 from pdserve.common.demo_model.embedded import resolve_model
+from pdserve.common.engine.messages import Peaks
 from pdserve.common.model.device import dtype_name
 from pdserve.common.planning.footprint import Footprint
-from pdserve.common.planning.step_cost import Cost, StepCost, StepShape
+from pdserve.common.planning.step_cost import Cost, StepCost
 from pdserve.common.worker.input_batch import StepBatch, StepSequence
-from pdserve.common.worker.peaks import Clock, PeakMeter, Peaks, device_clock
+from pdserve.common.worker.peaks import Clock, PeakMeter, device_clock
 from pdserve.common.worker.runner import ModelRunner
 from pdserve.common.worker.worker import ModelWorker, WorkerConfig, build_worker, worker_specs
 

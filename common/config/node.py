@@ -155,6 +155,24 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MachineConfig:
+    """What a rank could do at most"""
+
+    peak_tflops: float | None = option(
+        None,
+        "10¹² FLOPs a second of a rank in large products of matrices, of which pdserve:mfu is a "
+        "share (default: measured at start, as far as others leave the machine alone)",
+        minimum=0.001,
+    )
+    peak_bandwidth: float | None = option(
+        None,
+        "10⁹ bytes a second that a rank reads from memory, of which "
+        "pdserve:bandwidth_utilisation is a share (default: measured at start)",
+        minimum=0.001,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """What a rank needs to compute: handed to worker processes."""
 
@@ -162,6 +180,7 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    machine: MachineConfig = field(default_factory=MachineConfig)
 
     def __post_init__(self) -> None:
         if self.scheduler.max_num_batched_tokens < self.scheduler.max_num_seqs:

@@ -83,10 +83,19 @@ class CacheShape:
 
 
 @dataclass(frozen=True, slots=True)
+class Peaks:
+    """What a rank's device can do at most, as measured or as --peak-… say."""
+
+    flops: float  # a second, of large products of matrices in the dtype
+    bandwidth: float  # bytes read a second
+
+
+@dataclass(frozen=True, slots=True)
 class RankReady:
     """A rank's answer once its weights are loaded and its cache is allocated."""
 
     rank: int
     cache: CacheShape
     weights_bytes: int
+    peaks: Peaks
     extension_info: bytes = b""  # what the rank's extension announces (a connector endpoint)

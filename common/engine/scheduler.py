@@ -28,6 +28,7 @@ from itertools import islice
 
 from pdserve.common.config.node import SchedulerConfig
 from pdserve.common.core.sampling import SampledToken
+from pdserve.common.core.step_shape import StepShape
 from pdserve.common.engine.block_pool import BlockPool
 from pdserve.common.engine.messages import NewSequence, SequenceDelta, StepDelta
 from pdserve.common.engine.sequence import Sequence, Status
@@ -65,6 +66,7 @@ class Scheduler:
         self.generation_tokens = 0  # sampled here
         self.cache_queries = 0  # prompt tokens looked up in the prefix cache
         self.cache_hits = 0  # prompt tokens found there
+        self.computed_steps = StepShape()  # all that was told to the ranks
         self._step = 0
         self._known_blocks: dict[int, int] = {}  # to the ranks, by seq_id; all are running
         self._ended: list[int] = []  # seq_ids that the ranks still know
@@ -137,8 +139,13 @@ class Scheduler:
         sampled = sum(entry.samples for entry in entries)
         self.generation_tokens += sampled
         self.prompt_tokens += sum(len(entry.token_ids) for entry in entries) - decodes
+        self._count(entries, decodes, sampled)
         ended, self._ended = tuple(self._ended), []
         return StepDelta(self._step, tuple(entries), ended)
+
+    def _count(self, entries: list[SequenceDelta], decodes: int, sampled: int) -> None:
+        chunks = ((each.start, len(each.token_ids)) for each in entries[decodes:])
+        self.computed_steps.add_step([e.start for e in entries[:decodes]], chunks, sampled)
 
     def computed(self, sequence: Sequence, num_tokens: int) -> None:
         """A step has written the KV of the sequence's next `num_tokens` tokens."""

@@ -26,6 +26,7 @@ from pdserve.common.node.model_facts import ModelFacts, check_job
 from pdserve.common.node.ranks import Ranks, start_replicas, stop_ranks
 from pdserve.common.node.replica import Replica, S, T
 from pdserve.common.node.server import NodeServer
+from pdserve.common.node.utilisation import Utilisation, UtilisationCollector
 from pdserve.common.obs.metrics import NodeMetrics
 from pdserve.common.obs.process import serve_until_stopped
 from pdserve.common.rpc.auth import new_node_id
@@ -75,6 +76,7 @@ class EngineNode(ABC, Generic[S, T]):
         )
         self.address = ""
         self.draining = False
+        self._utilisation: list[Utilisation] = []  # of each replica
         self.replicas: list[Replica[S, T]] = []  # from `serve` on at least one
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -132,6 +134,8 @@ class EngineNode(ABC, Generic[S, T]):
     async def _serve(self, ranks: Sequence[Ranks], stopping: Callable[[], None]) -> int:
         try:
             self.replicas = [self._replica(index, each) for index, each in enumerate(ranks)]
+            parallel = self.config.engine.parallel
+            self._utilisation = [Utilisation.of(each, self.facts, parallel) for each in ranks]
             await self._start()
             timeout = self.config.node.drain_timeout
             return await serve_until_stopped(self._failed, self._drain, timeout)
@@ -157,6 +161,7 @@ class EngineNode(ABC, Generic[S, T]):
 
     async def _start(self) -> None:
         export(self.replicas, self.metrics)
+        self.metrics.registry.register(UtilisationCollector(self._utilisation))
         self.metrics.healthy.set_function(lambda: float(self.ready()[0]))
         self.add_services()
         for replica in self.replicas:
@@ -194,6 +199,8 @@ class EngineNode(ABC, Generic[S, T]):
         wait for it."""
         period = min(0.5, self.config.engine.scheduler.engine_stall_timeout / _CHECKS)
         while True:
+            for each in self._utilisation:
+                each.sample()
             for replica in self.replicas:
                 if replica.check_health():
                     error = self._stalled(replica.unhealthy_reason)

@@ -1,4 +1,4 @@
-"""FLOPs and bytes of one step on one rank: the least a device has to do for it, whatever program
+"""FLOPs and bytes of steps on one rank: the least a device has to do for them, whatever program
 does it.
 
 Bytes are those that no cache can save: each weight once, the KV of earlier tokens once, the new
@@ -9,33 +9,13 @@ max(bytes / B, FLOPs / F) seconds (the roofline, Williams et al., CACM 52(4), 20
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from pdserve.common.core.step_shape import StepShape
 from pdserve.common.model.stages import Stage
 from pdserve.common.planning.footprint import Footprint, Matrix
 
 _NAMES = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}  # of fused matrices
-
-
-@dataclass(frozen=True, slots=True)
-class StepShape:
-    """What a step computes, summed over its sequences."""
-
-    tokens: int  # computed
-    cached: int  # tokens before them, whose KV is read
-    pairs: int  # of a query and a key that it attends to
-    sampled: int  # rows of logits
-
-    @classmethod
-    def of(cls, chunks: Iterable[tuple[int, int]], sampled: int) -> StepShape:
-        """`chunks`: for each sequence the tokens in the cache and those computed now."""
-        tokens = cached = pairs = 0
-        for start, length in chunks:
-            tokens += length
-            cached += start
-            pairs += length * start + length * (length + 1) // 2
-        return cls(tokens, cached, pairs, sampled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +37,8 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Of steps of `stage` of the model that `footprint` describes, on its rank 0."""
+    """Of steps of `stage` of the model that `footprint` describes, on its rank 0. Linear in the
+    shape (but for experts), so that steps may be added up first."""
 
     footprint: Footprint
     stage: Stage
@@ -78,21 +59,26 @@ class StepCost:
         `embedding`, `logits`. What is computed on activations alone (norms, rope, activation
         functions, sampling) costs no bytes that a cache could not save, and few FLOPs."""
         found = {
-            name: Cost(part.token_flops * shape.tokens, part.bytes)
+            name: Cost(part.token_flops * shape.tokens, part.bytes * shape.steps)
             for name, part in self._linear.items()
         }
         if self._num_sparse:
-            found["experts"] = self._experts(shape.tokens)
+            found["experts"] = self._experts(shape)
         found["attention"] = self._attention(shape)
         found["KV write"] = Cost(bytes=shape.tokens * self.footprint.kv_per_token(self.stage))
         if self.stage.first:
             found["embedding"] = Cost(bytes=shape.tokens * self._hidden * self.footprint.item)
         if self.stage.last and shape.sampled:
-            found["logits"] = self._logits(shape.sampled)
+            found["logits"] = self._logits(shape)
         return found
 
     def total(self, shape: StepShape) -> Cost:
+        """`bytes` read and written."""
         return sum(self.parts(shape).values(), Cost())
+
+    def written(self, shape: StepShape) -> float:
+        """Bytes: those of `total` that are not read."""
+        return self.parts(shape)["KV write"].bytes
 
     # ---- the parts ----
 
@@ -117,22 +103,24 @@ class StepCost:
         flops = 4.0 * shape.pairs * width * self.stage.num_layers
         return Cost(flops, shape.cached * footprint.kv_per_token(self.stage))
 
-    def _logits(self, sampled: int) -> Cost:
+    def _logits(self, shape: StepShape) -> Cost:
         numbers = -(-self.footprint.spec.vocab_size // self.footprint.tp) * self._hidden
-        return Cost(2.0 * sampled * numbers, numbers * self.footprint.item)
+        read = numbers * self.footprint.item * shape.sampling_steps
+        return Cost(2.0 * shape.sampled * numbers, read)
 
-    def _experts(self, tokens: int) -> Cost:
+    def _experts(self, shape: StepShape) -> Cost:
         """With the router, and the expert that all tokens visit where there is one. Which of the
         others they visit is theirs to choose: here all equally often, so that of E experts a step
-        of T tokens, each visiting k, meets E · (1 - (1 - k / E)^T)."""
+        of T tokens, each visiting k, meets E · (1 - (1 - k / E)^T). Of many steps T is the mean."""
         moe, footprint = self.footprint.spec.moe, self.footprint
         assert moe is not None
-        met = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** tokens)
+        mean = shape.tokens / max(1, shape.steps)
+        met = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** mean)
         bytes = met / footprint.ep * footprint.expert_weights(moe)
         router = moe.num_experts * self._hidden
         shared = 3 * self._hidden * moe.shared_intermediate_size / footprint.tp
         visited = 3 * self._hidden * moe.intermediate_size * moe.top_k / footprint.tp
         return Cost(
-            2.0 * tokens * (router + shared + visited) * self._num_sparse,
-            (bytes + (router + shared) * footprint.item) * self._num_sparse,
+            2.0 * shape.tokens * (router + shared + visited) * self._num_sparse,
+            (bytes + (router + shared) * footprint.item) * self._num_sparse * shape.steps,
         )

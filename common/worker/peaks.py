@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+
+from pdserve.common.config.node import MachineConfig
+from pdserve.common.engine.messages import Peaks
 
 Clock = Callable[[], float]  # seconds
 
 # Sizes M = N = K: which one a library multiplies fastest differs with it and with the caches.
 GEMM_SIZES = {"cpu": (768, 1024), "cuda": (4096, 8192)}
-MIN_READ_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Peaks:
-    flops: float  # a second
-    bandwidth: float  # bytes read a second
+MIN_READ_BYTES, MAX_READ_BYTES = 1 << 20, 256 << 20
+START_SECONDS = 0.3  # of a node's start, at most, for products of matrices
 
 
 class PeakMeter:
@@ -57,6 +54,46 @@ class PeakMeter:
             work()
             seconds.append(self._clock() - started)
         return min(seconds)
+
+
+def peaks_of(
+    config: MachineConfig, device: torch.device, dtype: torch.dtype, read_bytes: int
+) -> Peaks:
+    """Those that the options name; the others measured, in about `START_SECONDS`."""
+    flops, bandwidth = config.peak_tflops, config.peak_bandwidth
+    return Peaks(
+        _growing_products(device, dtype) if flops is None else flops * 1e12,
+        _read_once(device, read_bytes) if bandwidth is None else bandwidth * 1e9,
+    )
+
+
+def _growing_products(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOPs a second of the best of products that grow until they take too long: a CPU without
+    instructions for the dtype may need seconds for what another one does in milliseconds."""
+    clock, size, best, spent = device_clock(device), 256, 0.0, 0.0
+    while spent < START_SECONDS / 16:  # the next one takes eight times as long
+        a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+        F.linear(a, b)  # the first one chooses its kernel
+        started = clock()
+        F.linear(a, b)
+        spent = clock() - started
+        best = max(best, 2.0 * size**3 / spent)
+        size *= 2
+        if size > GEMM_SIZES[device.type][-1]:
+            break
+    return best
+
+
+def _read_once(device: torch.device, read_bytes: int) -> float:
+    """Bytes a second of the best of three passes."""
+    numbers = min(max(read_bytes, MIN_READ_BYTES), MAX_READ_BYTES) // 4
+    memory, clock = torch.ones(numbers, device=device), device_clock(device)
+    seconds = []
+    for _ in range(3):
+        started = clock()
+        memory.sum()
+        seconds.append(clock() - started)
+    return memory.nbytes / min(seconds)
 
 
 def device_clock(device: torch.device) -> Clock:

@@ -29,7 +29,7 @@ from pdserve.common.distributed.parallel_state import (
     ParallelState,
     initialize_model_parallel,
 )
-from pdserve.common.engine.messages import RankReady, StepDelta
+from pdserve.common.engine.messages import Peaks, RankReady, StepDelta
 from pdserve.common.model.device import choose_device, choose_dtype, choose_kernels, dtype_name
 from pdserve.common.model.loader import load_model
 from pdserve.common.model.sharding import Sharding
@@ -37,6 +37,7 @@ from pdserve.common.model.stages import stages_of
 from pdserve.common.planning.kv_budget import format_bytes
 from pdserve.common.worker.input_batch import InputBatch
 from pdserve.common.worker.kv_cache import KVCache, available_bytes, build_cache, cache_shape
+from pdserve.common.worker.peaks import peaks_of
 from pdserve.common.worker.runner import ModelRunner, StageLink
 
 logger = logging.getLogger(__name__)
@@ -110,6 +111,7 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     kernels = choose_kernels(engine.parallel.cpu_kernels, device, spec.rank)
     sharding = Sharding(state.tp, device, dtype, all2all, kernels=kernels)
     model = load_model(model_spec, engine.model, sharding, stage, _LoadingLog(spec.rank))
+    peaks = peaks_of(engine.machine, device, dtype, model.weights_bytes)
     link = StageLink(state, model_spec.hidden_size, dtype)
     shape = cache_shape(model, engine, state.tp)
     room = available_bytes(engine, model, shape, max_model_len, device, link)
@@ -118,7 +120,7 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     runner = ModelRunner(model, cache.tensor, device, samples, link)
     _warm_up(runner, engine)
     extension = _build_extension(extension_config, cache, spec.rank, emit)
-    return ModelWorker(spec.rank, state, runner, cache, extension)
+    return ModelWorker(spec.rank, state, runner, cache, peaks, extension)
 
 
 class ModelWorker:
@@ -130,12 +132,14 @@ class ModelWorker:
         state: ParallelState,
         runner: ModelRunner,
         cache: KVCache,
+        peaks: Peaks,
         extension: Extension | None,
     ) -> None:
         self._rank = rank
         self._state = state
         self.runner = runner
         self._cache = cache
+        self._peaks = peaks
         self.extension = extension
         self._batch = InputBatch(
             cache.shape.block_size, runner.model.spec.vocab_size, runner.device, runner.samples
@@ -148,6 +152,7 @@ class ModelWorker:
             rank=self._rank,
             cache=self._cache.shape,
             weights_bytes=self.runner.model.weights_bytes,
+            peaks=self._peaks,
             extension_info=self.extension.info() if self.extension else b"",
         )
         return self._encoder.encode(ready)

@@ -16,7 +16,7 @@ from pdserve.common.bench.step import Cell
 from pdserve.common.cli.main import main
 from pdserve.common.config.bench import BenchStepConfig
 from pdserve.common.core.errors import ConfigError
-from pdserve.common.planning.step_cost import StepShape
+from pdserve.common.core.step_shape import StepShape
 from pdserve.common.worker import runner
 from tiny_engine import load, new_cache, single_threaded_inference
 
@@ -90,7 +90,7 @@ def test_cells() -> None:
         "decode 32 × 1,024",
         "prefill 512",
     ]
-    assert Cell.decode(3, 33).shape == StepShape(tokens=3, cached=96, pairs=99, sampled=3)
+    assert Cell.decode(3, 33).shape == StepShape(3, 96, 99, 3, steps=1, sampling_steps=1)
     batch = Cell.decode(3, 33).batch(block_size=16, vocab_size=50)
     assert [(each.start, len(each.token_ids)) for each in batch.sequences] == [(32, 1)] * 3
     tables = [block for each in batch.sequences for block in each.block_table]

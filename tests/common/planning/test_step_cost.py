@@ -11,9 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from paths import ROOT
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.quantization import QUANTIZATIONS
+from pdserve.common.core.step_shape import StepShape
 from pdserve.common.model.stages import pipeline_stages
 from pdserve.common.planning.footprint import Footprint
-from pdserve.common.planning.step_cost import Cost, StepCost, StepShape
+from pdserve.common.planning.step_cost import Cost, StepCost
 from tiny_engine import load, new_cache, single_threaded_inference, some_tokens, step
 
 MODELS = ROOT / "tests" / "models"

@@ -1,0 +1,123 @@
+"""How much of what its ranks could do a replica does: FLOPs and bytes of the steps it computed, by
+arithmetic, beside time and the ranks' peaks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from time import monotonic
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pdserve.common.config.node import ParallelConfig
+from pdserve.common.core.step_shape import StepShape
+from pdserve.common.engine.messages import Peaks
+from pdserve.common.node.model_facts import ModelFacts
+from pdserve.common.node.ranks import Ranks
+from pdserve.common.planning.footprint import Footprint
+from pdserve.common.planning.step_cost import Cost, StepCost
+
+WINDOW = 10.0  # seconds that the gauges look back, at least
+
+
+class Utilisation:
+    """Of one replica; figures are of a rank, the mean of all of them."""
+
+    def __init__(
+        self,
+        done: StepShape,
+        cost: StepCost,
+        stages: int,
+        peaks: Peaks,
+        now: Callable[[], float] = monotonic,
+    ) -> None:
+        """`done` is the scheduler's, which goes on counting; `cost` is of all stages, which share
+        it."""
+        self.peaks = peaks
+        self._done, self._cost, self._stages, self._now = done, cost, stages, now
+        self._samples = deque([(now(), copy(done))])  # the oldest is WINDOW old, or the first
+
+    @classmethod
+    def of(cls, ranks: Ranks, facts: ModelFacts, parallel: ParallelConfig) -> Utilisation:
+        footprint = Footprint(
+            facts.spec, facts.dtype, parallel.tensor_parallel_size, parallel.expert_parallel_size
+        )
+        done, stages = ranks.scheduler.computed_steps, parallel.pipeline_parallel_size
+        return cls(done, StepCost.whole(footprint), stages, ranks.ready[0].peaks)
+
+    def sample(self) -> None:
+        """To be called every second or so."""
+        now = self._now()
+        self._samples.append((now, copy(self._done)))
+        while len(self._samples) > 1 and self._samples[1][0] <= now - WINDOW:
+            self._samples.popleft()
+
+    def shares(self) -> tuple[float, float]:
+        """MFU and bandwidth utilisation since the oldest sample, idle time included."""
+        then, before = self._samples[0]
+        seconds = self._now() - then
+        if seconds <= 0.0:
+            return 0.0, 0.0
+        cost = self._cost.total(self._done - before)
+        per_second = self._stages * seconds
+        return (
+            cost.flops / per_second / self.peaks.flops,
+            cost.bytes / per_second / self.peaks.bandwidth,
+        )
+
+    def totals(self) -> tuple[Cost, float]:
+        """Since start: FLOPs and bytes of all kinds; and of these bytes those written."""
+        cost, written = self._cost.total(self._done), self._cost.written(self._done)
+        return Cost(cost.flops / self._stages, cost.bytes / self._stages), written / self._stages
+
+
+class UtilisationCollector(Collector):
+    """Names of counters are vLLM's, with the prefix `pdserve:`; so is the label `engine`."""
+
+    def __init__(self, replicas: Sequence[Utilisation]) -> None:
+        self._replicas = replicas
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._gauges()
+        yield from self._counters()
+
+    def _gauges(self) -> Iterator[Metric]:
+        last = f"of the last {WINDOW:.0f} s, idle time included"
+        shares = [each.shares() for each in self._replicas]
+        peaks = [each.peaks for each in self._replicas]
+        mfu, used = zip(*shares, strict=True) if shares else ((), ())
+        yield _gauge("mfu", f"FLOPs of a rank ÷ its peak, {last}", mfu)
+        yield _gauge("bandwidth_utilisation", f"Bytes a rank must move ÷ its peak, {last}", used)
+        yield _gauge(
+            "peak_flops_per_second",
+            "A rank's large products of matrices: --peak-tflops, or measured at start",
+            [each.flops for each in peaks],
+        )
+        yield _gauge(
+            "peak_bytes_per_second",
+            "A rank's reads of memory: --peak-bandwidth, or measured at start",
+            [each.bandwidth for each in peaks],
+        )
+
+    def _counters(self) -> Iterator[Metric]:
+        totals = [each.totals() for each in self._replicas]
+        for name, help, values in (
+            ("flops", "FLOPs of a rank's steps", [cost.flops for cost, _ in totals]),
+            ("read_bytes", "Weights and KV read by a rank", [c.bytes - w for c, w in totals]),
+            ("write_bytes", "KV written by a rank", [written for _, written in totals]),
+        ):
+            found = CounterMetricFamily(
+                f"pdserve:estimated_{name}_per_gpu", f"{help}, by arithmetic", labels=("engine",)
+            )
+            for engine, value in enumerate(values):
+                found.add_metric((str(engine),), value)
+            yield found
+
+
+def _gauge(name: str, help: str, values: Sequence[float]) -> Metric:
+    found = GaugeMetricFamily(f"pdserve:{name}", help, labels=("engine",))
+    for engine, value in enumerate(values):
+        found.add_metric((str(engine),), value)
+    return found
