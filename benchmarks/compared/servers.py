@@ -59,6 +59,7 @@ class Server:
     environment: Mapping[str, str] = field(default_factory=dict)
     body: Mapping[str, Any] = field(default_factory=dict)  # of each request, beside the common
     model: str = "model"  # the name it answers to
+    says_done: bool = True  # its streams end with [DONE]
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +192,7 @@ def transformers(venv: str | None, machine: Machine) -> Server:
         {"OMP_NUM_THREADS": str(machine.threads), "HF_HUB_OFFLINE": "1", **_beside(program)},
         {"generation_config": json.dumps(endless)},
         str(machine.model),
+        says_done=False,
     )
 
 

@@ -132,7 +132,8 @@ async def warm_up(workloads: Sequence[Workload], running: Running) -> None:
 
 def client_of(running: Running, session: aiohttp.ClientSession) -> Client:
     body = {"model": running.server.model, "temperature": 0, **running.server.body}
-    return Client(session, f"{running.url}/v1/completions", False, body)
+    url, says_done = f"{running.url}/v1/completions", running.server.says_done
+    return Client(session, url, False, body, says_done)
 
 
 def _summary(records: Sequence[Record]) -> Summary:

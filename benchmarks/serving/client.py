@@ -88,12 +88,14 @@ class RequestFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Sends prompts to one endpoint. `body` is merged into every request."""
+    """Sends prompts to one endpoint. `body` is merged into every request. Without `says_done` a
+    stream may end without `[DONE]`, as some servers' do."""
 
     session: aiohttp.ClientSession
     url: str
     chat: bool
     body: Mapping[str, Any]
+    says_done: bool = True
 
     async def send(self, prompt: Prompt, arrival: float | None = None) -> Record:
         """Runs one request to its end; failures are recorded, never raised. Without
@@ -116,7 +118,7 @@ class Client:
         async with self.session.post(self.url, json=self._payload(prompt)) as response:
             if response.status != 200:
                 raise RequestFailed(f"http_{response.status}")
-            async for event in _events(response):
+            async for event in _events(response, self.says_done):
                 _note(record, event, time.perf_counter())
         if record.finish_reason is None:
             raise RequestFailed("truncated")
@@ -134,7 +136,7 @@ class Client:
         }
 
 
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[Event]:
+async def _events(response: aiohttp.ClientResponse, says_done: bool) -> AsyncIterator[Event]:
     """The events of a server-sent event stream, up to `[DONE]`.
 
     Raises:
@@ -150,7 +152,8 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[Event]:
             yield _decode_event(data)
         except msgspec.DecodeError as error:
             raise RequestFailed("malformed") from error
-    raise RequestFailed("truncated")
+    if says_done:
+        raise RequestFailed("truncated")
 
 
 async def _read_line(content: aiohttp.StreamReader) -> bytes:
