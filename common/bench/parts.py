@@ -10,10 +10,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from types import FunctionType
 from typing import Any
 
+from pdserve.common.model import attention
 from pdserve.common.model.attention import SlotMapping
-from pdserve.common.model.decoder import Attention, CausalLM, RotaryEmbedding
+from pdserve.common.model.decoder import CausalLM
 from pdserve.common.model.layers import (
     MLP,
     ColumnParallelLinear,
@@ -23,6 +25,7 @@ from pdserve.common.model.layers import (
     VocabParallelEmbedding,
 )
 from pdserve.common.model.moe import MoE
+from pdserve.common.model.rotary import RotaryEmbedding
 from pdserve.common.worker import runner
 from pdserve.common.worker.peaks import Clock
 
@@ -39,7 +42,7 @@ PARTS: tuple[tuple[str, Owner, tuple[str, ...]], ...] = (
     ("linear", ColumnParallelLinear, ("__call__",)),
     ("linear", RowParallelLinear, ("__call__",)),
     ("rope", RotaryEmbedding, ()),
-    ("rope", Attention, ("project",)),
+    ("rope", attention, ("apply_rotary",)),
     ("KV write", SlotMapping, ("write",)),
     ("activation", MLP, ("__call__",)),
     ("experts", MoE, ("__call__",)),
@@ -48,7 +51,10 @@ PARTS: tuple[tuple[str, Owner, tuple[str, ...]], ...] = (
     ("sampling", runner, ("sample",)),
     (REST, runner.ModelRunner, ("run",)),
 )
-BACKEND = (("inputs", ("prepare",)), ("attention", ("forward",)))
+# The attention backend's own: methods, and kernels that an instance calls. A kernel that turns
+# positions and writes KV in one counts as KV write.
+METHODS = {"prepare": "inputs", "attend": "attention", "forward": "attention"}
+KERNELS = {"_rotate_and_cache": "KV write"}
 LINEARS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 ORDER = (
     "inputs", "embedding", "norms", "qkv_proj", "rope", "KV write", "attention", "o_proj",
@@ -72,17 +78,25 @@ class PartTimer:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        places = [(part, owner, names or _methods(owner)) for part, owner, names in PARTS]
-        places += [(part, type(self._model.attention), names) for part, names in BACKEND]
-        found = [(owner, name, part) for part, owner, names in places for name in names]
-        before = [(owner, name, vars(owner)[name]) for owner, name, _ in found]
+        found = [(*place, vars(place[1])[place[2]]) for place in self._places()]
         try:
-            for (owner, name, part), (*_, function) in zip(found, before, strict=True):
+            for part, owner, name, function in found:
                 setattr(owner, name, self._timed(part, function))
             yield
         finally:
-            for owner, name, function in before:
+            for _, owner, name, function in found:
                 setattr(owner, name, function)
+
+    def _places(self) -> Iterator[tuple[str, Owner, str]]:
+        """Each part's functions: whose, and by which name."""
+        for part, owner, names in PARTS:
+            yield from ((part, owner, name) for name in names or _methods(owner))
+        backend = self._model.attention
+        for cls in type(backend).__mro__:
+            for name in METHODS.keys() & _methods(cls):
+                yield METHODS[name], cls, name
+        for name in KERNELS.keys() & vars(backend).keys():
+            yield KERNELS[name], backend, name
 
     def _timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         inner, clock, names = self._inner, self._clock, self._names
@@ -117,7 +131,8 @@ def _methods(cls: type) -> tuple[str, ...]:
     return tuple(
         name
         for name, value in vars(cls).items()
-        if callable(value) and name != "shards" and (name == "__call__" or name[0] != "_")
+        if isinstance(value, FunctionType) and not getattr(value, "__isabstractmethod__", False)
+        if name != "shards" and (name == "__call__" or name[0] != "_")
     )
 
 
