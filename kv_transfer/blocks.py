@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 
 from pdserve.kv_transfer.layout import CacheView, Rect
-from pdserve.kv_transfer.native.code import block_code
+from pdserve.kv_transfer.native.code import MIN_HASHED_NBYTES, block_code
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +43,39 @@ def piece_nbytes(cache: torch.Tensor, rect: Rect, count: int) -> int:
 
 def byte_runs(view: CacheView, rect: Rect, block_ids: Sequence[int]) -> ByteRuns:
     """The runs of `block_ids` × `rect` (in the model's coordinates, within `view.rect`)."""
+    return plane_runs(view, rect, block_ids).expanded()
+
+
+def plane_runs(view: CacheView, rect: Rect, block_ids: Sequence[int]) -> PlaneRuns:
+    """As `byte_runs`, for compiled code."""
     place = Placement.of(view)
-    ids = np.asarray(block_ids, dtype=np.int64)
-    firsts = _stretches([ids], coalesce=place.has_all_heads(rect))
-    counts = np.diff(firsts, append=len(ids))
-    return place.byte_runs(rect, ids[firsts], counts)
+    (firsts,), counts = _stretches([block_ids], coalesce=place.has_all_heads(rect))
+    return place.runs(rect, firsts, counts)
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneRuns:
+    """The same byte ranges in each of `num_planes` planes (one layer's keys or values), `stride`
+    bytes apart and as long; the first plane is `start` bytes from the cache's beginning."""
+
+    start: int
+    stride: int
+    num_planes: int
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_planes * int(self.lengths.sum())
+
+    def expanded(self) -> ByteRuns:
+        """Raises IndexError for a block that there is not."""
+        ends = self.starts + self.lengths
+        if len(ends) and (self.starts.min() < 0 or ends.max() > self.stride):
+            raise IndexError("a block that there is not")
+        planes = self.start + self.stride * np.arange(self.num_planes)
+        offsets = planes[:, None] + self.starts[None, :]
+        return ByteRuns(offsets.ravel(), np.broadcast_to(self.lengths, offsets.shape).ravel())
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,27 +98,28 @@ class Placement:
         """Whether adjacent blocks of `rect` are adjacent bytes."""
         return rect.num_heads == self.rect.num_heads
 
-    def byte_runs(
-        self, rect: Rect, starts: NDArray[np.int64], counts: NDArray[np.int64]
-    ) -> ByteRuns:
-        """Of stretches of adjacent blocks. Raises IndexError for a block that there is not."""
-        if len(starts) and (starts.min() < 0 or (starts + counts).max() > self.num_blocks):
-            raise IndexError(f"a block that is none of {self.num_blocks}")
+    def runs(self, rect: Rect, firsts: NDArray[np.int64], counts: NDArray[np.int64]) -> PlaneRuns:
+        """Of stretches of adjacent blocks."""
         layers, heads = rect.slices_in(self.rect)
         row = self.rect.num_heads * self.head_nbytes  # of a block in a plane
-        planes = np.arange(2 * layers.start, 2 * layers.stop) * (self.num_blocks * row)
-        offsets = planes[:, None] + (starts * row + heads.start * self.head_nbytes)[None, :]
-        lengths = np.broadcast_to(counts * (rect.num_heads * self.head_nbytes), offsets.shape)
-        return ByteRuns(offsets.ravel(), lengths.ravel())
+        stride = self.num_blocks * row
+        starts = firsts * row + heads.start * self.head_nbytes
+        lengths = counts * (rect.num_heads * self.head_nbytes)
+        return PlaneRuns(2 * layers.start * stride, stride, 2 * rect.num_layers, starts, lengths)
 
 
-def _stretches(ids: Sequence[NDArray[np.int64]], coalesce: bool = True) -> NDArray[np.int64]:
-    """Where stretches begin in which each of `ids` (of equal length) steps by one; at every id
-    unless `coalesce`."""
-    if not coalesce or len(ids[0]) < 2:
-        return np.arange(len(ids[0]))
+def _stretches(
+    block_ids: Sequence[Sequence[int]], coalesce: bool
+) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
+    """Where stretches begin in which each of `block_ids` (equally many) steps by one, and how long
+    they are; every id is one unless `coalesce`."""
+    ids = [np.asarray(each, np.int64) for each in block_ids]
+    count = len(ids[0])
+    if not coalesce or count < 2:
+        return ids, np.ones(count, np.int64)
     broken = np.logical_or.reduce([np.diff(each) != 1 for each in ids])
-    return np.concatenate(([0], np.flatnonzero(broken) + 1))
+    firsts = np.concatenate(([0], np.flatnonzero(broken) + 1))
+    return [each[firsts] for each in ids], np.diff(firsts, append=count)
 
 
 def memory_of(cache: torch.Tensor) -> memoryview:
@@ -116,26 +146,54 @@ def _part(view: CacheView, rect: Rect) -> torch.Tensor:
     return view.cache[layers, :, :, heads]
 
 
+@dataclass(frozen=True, slots=True)
+class CacheBytes:
+    """All bytes of a cache in host memory; read-only if its memory is."""
+
+    memory: NDArray[np.uint8]
+    address: int
+    place: Placement
+
+    @classmethod
+    def of(cls, memory: memoryview, place: Placement) -> CacheBytes:
+        data = np.frombuffer(memory, np.uint8)
+        return cls(data, data.ctypes.data, place)
+
+
 def copy_blocks(
     rect: Rect,
-    target: tuple[NDArray[np.uint8], Placement],
+    target: CacheBytes,
     target_ids: Sequence[int],
-    source: tuple[NDArray[np.uint8], Placement],
+    source: CacheBytes,
     source_ids: Sequence[int],
 ) -> None:
-    """Block by block `rect` (within both) of `source_ids` to that of `target_ids`; each side is all
-    bytes of a cache. What is adjacent on both sides is copied at once; the interpreter lock is
-    released meanwhile. Raises IndexError for a block that there is not."""
-    (to_bytes, to_place), (from_bytes, from_place) = target, source
-    to_ids, from_ids = np.asarray(target_ids, np.int64), np.asarray(source_ids, np.int64)
-    whole_rows = to_place.has_all_heads(rect) and from_place.has_all_heads(rect)
-    firsts = _stretches([to_ids, from_ids], coalesce=whole_rows)
-    counts = np.diff(firsts, append=len(to_ids))
-    to = to_place.byte_runs(rect, to_ids[firsts], counts)
-    at = from_place.byte_runs(rect, from_ids[firsts], counts)
+    """Block by block `rect` (within both) of `source_ids` to that of `target_ids`. What is adjacent
+    on both sides is copied at once; the interpreter lock is released meanwhile. Raises IndexError
+    for a block that there is not."""
+    whole_rows = target.place.has_all_heads(rect) and source.place.has_all_heads(rect)
+    (to_firsts, at_firsts), counts = _stretches([target_ids, source_ids], coalesce=whole_rows)
+    to = target.place.runs(rect, to_firsts, counts)
+    at = source.place.runs(rect, at_firsts, counts)
     if (code := block_code()) is not None:
-        code.copy(to_bytes, to.offsets, from_bytes, at.offsets, to.lengths)
+        code.copy(
+            target.address + to.start, to.stride, to.starts,
+            source.address + at.start, at.stride, at.starts,
+            to.lengths, to.num_planes,
+        )  # fmt: skip
         return
-    ranges = zip(to.offsets.tolist(), at.offsets.tolist(), to.lengths.tolist(), strict=True)
-    for start, begin, nbytes in ranges:
-        np.copyto(to_bytes[start : start + nbytes], from_bytes[begin : begin + nbytes])
+    ends, begins = to.expanded(), at.expanded()
+    ranges = (ends.offsets.tolist(), begins.offsets.tolist(), ends.lengths.tolist())
+    for start, begin, nbytes in zip(*ranges, strict=True):
+        np.copyto(target.memory[start : start + nbytes], source.memory[begin : begin + nbytes])
+
+
+def hash_blocks(prefix: bytes, cache: CacheBytes, runs: PlaneRuns) -> bytes:
+    """XXH3 (128 bits) of the prefix and of the runs, plane by plane."""
+    code = block_code()
+    if code is not None and len(prefix) + runs.nbytes >= MIN_HASHED_NBYTES:
+        first = cache.address + runs.start
+        return code.hash(prefix, first, runs.stride, runs.starts, runs.lengths, runs.num_planes)
+    hasher = xxhash.xxh3_128(prefix)
+    for part in runs.expanded().slices(cache.memory.data):
+        hasher.update(part)
+    return hasher.digest()

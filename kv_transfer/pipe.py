@@ -32,6 +32,21 @@ class KVPipe(ABC):
     def recv_tensor(self, tensor: torch.Tensor) -> None:
         """Fills a contiguous 1-D uint8 CPU tensor."""
 
+    def send_bytes(self, data: bytes) -> None:
+        """Sends a header or what is as small. Override to spare the tensor."""
+        self.send_tensor(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def send_header(self, data: bytes) -> None:
+        """As `send_bytes`, where the next thing on this pipe is a send that follows at once: it
+        may wait for that and go with it."""
+        self.send_bytes(data)
+
+    def recv_bytes(self, nbytes: int) -> bytes:
+        """As `send_bytes`, at least one byte."""
+        tensor = torch.empty(nbytes, dtype=torch.uint8)
+        self.recv_tensor(tensor)
+        return tensor.numpy().tobytes()
+
     def wait(self) -> None:  # noqa: B027 (optional)
         """Until there is something to receive, for as long as it takes: the peer may be silent
         between two frames, and nowhere else, where a pipe should give a silent peer up. Default:
@@ -92,15 +107,11 @@ def memory_of_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def send_bytes(pipe: KVPipe, data: bytes) -> None:
-    pipe.send_tensor(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    pipe.send_bytes(data)
 
 
 def recv_bytes(pipe: KVPipe, nbytes: int) -> bytes:
-    if nbytes == 0:
-        return b""
-    tensor = torch.empty(nbytes, dtype=torch.uint8)
-    pipe.recv_tensor(tensor)
-    return tensor.numpy().tobytes()
+    return pipe.recv_bytes(nbytes) if nbytes else b""
 
 
 class PipeListener(ABC):

@@ -11,18 +11,19 @@ import fcntl
 import mmap
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
-import numpy as np
 
 from pdserve.common.core.errors import Blame
-from pdserve.kv_transfer.blocks import Placement, copy_blocks, memory_of
-from pdserve.kv_transfer.connector import Capabilities
+from pdserve.kv_transfer.blocks import CacheBytes, Placement, copy_blocks, memory_of
+from pdserve.kv_transfer.connector import Capabilities, RankContext, SourceTransfer
 from pdserve.kv_transfer.connectors.base import pull
 from pdserve.kv_transfer.connectors.base.handshake import GREETING_S, send_frame, time_limit
+from pdserve.kv_transfer.connectors.base.holds import Holds, PeerHolds
 from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
 from pdserve.kv_transfer.frame import Frame, Kind, bad_frame
 from pdserve.kv_transfer.layout import CacheView, Rect
@@ -30,10 +31,11 @@ from pdserve.kv_transfer.pipe import KVPipe
 
 
 class Greeting(pull.Greeting):
-    """Who the source is and what its memory file holds; the file's descriptor follows."""
+    """Who the source is and what its memory file has; the file's descriptor follows."""
 
     offset: int  # of the cache in the file
     nbytes: int  # of the cache
+    holds: bool = False  # a second descriptor follows, of its table of holds
 
 
 class ShmConnector(pull.PullConnector[Greeting]):
@@ -42,33 +44,54 @@ class ShmConnector(pull.PullConnector[Greeting]):
     capabilities: ClassVar[Capabilities] = Capabilities(pull=True, one_sided=True, same_host=True)
     greeting = Greeting
 
+    def __init__(self, context: RankContext, config: Mapping[str, Any]) -> None:
+        super().__init__(context, config)
+        self._holds = Holds()
+
+    def submit(self, transfer: SourceTransfer) -> None:
+        self._holds.enter(transfer.transfer_id, transfer.epoch)
+        super().submit(transfer)
+
+    def quiesce(self, transfer_id: bytes) -> None:
+        self._holds.take_out(transfer_id)
+        super().quiesce(transfer_id)
+
+    def close(self, deadline: float) -> None:
+        super().close(deadline)
+        self._holds.close()
+
     def introduce(self, pipe: KVPipe) -> None:
         view = self.context.view
         assert view.shared_fd is not None and isinstance(pipe, SocketPipe)
         geometry = (view.cache.shape[2], view.shared_offset, view.cache.nbytes)
-        greeting = Greeting(self.context.fingerprint, view.rect, *geometry)
+        greeting = Greeting(self.context.fingerprint, view.rect, *geometry, holds=True)
         send_frame(pipe, Frame(Kind.HELLO), msgspec.msgpack.encode(greeting))
-        readable = os.open(f"/proc/self/fd/{view.shared_fd}", os.O_RDONLY)
-        try:
-            socket.send_fds(pipe.sock, [b"F"], [readable])
-        finally:
-            os.close(readable)
+        with ExitStack() as stack:
+            readable = []
+            for fd in (view.shared_fd, self._holds.fd):
+                readable.append(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY))
+                stack.callback(os.close, readable[-1])
+            socket.send_fds(pipe.sock, [b"F"], readable)
 
     def open(self, pipe: SocketPipe, greeting: Greeting) -> MappedCache:
         with time_limit(pipe, GREETING_S, Blame.PREFILL):
-            _, fds, _, _ = socket.recv_fds(pipe.sock, 1, 1)
-        if len(fds) != 1:
-            raise bad_frame("no memory came with the greeting")
+            _, fds, _, _ = socket.recv_fds(pipe.sock, 1, 2)
         try:
-            return MappedCache(greeting, fds[0], self.context.view)
+            if len(fds) != 1 + greeting.holds:
+                raise bad_frame("no memory came with the greeting")
+            return MappedCache(greeting, fds[0], self.context.view, *fds[1:])
         finally:
-            os.close(fds[0])
+            for fd in fds:
+                os.close(fd)
 
 
 class MappedCache(pull.PeerCache):
     """A source rank's memory file, mapped read-only."""
 
-    def __init__(self, greeting: Greeting, fd: int, view: CacheView) -> None:
+    def __init__(
+        self, greeting: Greeting, fd: int, view: CacheView, holds: int | None = None
+    ) -> None:
+        """`fd` is its memory file, `holds` its table; they may be closed afterwards."""
         super().__init__(greeting)
         end = greeting.offset + greeting.nbytes
         ours = Placement.of(view)
@@ -81,9 +104,20 @@ class MappedCache(pull.PeerCache):
             raise bad_frame(f"the memory file ends before byte {end}")
         if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise bad_frame("the memory file could shrink under a reader: it is not sealed")
+        self._holds = None if holds is None else _opened(holds)
         mapped = memoryview(mmap.mmap(fd, end, prot=mmap.PROT_READ))[greeting.offset :]
-        self._theirs = np.frombuffer(mapped, np.uint8), theirs
-        self._ours = np.frombuffer(memory_of(view.cache), np.uint8), ours
+        self._theirs = CacheBytes.of(mapped, theirs)
+        self._ours = CacheBytes.of(memory_of(view.cache), ours)
 
     def copy(self, rect: Rect, source_ids: Sequence[int], sink_ids: Sequence[int]) -> None:
         copy_blocks(rect, self._ours, sink_ids, self._theirs, source_ids)
+
+    def held(self, transfer_id: bytes, epoch: int) -> bool:
+        return self._holds is not None and self._holds.has(transfer_id, epoch)
+
+
+def _opened(holds: int) -> PeerHolds:
+    try:
+        return PeerHolds(holds)
+    except (OSError, ValueError) as error:
+        raise bad_frame(f"what came with the greeting is no table of holds: {error}") from error

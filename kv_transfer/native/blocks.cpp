@@ -1,5 +1,5 @@
 // Copies and hashes the bytes of scattered KV blocks: one call for all byte ranges of a run, during
-// which Python's lock is free. The caller has checked that the ranges lie within the memory.
+// which Python's lock is free.
 
 #include <cstddef>
 #include <cstdint>
@@ -233,26 +233,57 @@ class XXH3 {
 
 }  // namespace
 
-EXPORT void kv_copy(uint8_t* target, const int64_t* to, const uint8_t* source, const int64_t* from,
-                    const int64_t* lengths, size_t n, int past_caches) {
-    for (size_t i = 0; i < n; i++) {
-        const uint8_t* next = source + from[i + 1 < n ? i + 1 : i];
-        if (past_caches)
-            copy_past_caches(target + to[i], source + from[i], lengths[i], next);
-        else
-            std::memcpy(target + to[i], source + from[i], lengths[i]);
-    }
-    if (past_caches) finish_copies();
+// What is copied or hashed: in each of `num_planes` planes (one layer's keys or values), `stride`
+// bytes apart and as long, the same `n` byte ranges.
+
+static bool within(size_t stride, const int64_t* starts, const int64_t* lengths, size_t n) {
+    for (size_t i = 0; i < n; i++)
+        if (starts[i] < 0 || lengths[i] < 0 || static_cast<size_t>(starts[i] + lengths[i]) > stride)
+            return false;
+    return true;
 }
 
-// XXH3 of `prefix` and then of the ranges, altogether more than 240 bytes; `out` has 16.
-EXPORT void kv_hash(const uint8_t* prefix, size_t prefix_nbytes, const uint8_t* memory,
-                    const int64_t* offsets, const int64_t* lengths, size_t n, uint8_t* out) {
-    uint64_t total = prefix_nbytes;
-    for (size_t i = 0; i < n; i++) total += lengths[i];
-    XXH3 hash(total);
-    hash.update(prefix, prefix_nbytes, memory + offsets[0]);
-    for (size_t i = 0; i < n; i++)
-        hash.update(memory + offsets[i], lengths[i], memory + offsets[i + 1 < n ? i + 1 : i]);
+static uint64_t total(const int64_t* lengths, size_t n, size_t num_planes) {
+    uint64_t in_plane = 0;
+    for (size_t i = 0; i < n; i++) in_plane += lengths[i];
+    return in_plane * num_planes;
+}
+
+// Returns 1, or 0 when a range is not within its plane: then nothing was copied.
+EXPORT int kv_copy(uint8_t* target, size_t target_stride, const int64_t* to, const uint8_t* source,
+                   size_t source_stride, const int64_t* from, const int64_t* lengths, size_t n,
+                   size_t num_planes, uint64_t past_caches_nbytes) {
+    if (!within(target_stride, to, lengths, n) || !within(source_stride, from, lengths, n)) return 0;
+    bool past_caches = total(lengths, n, num_planes) >= past_caches_nbytes;
+    for (size_t plane = 0; plane < num_planes; plane++) {
+        for (size_t i = 0; i < n; i++) {
+            bool last = i + 1 == n;
+            const uint8_t* next = source + from[last ? 0 : i + 1] + (last ? source_stride : 0);
+            if (past_caches)
+                copy_past_caches(target + to[i], source + from[i], lengths[i], next);
+            else
+                std::memcpy(target + to[i], source + from[i], lengths[i]);
+        }
+        target += target_stride, source += source_stride;
+    }
+    if (past_caches) finish_copies();
+    return 1;
+}
+
+// XXH3 of `prefix` and then of the ranges, altogether more than 240 bytes; `out` has 16. Returns as
+// `kv_copy`.
+EXPORT int kv_hash(const uint8_t* prefix, size_t prefix_nbytes, const uint8_t* memory,
+                   size_t stride, const int64_t* starts, const int64_t* lengths, size_t n,
+                   size_t num_planes, uint8_t* out) {
+    if (!within(stride, starts, lengths, n)) return 0;
+    XXH3 hash(prefix_nbytes + total(lengths, n, num_planes));
+    hash.update(prefix, prefix_nbytes, memory);
+    for (size_t plane = 0; plane < num_planes; plane++, memory += stride)
+        for (size_t i = 0; i < n; i++) {
+            bool last = i + 1 == n;
+            const uint8_t* next = memory + starts[last ? 0 : i + 1] + (last ? stride : 0);
+            hash.update(memory + starts[i], lengths[i], next);
+        }
     hash.digest(out);
+    return 1;
 }

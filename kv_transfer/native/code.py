@@ -25,52 +25,62 @@ Int64s = NDArray[np.int64]
 
 
 class BlockCode:
-    """The functions of the library. They are given offsets within memory of which the caller knows
-    that it is there; Python's lock is free while they run."""
+    """The functions of the library. They are given addresses of planes that the caller knows to be
+    there; Python's lock is free while they run.
+
+    In each of `num_planes` planes, `stride` bytes apart and as long, the same ranges are meant:
+    `starts` from a plane's beginning, `lengths` long. One beyond the plane is an IndexError.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        side = pointer, size, pointer
         self._copy = library.kv_copy
-        self._copy.argtypes = [pointer] * 5 + [size, ctypes.c_int]
-        self._copy.restype = None
+        self._copy.argtypes = [*side, *side, pointer, size, size, ctypes.c_uint64]
         self._hash = library.kv_hash
-        self._hash.argtypes = [ctypes.c_char_p, size, *[pointer] * 3, size, ctypes.c_char_p]
-        self._hash.restype = None
+        ranges = pointer, size, pointer, pointer, size, size
+        self._hash.argtypes = [ctypes.c_char_p, size, *ranges, ctypes.c_char_p]
 
     def copy(
         self,
-        target: NDArray[np.uint8],
+        target: int,
+        target_stride: int,
         to: Int64s,
-        source: NDArray[np.uint8],
+        source: int,
+        source_stride: int,
         at: Int64s,
         lengths: Int64s,
+        num_planes: int,
     ) -> None:
-        """`lengths[i]` bytes from `source[at[i]:]` to `target[to[i]:]`."""
-        self._copy(
-            target.ctypes.data,
-            to.ctypes.data,
-            source.ctypes.data,
-            at.ctypes.data,
-            lengths.ctypes.data,
-            len(lengths),
-            int(lengths.sum()) >= PAST_CACHES_NBYTES,
-        )
+        """From `at` in the source's planes to `to` in the target's."""
+        done = self._copy(
+            target, target_stride, to.ctypes.data, source, source_stride, at.ctypes.data,
+            lengths.ctypes.data, len(lengths), num_planes, PAST_CACHES_NBYTES,
+        )  # fmt: skip
+        _check(done)
 
     def hash(
-        self, prefix: bytes, memory: NDArray[np.uint8], offsets: Int64s, lengths: Int64s
+        self,
+        prefix: bytes,
+        memory: int,
+        stride: int,
+        starts: Int64s,
+        lengths: Int64s,
+        num_planes: int,
     ) -> bytes:
         """XXH3 (128 bits) of the prefix and the ranges; MIN_HASHED_NBYTES altogether at least."""
         out = ctypes.create_string_buffer(16)
-        self._hash(
-            prefix,
-            len(prefix),
-            memory.ctypes.data,
-            offsets.ctypes.data,
-            lengths.ctypes.data,
-            len(lengths),
-            out,
-        )
+        done = self._hash(
+            prefix, len(prefix), memory, stride, starts.ctypes.data, lengths.ctypes.data,
+            len(lengths), num_planes, out,
+        )  # fmt: skip
+        _check(done)
         return out.raw
+
+
+def _check(done: int) -> None:
+    if not done:
+        raise IndexError("a block that there is not")
 
 
 @cache

@@ -12,17 +12,22 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import xxhash
-from numpy.typing import NDArray
 
 from pdserve.common.core.host import usable_cores
-from pdserve.kv_transfer.blocks import ByteRuns, byte_runs, gather, memory_of, piece_nbytes
+from pdserve.kv_transfer.blocks import (
+    CacheBytes,
+    Placement,
+    gather,
+    hash_blocks,
+    memory_of,
+    piece_nbytes,
+    plane_runs,
+)
 from pdserve.kv_transfer.connector import BlockRun, SinkTransfer
 from pdserve.kv_transfer.digest import RunDigest, check_coverage
 from pdserve.kv_transfer.layout import CacheView, Rect
-from pdserve.kv_transfer.native.code import MIN_HASHED_NBYTES, block_code
 
 STEP_NBYTES = 32 << 20  # hashed in a few milliseconds
 MAX_THREADS = 4  # one reads about half of what memory gives
@@ -54,8 +59,8 @@ class Digester:
         self._threads = min(MAX_THREADS, usable_cores()) if self._on_host else 1
 
     @cached_property
-    def _memory(self) -> NDArray[np.uint8]:
-        return np.frombuffer(memory_of(self._view.cache), np.uint8)
+    def _bytes(self) -> CacheBytes:
+        return CacheBytes.of(memory_of(self._view.cache), Placement.of(self._view))
 
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:
@@ -79,7 +84,7 @@ class Digester:
         context = _CONTEXT.pack(transfer_id, epoch, *rect.corners, run.first, run.count)
         prefix = self._fingerprint + context
         if self._on_host:
-            return _hash(prefix, self._memory, byte_runs(self._view, rect, block_ids))
+            return hash_blocks(prefix, self._bytes, plane_runs(self._view, rect, block_ids))
         copy = gather(self._view, rect, block_ids).cpu()
         hasher = xxhash.xxh3_128(prefix)
         hasher.update(copy.view(torch.uint8).reshape(-1).numpy().data)
@@ -100,16 +105,6 @@ class Digester:
     def close(self) -> None:
         if "_pool" in self.__dict__:  # it was needed
             self._pool.shutdown()
-
-
-def _hash(prefix: bytes, memory: NDArray[np.uint8], runs: ByteRuns) -> bytes:
-    code = block_code()
-    if code is not None and len(prefix) + int(runs.lengths.sum()) >= MIN_HASHED_NBYTES:
-        return code.hash(prefix, memory, runs.offsets, runs.lengths)
-    hasher = xxhash.xxh3_128(prefix)
-    for part in runs.slices(memory.data):
-        hasher.update(part)
-    return hasher.digest()
 
 
 class Verification:

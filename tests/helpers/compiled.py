@@ -6,12 +6,10 @@ import pytest
 
 from pdserve.kv_transfer import blocks
 from pdserve.kv_transfer.native.code import block_code
-from pdserve.kv_transfer.rank import digester
 
 
 def use_compiled_code(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, for KV. Skips where it shall be used and cannot be built."""
     if compiled and block_code() is None:
         pytest.skip("no C++ compiler")
-    for module in (blocks, digester):
-        monkeypatch.setattr(module, "block_code", block_code if compiled else lambda: None)
+    monkeypatch.setattr(blocks, "block_code", block_code if compiled else lambda: None)

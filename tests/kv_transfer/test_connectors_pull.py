@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -18,6 +20,7 @@ from pdserve.kv_transfer.connector import (
     Failed,
     KVConnector,
     Landed,
+    Progress,
     RankContext,
     Sent,
     SinkTransfer,
@@ -25,6 +28,7 @@ from pdserve.kv_transfer.connector import (
 )
 from pdserve.kv_transfer.connectors.base import pull, staging
 from pdserve.kv_transfer.connectors.base.handshake import recv_frame, send_frame
+from pdserve.kv_transfer.connectors.base.holds import Holds, PeerHolds
 from pdserve.kv_transfer.connectors.cuda_ipc import CudaIpcConnector, Greeting, Handle, OpenedCache
 from pdserve.kv_transfer.connectors.shm import ShmConnector
 from pdserve.kv_transfer.frame import Frame, Kind
@@ -141,6 +145,62 @@ def test_a_read_counts_only_when_it_is_confirmed(
     failed = sink.expect(Failed)
     assert (failed.code, failed.blame, failed.retryable) == ("EXPIRED", "prefill", True)
     channel.close()
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 2])  # 0: the source has given it up
+def test_a_read_of_what_is_surely_held_counts_at_once(
+    make: Callable[..., Rank], epoch: int
+) -> None:
+    sink, source = make(ShmConnector), make(ShmConnector, fill=1.0)
+    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
+    channel = source.connector.dial(sink.connector.endpoint())
+    source.connector._holds.enter(ID, epoch or 1)
+    if not epoch:
+        source.connector.quiesce(ID)
+    offer = Frame(Kind.OFFER, ID, 1, RECT, 0, 4)
+    send_frame(channel._pipe, offer, bytes(16))
+    assert recv_frame(channel._pipe).kind is Kind.TAKEN
+    if epoch == 1:
+        assert sink.expect(Landed).nbytes == piece_nbytes(sink.cache, RECT, 4)
+    send_frame(channel._pipe, replace(offer, kind=Kind.CONFIRM, count=0))  # given up since
+    if epoch == 1:
+        send_frame(channel._pipe, Frame(Kind.BEGIN, ID, 1, RECT))  # the connection goes on
+        assert sink.expect(Progress).nbytes == 0
+    else:
+        assert sink.expect(Failed).code == "EXPIRED"
+    channel.close()
+
+
+def test_a_table_of_holds_has_what_is_held_now() -> None:
+    holds = Holds()
+    seen = PeerHolds(holds.fd)
+    assert not seen.has(ID, 1) and not seen.has(bytes(16), 1)
+    holds.enter(ID, 1)
+    neighbour = ID[:4] + bytes(12)  # the same place: it is asked for
+    holds.enter(neighbour, 1)
+    holds.enter(ID, 2)  # not before the first is over
+    assert [seen.has(ID, epoch) for epoch in (1, 2)] == [True, False]
+    assert not seen.has(neighbour, 1)
+    holds.take_out(neighbour)
+    assert seen.has(ID, 1)
+    holds.take_out(ID)
+    holds.take_out(ID)
+    assert not seen.has(ID, 1)
+    holds.enter(neighbour, 3)
+    assert seen.has(neighbour, 3) and not seen.has(ID, 3)
+    holds.close()
+    holds.close()
+    assert not seen.has(neighbour, 3)
+
+
+def test_a_table_that_could_shrink_is_refused() -> None:
+    fd = os.memfd_create("no-table", os.MFD_ALLOW_SEALING)
+    with pytest.raises(ValueError, match="not sealed"):
+        PeerHolds(fd)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    with pytest.raises(ValueError):  # it is too short
+        PeerHolds(fd)
+    os.close(fd)
 
 
 @pytest.mark.parametrize("kind", [ShmConnector, CpuIpcConnector])

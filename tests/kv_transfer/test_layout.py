@@ -11,6 +11,7 @@ import torch
 from compiled import use_compiled_code
 from pdserve.common.core.errors import ConfigError, TransferError
 from pdserve.kv_transfer.blocks import (
+    CacheBytes,
     Placement,
     byte_runs,
     copy_blocks,
@@ -141,12 +142,13 @@ def test_copied_blocks_are_those_and_no_others(
     at = [5, 6, 2, 3, *range(10, num_blocks + 1, 2)]
     expected = rows(data[0], target).copy()
     expected[:, to] = theirs[:, at]
-    copy_blocks(rect, (data[0], target), to, (data[1], source), at)
+    caches = CacheBytes.of(data[0].data, target), CacheBytes.of(data[1].data, source)
+    copy_blocks(rect, caches[0], to, caches[1], at)
     assert np.array_equal(rows(data[0], target), expected)
-    copy_blocks(rect, (data[0], target), (), (data[1], source), ())
+    copy_blocks(rect, caches[0], (), caches[1], ())
     for stray in (num_blocks + 3, -1):
         with pytest.raises(IndexError):
-            copy_blocks(rect, (data[0], target), (0,), (data[1], source), (stray,))
+            copy_blocks(rect, caches[0], (0,), caches[1], (stray,))
     assert np.array_equal(rows(data[0], target), expected)
 
 

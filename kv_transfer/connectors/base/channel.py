@@ -24,8 +24,10 @@ from pdserve.kv_transfer.connectors.base.staging import FRAME_NBYTES
 from pdserve.kv_transfer.frame import Frame, Kind, bad_frame
 from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import CacheView, Rect
-from pdserve.kv_transfer.pipe import KVPipe, send_bytes
+from pdserve.kv_transfer.pipe import KVPipe
 
+# A payload goes with its header, or behind it: then the sink receives while the source still sends.
+JOINED_NBYTES = 16 << 10
 HEARTBEAT_S = 0.1  # between two signs of a frame that takes long; leases are longer
 
 logger = logging.getLogger(__name__)
@@ -41,10 +43,12 @@ class Mover(ABC):
 
     kind: ClassVar[Kind] = Kind.DATA
     payload: ClassVar[str] = "KV"
+    in_pipe: ClassVar[bool] = True  # it follows its header there
 
     def __init__(self, view: CacheView, pipe: KVPipe) -> None:
         self._view = view
         self._pipe = pipe
+        self.on_counted: Callable[[], None] = lambda: None  # of the present frame
 
     def payload_nbytes(self, rect: Rect, count: int) -> int:
         """What `count` blocks of a piece take in a frame."""
@@ -63,7 +67,8 @@ class Mover(ABC):
 
     @abstractmethod
     def recv(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
-        """Sink: whether all bytes are in the blocks."""
+        """Sink: whether all bytes are in the blocks. May call `on_counted` as soon as they are, if
+        it knows that the source held them meanwhile: they count, whatever it confirms."""
 
     def drain(self, frame: Frame) -> None:
         """Sink: takes a payload nobody wants, in bounded memory."""
@@ -133,7 +138,8 @@ class Channel:
             return 0
         nbytes = self._mover.payload_nbytes(frame.rect, len(block_ids))
         frame = replace(frame, kind=self._mover.kind, nbytes=nbytes)
-        send_bytes(self._pipe, frame.encode())
+        joined = self._mover.in_pipe and nbytes <= JOINED_NBYTES
+        (self._pipe.send_header if joined else self._pipe.send_bytes)(frame.encode())
         held = self._mover.send(frame, block_ids, gate)
         send_frame(self._pipe, replace(frame, kind=Kind.CONFIRM, count=int(held)))
         return piece_nbytes(self._view.cache, frame.rect, frame.count) if held else 0

@@ -152,25 +152,33 @@ class P2PConnector(KVConnector):
                 raise bad_frame(f"{frame.kind.name} from a source that {does}")
 
     def _take(self, pipe: KVPipe, frame: Frame, mover: Mover) -> None:
+        """Blocks count once it is known that the source held them while their bytes were moved:
+        as the mover says, or when the source confirms it."""
         inbound = self.receiver.admit(frame, pipe)
+        settled = inbound is None
         if inbound is None:
             mover.drain(frame)
         else:
             mover.check(frame)
-            if not mover.recv(frame, inbound.block_ids(frame), inbound.gate):
-                inbound = None
-        self._settle(pipe, frame, inbound)
 
-    def _settle(self, pipe: KVPipe, frame: Frame, inbound: InboundTransfer | None) -> None:
-        """Learns whether the source held its blocks while their bytes were moved. They are in
-        `inbound`'s blocks; None: they were dropped, or the transfer was given up meanwhile."""
+            def settle() -> None:
+                nonlocal settled
+                settled = True
+                self._settle(frame, inbound, held=True)
+
+            mover.on_counted = settle
+            moved = mover.recv(frame, inbound.block_ids(frame), inbound.gate)
+            settled = settled or not moved
         confirm = recv_frame(pipe)
         if confirm.kind is not Kind.CONFIRM or confirm.nbytes:
             raise bad_frame(f"{confirm.kind.name} where CONFIRM was due")
-        if inbound is None:
-            return
+        if inbound is not None and not settled:
+            self._settle(frame, inbound, held=confirm.count == 1)
+
+    def _settle(self, frame: Frame, inbound: InboundTransfer, held: bool) -> None:
+        """The frame's bytes are in the blocks, unless the transfer was given up meanwhile."""
         with inbound.gate.passage() as admitted:
-            if admitted and confirm.count == 1:
+            if admitted and held:
                 self.receiver.landed(inbound, frame)
             elif admitted:
                 self.receiver.fail(frame.transfer_id, _expired())

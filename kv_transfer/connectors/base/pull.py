@@ -64,6 +64,11 @@ class PeerCache(ABC):
     def copy(self, rect: Rect, source_ids: Sequence[int], sink_ids: Sequence[int]) -> None:
         """Returns when the source's blocks are in this rank's. All arguments are checked."""
 
+    def held(self, transfer_id: bytes, epoch: int) -> bool:
+        """Whether the source surely holds a transfer's blocks at this moment, so that what was
+        copied counts. Default: it must be asked."""
+        return False
+
 
 class PullConnector(P2PConnector, Generic[G]):
     """Both ranks share a host, a network namespace and a user."""
@@ -149,6 +154,8 @@ class PullMover(Mover):
         with gate.passage() as admitted:
             if admitted:
                 self._peer.copy(frame.rect, source_ids, block_ids)
+        if admitted and self._peer.held(frame.transfer_id, frame.epoch):
+            self.on_counted()
         send_frame(self._pipe, replace(frame, kind=Kind.TAKEN))
         return admitted
 

@@ -30,7 +30,7 @@ SCRATCH_NBYTES = 1 << 20
 TICK_S = 0.05
 STALL_S = 30.0  # a peer that moves nothing of a frame for so long is lost
 
-Move = Callable[[list[memoryview]], int]  # some bytes of the buffers; how many
+Move = Callable[..., int]  # some bytes of a list of buffers, with flags; how many
 
 
 class SocketPipe(KVPipe):
@@ -45,6 +45,7 @@ class SocketPipe(KVPipe):
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(None)
         self.sock = sock
+        self._header = b""  # goes with what is sent next
         self._set_time_limit(STALL_S)
 
     def wait(self) -> None:
@@ -57,31 +58,66 @@ class SocketPipe(KVPipe):
         return bool(poll.poll(timeout))
 
     def send_tensor(self, tensor: torch.Tensor) -> None:
-        self._move(self._send, [memory_of_bytes(tensor)])
+        self._move(self._send, [*self._pop_header(), memory_of_bytes(tensor)])
 
     def recv_tensor(self, tensor: torch.Tensor) -> None:
         self._move(self._recv, [memory_of_bytes(tensor)])
 
+    def send_header(self, data: bytes) -> None:
+        self._header += data
+
+    def send_bytes(self, data: bytes) -> None:
+        self._move(self._send, [*self._pop_header(), memoryview(data)])
+
+    def recv_bytes(self, nbytes: int) -> bytes:
+        data = bytearray(nbytes)
+        self._move(self._recv, [memoryview(data)])
+        return bytes(data)
+
+    def _pop_header(self) -> list[memoryview]:
+        header, self._header = self._header, b""
+        return [memoryview(header)] if header else []
+
     def send_blocks(self, memory: memoryview, runs: ByteRuns, gate: Gate) -> bool:
-        return self._move_blocks(self._send, memory, runs, gate)
+        return self._move_blocks(self._send, memory, runs, gate, self._pop_header())
 
     def recv_blocks(self, memory: memoryview, runs: ByteRuns, gate: Gate) -> bool:
-        return self._move_blocks(self._recv, memory, runs, gate)
+        return self._move_blocks(self._recv, memory, runs, gate, [])
 
-    def _move_blocks(self, move: Move, memory: memoryview, runs: ByteRuns, gate: Gate) -> bool:
-        with self._ticking():
-            with gate.passage() as admitted:
-                buffers = runs.slices(memory) if admitted else []
-                moved = self._move(move, buffers, lambda: gate.is_open)
-            rest = int(runs.lengths.sum()) - moved
-            self._move(move, scratch(rest))
+    def _move_blocks(
+        self, move: Move, memory: memoryview, runs: ByteRuns, gate: Gate, first: list[memoryview]
+    ) -> bool:
+        """`first` goes before the blocks in any case."""
+        with gate.passage() as admitted:
+            buffers = [*first, *runs.slices(memory)] if admitted else []
+            moved = self._move_at_once(move, buffers)
+            if moved < sum(map(len, buffers)):
+                with self._ticking():
+                    moved = self._move(move, buffers, moved, lambda: gate.is_open)
+        begun = sum(map(len, first))
+        rest = begun + int(runs.lengths.sum()) - moved
+        if rest:
+            unsaid = [each[moved:] for each in first if moved < begun]
+            self._move(move, [*unsaid, *scratch(rest - sum(map(len, unsaid)))])
         return rest == 0
 
-    def _send(self, buffers: list[memoryview]) -> int:
-        return self.sock.sendmsg(buffers)
+    def _move_at_once(self, move: Move, buffers: list[memoryview]) -> int:
+        """What can be moved by one call that waits for nobody, as most of what is small can."""
+        if not buffers or len(buffers) > self._most:
+            return 0
+        try:
+            moved = move(buffers, socket.MSG_DONTWAIT)
+        except (BlockingIOError, TimeoutError):
+            return 0
+        if moved == 0:
+            raise ConnectionError("the peer closed the connection")
+        return moved
 
-    def _recv(self, buffers: list[memoryview]) -> int:
-        return self.sock.recvmsg_into(buffers, 0, socket.MSG_WAITALL)[0]
+    def _send(self, buffers: list[memoryview], flags: int = 0) -> int:
+        return self.sock.sendmsg(buffers, [], flags)
+
+    def _recv(self, buffers: list[memoryview], flags: int = socket.MSG_WAITALL) -> int:
+        return self.sock.recvmsg_into(buffers, 0, flags)[0]
 
     @contextmanager
     def _ticking(self) -> Iterator[None]:
@@ -102,16 +138,20 @@ class SocketPipe(KVPipe):
                 self.sock.setsockopt(socket.SOL_SOCKET, name, limit)
 
     def _move(
-        self, move: Move, buffers: list[memoryview], may_go_on: Callable[[], bool] = lambda: True
+        self,
+        move: Move,
+        buffers: list[memoryview],
+        position: int = 0,
+        may_go_on: Callable[[], bool] = lambda: True,
     ) -> int:
         """Moves at most `_most` buffers at a time until all bytes of all are moved, or it may not
-        go on. Returns how many were.
+        go on. Of them `position` were moved before; returns how many are now.
 
         Raises:
             ConnectionError: the peer closed before that, or moved nothing for STALL_S.
         """
         ends = list(accumulate(len(buffer) for buffer in buffers))
-        position, since = 0, time.monotonic()
+        since = time.monotonic()
         while ends and position < ends[-1] and may_go_on():
             index = bisect_right(ends, position)
             batch = buffers[index : index + self._most]
@@ -182,6 +222,7 @@ class TLSPipe(SocketPipe):
     def send_blocks(self, memory: memoryview, runs: ByteRuns, gate: Gate) -> bool:
         """Only the join is inside the gate: what TLS has begun to send it must be given again."""
         whole = True
+        self._move(self._send, self._pop_header())
         for parts in _chunks(runs.slices(memory)):
             with gate.passage() as admitted:
                 chunk = b"".join(parts) if admitted else bytes(sum(map(len, parts)))
@@ -198,10 +239,13 @@ class TLSPipe(SocketPipe):
     def _set_time_limit(self, seconds: float) -> None:
         self.sock.settimeout(seconds)  # TLS sockets know no other time-out
 
-    def _send(self, buffers: list[memoryview]) -> int:
+    def _move_at_once(self, move: Move, buffers: list[memoryview]) -> int:
+        return 0  # TLS knows no flags
+
+    def _send(self, buffers: list[memoryview], flags: int = 0) -> int:
         return self.sock.send(buffers[0])
 
-    def _recv(self, buffers: list[memoryview]) -> int:
+    def _recv(self, buffers: list[memoryview], flags: int = 0) -> int:
         return self.sock.recv_into(buffers[0])
 
 

@@ -34,9 +34,11 @@ class OwnStream:
     def active(self) -> Iterator[None]:
         """What the body queues starts after the model's steps queued so far: a rank that does
         not sample answers before the device has computed its blocks."""
+        if self._stream is None:
+            yield
+            return
         with torch.cuda.stream(self._stream):
-            if self._stream is not None:
-                self._stream.wait_stream(torch.cuda.default_stream(self._device))
+            self._stream.wait_stream(torch.cuda.default_stream(self._device))
             yield
 
     def synchronize(self) -> None:

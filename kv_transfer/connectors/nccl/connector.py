@@ -114,6 +114,8 @@ class GroupMover(Mover):
     and written after it came whole, so that what happens to the group cannot reach them, nor what
     happens to the transfer the group."""
 
+    in_pipe = False
+
     def __init__(self, view: CacheView, pipe: KVPipe, group: PairGroup) -> None:
         super().__init__(view, pipe)
         self._group = group
