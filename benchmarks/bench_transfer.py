@@ -1,8 +1,11 @@
-"""How fast KV blocks move between two processes of this host, connector by connector.
+"""How fast KV blocks move between two processes of this host, connector by connector, and how soon
+one small block is there.
 
-Each figure stands beside two limits measured in the same run: a plain memory copy and a plain
-loopback socket. Every transfer is made twice, in turn without and with digests; what they cost is
-the median ratio of such pairs. Prints a table; `--json FILE` also writes the figures.
+Rounds of a plain memory copy, a transfer without and one with digests take turns; now and then a
+plain loopback socket comes between them. What else a host does only ever makes a round slower: a
+figure is the fastest tenth of its rounds, and ratios are of such figures of one run. Latencies are
+from the run announced to the sink's `Landed`, on an idle connection. Prints tables; `--json FILE`
+also writes the figures.
 
     python benchmarks/bench_transfer.py [--connectors shm,tcp] [--seconds 1.5] [--json out.json]
 """
@@ -18,13 +21,15 @@ import os
 import queue
 import statistics
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import cache, partial
 from multiprocessing.connection import Connection
 
 import msgspec
 import numpy as np
 import torch
-from limits import memcpy_limit, socket_limit
+from limits import socket_limit
 from rich.console import Console
 from rich.table import Table
 
@@ -49,7 +54,7 @@ from pdserve.kv_transfer.connector import (
 )
 from pdserve.kv_transfer.digest import RunDigest
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect
-from pdserve.kv_transfer.rank.digester import Digester
+from pdserve.kv_transfer.rank.digester import Digester, Hashed
 from pdserve.kv_transfer.rank.transfer_rank import TransferRank
 from pdserve.kv_transfer.selection import load_connector
 
@@ -68,6 +73,7 @@ class Shape:
     prompt_blocks: int
     block_size: int = 16
     num_blocks: int = 512
+    adjacent: bool = False  # the prompt's blocks, on both sides
 
     @property
     def cache_shape(self) -> tuple[int, ...]:
@@ -85,24 +91,45 @@ class Shape:
 
 
 SHAPES = (
-    Shape("SmolLM2 fp32, 2000 tok", 30, 3, 64, "float32", 125),
-    Shape("8B bf16, 1000 tok", 32, 8, 128, "bfloat16", 63, num_blocks=256),
-    Shape("8B bf16 TP8, 1000 tok", 32, 1, 128, "bfloat16", 63),
+    Shape("8B bf16 TP8: 4 KiB runs", 32, 1, 128, "bfloat16", 250),
+    Shape("the same, adjacent", 32, 1, 128, "bfloat16", 250, adjacent=True),
+    Shape("SmolLM2 fp32: 12 KiB runs", 30, 3, 64, "float32", 90, num_blocks=256),
+    Shape("8B bf16: 32 KiB runs", 32, 8, 128, "bfloat16", 32, num_blocks=128),
+    Shape("64 KiB runs", 8, 16, 128, "bfloat16", 64, num_blocks=256),
+    Shape("1 MiB runs", 2, 128, 256, "bfloat16", 16, num_blocks=64),
+)
+SMALL = (
+    Shape("4 KiB in 2 runs", 1, 1, 64, "bfloat16", 1),
+    Shape("64 KiB in 16 runs", 8, 1, 128, "bfloat16", 1),
+    Shape("0.25 MiB in 64 runs", 32, 1, 128, "bfloat16", 1),
 )
 
 
 @dataclass(frozen=True)
-class Result:
+class Throughput:
     connector: str
     shape: str
-    gb_per_s: float  # median
+    gb_per_s: float
     of_memcpy: float
     of_socket: float
-    one_block_us: float  # median, announced → commit answered
     cpu_s_per_gb: float  # both processes
-    hash_gb_per_s: float  # of one thread over the prompt's blocks
+    with_digests: float  # time with ÷ time without
+    hash_gb_per_s: float  # of a rank that makes the digests of a prompt
     hash_of_memcpy: float
-    with_digests: float  # time with ÷ time without, median of pairs
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Of one block, µs."""
+
+    connector: str
+    shape: str
+    fastest: float
+    p50: float
+    p99: float
+    committed_p50: float  # until the commit is answered
+    digests_p50: float  # the same with digests
+    memcpy: float  # the fastest copy of as many bytes
 
 
 @dataclass(frozen=True)
@@ -110,6 +137,7 @@ class Sample:
     """One transfer."""
 
     seconds: float  # from the first run announced to the commit's answer
+    landed: float  # ... to the sink's event
     cpu: float  # seconds of both processes
 
 
@@ -127,9 +155,14 @@ def make_view(shape: Shape) -> CacheView:
 
 def make_rank(
     name: str, view: CacheView, *, source: bool
-) -> tuple[TransferRank, queue.SimpleQueue[Event]]:
-    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    context = RankContext(view, "127.0.0.1", "bench", events.put)
+) -> tuple[TransferRank, queue.SimpleQueue[Event | tuple[Landed, float]]]:
+    """Its events come as they are, but `Landed` with the moment it was told."""
+    events: queue.SimpleQueue[Event | tuple[Landed, float]] = queue.SimpleQueue()
+
+    def emit(event: Event) -> None:
+        events.put((event, time.perf_counter()) if isinstance(event, Landed) else event)
+
+    context = RankContext(view, "127.0.0.1", "bench", emit)
     return TransferRank(load_connector(name)(context, {}), source), events
 
 
@@ -158,22 +191,26 @@ def sink_process(name: str, shape: Shape, control: Connection) -> None:
     while message := control.recv_bytes():
         started = time.process_time()
         transfer_id, count = message[:16], int(message[16:])
-        call(rank, Accept(SinkTransfer(transfer_id, 1, 0, fragmented(shape, count, seed=2))))
+        call(rank, Accept(SinkTransfer(transfer_id, 1, 0, block_ids(shape, count, seed=2))))
         control.send_bytes(b"accepted")
         commit = msgspec.msgpack.decode(control.recv_bytes(), type=Verify)
-        while not isinstance(event := events.get(), Landed):
+        while not isinstance(event := events.get(), tuple):
             if isinstance(event, Failed):
                 raise RuntimeError(event.message)
         if commit.digests:
             verify(rank, commit)
         control.send_bytes(b"committed")
         call(rank, Release(transfer_id))
-        control.send_bytes(str(time.process_time() - started).encode())
+        cpu = time.process_time() - started
+        control.send_bytes(msgspec.msgpack.encode((event[1], cpu)))
     rank.close(2.0)
 
 
-def fragmented(shape: Shape, count: int, seed: int) -> tuple[int, ...]:
-    """Physical blocks in no order, as after hours of serving."""
+@cache
+def block_ids(shape: Shape, count: int, seed: int) -> tuple[int, ...]:
+    """Physical blocks in no order, as after hours of serving, unless they shall be adjacent."""
+    if shape.adjacent:
+        return tuple(range(seed, seed + count))
     order = np.random.default_rng(seed).permutation(shape.num_blocks)
     return tuple(order[:count].tolist())
 
@@ -193,22 +230,26 @@ class Bench:
         self._endpoint = self._control.recv_bytes()
         self._piece = Piece(0, 0, Rect(0, shape.layers, 0, shape.heads))
 
-    def transfer(self, count: int, digests: bool) -> Sample:
+    def transfer(self, count: int, digests: bool, pause: float = 0.0) -> Sample:
+        """`pause`: seconds between the transfer's beginning and its first run."""
         transfer_id = os.urandom(16)
         self._control.send_bytes(transfer_id + str(count).encode())
         self._control.recv_bytes()
-        started, cpu = time.perf_counter(), time.process_time()
         pieces = ((self._piece, self._endpoint),)
+        cpu = time.process_time()
         call(self._rank, Submit(SourceTransfer(transfer_id, 1, pieces)))
+        time.sleep(pause)
+        started = time.perf_counter()
         made = self._announce(transfer_id, count, digests)
         self._control.send_bytes(msgspec.msgpack.encode(Verify(transfer_id, made)))
         self._control.recv_bytes()
         seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
         call(self._rank, Release(transfer_id))
-        return Sample(seconds, cpu + float(self._control.recv_bytes()))
+        landed, theirs = msgspec.msgpack.decode(self._control.recv_bytes())
+        return Sample(seconds, landed - started, cpu + theirs)
 
     def _announce(self, transfer_id: bytes, count: int, digests: bool) -> tuple[RunDigest, ...]:
-        ids = fragmented(self._shape, count, seed=1)
+        ids = block_ids(self._shape, count, seed=1)
         made: tuple[RunDigest, ...] = ()
         for first in range(0, count, CHUNK_BLOCKS):
             part = ids[first : first + CHUNK_BLOCKS]
@@ -225,69 +266,112 @@ class Bench:
         os.close(self.view.shared_fd)
 
 
-def measure(bench: Bench, count: int, seconds: float) -> list[tuple[Sample, Sample]]:
-    """Pairs of transfers without and with digests, made in turn."""
-    bench.transfer(count, digests=True)  # connect, touch
-    pairs: list[tuple[Sample, Sample]] = []
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        first = bench.transfer(count, digests=len(pairs) % 2 == 1)
-        second = bench.transfer(count, digests=len(pairs) % 2 == 0)
-        pairs.append((first, second) if len(pairs) % 2 == 0 else (second, first))
-    return pairs
+def fastest(values: Iterable[float]) -> float:
+    """The first decile."""
+    ordered = sorted(values)
+    return ordered[len(ordered) // 10]
 
 
-def run(name: str, shape: Shape, seconds: float, memcpy: float, loopback: float) -> Result:
+def throughput(name: str, shape: Shape, seconds: float) -> Throughput:
     bench = Bench(name, shape)
+    nbytes = shape.prompt_blocks * shape.block_nbytes
+    copies, plain, digested, hashes = [], [], [], []
+    streams: list[float] = []
     try:
-        pairs = measure(bench, shape.prompt_blocks, seconds)
-        single = measure(bench, 1, seconds / 4)
-        hashing = hash_speed(bench.view, shape, seconds / 4)
+        copy, make = copier(nbytes), hasher(bench.view, shape)
+        bench.transfer(shape.prompt_blocks, digests=True)  # connect, touch
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end or len(plain) < 3:
+            if len(plain) % 8 == 0:
+                streams.append(1 / socket_limit(0.05))
+            copies.append(timed(copy))
+            for digests in (False, True) if len(plain) % 2 else (True, False):
+                samples = digested if digests else plain
+                samples.append(bench.transfer(shape.prompt_blocks, digests))
+            hashes.append(timed(make))
     finally:
         bench.close()
-    nbytes = shape.prompt_blocks * shape.block_nbytes
-    speed = nbytes / statistics.median(plain.seconds for plain, _ in pairs) / 1e9
-    return Result(
+    gigabytes = nbytes / 1e9
+    speed = gigabytes / fastest(each.seconds for each in plain)
+    memcpy, hashing = gigabytes / fastest(copies), gigabytes / fastest(hashes)
+    return Throughput(
         name,
         shape.name,
         speed,
         speed / memcpy,
-        speed / loopback,
-        statistics.median(plain.seconds for plain, _ in single) * 1e6,
-        statistics.mean(plain.cpu for plain, _ in pairs) / (nbytes / 1e9),
+        speed * fastest(streams),
+        fastest(each.cpu for each in plain) / gigabytes,
+        fastest(each.seconds for each in digested) * speed / gigabytes,
         hashing,
         hashing / memcpy,
-        statistics.median(digested.seconds / plain.seconds for plain, digested in pairs),
     )
 
 
-def hash_speed(view: CacheView, shape: Shape, seconds: float) -> float:
-    """GB/s of one thread that makes the digests of a prompt."""
-    digester, ids = Digester(view, "bench"), fragmented(shape, shape.prompt_blocks, seed=1)
-    times, end = [], time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        started = time.perf_counter()
+def latency(name: str, shape: Shape, seconds: float) -> Latency:
+    bench = Bench(name, shape)
+    plain, digested, copies = [], [], []
+    try:
+        copy = copier(shape.block_nbytes)
+        bench.transfer(1, digests=True)
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            plain.append(bench.transfer(1, digests=False, pause=0.001))
+            digested.append(bench.transfer(1, digests=True, pause=0.001))
+            copies.append(timed(copy))
+    finally:
+        bench.close()
+    landed = sorted(each.landed * 1e6 for each in plain)
+    return Latency(
+        name,
+        shape.name,
+        landed[0],
+        statistics.median(landed),
+        landed[len(landed) * 99 // 100],
+        statistics.median(each.seconds for each in plain) * 1e6,
+        statistics.median(each.seconds for each in digested) * 1e6,
+        fastest(copies) * 1e6,
+    )
+
+
+def timed(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def copier(nbytes: int) -> Callable[[], None]:
+    source, target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
+    return partial(np.copyto, target, source)
+
+
+def hasher(view: CacheView, shape: Shape) -> Callable[[], None]:
+    """Makes the digests of a prompt, as a rank does."""
+    digester, ids = Digester(view, "bench"), block_ids(shape, shape.prompt_blocks, seed=1)
+
+    def make() -> None:
         for first in range(0, len(ids), CHUNK_BLOCKS):
             part = ids[first : first + CHUNK_BLOCKS]
-            digester.digest(bytes(16), 1, view.rect, BlockRun(first, len(part)), part)
-        times.append(time.perf_counter() - started)
-    return shape.prompt_blocks * shape.block_nbytes / statistics.median(times) / 1e9
+            run = BlockRun(first, len(part))
+            digester.digests(
+                [Hashed(bytes(16), 1, band, run, part) for band in digester.bands(view.rect)]
+            )
+
+    return make
 
 
-def show(results: list[Result], memcpy: float, loopback: float) -> None:
-    transfers = _table(
-        f"limits: memcpy {memcpy:.1f} GB/s, loopback socket {loopback:.1f} GB/s",
-        ("GB/s", "of memcpy", "of socket", "1 block", "CPU s/GB"),
-    )
-    digests = _table("digests", ("time with", "hash GB/s", "of memcpy"))
-    for each in results:
-        what = each.connector, each.shape
-        ratios = f"{each.of_memcpy:.0%}", f"{each.of_socket:.0%}"
-        figures = f"{each.one_block_us:.0f} µs", f"{each.cpu_s_per_gb:.2f}"
-        transfers.add_row(*what, f"{each.gb_per_s:.2f}", *ratios, *figures)
-        hashing = f"{each.hash_gb_per_s:.1f}", f"{each.hash_of_memcpy:.0%}"
-        digests.add_row(*what, f"× {each.with_digests:.2f}", *hashing)
-    Console().print(transfers, digests)
+def show(throughputs: list[Throughput], latencies: list[Latency]) -> None:
+    columns = "GB/s", "÷ memcpy", "÷ socket", "CPU s/GB", "with digests", "hash ÷ memcpy"
+    table = _table("transfers", columns)
+    for each in throughputs:
+        ratios = f"{each.of_memcpy:.2f}", f"{each.of_socket:.2f}", f"{each.cpu_s_per_gb:.2f}"
+        digests = f"× {each.with_digests:.2f}", f"{each.hash_of_memcpy:.2f}"
+        table.add_row(each.connector, each.shape, f"{each.gb_per_s:.2f}", *ratios, *digests)
+    columns = "landed", "p50", "p99", "committed p50", "with digests", "memcpy"
+    blocks = _table("one block, µs", columns)
+    for one in latencies:
+        times = one.fastest, one.p50, one.p99, one.committed_p50, one.digests_p50, one.memcpy
+        blocks.add_row(one.connector, one.shape, *(f"{each:.0f}" for each in times))
+    Console().print(table, blocks)
 
 
 def _table(title: str, figures: tuple[str, ...]) -> Table:
@@ -304,17 +388,14 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    memcpy, loopback = memcpy_limit(args.seconds / 2), socket_limit(args.seconds / 2)
-    results = [
-        run(name, shape, args.seconds, memcpy, loopback)
-        for shape in SHAPES
-        for name in args.connectors.split(",")
-    ]
-    show(results, memcpy, loopback)
+    names = args.connectors.split(",")
+    moved = [throughput(name, shape, args.seconds) for shape in SHAPES for name in names]
+    blocks = [latency(name, shape, args.seconds) for shape in SMALL for name in names]
+    show(moved, blocks)
     if args.json:
-        limits = {"memcpy_gb_per_s": memcpy, "socket_gb_per_s": loopback}
+        figures = {"throughput": moved, "latency": blocks}
         with open(args.json, "w") as file:
-            json.dump({**limits, "results": [asdict(each) for each in results]}, file, indent=2)
+            json.dump(figures, file, indent=2, default=asdict)
 
 
 if __name__ == "__main__":
