@@ -384,13 +384,15 @@ def _table(title: str, figures: tuple[str, ...]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--connectors", default="shm,tcp", help="names, separated by commas")
+    parser.add_argument("--only", default="", metavar="TEXT", help="shapes whose names have it")
     parser.add_argument("--seconds", type=float, default=1.5, help="per connector and shape")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     args = parser.parse_args()
     torch.set_num_threads(1)
     names = args.connectors.split(",")
-    moved = [throughput(name, shape, args.seconds) for shape in SHAPES for name in names]
-    blocks = [latency(name, shape, args.seconds) for shape in SMALL for name in names]
+    large, small = ([each for each in all_ if args.only in each.name] for all_ in (SHAPES, SMALL))
+    moved = [throughput(name, shape, args.seconds) for shape in large for name in names]
+    blocks = [latency(name, shape, args.seconds) for shape in small for name in names]
     show(moved, blocks)
     if args.json:
         figures = {"throughput": moved, "latency": blocks}
