@@ -49,6 +49,9 @@ STATIONS: dict[str, Callable[[Line], float]] = {
         - line["prefill_queue_seconds"] - line["prefill_seconds"]
     ),
     "first token → landed": lambda line: line["transferred"] - line["first_token"],
+    "  ticket → data in place": lambda line: line["data_seconds"],
+    "  data in place → committed": lambda line: line["commit_seconds"] - line["data_seconds"],
+    "  verification": lambda line: line["verify_seconds"],
     "first run sent → acknowledged": lambda line: line["transfer_seconds"],
     "landed → finished": lambda line: line["finished"] - line["transferred"],
 }  # fmt: skip
