@@ -76,7 +76,7 @@ class Timeline:
     transferred: float | None = None  # the decode node holds all KV
     finished: float | None = None
     cached_tokens: int = 0  # prompt tokens that who computed the prompt found in its prefix cache
-    prefill_queue_seconds: float = 0.0  # that the prompt waited on that node
+    prefill_queue_seconds: float = 0.0  # that the prompt waited for blocks there
     prefill_seconds: float = 0.0  # that it was computed there, between other prompts
     decode_cached_tokens: int = 0  # prompt tokens whose KV the decode node had already
     transfer_bytes: int = 0  # KV bytes that crossed between the nodes
