@@ -1,6 +1,6 @@
 """Paged attention on a CPU in C++: blocks are read where they lie.
 
-Sequences with one query (decodes) are one call a layer. Prefill chunks are attended in torch.
+Sequences with one query (decodes) are one call a layer, those with several (prefill chunks) another.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pdserve.common.model.attention import (
     AttentionShape,
     BlockIds,
 )
-from pdserve.common.model.attention_torch import TorchAttention, TorchChunk
 from pdserve.common.model.kernels.native import NativeKernels, call_of
 from pdserve.common.model.layers import RMSNorm
 from pdserve.common.model.rotary import Angles
@@ -37,11 +36,21 @@ class _Decodes:
 
 
 @dataclass(frozen=True, slots=True)
+class _Chunks:
+    """C sequences with several queries each."""
+
+    rows: Int32s  # [C] their first token in the step
+    counts: Int32s  # [C] queries
+    starts: Int32s  # [C] tokens in their context before them
+    tables: Int32s  # as for decodes
+
+
+@dataclass(frozen=True, slots=True)
 class NativeContext:
     block_size: int
     slots: BlockIds  # [T] block · block_size + slot of each token
     decodes: _Decodes | None
-    chunks: tuple[TorchChunk, ...]
+    chunks: _Chunks | None
 
 
 class NativeAttention(AttentionBackend):
@@ -55,9 +64,9 @@ class NativeAttention(AttentionBackend):
         kernels: NativeKernels,
     ) -> None:
         super().__init__(shape, device, dtype)
-        self._chunks = TorchAttention(shape, device, dtype)
         self._rotate_and_cache = kernels.function("rotate_and_cache")
         self._paged_decode = kernels.function("paged_decode")
+        self._paged_prefill = kernels.function("paged_prefill")
 
     # ---- once per step ----
 
@@ -66,12 +75,12 @@ class NativeAttention(AttentionBackend):
         starts = np.asarray(batch.starts, np.int64)
         offsets = np.cumsum(counts) - counts
         tables = _pad([np.asarray(table) for table in batch.block_tables])
-        single = np.flatnonzero(counts == 1)
+        single, several = np.flatnonzero(counts == 1), np.flatnonzero(counts > 1)
         return NativeContext(
             batch.block_size,
             _slots(counts, starts, offsets, tables, batch.block_size),
             _decodes(single, offsets, starts, tables) if len(single) else None,
-            self._chunks.chunks(batch),
+            _chunks(several, offsets, counts, starts, tables) if len(several) else None,
         )
 
     # ---- once per layer ----
@@ -101,10 +110,14 @@ class NativeAttention(AttentionBackend):
                 keys, values, decodes.rows.ctypes.data, decodes.lengths.ctypes.data,
                 decodes.tables.ctypes.data, decodes.tables.shape[1], out.data_ptr(),
             )  # fmt: skip
-        if context.chunks:
-            heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
-            q, k, v = qkv.split(heads, dim=1)
-            self._chunks.attend_chunks(q, k, v, cache, context.chunks, out)
+        if (chunks := context.chunks) is not None:
+            self._paged_prefill(
+                *call_of(qkv), len(chunks.rows), shape.num_heads, shape.num_kv_heads,
+                shape.head_dim, context.block_size, shape.scale, qkv.data_ptr(), qkv.stride(0),
+                keys, values, chunks.rows.ctypes.data, chunks.counts.ctypes.data,
+                chunks.starts.ctypes.data, chunks.tables.ctypes.data, chunks.tables.shape[1],
+                out.data_ptr(),
+            )  # fmt: skip
         return out
 
     def forward(
@@ -126,6 +139,17 @@ def _slots(
     sequence = np.repeat(np.arange(len(counts)), counts)
     positions = np.arange(len(sequence)) + np.repeat(starts - offsets, counts)
     return tables[sequence, positions // size].astype(np.int64) * size + positions % size
+
+
+def _chunks(
+    chosen: BlockIds, offsets: BlockIds, counts: BlockIds, starts: BlockIds, tables: Int32s
+) -> _Chunks:
+    return _Chunks(
+        offsets[chosen].astype(np.int32),
+        counts[chosen].astype(np.int32),
+        starts[chosen].astype(np.int32),
+        tables if len(chosen) == len(tables) else np.ascontiguousarray(tables[chosen]),
+    )
 
 
 def _decodes(chosen: BlockIds, offsets: BlockIds, starts: BlockIds, tables: Int32s) -> _Decodes:

@@ -34,7 +34,7 @@ class _Decodes:
 
 
 @dataclass(frozen=True, slots=True)
-class TorchChunk:
+class _Chunk:
     """One sequence with several queries."""
 
     start: int  # its first token in the step
@@ -48,7 +48,7 @@ class TorchChunk:
 class TorchContext:
     slots: SlotMapping
     decodes: tuple[_Decodes, ...]
-    chunks: tuple[TorchChunk, ...]
+    chunks: tuple[_Chunk, ...]
 
 
 class TorchAttention(AttentionBackend):
@@ -57,25 +57,19 @@ class TorchAttention(AttentionBackend):
     def prepare(self, batch: AttentionBatch) -> TorchContext:
         tables, lengths, offsets = batch.used_tables(), batch.context_lens, batch.offsets
         buckets: defaultdict[int, list[int]] = defaultdict(list)
+        chunks = []
         for i, query_len in enumerate(batch.query_lens):
             if query_len == 1:
                 buckets[len(tables[i]).bit_length()].append(i)
+            else:
+                chunks.append(self._chunk(offsets[i], query_len, tables[i], lengths[i]))
         decodes = [
             self._decodes(
                 [offsets[i] for i in group], [tables[i] for i in group], [lengths[i] for i in group]
             )
             for group in buckets.values()
         ]
-        return TorchContext(SlotMapping.of(batch, self.device), tuple(decodes), self.chunks(batch))
-
-    def chunks(self, batch: AttentionBatch) -> tuple[TorchChunk, ...]:
-        """The sequences with several queries."""
-        if max(batch.query_lens) == 1:
-            return ()
-        each = zip(
-            batch.offsets, batch.query_lens, batch.used_tables(), batch.context_lens, strict=False
-        )
-        return tuple(self._chunk(*chunk) for chunk in each if chunk[1] > 1)
+        return TorchContext(SlotMapping.of(batch, self.device), tuple(decodes), tuple(chunks))
 
     def forward(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, context: TorchContext
@@ -85,7 +79,9 @@ class TorchAttention(AttentionBackend):
         out = torch.empty_like(q)
         for group in context.decodes:
             out[group.rows] = self._attend_decodes(q[group.rows], cache, group)
-        self.attend_chunks(q, k, v, cache, context.chunks, out)
+        for chunk in context.chunks:
+            part = slice(chunk.start, chunk.end)
+            out[part] = self._attend_chunk(q[part], k[part], v[part], cache, chunk)
         return out
 
     # ---- once per step ----
@@ -98,12 +94,12 @@ class TorchAttention(AttentionBackend):
             mask = self._additive(beyond)[:, None, None]
         return _Decodes(torch.tensor(rows).to(self.device), self._gather(tables), longest, mask)
 
-    def _chunk(self, offset: int, queries: int, table: BlockIds, length: int) -> TorchChunk:
+    def _chunk(self, offset: int, queries: int, table: BlockIds, length: int) -> _Chunk:
         if queries == length:
-            return TorchChunk(offset, offset + queries, None, length, None)
+            return _Chunk(offset, offset + queries, None, length, None)
         positions = torch.arange(length - queries, length)
         mask = self._additive(torch.arange(length) > positions[:, None])
-        return TorchChunk(offset, offset + queries, self._gather([table]), length, mask)
+        return _Chunk(offset, offset + queries, self._gather([table]), length, mask)
 
     def _additive(self, hidden: Tensor) -> Tensor:
         """0 where a key may be seen, -inf where it is hidden."""
@@ -136,22 +132,8 @@ class TorchAttention(AttentionBackend):
         )
         return out.reshape(q.shape)
 
-    def attend_chunks(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cache: Tensor,
-        chunks: tuple[TorchChunk, ...],
-        out: Tensor,
-    ) -> None:
-        """Their rows of `out`, over one layer's `cache`, which holds their keys already."""
-        for chunk in chunks:
-            part = slice(chunk.start, chunk.end)
-            out[part] = self._attend_chunk(q[part], k[part], v[part], cache, chunk)
-
     def _attend_chunk(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, chunk: TorchChunk
+        self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, chunk: _Chunk
     ) -> Tensor:
         """KV heads are the batch, the query heads that share one its heads:
         [kv_heads, G, T, D] × [kv_heads, 1 → G, length, D], the 1 → G without a copy."""

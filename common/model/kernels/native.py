@@ -23,6 +23,7 @@ SIGNATURES = {
     "silu_and_mul": "IIPP",
     "rotate_and_cache": "IIIIIPPPDPPPPP",
     "paged_decode": "IIIIIDPIPPPPPIP",
+    "paged_prefill": "IIIIIDPIPPPPPPIP",
 }
 _TYPES: dict[str, Any] = {"P": c_void_p, "I": c_int64, "D": c_double}
 
