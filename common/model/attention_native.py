@@ -1,6 +1,7 @@
 """Paged attention on a CPU in C++: blocks are read where they lie.
 
-Sequences with one query (decodes) are one call a layer, those with several (prefill chunks) another.
+Sequences with one query (decodes) are one call a layer, those with several (prefill chunks) one
+more.
 """
 
 from __future__ import annotations
