@@ -34,7 +34,9 @@ from pdserve.common.config.router import ServerConfig
 from pdserve.common.core.errors import ConfigError, NodeError
 
 FAKE_ROLE = str(HELPERS / "fake_role.py")
-FAKES = {role: (sys.executable, FAKE_ROLE, role) for role in ("router", "prefill", "decode")}
+FAKES = {
+    role: (sys.executable, FAKE_ROLE, role) for role in ("router", "prefill", "decode", "both")
+}
 UP = f"""
 import sys
 from pdserve.common.cli import cluster, up
@@ -191,17 +193,22 @@ async def test_a_restart_loop_ends(role: str, monkeypatch: pytest.MonkeyPatch) -
     assert len(again) == cluster_module.MAX_RESTARTS
 
 
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [({"decode": 2}, "decode-1"), ({"both": 1, "prefill": 1, "decode": 1}, "both-0"),
+     ({"both": 1, "prefill": 1, "decode": 1}, "prefill-0")],
+)  # fmt: skip
 async def test_the_others_go_on_without_a_node_in_a_restart_loop(
-    monkeypatch: pytest.MonkeyPatch,
+    sizes: dict[str, int], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster_module, "FIRST_BACKOFF", 0.001)
     lines = Lines()
-    cluster = make(lines, decode=2)
+    cluster = make(lines, **sizes)
     try:
         assert await cluster.start()
-        await lines.wait_for_all("decode-0", "decode-1")
+        await lines.wait_for_all(*cluster_module.node_names(cluster.config))
         for number in range(1, cluster_module.MAX_RESTARTS + 2):
-            while len(starts := lines.starts("decode-1")) < number:
+            while len(starts := lines.starts(name)) < number:
                 await asyncio.sleep(0.01)
             os.kill(int(starts[-1].split()[2]), signal.SIGKILL)
         while "given up" not in lines.of("up")[-1]:
