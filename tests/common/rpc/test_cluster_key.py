@@ -128,7 +128,7 @@ def test_remembered_tokens_are_bounded_in_time_and_number(
 
 @pytest.mark.parametrize("method", CALLERS)
 def test_only_the_roles_of_the_table_may_call(key: ClusterKey, clock: Clock, method: str) -> None:
-    for role in ("router", "prefill", "decode", "client"):
+    for role in ("router", "prefill", "decode", "both", "client"):
         if role in CALLERS[method]:
             key.check(token(clock, role, method), method, HERE)
         else:
@@ -263,7 +263,7 @@ async def test_decode_run_needs_the_router_s_token() -> None:
             assert await run(credentials("router", wrong).channels(), address) == (
                 "CLUSTER_AUTH_FAILED"
             )
-        for role in ("prefill", "decode"):
+        for role in ("prefill", "decode", "both"):
             assert await run(credentials(role, KEY).channels(), address) == "CLUSTER_AUTH_FAILED"
         assert decode.served == 0
         assert await run(credentials("router", KEY).channels(), address) == ""

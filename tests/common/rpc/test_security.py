@@ -78,6 +78,7 @@ from pdserve.router.grpc_service import InferenceServicer
 from pdserve.router.http.app import make_app
 from pdserve.router.http.preprocess import MAX_PROMPTS
 from pdserve.router.http.server import HTTPServer, https_context
+from pdserve.router.registry import ROLE_NAMES
 from pdserve.router.served_model import ServedModel
 from pdserve.router.serving import Serving
 
@@ -124,6 +125,11 @@ def test_certs_makes_files_and_prints_their_flags(
     cert = x509.load_pem_x509_certificate((folder / "cert.pem").read_bytes())
     names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.DNSName) == ["localhost", "decode"]
+    roles = [
+        name.rpartition("/")[2]
+        for name in names.get_values_for_type(x509.UniformResourceIdentifier)
+    ]
+    assert roles == ["router", *ROLE_NAMES.values()], "of every role that registers, and the router"
     addresses = map(str, names.get_values_for_type(x509.IPAddress))
     assert list(addresses) == ["127.0.0.1", "::1", "10.1.2.3"]
 
