@@ -27,6 +27,11 @@ MAX_HEAD_DIM = 256  # `MAX_DIM` of paged.h
 Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
 
+def can_attend(shape: AttentionShape) -> bool:
+    """Whether the kernels take heads of this size."""
+    return shape.head_dim <= MAX_HEAD_DIM and shape.head_dim % 2 == 0
+
+
 @dataclass(frozen=True, slots=True)
 class _Decodes:
     """B sequences with one query each. int32, as the kernel reads them."""

@@ -11,7 +11,7 @@ import torch
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.native import BuildError
 from pdserve.common.model.attention import AttentionBackend, AttentionShape
-from pdserve.common.model.attention_native import MAX_HEAD_DIM, NativeAttention
+from pdserve.common.model.attention_native import NativeAttention, can_attend
 from pdserve.common.model.attention_torch import TorchAttention
 from pdserve.common.model.kernels.native import NativeKernels
 from pdserve.common.model.kernels.ops import Kernels, TorchKernels
@@ -115,7 +115,7 @@ def make_backend(
     """FlashInfer on a GPU where it is installed and computes in `dtype`, native `kernels` on a CPU;
     otherwise torch, which on a GPU is slower and never chosen in silence."""
     if device.type != "cuda":
-        if isinstance(kernels, NativeKernels) and shape.head_dim <= MAX_HEAD_DIM:
+        if isinstance(kernels, NativeKernels) and can_attend(shape):
             return NativeAttention(shape, device, dtype, kernels)
         return TorchAttention(shape, device, dtype)
     if missing := _without_flashinfer(dtype):

@@ -173,8 +173,9 @@ def test_a_long_context_is_split_between_threads(dtype: torch.dtype) -> None:
 
 
 @needs_compiler
-def test_heads_larger_than_the_kernel_s_are_torch_s() -> None:
-    assert type(backend("native", AttentionShape(1, 1, 257), torch.float32)) is TorchAttention
+def test_heads_of_sizes_that_the_kernels_do_not_take_are_torch_s() -> None:
+    for dim in (7, 258):
+        assert type(backend("native", AttentionShape(1, 1, dim), torch.float32)) is TorchAttention
     assert type(backend("native", AttentionShape(1, 1, 256), torch.float32)) is NativeAttention
 
 
