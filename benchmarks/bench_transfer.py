@@ -7,7 +7,7 @@ figure is the fastest tenth of its rounds, and ratios are of such figures of one
 from the run announced to the sink's `Landed`, on an idle connection. Prints tables; `--json FILE`
 also writes the figures.
 
-    python benchmarks/bench_transfer.py [--connectors shm,tcp] [--seconds 1.5] [--json out.json]
+    python benchmarks/bench_transfer.py [--connectors shm,shared,tcp] [--seconds 1.5] [--json FILE]
 """
 
 from __future__ import annotations
@@ -33,9 +33,12 @@ from limits import socket_limit
 from rich.console import Console
 from rich.table import Table
 
+from pdserve.common.worker.guest_area import GuestArea
 from pdserve.kv_transfer.commands import (
     Accept,
+    Borrow,
     Command,
+    GiveBack,
     Ready,
     Release,
     Reply,
@@ -116,6 +119,7 @@ class Throughput:
     with_digests: float  # time with ÷ time without
     hash_gb_per_s: float  # of a rank that makes the digests of a prompt
     hash_of_memcpy: float
+    copied: float  # of the prompt's blocks: what is read in place counts in GB/s all the same
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,7 @@ class Sample:
     seconds: float  # from the first run announced to the commit's answer
     landed: float  # ... to the sink's event
     cpu: float  # seconds of both processes
+    borrowed: int  # blocks that were not copied
 
 
 def make_view(shape: Shape) -> CacheView:
@@ -148,9 +153,9 @@ def make_view(shape: Shape) -> CacheView:
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # or no sink would map it
     cache = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=shape.torch_dtype)
     cache.fill_(1)  # touch every page
-    return CacheView(
-        cache.view(shape.cache_shape), Rect(0, shape.layers, 0, shape.heads), shared_fd=fd
-    )
+    own = cache.view(shape.cache_shape)
+    area = GuestArea(fd, own)  # for connectors that lend
+    return CacheView(own, Rect(0, shape.layers, 0, shape.heads), shared_fd=fd, guests=area)
 
 
 def make_rank(
@@ -197,10 +202,15 @@ def sink_process(name: str, shape: Shape, control: Connection) -> None:
         while not isinstance(event := events.get(), tuple):
             if isinstance(event, Failed):
                 raise RuntimeError(event.message)
+        borrowed = event[0].borrowed
+        if borrowed is not None:  # its lender's blocks come right behind this rank's own
+            call(rank, Borrow(transfer_id, 1, shape.num_blocks))
         if commit.digests:
             verify(rank, commit)
-        control.send_bytes(b"committed")
+        control.send_bytes(str(len(borrowed.blocks) if borrowed else 0).encode())
         call(rank, Release(transfer_id))
+        if borrowed is not None:
+            call(rank, GiveBack(borrowed.lender, (((transfer_id, 1), borrowed.blocks),)))
         cpu = time.process_time() - started
         control.send_bytes(msgspec.msgpack.encode((event[1], cpu)))
     rank.close(2.0)
@@ -237,16 +247,16 @@ class Bench:
         self._control.recv_bytes()
         pieces = ((self._piece, self._endpoint),)
         cpu = time.process_time()
-        call(self._rank, Submit(SourceTransfer(transfer_id, 1, pieces)))
+        call(self._rank, Submit(SourceTransfer(transfer_id, 1, pieces, lend=True)))
         time.sleep(pause)
         started = time.perf_counter()
         made = self._announce(transfer_id, count, digests)
         self._control.send_bytes(msgspec.msgpack.encode(Verify(transfer_id, made)))
-        self._control.recv_bytes()
+        borrowed = int(self._control.recv_bytes())
         seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
         call(self._rank, Release(transfer_id))
         landed, theirs = msgspec.msgpack.decode(self._control.recv_bytes())
-        return Sample(seconds, landed - started, cpu + theirs)
+        return Sample(seconds, landed - started, cpu + theirs, borrowed)
 
     def _announce(self, transfer_id: bytes, count: int, digests: bool) -> tuple[RunDigest, ...]:
         ids = block_ids(self._shape, count, seed=1)
@@ -304,6 +314,7 @@ def throughput(name: str, shape: Shape, seconds: float) -> Throughput:
         fastest(each.seconds for each in digested) * speed / gigabytes,
         hashing,
         hashing / memcpy,
+        1 - plain[-1].borrowed / shape.prompt_blocks,
     )
 
 
@@ -360,11 +371,11 @@ def hasher(view: CacheView, shape: Shape) -> Callable[[], None]:
 
 
 def show(throughputs: list[Throughput], latencies: list[Latency]) -> None:
-    columns = "GB/s", "÷ memcpy", "÷ socket", "CPU s/GB", "with digests", "hash ÷ memcpy"
+    columns = "GB/s", "÷ memcpy", "÷ socket", "CPU s/GB", "with digests", "hash ÷ memcpy", "copied"
     table = _table("transfers", columns)
     for each in throughputs:
         ratios = f"{each.of_memcpy:.2f}", f"{each.of_socket:.2f}", f"{each.cpu_s_per_gb:.2f}"
-        digests = f"× {each.with_digests:.2f}", f"{each.hash_of_memcpy:.2f}"
+        digests = f"× {each.with_digests:.2f}", f"{each.hash_of_memcpy:.2f}", f"{each.copied:.1%}"
         table.add_row(each.connector, each.shape, f"{each.gb_per_s:.2f}", *ratios, *digests)
     columns = "landed", "p50", "p99", "committed p50", "with digests", "memcpy"
     blocks = _table("one block, µs", columns)
@@ -383,7 +394,7 @@ def _table(title: str, figures: tuple[str, ...]) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--connectors", default="shm,tcp", help="names, separated by commas")
+    parser.add_argument("--connectors", default="shm,shared,tcp", help="names, separated by commas")
     parser.add_argument("--only", default="", metavar="TEXT", help="shapes whose names have it")
     parser.add_argument("--seconds", type=float, default=1.5, help="per connector and shape")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")

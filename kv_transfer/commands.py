@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
 import msgspec
 
@@ -17,9 +17,6 @@ from pdserve.kv_transfer.connector import (
     BlockRun,
     Event,
     Failed,
-    Landed,
-    Progress,
-    Sent,
     SinkTransfer,
     SourceTransfer,
 )
@@ -74,13 +71,29 @@ class Release(msgspec.Struct, tag=True):
     transfer_id: bytes
 
 
-Command = Accept | Submit | Ready | Verify | VerifyMore | Quiesce | Release
+class Borrow(msgspec.Struct, tag=True):
+    """What landed by reading it in place becomes the guests `first …`; None: is copied."""
+
+    transfer_id: bytes
+    epoch: int
+    first: int | None
+
+
+class GiveBack(msgspec.Struct, tag=True):
+    """Of the blocks borrowed from one lender, by loan: transfer id and epoch."""
+
+    lender: bytes
+    loans: tuple[tuple[tuple[bytes, int], tuple[int, ...]], ...]
+
+
+Command = Accept | Submit | Ready | Verify | VerifyMore | Quiesce | Release | Borrow | GiveBack
 
 
 class Reply(msgspec.Struct):
     error: RankError | None = None
     digests: tuple[RunDigest, ...] = ()
     left: int = 0
+    on_loan: tuple[int, ...] = ()  # to Quiesce, of a source
 
 
 class RankError(msgspec.Struct):
@@ -96,7 +109,7 @@ _commands = msgspec.msgpack.Decoder(Command)
 _replies = msgspec.msgpack.Decoder(Reply)
 _tagged_event = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
 _events: dict[str, msgspec.msgpack.Decoder[Any]] = {
-    kind.__name__: msgspec.msgpack.Decoder(kind) for kind in (Progress, Landed, Sent, Failed)
+    kind.__name__: msgspec.msgpack.Decoder(kind) for kind in get_args(Event)
 }
 
 
@@ -148,12 +161,13 @@ class RankCalls:
         """Calls several ranks at once and waits for all of them; raises the first one's error."""
         return await all_of(self.send(rank, command) for rank, command in commands.items())
 
-    async def send_alive(self, ranks: Iterable[int], command: Command) -> None:
+    async def send_alive(self, ranks: Iterable[int], command: Command) -> list[Reply]:
         """As `send_all`, but only counts ranks that cannot answer: a dead rank reads and writes
         nothing any more, and its node ends soon."""
         calls = (self.send(rank, command) for rank in ranks)
         answers = await asyncio.gather(*calls, return_exceptions=True)
         self.counts["dead_rank"] += sum(isinstance(each, BaseException) for each in answers)
+        return [each for each in answers if not isinstance(each, BaseException)]
 
 
 async def all_of(calls: Iterable[Awaitable[T]]) -> list[T]:

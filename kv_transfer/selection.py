@@ -14,6 +14,7 @@ from pdserve.kv_transfer.connector import API_VERSION, Capabilities, KVConnector
 BUILTIN = {
     "cuda_ipc": "pdserve.kv_transfer.connectors.cuda_ipc:CudaIpcConnector",
     "nccl": "pdserve.kv_transfer.connectors.nccl.connector:NCCLConnector",
+    "shared": "pdserve.kv_transfer.connectors.shared.connector:SharedConnector",
     "shm": "pdserve.kv_transfer.connectors.shm:ShmConnector",
     "tcp": "pdserve.kv_transfer.connectors.tcp:TCPConnector",
 }

@@ -23,7 +23,7 @@ come back first.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import islice
 
 from pdserve.common.config.node import SchedulerConfig
@@ -114,14 +114,30 @@ class Scheduler:
         self.pool.forget(sequence.block_table)
         self.num_failed += 1
 
-    def release(self, sequence: Sequence) -> None:
-        """The sequence is over: its blocks are free. Whoever calls makes sure that no step
-        and no transfer touches them any more. Calling it again does nothing."""
+    def host(
+        self,
+        sequence: Sequence,
+        guests: Mapping[int, int],
+        on_gone: Callable[[list[int]], None],
+    ) -> None:
+        """A REMOTE sequence's KV lies in these guests, by their places in its block table, instead
+        of its own blocks, which are free now. `on_gone` as in `BlockPool.host`."""
+        own = [sequence.block_table[place] for place in guests]
+        self.pool.host(guests.values(), on_gone)
+        for place, guest in guests.items():
+            sequence.block_table[place] = guest
+        self.pool.free(own)
+
+    def release(self, sequence: Sequence, lent: Collection[int] = ()) -> None:
+        """The sequence is over: its blocks are free, but for one reference on each that is `lent`.
+        Whoever calls makes sure that no step and no transfer touches them any more. Calling it
+        again does nothing."""
         if sequence.status is Status.DONE:
             return
         self.hold(sequence)
-        self.num_freed += len(sequence.block_table)
-        self.pool.free(sequence.block_table)
+        freed = [block for block in sequence.block_table if block not in lent]
+        self.num_freed += len(freed)
+        self.pool.free(freed)
         sequence.block_table = []
         sequence.status = Status.DONE
 

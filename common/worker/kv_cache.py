@@ -26,6 +26,7 @@ from pdserve.common.planning.kv_budget import (
     gpu_cache_bytes,
     plan_num_blocks,
 )
+from pdserve.common.worker.guest_area import GuestArea, whole_pages
 from pdserve.common.worker.runner import ModelRunner, StageLink, num_dummy_blocks
 
 logger = logging.getLogger(__name__)
@@ -89,12 +90,28 @@ class KVCache:
     tensor: torch.Tensor
     shape: CacheShape
     fd: int | None = None
+    guests: GuestArea | None = None  # what a step computes in; `tensor` is its first blocks
+
+    @property
+    def computed(self) -> torch.Tensor:
+        """`tensor`, and behind its blocks those of others that are lent to this rank."""
+        return self.tensor if self.guests is None else self.guests.tensor
+
+    @property
+    def guest_ids(self) -> tuple[int, int]:
+        """The first one and the one after the last."""
+        area = self.guests
+        return (0, 0) if area is None else (area.num_own, area.num_own + area.num_guests)
 
     @classmethod
-    def allocate(cls, shape: CacheShape, device: torch.device) -> KVCache:
+    def allocate(cls, shape: CacheShape, device: torch.device, guests: bool = False) -> KVCache:
+        """With `guests`, on a CPU, it may be lent blocks and be lent from. Its tensor then has a
+        few more blocks than its shape where those would not fill whole pages."""
         if device.type == "cpu":
-            fd, tensor = _allocate_shared(shape)
-            return cls(tensor, shape, fd)
+            block = cache_bytes(resized(shape, 1)) // (2 * (shape.layer_end - shape.layer_start))
+            count = whole_pages(shape.num_blocks, block) if guests else shape.num_blocks
+            fd, tensor = _allocate_shared(resized(shape, count))
+            return cls(tensor, shape, fd, GuestArea(fd, tensor) if guests else None)
         return cls(torch.zeros(dimensions(shape), dtype=torch_dtype(shape), device=device), shape)
 
     def close(self) -> None:
@@ -121,8 +138,10 @@ def build_cache(
     room: int,
     group: GroupCoordinator,
     device: torch.device,
+    guests: bool = False,
 ) -> KVCache:
-    """As many blocks as the rank of the node with the least room has."""
+    """As many blocks as the rank of the node with the least room has; `guests` as in
+    `KVCache.allocate`."""
     num_blocks = plan_num_blocks(engine, cache_bytes(shape), max_model_len, room, device.type)
     everywhere = group.all_gather(torch.tensor([num_blocks], device=device), dim=0)
     num_blocks = int(everywhere.min())
@@ -133,7 +152,7 @@ def build_cache(
     if group.rank == 0:
         tokens, size = num_blocks * shape.block_size, format_bytes(cache_bytes(shape))
         logger.info("# KV blocks: %d (= %d tokens, %s per rank)", num_blocks, tokens, size)
-    return KVCache.allocate(shape, device)
+    return KVCache.allocate(shape, device, guests)
 
 
 # ---- how much memory it may take, measured once the weights are loaded ----

@@ -46,13 +46,14 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class ExtensionConfig:
     """Which extension a rank hosts. Its factory is called as
-    `factory(cache_tensor, cache_shape, shared_fd, rank, host, config, emit)`; the cache and the
+    `factory(cache_tensor, cache_shape, shared_fd, rank, host, config, emit, guests)`; cache and
     descriptor stay the rank's and outlive the extension; `host` is an address of the rank's, the
     one to bind to: --kv-host."""
 
     factory: str  # "module:callable"
     config: bytes = b""
     host: str = "127.0.0.1"
+    guests: bool = False  # the factory gets a `GuestArea`, where the cache is on a CPU; else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +116,10 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     link = StageLink(state, model_spec.hidden_size, dtype)
     shape = cache_shape(model, engine, state.tp)
     room = available_bytes(engine, model, shape, max_model_len, device, link)
-    cache = build_cache(engine, shape, max_model_len, room, state.world, device)
+    guests = extension_config is not None and extension_config.guests
+    cache = build_cache(engine, shape, max_model_len, room, state.world, device, guests)
     samples = spec.rank == spec.answer_rank
-    runner = ModelRunner(model, cache.tensor, device, samples, link)
+    runner = ModelRunner(model, cache.computed, device, samples, link)
     _warm_up(runner, engine)
     extension = _build_extension(extension_config, cache, spec.rank, emit)
     return ModelWorker(spec.rank, state, runner, cache, peaks, extension)
@@ -154,6 +156,7 @@ class ModelWorker:
             weights_bytes=self.runner.model.weights_bytes,
             peaks=self._peaks,
             extension_info=self.extension.info() if self.extension else b"",
+            guest_ids=self._cache.guest_ids,
         )
         return self._encoder.encode(ready)
 
@@ -255,6 +258,7 @@ def _build_extension(
     if config is None:
         return None
     extension: Extension = import_string(config.factory)(
-        cache.tensor, cache.shape, cache.fd, rank, config.host, config.config, emit
+        *(cache.tensor, cache.shape, cache.fd, rank, config.host, config.config, emit),
+        cache.guests,
     )
     return extension

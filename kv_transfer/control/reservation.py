@@ -7,7 +7,7 @@ ranks report), from the ranks' answers and from the lease; `_do` carries the act
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from pdserve.common.core.errors import Blame, PdserveError, TransferError
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.kv_transfer.commands import (
     Accept,
+    Borrow,
     Quiesce,
     RankCalls,
     Release,
@@ -23,8 +24,9 @@ from pdserve.kv_transfer.commands import (
     VerifyMore,
     all_of,
 )
-from pdserve.kv_transfer.connector import SinkTransfer
+from pdserve.kv_transfer.connector import Borrowed, SinkTransfer
 from pdserve.kv_transfer.control.background import Lease, Tasks, new_future
+from pdserve.kv_transfer.control.loans import Guests, Lender, Loan, Stay
 from pdserve.kv_transfer.control.protocol import Action, SinkEvent, SinkState, sink_machine
 from pdserve.kv_transfer.control.ticket import Ticket
 from pdserve.kv_transfer.digest import RunDigest, mismatch
@@ -52,6 +54,8 @@ class Epoch:
     def __init__(self) -> None:
         self.landed: dict[int, int] = {}  # rank → bytes
         self.times: dict[SinkEvent, float] = {}  # of what has happened
+        self.borrowed: dict[int, Borrowed] = {}  # rank → what it reads in place
+        self.stay: Stay | None = None  # where that is, from VERIFY on
         self.first_token = pb.TokenEvent()  # as committed
         self.digests: Sequence[RunDigest] = ()
         self.ticket: asyncio.Future[Ticket] = new_future()  # for `issued`, `retarget`
@@ -73,10 +77,14 @@ class Reservation:
         ranks: RankCalls,
         tasks: Tasks,
         *,
+        guests: Guests,
         on_freed: Callable[[], None],
         on_over: Callable[[Reservation], None],
+        on_hosted: Callable[[dict[int, int]], None] | None,
+        give_back: Callable[[Lender, Mapping[Loan, Sequence[int]]], None],
     ) -> None:
-        """`on_over`: it has an outcome, which is about to be told to whoever waits."""
+        """`on_over`: it has an outcome, which is about to be told to whoever waits. `give_back`:
+        what was borrowed and is not needed."""
         self.ticket = ticket  # of the current epoch
         self.block_ids = tuple(block_ids)
         self.epoch = Epoch()
@@ -91,6 +99,9 @@ class Reservation:
         self._tasks = tasks
         self._on_freed = on_freed
         self._on_over = on_over
+        self._guests = guests
+        self._on_hosted = on_hosted
+        self._give_back = give_back
         self._lease = Lease(ticket.lease_s, self._lapse)
         self._open()
 
@@ -153,9 +164,11 @@ class Reservation:
         for action in actions:
             self._do(action)
 
-    def landed(self, rank: int, nbytes: int) -> None:
-        """All of the current epoch's data is in this rank."""
+    def landed(self, rank: int, nbytes: int, borrowed: Borrowed | None = None) -> None:
+        """All of the current epoch's data is in this rank, or `borrowed` by it."""
         self.epoch.landed[rank] = nbytes
+        if borrowed is not None:
+            self.epoch.borrowed[rank] = borrowed
         self._count_landed()
 
     def renew(self) -> None:
@@ -177,6 +190,7 @@ class Reservation:
             case Action.ISSUE_TICKET:
                 self._issue()
             case Action.VERIFY:
+                self.epoch.stay = self._find_room()
                 self._start(self._verify(self.machine.epoch))
             case Action.ACTIVATE:
                 self._activate()
@@ -191,6 +205,7 @@ class Reservation:
                 assert self.cause is not None
                 self._counts[f"failed/{self.cause.code}"] += 1
             case Action.QUIESCE:
+                self._unpin()
                 self._tasks.start(self._quiesce())
             case Action.FREE:
                 self._free()
@@ -226,6 +241,7 @@ class Reservation:
 
     async def _verify(self, epoch: int) -> None:
         """Every rank compares what it holds with what the source says it sent."""
+        await self._settle(epoch)
         ranks = self._rank_ids if self.ticket.digests else ()
         found = await all_of(self._compare(epoch, rank) for rank in ranks)
         wrong = [each for those in found for each in those]
@@ -233,6 +249,34 @@ class Reservation:
             self.on(SinkEvent.MISMATCH, mismatch(wrong), epoch)
         else:
             self.on(SinkEvent.VERIFIED, epoch=epoch)
+
+    def _find_room(self) -> Stay | None:
+        """For what the ranks have borrowed, pinned until `_unpin`; None: they have copied all."""
+        borrowed = [self.epoch.borrowed.get(rank) for rank in self._rank_ids]
+        known = [each for each in borrowed if each is not None]
+        if not known:
+            return None
+        alike = {(each.num_blocks, each.places, each.blocks) for each in known}
+        blocks = dict(zip(known[0].places, known[0].blocks, strict=True))
+        if self._on_hosted is None or len(known) < len(borrowed) or len(alike) > 1:
+            return Stay(None, blocks)
+        names = tuple(each.lender for each in known)
+        return Stay(self._guests.place(names, known[0].num_blocks), blocks)
+
+    def _unpin(self) -> None:
+        """The epoch is over."""
+        stay, self.epoch.stay = self.epoch.stay, None
+        if stay is not None and stay.lender is not None:
+            self._guests.unpin(stay.lender)
+
+    async def _settle(self, epoch: int) -> None:
+        """What was borrowed gets its place among the blocks of every rank, or is copied."""
+        stay = self.epoch.stay
+        if stay is None or self.machine.epoch != epoch:
+            return
+        first = None if stay.lender is None else stay.lender.first
+        borrow = Borrow(self.ticket.transfer_id, epoch, first)
+        await self._ranks.send_all(dict.fromkeys(self.epoch.borrowed, borrow))
 
     async def _compare(self, epoch: int, rank: int) -> list[RunDigest]:
         """The digests of one rank that are wrong. It compares step by step, each is progress."""
@@ -257,10 +301,26 @@ class Reservation:
         arrival = self._arrived()
         self._counts["landed"] += 1
         self._counts["bytes"] += arrival.nbytes
+        self._host()
         self._end()
         self.arrival.set_result(arrival)
-        release = Release(self.ticket.transfer_id)
-        self._tasks.start(self._ranks.send_alive(self._rank_ids, release))
+        self._tasks.start(self._release())
+
+    async def _release(self) -> None:
+        await self._ranks.send_alive(self._rank_ids, Release(self.ticket.transfer_id))
+
+    def _host(self) -> None:
+        """What was borrowed is the waiter's now, to be given back when nobody uses it any more."""
+        stay = self.epoch.stay
+        if stay is None or stay.lender is None or self._on_hosted is None:
+            return
+        loan = self.ticket.transfer_id, self.machine.epoch
+        twice = self._guests.hold(stay.lender, loan, stay.blocks.values())
+        self._counts["borrowed_blocks"] += len(stay.blocks)
+        self._on_hosted(stay.guests)
+        self._unpin()
+        if twice:
+            self._give_back(stay.lender, {loan: twice})
 
     def _arrived(self) -> Arrival:
         epoch, times = self.epoch, self.epoch.times

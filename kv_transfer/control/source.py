@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -20,9 +20,10 @@ from typing import Any, TypeVar
 from pdserve.common.core.errors import Blame, PdserveError, TransferError
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.kv_transfer.commands import Call, RankCalls, decode_event, transfer_error
-from pdserve.kv_transfer.connector import BlockRun, Failed
+from pdserve.kv_transfer.connector import BlockRun, Failed, Returned
 from pdserve.kv_transfer.control.announcer import LeaseKeeper, RunAnnouncer
 from pdserve.kv_transfer.control.background import Lease, Tasks, new_future
+from pdserve.kv_transfer.control.loans import Loan, Loans
 from pdserve.kv_transfer.control.protocol import Action, SourceEvent, source_machine
 from pdserve.kv_transfer.control.sink_client import SinkClient
 from pdserve.kv_transfer.control.ticket import Ticket
@@ -48,8 +49,10 @@ class KVSource:
         call: Call,
         sink: SinkClient,
         block_nbytes: int = 0,
+        lend_limit: int = 0,
     ) -> None:
-        """`block_nbytes`: of a block in the rank that has most of it."""
+        """`block_nbytes`: of a block in the rank that has most of it. `lend_limit`: blocks that
+        decode nodes may read in place at a time."""
         self.rank_rects = tuple(rank_rects)
         self.run_blocks = max(1, RUN_NBYTES // block_nbytes) if block_nbytes else 1 << 20
         self.lease_s = lease_s
@@ -57,12 +60,17 @@ class KVSource:
         self.counts: Counter[str] = Counter()  # sent, bytes, failed/CODE, late state/event
         self.ranks = RankCalls(call, self.counts)
         self.tasks = Tasks(Blame.PREFILL)
+        self.loans = Loans(lend_limit)
         self._fingerprint = fingerprint
         self._block_size = block_size
         self._live: dict[bytes, Handoff] = {}
 
-    def begin(self, ticket: Ticket) -> Handoff:
-        """Starts a hand-off. Whoever begins one ends it, by `commit` or `abort`.
+    def begin(
+        self, ticket: Ticket, given_back: Callable[[list[int]], None] | None = None
+    ) -> Handoff:
+        """Starts a hand-off. Whoever begins one ends it, by `commit` or `abort`. Without
+        `given_back` nothing is lent; with it, `Handoff.lent` may say that blocks must stay held
+        until it is told of them.
 
         Raises:
             TransferError: FINGERPRINT_MISMATCH, LAYOUT_MISMATCH, or a duplicate ticket.
@@ -74,7 +82,9 @@ class KVSource:
             self.counts[f"failed/{error.code}"] += 1
             raise
         self.sink.connect(ticket)
-        handoff = self._live[ticket.transfer_id] = Handoff(self, ticket, pieces)
+        wanted = ticket.num_blocks - ticket.first_block
+        lend = self.loans.pledge((ticket.transfer_id, ticket.epoch), wanted, given_back)
+        handoff = self._live[ticket.transfer_id] = Handoff(self, ticket, pieces, lend)
         return handoff
 
     def _check(self, ticket: Ticket) -> None:
@@ -96,6 +106,10 @@ class KVSource:
     def on_event(self, rank: int, message: bytes) -> None:
         """A rank's connector reports; on the event loop."""
         event = decode_event(message)
+        if isinstance(event, Returned):
+            known = self.loans.returned((event.transfer_id, event.epoch), event.block_ids)
+            self.counts["late_event"] += not known
+            return
         handoff = self._live.get(event.transfer_id)
         if handoff is None or handoff.ticket.epoch != event.epoch:
             self.counts["late_event"] += 1
@@ -123,9 +137,12 @@ class HandoffResult:
 class Handoff:
     """One transfer under way."""
 
-    def __init__(self, source: KVSource, ticket: Ticket, pieces: Sequence[Piece]) -> None:
+    def __init__(
+        self, source: KVSource, ticket: Ticket, pieces: Sequence[Piece], lend: bool
+    ) -> None:
         self.ticket = ticket  # of the present epoch
         self.outcome: asyncio.Future[HandoffResult] = new_future()  # no rank reads them any more
+        self.lent: frozenset[int] = frozenset()  # then: blocks that sinks still read
         self._source = source
         self._machine = source_machine(source.counts)
         self._lease = Lease(source.lease_s, self._lapse)
@@ -134,7 +151,9 @@ class Handoff:
         self._nbytes = 0
         self._started: float | None = None
         self._seconds = 0.0
-        self._announcer = RunAnnouncer(source.ranks, pieces, ticket, source.run_blocks, self._lease)
+        self._announcer = RunAnnouncer(
+            *(source.ranks, pieces, ticket, source.run_blocks, self._lease, lend)
+        )
         self._keeper = LeaseKeeper(source.sink, ticket, self._lease)
         self._announcing = self._start(self._announcer.run())
         self._renewing = self._start(self._keeper.run(partial(self._on, SourceEvent.RENEW_REFUSED)))
@@ -248,12 +267,14 @@ class Handoff:
 
     async def _repull(self) -> None:
         logger.warning("transfer %s: wrong digests; sending again", self.ticket.transfer_id.hex())
-        await self._announcer.quiesce()
+        await self._hush()
         try:
-            self.ticket = self._keeper.ticket = await self._source.sink.retarget(self.ticket)
+            ticket = await self._source.sink.retarget(self.ticket)
         except TransferError as error:
             self._on(SourceEvent.COMMIT_REFUSED, error)
         else:
+            self._source.loans.extend(self._loan, ticket.epoch)
+            self.ticket = self._keeper.ticket = ticket
             self._lease.renew()
             self._on(SourceEvent.RETARGETED)
 
@@ -263,11 +284,23 @@ class Handoff:
             self._asking.cancel()
             await asyncio.wait([self._asking])
         await asyncio.wait([self._announcing])  # or a submit could overtake the quiesce
-        await self._announcer.quiesce()
+        await self._hush()
         self._on(SourceEvent.QUIESCED)
+
+    @property
+    def _loan(self) -> Loan:
+        """Of the present epoch."""
+        return self.ticket.transfer_id, self.ticket.epoch
+
+    async def _hush(self) -> None:
+        """No rank reads the blocks any more; what sinks still read, is known."""
+        on_loan = await self._announcer.quiesce()
+        self._source.loans.named(self._loan, on_loan)
 
     def _free(self) -> None:
         self._lease.end()
+        self.lent = self._source.loans.settle(self._loan)
+        self._source.counts["lent"] += len(self.lent)
         self._source.forget(self)
         if self._cause is not None:
             self.outcome.set_exception(self._cause)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,9 @@ from pdserve.common.core.errors import ConfigError, TransferError
 from pdserve.kv_transfer.blocks import piece_nbytes
 from pdserve.kv_transfer.commands import (
     Accept,
+    Borrow,
     Command,
+    GiveBack,
     Quiesce,
     RankError,
     Ready,
@@ -33,10 +35,16 @@ from pdserve.kv_transfer.commands import (
     decode_command,
     encode_event,
 )
-from pdserve.kv_transfer.connector import KVConnector, RankContext, SinkTransfer, SourceTransfer
+from pdserve.kv_transfer.connector import (
+    KVConnector,
+    LendingConnector,
+    RankContext,
+    SinkTransfer,
+    SourceTransfer,
+)
 from pdserve.kv_transfer.connectors.multi.connector import MultiConnector
 from pdserve.kv_transfer.digest import RunDigest
-from pdserve.kv_transfer.layout import CacheView, Part, Rect
+from pdserve.kv_transfer.layout import CacheView, GuestArea, Part, Rect, with_guests
 from pdserve.kv_transfer.native.code import block_code
 from pdserve.kv_transfer.rank.digester import Digester, Hashed, Verification
 from pdserve.kv_transfer.selection import Connectors, load_connector
@@ -106,7 +114,7 @@ class TransferRank:
     def __init__(self, connector: KVConnector, source: bool) -> None:
         context = connector.context
         self._connector = connector
-        self._digester = Digester(context.view, context.fingerprint)
+        self._digester = Digester(with_guests(context.view), context.fingerprint)
         self._sinks: dict[bytes, SinkTransfer] = {}
         self._sources: dict[bytes, SourceTransfer] = {}
         self._verifications: dict[bytes, Verification] = {}  # of sinks
@@ -182,10 +190,33 @@ class TransferRank:
             case Quiesce(transfer_id):
                 self._forget(transfer_id)
                 self._connector.quiesce(transfer_id)
+                return Reply(on_loan=self._on_loan(transfer_id))
             case Release(transfer_id):
                 self._forget(transfer_id)
                 self._connector.release(transfer_id)
+            case Borrow():
+                self._borrow(command)
+            case GiveBack(lender, loans):
+                for loan, blocks in loans:
+                    self._lending.give_back(lender, loan, blocks)
         return Reply()
+
+    @property
+    def _lending(self) -> LendingConnector:
+        if not isinstance(self._connector, LendingConnector):
+            raise TransferError("nothing is lent here", code="UNKNOWN_TRANSFER")
+        return self._connector
+
+    def _on_loan(self, transfer_id: bytes) -> tuple[int, ...]:
+        lends = isinstance(self._connector, LendingConnector)
+        return self._lending.on_loan(transfer_id) if lends else ()
+
+    def _borrow(self, command: Borrow) -> None:
+        transfer = self._sinks.get(command.transfer_id)
+        if transfer is None or transfer.epoch != command.epoch:
+            raise _stopped()
+        ids = self._lending.borrow(command.transfer_id, command.epoch, command.first)
+        self._sinks[command.transfer_id] = replace(transfer, block_ids=ids)
 
     def _digest(self, ready: Ready) -> tuple[RunDigest, ...]:
         """Made while the connector delivers the run."""
@@ -242,6 +273,7 @@ def build_rank(
     host: str,
     config: bytes,
     emit: Callable[[bytes], None],
+    guests: GuestArea | None = None,
 ) -> TransferRank:
     """The factory a worker calls once its cache is allocated. `config` is a msgpack
     `RankConfig`; `host` is what connectors bind to; `shared_fd` is the memory file whose first byte
@@ -253,7 +285,7 @@ def build_rank(
     """
     settings = msgspec.msgpack.decode(config, type=RankConfig)
     context = RankContext(
-        view=CacheView(cache, Rect.of(shape), shared_fd),
+        view=CacheView(cache, Rect.of(shape), shared_fd, guests=guests),
         bind_host=host,
         fingerprint=settings.fingerprint,
         emit=lambda event: emit(encode_event(event)),

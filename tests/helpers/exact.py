@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -61,7 +62,13 @@ class Asker:
         self._channel.close()
 
 
-def check_exact(cluster: Service, cases: list[tuple[int, ...]], alone: range) -> None:
+def check_exact(
+    cluster: Service,
+    cases: list[tuple[int, ...]],
+    alone: range,
+    caching: Collection[str] = ("prefill", "decode"),
+) -> None:
+    """`caching`: the roles whose nodes find prefixes in their cache."""
     folder, asker = cluster.model, Asker(cluster)
     expected = [
         reference.decode(folder, reference.greedy(folder, case, NUM_TOKENS)) for case in cases
@@ -76,6 +83,6 @@ def check_exact(cluster: Service, cases: list[tuple[int, ...]], alone: range) ->
         answer = asker.ask(number + 1, cases[number])
         assert answer == expected[number], f"{len(cases[number])} tokens\n{cluster.log()[-3000:]}"
     asker.close()
-    for node in cluster.nodes():
+    for node in (each for role in caching for each in cluster.nodes(role)):
         assert node_metrics(node)["pdserve:prefix_cache_hits_total"] > 0
     cluster.wait_idle()

@@ -87,7 +87,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     runs = Runs(tmp_path_factory.mktemp("conformance"))
     for half in (0, 1):
         start_mutants(runs, f"mutants {half}", MUTANTS[half::2])
-    runs.start("built-ins", ["shm", "tcp"], *ALL_CHECKS)
+    runs.start("built-ins", ["shm", "shared", "tcp"], *ALL_CHECKS)
     shared = tmp_path_factory.mktemp("shared")
     options = ("--kv-connector-config", json.dumps({"directory": str(shared)}))
     _, example = entry_point((EXAMPLE / "pyproject.toml").read_text())

@@ -1,0 +1,154 @@
+"""Nodes of one host that read each other's blocks in place: the same tokens, whoever dies when, and
+every block comes back."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from itertools import cycle
+from typing import Any
+
+import pytest
+from test_failover import CLIENTS, NUM_TOKENS, PROMPT, check, greedy
+
+import reference
+from cluster import Cluster, node_metrics
+from exact import check_exact, prompts
+from pdserve.common.core.host import host_identity
+from warm import WarmCluster, shared
+
+OPTIONS: dict[str, Any] = {"kv_connector": "shared", "kv_lease": 10, "max_model_len": 512}
+
+
+def counted(cluster: WarmCluster, role: str, event: str) -> float:
+    """Of all nodes of a role, as their metrics have it."""
+    name = f'pdserve:kv_transfer_events_total{{event="{event}"}}'
+    return sum(node_metrics(node).get(name, 0.0) for node in cluster.nodes(role))
+
+
+# ---- exact, in every layout ----
+
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "one rank": ({}, {}, "all"),
+    "two ranks": ({"tensor_parallel_size": 2}, {"tensor_parallel_size": 2}, "all"),
+    "two stages": ({"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 2}, "all"),
+    "no prefix cache": ({"no_enable_prefix_caching": ""}, {}, "all"),
+    "more blocks": ({"num_gpu_blocks_override": 500}, {"num_gpu_blocks_override": 90}, "all"),
+    "few blocks": ({"num_gpu_blocks_override": 60}, {}, "some"),  # when they are lent, it copies
+    "unequal": ({"tensor_parallel_size": 2}, {}, "none"),  # it copies
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_are_transformers(layout: str) -> None:
+    prefill, decode, lent = LAYOUTS[layout]
+    with WarmCluster("llama-gqa", 0, 0, warm=shared(), **OPTIONS) as cluster:
+        cluster.start_node("prefill", **prefill)
+        cluster.start_node("decode", **decode)
+        cluster.wait_nodes()
+        check_exact(cluster, prompts(cluster.model), range(0, 16, 3), caching=())
+        blocks = sum((len(each) - 1) // 16 for each in prompts(cluster.model))
+        borrowed = counted(cluster, "decode", "borrowed_blocks")
+        assert (borrowed > 0) == (lent != "none")
+        if lent == "all":  # but for the last block of each
+            assert borrowed >= blocks
+
+
+# ---- deaths and standstills, at every step of a loan ----
+
+LEDGER = "pdserve.kv_transfer.connectors.shared.ledger:Ledger"
+BORROWER = "pdserve.kv_transfer.connectors.shared.borrower:Borrower"
+SINK = "pdserve.kv_transfer.control.sink:KVSink"
+RESERVATION = "pdserve.kv_transfer.control.reservation:Reservation"
+HANDOFF = "pdserve.kv_transfer.control.source:Handoff"
+LOANS = "pdserve.kv_transfer.control.loans:Loans"
+CLIENT = "pdserve.kv_transfer.control.sink_client:SinkClient"
+DECODE = "pdserve.decode_node.session:DecodeSession"
+
+STEPS = [
+    ("prefill", f"{LEDGER}.open", 1),
+    *[("prefill", f"{LEDGER}.lend", count) for count in (1, 2)],
+    ("prefill", f"{LEDGER}.take_back", 1),
+    ("prefill", f"{CLIENT}.commit", 1),
+    ("prefill", f"{CLIENT}.commit>", 1),
+    ("prefill", f"{LEDGER}.on_loan", 1),
+    ("prefill", f"{LOANS}.settle", 1),
+    ("prefill", f"{LOANS}.returned", 1),
+    *[("decode", f"{BORROWER}.take", count) for count in (1, 2)],
+    ("decode", f"{RESERVATION}._find_room", 1),
+    ("decode", f"{RESERVATION}._settle>", 1),
+    ("decode", f"{BORROWER}.settle", 1),
+    ("decode", f"{RESERVATION}._host", 1),
+    ("decode", f"{SINK}.give_back", 1),
+    ("decode", f"{BORROWER}.give_back", 1),
+    *[("decode", f"{DECODE}.sampled", count) for count in (1, 9, NUM_TOKENS - 1)],
+]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[WarmCluster]:
+    """Whose decode nodes want all of a prompt, whatever they computed before."""
+    options = {**OPTIONS, "no_enable_prefix_caching": ""}
+    with WarmCluster("llama-gqa", prefill=1, decode=1, warm=shared(), **options) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("step", "client"),
+    list(zip(STEPS, cycle(CLIENTS), strict=False)),
+    ids=lambda value: value.__name__ if callable(value) else "-".join(map(str, value)),
+)
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])
+def test_a_node_fails_at_every_step(
+    cluster: WarmCluster, step: tuple[str, str, int], client: Any, number: str
+) -> None:
+    role, point, count = step
+    check(cluster, client, role, number, point, count)
+
+
+def test_both_nodes_die_with_blocks_lent(cluster: WarmCluster) -> None:
+    expected = greedy(cluster)
+    more = {"num_gpu_blocks_override": 400}
+    died = [
+        cluster.start_node("prefill", ("mortal:arm", "SIGKILL", f"{LOANS}.settle", "1"), **more),
+        cluster.start_node("decode", ("mortal:arm", "SIGKILL", f"{DECODE}.sampled", "3"), **more),
+    ]
+    cluster.wait_nodes()
+    assert greedy(cluster) == expected
+    for name in died:
+        del cluster.pids[name]
+    cluster.wait_idle()
+
+
+def test_a_decode_node_goes_on_with_the_blocks_of_a_dead_one(cluster: WarmCluster) -> None:
+    """What a prefill node has lent stays readable when it is gone."""
+    prompt, length = list(PROMPT), 200
+    with WarmCluster("llama-gqa", 1, 1, warm=shared(), **OPTIONS) as other:
+        events = other.stream(prompt, max_tokens=length, ignore_eos=True)
+        text = next(events)["choices"][0]["text"] + next(events)["choices"][0]["text"]
+        other.wait_for(lambda: counted(other, "prefill", "lent") > 0)
+        os.kill(other.pids.pop("prefill-1"), signal.SIGKILL)
+        text += "".join(choice["text"] for event in events for choice in event["choices"])
+        tokens = reference.greedy(other.model, PROMPT, length)
+        assert text == reference.decode(other.model, tokens)
+        other.start_node("prefill")  # its successor is another lender, in the same place
+        other.wait_nodes()
+        before = counted(other, "decode", "borrowed_blocks")
+        assert greedy(other) == greedy(cluster)
+        assert counted(other, "decode", "borrowed_blocks") > before
+        other.wait_idle()
+
+
+def test_up_serves_with_it_and_leaves_nothing() -> None:
+    """`pdserve up`, twice at once: they do not meet, and no name is left on the host."""
+    assert host_identity()
+    before = set(os.listdir("/dev/shm"))
+    options = {"kv_connector": "shared", "max_model_len": 512}
+    with Cluster("llama-gqa", **options) as one, Cluster("llama-gqa", **options) as two:
+        for made in (one, two):
+            text = reference.decode(made.model, reference.greedy(made.model, PROMPT, 30))
+            answer = made.complete(list(PROMPT), max_tokens=30, ignore_eos=True)
+            assert answer["choices"][0]["text"] == text
+            made.wait_idle()
+    assert set(os.listdir("/dev/shm")) <= before
