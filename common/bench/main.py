@@ -144,7 +144,7 @@ def _show(result: dict[str, Any], before: dict[str, Any], console: Console) -> N
 def _table(name: str, cell: dict[str, Any], before: dict[str, Any] | None) -> Table:
     table = Table()
     table.add_column(name, no_wrap=True)
-    better = [] if before is None else ["times faster"]
+    better = [] if before is None else ["speed-up"]
     for head in ["ms", "share", "floor ms", "ratio", "bound by", *better]:
         table.add_column(head, justify="right")
     whole = sum(row["ms"] for row in cell["parts"].values())

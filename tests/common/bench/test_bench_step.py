@@ -54,9 +54,9 @@ def test_a_baseline_is_compared_with(tmp_path: Path, capsys: pytest.CaptureFixtu
     file = tmp_path / "before.json"
     options = ("--batch=1", "--context=16")
     assert run("llama-gqa", *options, f"--json={file}") == 0
-    assert "times faster" not in capsys.readouterr().out
+    assert "speed-up" not in capsys.readouterr().out
     assert run("llama-gqa", *options, f"--baseline={file}", "--clock=cpu", "--statistic=least") == 0
-    assert "times faster" in capsys.readouterr().out
+    assert "speed-up" in capsys.readouterr().out
 
 
 def test_the_model_is_left_as_it_was() -> None:
