@@ -4,8 +4,9 @@ one small block is there.
 Rounds of a plain memory copy, a transfer without and one with digests take turns; now and then a
 plain loopback socket comes between them. What else a host does only ever makes a round slower: a
 figure is the fastest tenth of its rounds, and ratios are of such figures of one run. Latencies are
-from the run announced to the sink's `Landed`, on an idle connection. Prints tables; `--json FILE`
-also writes the figures.
+from the run announced to the sink's `Landed`, on an idle connection. What copying and hashing alone
+take is CPU time (`--connectors ""`: nothing else). Prints tables; `--json FILE` also writes the
+figures.
 
     python benchmarks/bench_transfer.py [--connectors shm,shared,tcp] [--seconds 1.5] [--json FILE]
 """
@@ -34,6 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pdserve.common.worker.guest_area import GuestArea
+from pdserve.kv_transfer.blocks import CacheBytes, Placement, copy_blocks, memory_of
 from pdserve.kv_transfer.commands import (
     Accept,
     Borrow,
@@ -318,6 +320,41 @@ def throughput(name: str, shape: Shape, seconds: float) -> Throughput:
     )
 
 
+@dataclass(frozen=True)
+class Parts:
+    """GB of a prompt per second of one thread's CPU time: the work itself, whoever else runs."""
+
+    shape: str
+    memcpy: float
+    copy: float  # of its blocks to others
+    hash: float
+
+
+def parts(shape: Shape, seconds: float) -> Parts:
+    source, target = make_view(shape), make_view(shape)
+    count = shape.prompt_blocks
+    theirs, ours = block_ids(shape, count, seed=1), block_ids(shape, count, seed=2)
+    there, here = (
+        CacheBytes.of(memory_of(view.cache), Placement.of(view)) for view in (source, target)
+    )
+    digester = Digester(source, "bench")
+    works = (
+        copier(count * shape.block_nbytes),
+        partial(copy_blocks, source.rect, here, ours, there, theirs),
+        partial(digester.digest, bytes(16), 1, source.rect, BlockRun(0, count), theirs),
+    )
+    times: list[list[float]] = [[], [], []]
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times[0]) < 3:
+        for work, spent in zip(works, times, strict=True):
+            spent.append(timed(work, time.thread_time))
+    speeds = (count * shape.block_nbytes / 1e9 / fastest(spent) for spent in times)
+    for view in (source, target):
+        assert view.shared_fd is not None
+        os.close(view.shared_fd)
+    return Parts(shape.name, *speeds)
+
+
 def latency(name: str, shape: Shape, seconds: float) -> Latency:
     bench = Bench(name, shape)
     plain, digested, copies = [], [], []
@@ -344,10 +381,10 @@ def latency(name: str, shape: Shape, seconds: float) -> Latency:
     )
 
 
-def timed(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
+def timed(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    started = clock()
     work()
-    return time.perf_counter() - started
+    return clock() - started
 
 
 def copier(nbytes: int) -> Callable[[], None]:
@@ -368,6 +405,16 @@ def hasher(view: CacheView, shape: Shape) -> Callable[[], None]:
             )
 
     return make
+
+
+def show_parts(found: list[Parts]) -> None:
+    table = Table("shape", title="the work of one thread, by CPU time")
+    for column in ("memcpy GB/s", "copy ÷ memcpy", "hash ÷ memcpy"):
+        table.add_column(column, justify="right")
+    for each in found:
+        ratios = each.copy / each.memcpy, each.hash / each.memcpy
+        table.add_row(each.shape, f"{each.memcpy:.1f}", *(f"{ratio:.2f}" for ratio in ratios))
+    Console().print(table)
 
 
 def show(throughputs: list[Throughput], latencies: list[Latency]) -> None:
@@ -400,13 +447,15 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    names = args.connectors.split(",")
+    names = [name for name in args.connectors.split(",") if name]
     large, small = ([each for each in all_ if args.only in each.name] for all_ in (SHAPES, SMALL))
+    alone = [parts(shape, args.seconds) for shape in large]
+    show_parts(alone)
     moved = [throughput(name, shape, args.seconds) for shape in large for name in names]
     blocks = [latency(name, shape, args.seconds) for shape in small for name in names]
     show(moved, blocks)
     if args.json:
-        figures = {"throughput": moved, "latency": blocks}
+        figures = {"parts": alone, "throughput": moved, "latency": blocks}
         with open(args.json, "w") as file:
             json.dump(figures, file, indent=2, default=asdict)
 

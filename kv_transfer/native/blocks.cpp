@@ -17,12 +17,13 @@ namespace {
 
 constexpr size_t LINE = 64;
 
-// While one range is worked on, the next is fetched, line by line: ranges are scattered, and what
-// the processor fetches ahead by itself ends with a page.
+// What is AHEAD bytes further is fetched, line by line, if need be in the next range: ranges are
+// scattered, and what the processor fetches ahead by itself ends with a page.
 constexpr size_t AHEAD = 4096;
 
-inline void fetch_ahead(const uint8_t* next, size_t at) {
-    if (at < AHEAD) __builtin_prefetch(next + at);
+inline void fetch_ahead(const uint8_t* data, size_t at, size_t nbytes, const uint8_t* next) {
+    size_t then = at + AHEAD;
+    __builtin_prefetch(then < nbytes ? data + then : next + (then - nbytes));
 }
 
 // Past the caches: what is copied is larger than they are, and a line that is only written need
@@ -38,7 +39,7 @@ void copy_past_caches(uint8_t* target, const uint8_t* source, size_t nbytes, con
     std::memcpy(target, source, head);
     size_t at = head;
     for (; at + 4 * LINE <= nbytes; at += 4 * LINE) {
-        for (int i = 0; i < 4; i++) fetch_ahead(next, at + i * LINE);
+        for (int i = 0; i < 4; i++) fetch_ahead(source, at + i * LINE, nbytes, next);
 #if defined(__AVX512F__)
         __m512i lines[4];
         for (int i = 0; i < 4; i++) lines[i] = _mm512_loadu_si512(source + at + i * LINE);
@@ -205,12 +206,13 @@ class XXH3 {
     void stripes(const uint8_t* data, uint64_t count, const uint8_t* next) {
         Lanes lanes = lanes_;
         due_ -= count;
-        size_t at = 0;
+        const uint8_t* first = data;
+        const size_t nbytes = count * 64;
         while (count) {
             uint64_t now = count < STRIPES - in_block_ ? count : STRIPES - in_block_;
             const uint8_t* secret = SECRET + 8 * in_block_;
-            for (uint64_t i = 0; i < now; i++, data += 64, at += 64, secret += 8) {
-                fetch_ahead(next, at);
+            for (uint64_t i = 0; i < now; i++, data += 64, secret += 8) {
+                fetch_ahead(first, data - first, nbytes, next);
                 accumulate(lanes, data, secret);
             }
             count -= now, in_block_ += now;
