@@ -96,9 +96,9 @@ class ParallelConfig:
     )
     cpu_kernels: str = option(
         "auto",
-        "what computes attention, norms and activations on a CPU; native: C++ built for this "
-        "machine at first use, which needs g++; torch: plain torch, which is slower; auto: native "
-        "where it can be built",
+        "what computes products, attention, norms and activations on a CPU; native: C++ built "
+        "for this machine at first use, which needs g++; torch: plain torch, which is slower; "
+        "auto: native where it can be built",
         choices=("auto", "native", "torch"),
     )
     device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))

@@ -22,6 +22,19 @@ from pathlib import Path
 
 from pdserve.common.core.errors import ConfigError
 
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def cpu_flags() -> frozenset[str]:
+    """What the CPU can do, in the kernel's words, such as "avx2"; empty where unknown."""
+    if CPU_INFO.is_file():
+        for line in CPU_INFO.read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in ("flags", "Features"):
+                return frozenset(value.split())
+    return frozenset()
+
+
 # ---- the limits of its cgroups, version 1 and 2 ----
 
 PROC = Path("/proc/self")

@@ -104,7 +104,7 @@ class CausalLM:
         self.layers = [
             DecoderLayer(index, spec, sharding) for index in range(self.stage.start, self.stage.end)
         ]
-        self.embedding = _embedding(spec, sharding) if self.stage.first else None
+        self.embedding = _embedding(spec, sharding, self.stage) if self.stage.first else None
         self.head = _Head(spec, sharding, self.embedding) if self.stage.last else None
         self.attention: AttentionBackend = make_backend(
             _attention_shape(spec, group), device, dtype, sharding.kernels
@@ -182,8 +182,10 @@ class _Head:
         return shards_of(*self._owned)
 
 
-def _embedding(spec: ModelSpec, sharding: Sharding) -> VocabParallelEmbedding:
-    return VocabParallelEmbedding(EMBEDDING, spec.vocab_size, spec.hidden_size, sharding)
+def _embedding(spec: ModelSpec, sharding: Sharding, stage: Stage) -> VocabParallelEmbedding:
+    multiplied = spec.tie_word_embeddings and stage.last
+    vocab, hidden = spec.vocab_size, spec.hidden_size
+    return VocabParallelEmbedding(EMBEDDING, vocab, hidden, sharding, multiplied=multiplied)
 
 
 def _attention_shape(spec: ModelSpec, group: GroupCoordinator) -> AttentionShape:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.host import cpu_flags
 from pdserve.common.core.native import BuildError
 from pdserve.common.model.attention import AttentionBackend, AttentionShape
 from pdserve.common.model.attention_native import NativeAttention, can_attend
@@ -24,7 +24,6 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-_CPU_INFO = Path("/proc/cpuinfo")
 _FAST_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86, x86, Arm
 
 
@@ -79,13 +78,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def cpu_has_fast_bf16() -> bool:
     """Whether this CPU multiplies bfloat16 matrices in hardware; False where unknown."""
-    if not _CPU_INFO.is_file():
-        return False
-    for line in _CPU_INFO.read_text().splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() in ("flags", "Features"):
-            return not _FAST_BF16_FLAGS.isdisjoint(value.split())
-    return False
+    return not _FAST_BF16_FLAGS.isdisjoint(cpu_flags())
 
 
 def choose_kernels(requested: str, device: torch.device, rank: int = 0) -> Kernels:

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.model.matrix import WeightMatrix
 from pdserve.common.model.sharding import Shard, Sharding, shards_of
 from pdserve.common.model.weights import MatrixPart, make_weight
 
@@ -173,21 +173,31 @@ class _VocabParallel:
         vocab_size: int,
         hidden_size: int,
         sharding: Sharding,
-        weight: Tensor | None = None,
+        weight: WeightMatrix | None = None,
+        multiplied: bool = True,
     ) -> None:
-        """`weight` is another layer's to share (tied embeddings); absent, this layer owns one."""
+        """`weight` is another layer's to share (tied embeddings); absent, this layer owns one.
+        `multiplied`: whether products are formed with it, too."""
         self.name = name
         self.group = sharding.group
         self.vocab_size = vocab_size
         count = -(-vocab_size // self.group.size)
         self.start = min(self.group.rank * count, vocab_size)
         self.end = min(self.start + count, vocab_size)
-        self.weight = sharding.zeros(count, hidden_size) if weight is None else weight
+        if weight is None:
+            weight = WeightMatrix(sharding.zeros(count, hidden_size), sharding.kernels)
+        self.weight = weight
+        self._multiplied = multiplied
 
     def shards(self) -> Iterator[Shard]:
-        shape = (self.vocab_size, self.weight.shape[1])
+        target = self.weight.tensor[: self.end - self.start]
+        shape = (self.vocab_size, target.shape[1])
         index = (slice(self.start, self.end), slice(None))
-        yield Shard(f"{self.name}.weight", shape, index, self.weight[: self.end - self.start])
+        yield Shard(f"{self.name}.weight", shape, index, target, finish=self._finish)
+
+    def _finish(self) -> None:
+        if self._multiplied:
+            self.weight.pack()
 
 
 class VocabParallelEmbedding(_VocabParallel):
@@ -195,10 +205,10 @@ class VocabParallelEmbedding(_VocabParallel):
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         if self.group.size == 1:
-            return F.embedding(token_ids, self.weight)
+            return self.weight.rows(token_ids)
         rows = token_ids - self.start
         foreign = (rows < 0) | (rows >= self.end - self.start)
-        part = F.embedding(rows.masked_fill(foreign, 0), self.weight)
+        part = self.weight.rows(rows.masked_fill(foreign, 0))
         return self.group.all_reduce(part.masked_fill(foreign[:, None], 0.0))
 
 
@@ -206,5 +216,5 @@ class ParallelLMHead(_VocabParallel):
     """`[B, hidden]` → float32 logits `[B, vocab]`, on every rank."""
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        logits = self.group.all_gather(F.linear(hidden, self.weight), dim=-1)
+        logits = self.group.all_gather(self.weight.linear(hidden), dim=-1)
         return logits[:, : self.vocab_size].float()

@@ -64,6 +64,8 @@ def _copy(
         done += shard.target.nbytes
         if on_progress is not None:
             on_progress(done, total)
+    for shard in shards:
+        shard.finish()
 
 
 def _check(checkpoint: Mapping[str, Any], spec: ModelSpec) -> None:

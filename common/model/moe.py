@@ -12,6 +12,7 @@ from torch import Tensor
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.moe_spec import MoESpec
 from pdserve.common.distributed.all2all import RoutedTokens, occurrences
+from pdserve.common.model.kernels.packed import Packer
 from pdserve.common.model.layers import MLP
 from pdserve.common.model.sharding import Shard, Sharding, shards_of
 
@@ -95,23 +96,35 @@ class FusedExperts:
         self.inner = slice(part * inner, (part + 1) * inner)
         self.gate_up_proj = sharding.zeros(self.count, 2 * inner, hidden)
         self.down_proj = sharding.zeros(self.count, hidden, inner)
+        self._packed = False
 
     def __call__(self, tokens: RoutedTokens) -> Tensor:
         """`[T, H]`: of each token the weighted sum of what those of its experts that are here say;
         of a token without any, zeros. Summed in one order, whatever else is in the step."""
         count, k = tokens.experts.shape
         order, counts = self._by_expert(tokens.experts)
-        outputs = grouped_linear(
-            self._inner(tokens.hidden, order // k, counts), self.down_proj, counts
-        )
+        inner = self._inner(tokens.hidden, order // k, counts)
+        outputs = self._linear(inner, self.down_proj, counts)
         outputs *= tokens.weights.flatten()[order, None]
         places = outputs.new_zeros(count, k, outputs.shape[1])
         places.flatten(0, 1)[order] = outputs
         return places.sum(1)
 
     def _inner(self, hidden: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
-        gate_up = grouped_linear(hidden[rows], self.gate_up_proj, counts)
+        gate_up = self._linear(hidden[rows], self.gate_up_proj, counts)
         return self.kernels.silu_and_mul(gate_up)
+
+    def _linear(self, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        return grouped_linear(x, weight, counts, self.kernels.packer if self._packed else None)
+
+    def _pack(self) -> None:
+        """Both, or neither; once."""
+        packer, weights = self.kernels.packer, (self.gate_up_proj, self.down_proj)
+        if packer is None or self._packed or not all(map(packer.takes, weights)):
+            return
+        for weight in weights:
+            packer.pack(weight)
+        self._packed = True
 
     def _by_expert(self, experts: Tensor) -> tuple[Tensor, Tensor]:
         """The flat `[T * k]` places of `experts` that are of this rank, by expert and then in
@@ -131,19 +144,24 @@ class FusedExperts:
             for name, rows in ((names.gate_proj, gate_up[:half]), (names.up_proj, gate_up[half:])):
                 yield Shard(f"{prefix}.{name}.weight", (size, hidden), (self.inner, whole), rows)
             name, target = f"{prefix}.{names.down_proj}.weight", self.down_proj[index]
-            yield Shard(name, (hidden, size), (whole, self.inner), target)
+            yield Shard(name, (hidden, size), (whole, self.inner), target, finish=self._pack)
 
 
-def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+def grouped_linear(
+    x: Tensor, weight: Tensor, counts: Tensor, packer: Packer | None = None
+) -> Tensor:
     """`[N, in]`, the first `counts[0]` rows of expert 0, the next of expert 1 … → `[N, out]`.
 
-    `weight` is `[experts, out, in]`; experts without rows cost nothing.
+    `weight` is `[experts, out, in]`, packed by `packer` if there is one; experts without rows cost
+    nothing.
     """
     if len(x) and _has_kernel(weight):
         return F.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
     out, sizes = x.new_empty(len(x), weight.shape[1]), counts.tolist()
     for rows, target, matrix in zip(x.split(sizes), out.split(sizes), weight, strict=True):
-        if len(rows):
+        if len(rows) and packer is not None:
+            packer.linear(rows, matrix, out=target)
+        elif len(rows):
             torch.mm(rows, matrix.t(), out=target)
     return out
 

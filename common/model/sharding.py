@@ -19,6 +19,10 @@ def _as_it_is(part: Tensor) -> Tensor:
     return part
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """The part of one checkpoint tensor that this rank keeps."""
@@ -28,6 +32,7 @@ class Shard:
     index: tuple[slice, ...]  # what this rank reads of it
     target: Tensor  # where it goes; may be a view into a fused weight
     convert: Callable[[Tensor], Tensor] = _as_it_is  # what was read → what `target` holds
+    finish: Callable[[], None] = _nothing  # called when all shards of the model are filled
 
 
 class Sharded(Protocol):

@@ -5,8 +5,9 @@
     GroupedWeight   [out, in] 4- or 8-bit numbers, and a scale and a zero point for each group
                     of inputs of an output channel: AWQ and GPTQ checkpoints
 
-Quantized matrices are turned into the dtype anew for each product, which takes time but no
-lasting memory. `common/planning/footprint.py` knows the bytes of each.
+CPUs with kernels of their own multiply by the first two as they are. Elsewhere int8 is turned into
+the dtype anew for each product, and so are groups everywhere: time, but no lasting memory.
+`common/planning/footprint.py` knows the bytes of each.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.quantization import Quantization
+from pdserve.common.model.matrix import WeightMatrix
 from pdserve.common.model.packing import PackedMatrix, pack_nibbles, unpack_nibbles
 from pdserve.common.model.sharding import Shard, Sharding
 
@@ -90,18 +92,21 @@ class PlainWeight:
     def __init__(self, parts: Sequence[MatrixPart], sharding: Sharding) -> None:
         self.parts = parts
         columns = _columns(parts)
-        self.tensor = sharding.zeros(_rows(parts), columns.stop - columns.start)
+        tensor = sharding.zeros(_rows(parts), columns.stop - columns.start)
+        self.matrix = WeightMatrix(tensor, sharding.kernels)
 
     def dense(self) -> Tensor:
-        return self.tensor
+        return self.matrix.dense()
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, self.tensor, bias)
+        return self.matrix.linear(x, bias)
 
     def shards(self) -> Iterator[Shard]:
-        targets = self.tensor.split([part.count for part in self.parts])
+        targets = self.matrix.tensor.split([part.count for part in self.parts])
         for part, target in zip(self.parts, targets, strict=True):
-            yield Shard(f"{part.name}.weight", part.shape, (part.rows, part.columns), target)
+            index = (part.rows, part.columns)
+            name = f"{part.name}.weight"
+            yield Shard(name, part.shape, index, target, finish=self.matrix.pack)
 
 
 # ---- int8 ----
@@ -115,13 +120,23 @@ class Int8Weight:
         self.parts = parts
         columns = _columns(parts)
         shape = (_rows(parts), columns.stop - columns.start)
-        self.values = sharding.zeros(*shape, dtype=torch.int8)
+        values = sharding.zeros(*shape, dtype=torch.int8)
+        self.matrix = WeightMatrix(values, sharding.kernels)
         self.scales = sharding.zeros(shape[0])
+
+    @property
+    def values(self) -> Tensor:
+        """int8 `[out, in]`, not to be written to."""
+        return self.matrix.dense()
 
     def dense(self) -> Tensor:
         return self.values * self.scales[:, None]
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        product = self.matrix.scaled_linear(x, self.scales, bias)
+        return self._converted_linear(x, bias) if product is None else product
+
+    def _converted_linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if x.dtype == torch.float16:  # which sums of products with ±127 could overflow
             return F.linear(x, self.dense(), bias)
         # Cheaper, since it scales tokens rather than weights.
@@ -130,12 +145,12 @@ class Int8Weight:
 
     def shards(self) -> Iterator[Shard]:
         counts, dtype = [part.count for part in self.parts], self.scales.dtype
-        targets = zip(self.values.split(counts), self.scales.split(counts), strict=True)
+        targets = zip(self.matrix.tensor.split(counts), self.scales.split(counts), strict=True)
         for part, (values, scales) in zip(self.parts, targets, strict=True):
             name, whole_rows = f"{part.name}.weight", (part.rows, slice(None))
             yield Shard(name, part.shape, whole_rows, scales, partial(channel_scales, dtype=dtype))
             round_part = partial(round_columns, columns=part.columns, dtype=dtype)
-            yield Shard(name, part.shape, whole_rows, values, round_part)
+            yield Shard(name, part.shape, whole_rows, values, round_part, self.matrix.pack)
 
 
 def channel_scales(matrix: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pdserve.common.core.host import cpu_flags
 from pdserve.common.model.kernels.build import load_library
 from pdserve.common.model.kernels.ops import Kernels
+from pdserve.common.model.kernels.packed import Packer
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `DType` of vec.h
 
@@ -24,6 +26,9 @@ SIGNATURES = {
     "rotate_and_cache": "IIIIIPPPDPPPPP",
     "paged_decode": "IIIIIDPIPPPPPIP",
     "paged_prefill": "IIIIIDPIPPPPPPIP",
+    "linear": "IIIPIPPPP",
+    "pack_rows": "IIIP",
+    "unpack_rows": "IIIPPP",
 }
 _TYPES: dict[str, Any] = {"P": c_void_p, "I": c_int64, "D": c_double}
 
@@ -39,6 +44,7 @@ class NativeKernels(Kernels):
         self._rms_norm = self.function("rms_norm")
         self._add_rms_norm = self.function("add_rms_norm")
         self._silu_and_mul = self.function("silu_and_mul")
+        self.packer = Packer(self.function, amx="amx_bf16" in cpu_flags())
 
     def function(self, name: str) -> Callable[..., None]:
         """One of `SIGNATURES`. It neither holds the GIL nor checks what it is given."""

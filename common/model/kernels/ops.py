@@ -7,12 +7,16 @@ from abc import ABC, abstractmethod
 import torch.nn.functional as F
 from torch import Tensor
 
+from pdserve.common.model.kernels.packed import Packer
+
 
 class Kernels(ABC):
     """Implementations round where torch does: sums in float32, each result once to the dtype.
     Inputs are float32, bfloat16 or float16; none is changed."""
 
     name: str
+    packer: Packer | None = None
+    """Of the matrices that layers multiply by; None: torch multiplies them as they are."""
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

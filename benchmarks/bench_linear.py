@@ -1,0 +1,154 @@
+"""Products of linear layers: torch's, and those with packed matrices, beside the floor.
+
+The floor of a product is the larger of its matrix's bytes over the read bandwidth, and its
+operations over the rate of the fastest large product, both measured in the same run. Matrices are
+read in turns that no cache holds, as a step reads them. With one thread, times are CPU time.
+
+    python benchmarks/bench_linear.py [--threads 1] [--tokens 1,8,32,512] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from pdserve.common.core.host import cpu_flags
+from pdserve.common.model.kernels.native import NativeKernels
+from pdserve.common.model.kernels.packed import Packer
+
+# SmolLM2-135M's, one of a 0.5 B model and a square one: outputs, inputs.
+SHAPES = {
+    "qkv": (960, 576),
+    "o": (576, 576),
+    "gate_up": (3072, 576),
+    "down": (576, 1536),
+    "head": (49152, 576),
+    "0.5B gate_up": (9728, 896),
+    "square": (2048, 2048),
+}
+KINDS = {
+    "bfloat16": (torch.bfloat16, False),
+    "float32": (torch.float32, False),
+    "int8 × bfloat16": (torch.bfloat16, True),
+    "int8 × float32": (torch.float32, True),
+}
+COLD_BYTES = 64 << 20  # of matrices read in turns
+ROUNDS = 8  # the best of which counts
+
+
+@dataclass(frozen=True)
+class Result:
+    kind: str
+    shape: str
+    tokens: int
+    floor: float  # seconds
+    torch: float  # with int8: converting the matrix for each product
+    packed: float
+
+
+class Bench:
+    def __init__(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self.clock = time.thread_time if threads == 1 else time.perf_counter
+        self.packer = Packer(NativeKernels().function, amx="amx_bf16" in cpu_flags())
+        self.memory = torch.ones(COLD_BYTES // 4)
+        self.squares = {each: torch.randn(1024, 1024).to(each) for each, _ in KINDS.values()}
+
+    def results(self, kind: str, shape: str, tokens: list[int]) -> list[Result]:
+        dtype, quantized = KINDS[kind]
+        plain = [
+            matrix_of(SHAPES[shape], dtype, quantized)
+            for _ in range(max(2, COLD_BYTES // (SHAPES[shape][0] * SHAPES[shape][1] * 2)))
+        ]
+        packed = [each.clone() for each in plain]
+        if not self.packer.takes(plain[0]):
+            return []
+        for each in packed:
+            self.packer.pack(each)
+        scales = torch.full((len(plain[0]),), 0.01, dtype=dtype) if quantized else None
+
+        def by_torch(x: Tensor, i: int) -> Tensor:
+            if scales is None:
+                return F.linear(x, plain[i])
+            return F.linear(x, plain[i].to(dtype)).mul_(scales)
+
+        def by_packer(x: Tensor, i: int) -> Tensor:
+            return self.packer.linear(x, packed[i], None, scales)
+
+        def result(count: int) -> Result:
+            x = torch.randn(count, plain[0].shape[1]).to(dtype)
+            ways = [lambda i: by_torch(x, i), lambda i: by_packer(x, i)]
+            floor, (first, second) = self.compare(ways, plain, count, dtype)
+            return Result(kind, shape, count, floor, first, second)
+
+        return [result(count) for count in tokens]
+
+    def compare(
+        self,
+        ways: list[Callable[[int], Tensor]],
+        matrices: list[Tensor],
+        tokens: int,
+        dtype: torch.dtype,
+    ) -> tuple[float, list[float]]:
+        square = self.squares[dtype]
+        rounds = [
+            (
+                self.seconds(lambda _: self.memory.sum(), 1),
+                self.seconds(lambda _: F.linear(square, square), 1),
+                *(self.seconds(way, len(matrices)) for way in ways),
+            )
+            for _ in range(ROUNDS)
+        ]
+        read, flop, *seconds = (min(times) for times in zip(*rounds, strict=True))
+        memory = matrices[0].nbytes * read / self.memory.nbytes
+        compute = tokens * matrices[0].numel() * flop / 1024**3
+        return max(memory, compute), seconds
+
+    def seconds(self, work: Callable[[int], object], times: int) -> float:
+        """Of one of `times`."""
+        started = self.clock()
+        for i in range(times):
+            work(i)
+        return (self.clock() - started) / times
+
+
+def matrix_of(shape: tuple[int, int], dtype: torch.dtype, quantized: bool) -> Tensor:
+    if quantized:
+        return torch.randint(-127, 128, shape, dtype=torch.int8)
+    return torch.randn(shape).to(dtype)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--tokens", default="1,2,4,8,16,32,64,512")
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    tokens = [int(each) for each in arguments.tokens.split(",")]
+    bench, results = Bench(arguments.threads), []
+    with torch.inference_mode():
+        for kind in KINDS:
+            for shape in arguments.shapes.split(","):
+                results += bench.results(kind, shape, tokens)
+    table = Table("kind", "shape", "tokens", "floor µs", "torch ÷ floor", "packed ÷ floor")
+    for each in results:
+        times = (each.floor * 1e6, each.torch / each.floor, each.packed / each.floor)
+        table.add_row(each.kind, each.shape, str(each.tokens), *(f"{x:.3g}" for x in times))
+    Console().print(table)
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(each) for each in results], indent=1))
+
+
+if __name__ == "__main__":
+    main()
