@@ -103,8 +103,9 @@ class FusedExperts:
         of a token without any, zeros. Summed in one order, whatever else is in the step."""
         count, k = tokens.experts.shape
         order, counts = self._by_expert(tokens.experts)
-        inner = self._inner(tokens.hidden, order // k, counts)
-        outputs = self._linear(inner, self.down_proj, counts)
+        outputs = self._linear(
+            self._inner(tokens.hidden, order // k, counts), self.down_proj, counts
+        )
         outputs *= tokens.weights.flatten()[order, None]
         places = outputs.new_zeros(count, k, outputs.shape[1])
         places.flatten(0, 1)[order] = outputs

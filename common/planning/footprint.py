@@ -168,19 +168,18 @@ class Footprint:
         return max(layers, self._sampling(tokens, sequences)) if stage.last else layers
 
     def _layer_activations(self) -> int:
-        """Numbers per token at the larger of two peaks. In the MLP: the residual, its normed
-        copy, gate and up, their product and one more; and what the layer's attention left:
-        q, k, v and its output. In the next layer's attention: the same leftovers while new
-        queries and keys are turned. Of experts the worst case: all that a token visits are here."""
-        spec, hidden = self.spec, self.spec.hidden_size
+        """Numbers per token at the largest of three peaks. In all: the residual, its normed copy,
+        what the last product said, the projected heads of the layer's attention and its output. In
+        the MLP also gate and up, their product and one more; in attention queries and keys while
+        they are turned; in a norm the next residual and its copy. Of experts the worst case: all
+        that a token visits are here."""
+        spec = self.spec
         h, k = self._heads * spec.head_dim, self._kv_heads * spec.head_dim
-        leftovers = 3 * h + 3 * k
-        mlp = 2 * hidden + max(self._mlp_peaks())
-        attention = 2 * hidden + 3 * h + 4 * k + spec.qk_norm * (h + k)
-        return leftovers + max(mlp, attention)
+        always, turning = 3 * spec.hidden_size + 2 * h + 2 * k, (2 + spec.qk_norm) * (h + k)
+        return always + max(*self._mlp_peaks(), turning, 2 * spec.hidden_size)
 
     def _mlp_peaks(self) -> Iterator[int]:
-        """Beside the residual and its normed copy."""
+        """In the MLP alone."""
         spec, hidden = self.spec, self.spec.hidden_size
         if spec.has_dense_layers:
             inner = spec.intermediate_size // self.tp
