@@ -61,6 +61,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     peers("--transformers", default=env("PEERS_TRANSFORMERS"), metavar="VENV")
     peers("--llama-server", default=env("PEERS_LLAMA_SERVER"), metavar="FILE")
     peers("--gguf", default=env("PEERS_GGUF"), metavar="FILE", help="the model for llama.cpp")
+    add("--start-timeout", type=float, default=servers.START_TIMEOUT, help="seconds; some compile")
     add("--no-peers", action="store_true", help="pdserve alone")
     add("--logs", type=Path, help="folder for the servers' logs (default: a temporary one)")
     add("--json", type=Path, metavar="FILE")
@@ -176,7 +177,8 @@ def run(args: argparse.Namespace, workloads: Sequence[Workload]) -> int:
     except ConfigError as error:
         console.print(f"[red]{error.message}")
         return 2
-    machine = Machine(model.resolve(), args.dtype, args.cores or sorted(os.sched_getaffinity(0)))
+    cores = args.cores or sorted(os.sched_getaffinity(0))
+    machine = Machine(model.resolve(), args.dtype, cores, args.start_timeout)
     logs = args.logs or Path(tempfile.mkdtemp(prefix="pdserve-peers-"))
     logs.mkdir(parents=True, exist_ok=True)
     results = compare(args, workloads, machine, console, logs)

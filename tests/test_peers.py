@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -81,13 +82,13 @@ def test_a_server_that_does_not_end_is_killed_with_its_children(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servers, "STOP_TIMEOUT", 0.2)
-    monkeypatch.setattr(servers, "START_TIMEOUT", 2.0)
     script = (
         "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
         "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)']); time.sleep(99)"
     )
     server = Server("deaf", lambda port: [sys.executable, "-c", script])
-    with pytest.raises(Absent, match="is late"), running(server, machine, tmp_path):
+    soon = replace(machine, start_timeout=2.0)
+    with pytest.raises(Absent, match="is late"), running(server, soon, tmp_path):
         pass  # nobody_is_left looks
 
 

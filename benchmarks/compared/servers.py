@@ -39,6 +39,7 @@ class Machine:
     model: Path
     dtype: str
     cores: Sequence[int]
+    start_timeout: float = START_TIMEOUT
 
     @property
     def threads(self) -> int:
@@ -77,9 +78,9 @@ class Running:
         with urlopen(request, timeout=60) as answer:
             answer.read()
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, seconds: float) -> None:
         """Raises Absent when it ends or does not answer in time."""
-        deadline = time.monotonic() + START_TIMEOUT
+        deadline = time.monotonic() + seconds
         while self.process.poll() is None and time.monotonic() < deadline:
             with suppress(OSError):
                 return self.ask()
@@ -119,7 +120,7 @@ def running(server: Server, machine: Machine, logs: Path) -> Iterator[Running]:
         )
     try:
         found = Running(server, f"http://127.0.0.1:{port}", process, log)
-        found.wait_ready()
+        found.wait_ready(machine.start_timeout)
         yield found
     finally:
         _end(process)
