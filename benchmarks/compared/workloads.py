@@ -115,7 +115,8 @@ QUICK: tuple[Workload, ...] = (
 async def measure(workload: Workload, running: Running, seed: int) -> Metrics:
     """Seconds and tokens a second, by name. Raises Failed."""
     async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
+        # A connection each: some servers close idle ones just when they are used again.
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
         read_bufsize=2**20,
         timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT),
     ) as session:
