@@ -2,7 +2,7 @@
 
 Written against FlashInfer's documented `plan`/`run` interface. On CPUs the tests run it over a fake
 of that interface and compare its calls with the installed package's signatures
-(`tests/common/model/test_flashinfer.py`); on a GPU `tests/gpu/test_kernels.py` compares it with the
+(`tests/common/model/test_flashinfer.py`); on a GPU `tests/gpu/test_gpu_kernels.py` compares it with the
 torch backend.
 """
 

@@ -57,8 +57,8 @@ THROTTLED = "test_transfer_long:ThrottledTCP"
 
 
 class ThrottledPipe(SocketPipe):
-    def _send(self, buffers: list[memoryview]) -> int:
-        sent = self.sock.send(buffers[0][: 32 << 10])
+    def _send(self, buffers: list[memoryview], flags: int = 0) -> int:
+        sent = self.sock.send(buffers[0][: 32 << 10], flags)
         time.sleep(sent / RATE)
         return sent
 
