@@ -2,8 +2,8 @@
 
 Written against FlashInfer's documented `plan`/`run` interface. On CPUs the tests run it over a fake
 of that interface and compare its calls with the installed package's signatures
-(`tests/common/model/test_flashinfer.py`); on a GPU `tests/gpu/test_gpu_kernels.py` compares it with the
-torch backend.
+(`tests/common/model/test_flashinfer.py`); on a GPU `tests/gpu/test_gpu_kernels.py` compares it
+with the torch backend.
 """
 
 from __future__ import annotations
