@@ -20,7 +20,7 @@ import asyncio
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,7 +40,14 @@ from benchmarks.hosts import unavailable
 from benchmarks.site import Site, make_certs, site_network
 from benchmarks.soak.asks import Ask, make_asks
 from benchmarks.soak.edges import EDGE_KINDS
-from benchmarks.soak.faults import NODE_KINDS, ROUTER_KINDS, Faults, Kind, make_plan
+from benchmarks.soak.faults import (
+    NODE_KINDS,
+    ROUTER_KINDS,
+    Faults,
+    Kind,
+    make_plan,
+    targets_of,
+)
 from benchmarks.soak.gauge import Gauge
 from benchmarks.soak.hostile import HOSTILE_KINDS
 from benchmarks.soak.load import Load, clients
@@ -91,7 +98,7 @@ class Soak:
 async def run(fleet: Fleet, soak: Soak, load: Load) -> Report:
     """Lets nodes of a fleet fail while clients who have learnt the answers ask."""
     faults, gauge = Faults(fleet), Gauge(fleet)
-    kinds = {name: KINDS[name] for name in soak.kinds}
+    kinds = targets_of(fleet, {name: KINDS[name] for name in soak.kinds})
     plan = [
         replace(fault, seconds=min(fault.seconds, soak.longest))
         for fault in make_plan(kinds, soak.seconds, soak.period, LONGEST_FAULT, soak.seed)
@@ -132,7 +139,7 @@ async def still_held(fleet: Fleet) -> dict[str, int]:
 
 @contextmanager
 def started(
-    model: Path, prefill: int, decode: int, requests: int, networked: bool = False
+    model: Path, sizes: Mapping[str, int], requests: int, networked: bool = False
 ) -> Iterator[Fleet]:
     """A fleet of this size, ready, in a folder that vanishes with it. Its model cannot stand
     `TOKEN`."""
@@ -153,7 +160,7 @@ def started(
         )
         stack.callback(fleet.stop)
         fleet.start_router()
-        for role, size in (("prefill", prefill), ("decode", decode)):
+        for role, size in sizes.items():
             for _ in range(size):
                 fleet.start_node(role)
         fleet.wait_ready()
@@ -166,6 +173,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=200, help="requests in flight")
     parser.add_argument("--prefill", type=int, default=3, help="prefill nodes")
     parser.add_argument("--decode", type=int, default=3, help="decode nodes")
+    parser.add_argument("--both", type=int, default=0, help="nodes of both roles")
     parser.add_argument("--model", type=Path, default=MODEL, help="folder of a checkpoint")
     parser.add_argument("--seed", type=int, default=0, help="of the requests and of the faults")
     parser.add_argument("--period", type=float, default=1.0, help="seconds between two faults")
@@ -207,7 +215,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         seed=args.seed,
     )
     networked = bool(EDGE_KINDS.keys() & set(kinds))
-    with started(args.model, args.prefill, args.decode, args.requests, networked) as fleet:
+    sizes = {"prefill": args.prefill, "decode": args.decode, "both": args.both}
+    with started(args.model, sizes, args.requests, networked) as fleet:
         try:
             asks = soak.asks(vocab_size(args.model), never=TOKEN)
             report = asyncio.run(learn_and_run(fleet, soak, asks))

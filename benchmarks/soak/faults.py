@@ -9,7 +9,7 @@ import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic
 
 from benchmarks.fleet import Fleet
@@ -51,6 +51,15 @@ class Kind:
     weight: float = 1.0  # how often, beside the others
 
 
+def targets_of(fleet: Fleet, kinds: dict[str, Kind]) -> dict[str, Kind]:
+    """The kinds that strike nodes strike those of both roles, too, where the fleet has some."""
+    more = ("both",) if fleet.names("both") else ()
+    return {
+        name: replace(kind, targets=(*ROLES, *more)) if kind.targets == ROLES else kind
+        for name, kind in kinds.items()
+    }
+
+
 def make_plan(
     kinds: dict[str, Kind], seconds: float, period: float, longest: float, seed: int
 ) -> list[Fault]:
@@ -75,7 +84,7 @@ class Faults:
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
-        self.well = {*fleet.names("prefill"), *fleet.names("decode"), "router"}
+        self.well = {*fleet.pids}
         self.counts: Counter[tuple[str, str]] = Counter()
         self.answers: Counter[tuple[str, str]] = Counter()
         self.crashed: list[str] = []  # what should run and did not, in words
