@@ -23,26 +23,16 @@ class NodeShare:
 
 def node_shares(config: ClusterConfig) -> list[NodeShare]:
     """Each node's share of this host, in the order of `config.nodes`."""
-    parallel, cores = config.engine.parallel, usable_cores()
+    parallel = config.engine.parallel
     roles = {
         "prefill": _parallel(parallel, config.prefill_tp, config.prefill_pp),
         "decode": _parallel(parallel, config.decode_tp, config.decode_pp),
         "both": parallel,
     }
-    nodes = [
-        each
-        for role, count in config.nodes.items()
-        for each in lend_cores(roles[role], count, cores)
-    ]
-    return share_host(config.engine, nodes, gpus=visible_gpus(parallel.device))
-
-
-def lend_cores(node: ParallelConfig, count: int, cores: int) -> list[ParallelConfig]:
-    """`count` nodes of a role, whose ranks share all cores; and so do those of another role: what
-    one does not need just now the other one has, and where they contend, the kernel is fair."""
-    ranks = count * node.world_size_across_dp
-    threads = node.cpu_threads or max(1, cores // max(1, ranks))
-    return [replace(node, cpu_threads=threads)] * count
+    nodes = [roles[role] for role, count in config.nodes.items() for _ in range(count)]
+    return share_host(
+        config.engine, nodes, gpus=visible_gpus(parallel.device), cores=usable_cores()
+    )
 
 
 def _parallel(common: ParallelConfig, tp: int | None, pp: int | None) -> ParallelConfig:
@@ -55,15 +45,17 @@ def _parallel(common: ParallelConfig, tp: int | None, pp: int | None) -> Paralle
 
 
 def share_host(
-    engine: EngineConfig, nodes: Sequence[ParallelConfig], *, gpus: Sequence[str]
+    engine: EngineConfig, nodes: Sequence[ParallelConfig], *, gpus: Sequence[str], cores: int
 ) -> list[NodeShare]:
     """One share for each node, which has the ranks of all its replicas.
 
     GPUs are given out in order. When ranks outnumber them they are given out again and each node
-    takes only its part of a GPU's memory.
+    takes only its part of a GPU's memory. CPU threads are the cores divided by all ranks: where
+    nodes shared the cores instead, each step would wait for a thread that another node keeps out.
     """
     total = sum(node.world_size_across_dp for node in nodes)
     sharers = -(-total // len(gpus)) if gpus else 1
+    threads = engine.parallel.cpu_threads or max(1, cores // total)
     cache = replace(
         engine.cache, gpu_memory_utilization=engine.cache.gpu_memory_utilization / sharers
     )
@@ -74,7 +66,7 @@ def share_host(
         given += size
         shares.append(
             NodeShare(
-                replace(engine, parallel=node, cache=cache),
+                replace(engine, parallel=replace(node, cpu_threads=threads), cache=cache),
                 {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(own))} if own else {},
             )
         )

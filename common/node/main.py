@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 # Of a node: its ranks and libraries take some 60, routers and peers some for each of them.
 OPEN_FILES = 512
+# Rounds in which a thread of torch's looks for the others before it sleeps: some 20 microseconds.
+SPINS = "1000"
 
 
 def run_node(
@@ -33,7 +35,7 @@ def run_node(
     as configured. `node` is the import string of an `EngineNode`, which takes such `options`."""
     config = parse(options, prog=f"pdserve {role}", description=description, argv=argv)
     setup_logging(role, config.log)
-    _wait_passively()
+    _wait_briefly()
     try:
         with host_errors_as_config_errors():
             raise_open_file_limit(OPEN_FILES)
@@ -43,12 +45,13 @@ def run_node(
         return 2 if isinstance(error, ConfigError) else 1
 
 
-def _wait_passively() -> None:
-    """torch's threads sleep while they wait for each other. By default they look for it, for
-    milliseconds, at the expense of the other nodes of this host. OpenMP reads this when torch is
-    loaded, so the node's class is named and not imported until here."""
-    if "GOMP_SPINCOUNT" not in os.environ:
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+def _wait_briefly() -> None:
+    """torch's threads look for each other for some microseconds, then sleep. By default they look
+    for milliseconds, at the expense of other nodes of this host; if they slept at once, waking
+    them some hundred times a step would take as long as a small step itself. OpenMP reads this when
+    torch is loaded, so the node's class is named and not imported until here."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
 
 
 async def _serve(node: Any, config: BothNodeConfig) -> int:

@@ -436,7 +436,7 @@ def nodes(*sizes: int) -> list[ParallelConfig]:
 
 
 def test_place_deals_gpus_in_order() -> None:
-    placed = share_host(EngineConfig(), nodes(2, 1), gpus=["0", "1", "2"])
+    placed = share_host(EngineConfig(), nodes(2, 1), gpus=["0", "1", "2"], cores=8)
     assert [item.environment["CUDA_VISIBLE_DEVICES"] for item in placed] == ["0,1", "2"]
     assert [item.engine.parallel.tensor_parallel_size for item in placed] == [2, 1]
     assert placed[0].engine.cache.gpu_memory_utilization == 0.9
@@ -458,28 +458,28 @@ def test_every_rank_of_every_replica_has_its_gpu(monkeypatch: pytest.MonkeyPatch
 
 
 def test_place_shares_one_gpu() -> None:
-    placed = share_host(EngineConfig(), nodes(1, 1), gpus=["7"])
+    placed = share_host(EngineConfig(), nodes(1, 1), gpus=["7"], cores=8)
     assert [item.environment["CUDA_VISIBLE_DEVICES"] for item in placed] == ["7", "7"]
     assert placed[0].engine.cache.gpu_memory_utilization == pytest.approx(0.45)
 
 
 @pytest.mark.parametrize(
     ("cores", "size", "threads"),
-    [(8, {"prefill_tp": 2}, [4, 8]), (2, {}, [2, 2]), (2, {"prefill": 2, "decode": 2}, [1] * 4),
-     (1, {"decode_tp": 4}, [1, 1]), (4, {"both": 2}, [2, 2]), (4, {"both": 1, "prefill": 1,
-     "decode": 2}, [4, 2, 2, 4])],
+    [(8, {"prefill_tp": 2}, 2), (2, {}, 1), (2, {"prefill": 2, "decode": 2}, 1),
+     (1, {"decode_tp": 4}, 1), (4, {"both": 2}, 2), (2, {"both": 1}, 2),
+     (9, {"both": 1, "prefill": 1, "decode": 2}, 2)],
 )  # fmt: skip
-def test_roles_lend_each_other_their_cores(
-    cores: int, size: dict[str, int], threads: list[int], monkeypatch: pytest.MonkeyPatch
+def test_the_cores_are_divided_by_all_ranks(
+    cores: int, size: dict[str, int], threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_share, "usable_cores", lambda: cores)
     engine = EngineConfig(parallel=ParallelConfig(device="cpu"))
     placed = node_shares(ClusterConfig(engine=engine, **size))  # type: ignore[arg-type]
-    assert [item.engine.parallel.cpu_threads for item in placed] == threads
+    assert {item.engine.parallel.cpu_threads for item in placed} == {threads}
     assert all(item.environment == {} for item in placed)
 
 
-def test_a_flag_divides_the_cores_for_good() -> None:
+def test_a_flag_says_how_many_threads() -> None:
     engine = EngineConfig(parallel=ParallelConfig(device="cpu", cpu_threads=3))
     shares = node_shares(ClusterConfig(engine=engine, prefill=2, both=1, decode=1))
     assert [share.engine.parallel.cpu_threads for share in shares] == [3] * 4

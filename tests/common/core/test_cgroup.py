@@ -155,13 +155,15 @@ def test_in_a_real_group(limited: list[Path]) -> None:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, "PASSIVE None"),
+        ({}, "None 1000"),
         ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE None"),
         ({"GOMP_SPINCOUNT": "9"}, "None 9"),
     ],
 )
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_node_s_threads_wait_asleep(given: dict[str, str], expected: str, role: str) -> None:
+def test_a_node_s_threads_look_for_each_other_briefly(
+    given: dict[str, str], expected: str, role: str
+) -> None:
     """OpenMP reads it when torch is loaded, which must not have happened yet."""
     code = (
         f"import os, sys, pdserve.{role}_node.__main__ as node, pdserve.common.node.main as main\n"
