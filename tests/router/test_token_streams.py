@@ -262,14 +262,21 @@ async def test_requests_leave_a_node_whose_stream_is_not_what_it_must_be(
 async def test_a_stream_that_ends_is_opened_again(four: FakeCluster) -> None:
     await asyncio.gather(*(four.ask() for _ in range(8)))
     before = streams_of(four)
-    four["d0"].on_token = four["d1"].on_token = {4: hangs}
+    reached = asyncio.Event()
+
+    async def hang(context: Any) -> None:
+        reached.set()
+        await hangs(context)
+
+    four["d0"].on_token = four["d1"].on_token = {4: hang}
     asking = asyncio.create_task(four.ask())
-    while not (four["d0"].open or four["d1"].open):
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.1)
+    await reached.wait()
     four["d0"].on_token = four["d1"].on_token = {}
-    for name in ("d0", "d1"):
-        four[name].streams.close()
+    # The idle one's first: what fails on the busy one must not meet a stream about to end.
+    for node in sorted((four["d0"], four["d1"]), key=lambda each: each.open):
+        node.streams.close()
+        while len(four.pipeline.streams._streams) > 1:
+            await asyncio.sleep(0.01)
     async with asyncio.timeout(60):
         assert (await asking).timeline.migrations == 1
         for node in four.registry.nodes():
