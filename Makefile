@@ -1,4 +1,4 @@
-# make demo | test | test-gpu | lint | proto | bench | figures | test-compose | clean
+# make demo | test | test-clients | test-gpu | lint | proto | bench | figures | test-compose | clean
 # Everything runs from $(VENV), which is made at first use and again when pyproject.toml changes.
 
 PYTHON ?= python3
@@ -12,17 +12,26 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 BENCH_DIR ?= build/bench
 TEST_ARGS ?=
+CLIENTS_VENV ?= build/clients
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-gpu lint format proto docs bench figures test-compose clean
+.PHONY: demo test test-clients test-gpu lint format proto docs bench figures test-compose clean
 
 demo: $(STAMP)
 	$(BIN)/pdserve demo $(DEMO_ARGS)
 
 test: $(STAMP)
 	$(BIN)/pytest -n $(JOBS) $(TEST_ARGS)
+
+# Clients from outside against a cluster of here, in an environment of their own.
+test-clients: $(STAMP)
+	@test -x $(CLIENTS_VENV)/bin/python || $(PYTHON) -m venv $(CLIENTS_VENV)
+	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-r tests/clients/requirements.txt
+	PDSERVE=$(abspath $(BIN))/pdserve $(CLIENTS_VENV)/bin/python -m pytest \
+		-c tests/clients/pytest.ini --rootdir tests/clients tests/clients $(TEST_ARGS)
 
 # On a host with a GPU: make test-gpu TORCH=torch
 test-gpu: $(STAMP)

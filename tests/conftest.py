@@ -12,6 +12,9 @@ from xdist.scheduler import LoadScopeScheduling
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 
+collect_ignore = ["clients"]  # they have an environment of their own: make test-clients
+
+
 class ByFile(LoadScopeScheduling):
     """A file stays in one process, since its tests share clusters; but for the topologies of
     `test_exact.py`, which have a cluster each. (Its demo model's answers are worked out once.)
