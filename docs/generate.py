@@ -27,6 +27,7 @@ from pdserve.common.node.utilisation import UtilisationCollector
 from pdserve.common.obs.metrics import NodeMetrics, RouterMetrics
 from pdserve.common.rpc.channels import Channels
 from pdserve.kv_transfer.control.protocol import SINK, SOURCE
+from pdserve.router.http.unsupported import UNSUPPORTED, WITHOUT_EFFECT
 from pdserve.router.pipeline import Pipeline
 from pdserve.router.registry import Registry
 from pdserve.router.server import PipelineCollector
@@ -113,6 +114,12 @@ def _default(option: Option) -> str:
 def parameter_table() -> Iterator[str]:
     head = ("field", "type", "default", "range and meaning", "from", "gRPC")
     return _table(head, *(_parameter_row(each) for each in PARAMETERS.values()))
+
+
+def unsupported_fields() -> Iterator[str]:
+    names = ", ".join(f"`{name}`" for name in UNSUPPORTED)
+    accepted = ", ".join(f"`{name}`" for name in sorted(WITHOUT_EFFECT))
+    yield f"{names}. Accepted without effect: {accepted}."
 
 
 def _parameter_row(each: Parameter) -> tuple[str, ...]:
@@ -203,6 +210,7 @@ def _events_of(table: Mapping[Any, Mapping[Any, Any]]) -> type[StrEnum]:
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "options": option_tables,
     "parameters": parameter_table,
+    "unsupported": unsupported_fields,
     "router-metrics": router_metrics,
     "node-metrics": node_metrics,
     "sink": lambda: _state_table(SINK, _events_of(SINK)),

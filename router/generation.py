@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from pdserve.common.core.errors import Cancelled, PdserveError
@@ -144,6 +144,19 @@ async def _pump(
         raise
     except Exception as error:
         box.put(error)
+
+
+async def prompt_only(
+    source: AsyncGenerator[TextDelta | GenerationStats, None],
+) -> AsyncGenerator[TextDelta | GenerationStats, None]:
+    """A generation of one token as what a client gets that wants none: what is computed of the
+    prompt comes with the first token."""
+    async with aclosing(source):
+        async for update in source:
+            if isinstance(update, GenerationStats):
+                yield replace(update, completion_tokens=0)
+            elif update.finish_reason is not None:
+                yield TextDelta(update.choice, "", (), FinishReason.LENGTH)
 
 
 def coalesced(

@@ -9,12 +9,14 @@ from typing import Any
 
 from pdserve.common.core.errors import InvalidRequest
 from pdserve.common.core.sampling import (
+    MAX_STOP_TEXT,
     MAX_TOKENS_NAMED,
     PARAMETERS,
     SAMPLING_PARAMETERS,
     Kind,
     Parameter,
     SamplingParams,
+    check_range,
     check_sampling,
 )
 from pdserve.router.served_model import ServedModel
@@ -34,6 +36,10 @@ def make_sampling(given: Mapping[str, Any], model: ServedModel, max_tokens: int)
         for each in SAMPLING_PARAMETERS
         if given.get(each.name) is not None
     }
+    if values.get("seed") == -1:
+        del values["seed"]
+    if "logprobs" in values:
+        check_range("logprobs", values["logprobs"], 0, model.max_logprobs)
     if words := given.get("bad_words"):
         BAD_WORDS.check_count(words)
         sequences = _encode_words(model, tuple(words))
@@ -94,4 +100,6 @@ def make_stop(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     STOP.check_count(stops if len(given) <= MAX_TOKENS_NAMED else given)
     for text in stops:
         STOP.check_length(text)
+    if sum(map(len, stops)) > MAX_STOP_TEXT:
+        raise InvalidRequest(f"stop takes at most {MAX_STOP_TEXT} characters in all", param="stop")
     return stops

@@ -11,7 +11,7 @@ from pathlib import Path
 from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import InvalidRequest, ModelNotFound
 from pdserve.common.core.model_spec import ModelSpec
-from pdserve.common.core.sampling import MAX_TOKENS, check_token_ids
+from pdserve.common.core.sampling import MAX_LOGPROBS, MAX_TOKENS, check_token_ids
 from pdserve.common.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ class ServedModel:
     vocab_size: int  # rows of the model's embedding; may exceed the tokenizer's
     created: int  # Unix time, seconds
     tokenizer: Tokenizer
+    max_logprobs: int = MAX_LOGPROBS
 
     def check_name(self, name: str | None) -> None:
         """Raises ModelNotFound for another model's name; none means this one."""
@@ -120,6 +121,7 @@ def load_served_model(config: ModelConfig) -> ServedModel:
         vocab_size=spec.vocab_size,
         created=int(time.time()),
         tokenizer=_load_tokenizer(config, folder, spec),
+        max_logprobs=config.max_logprobs,
     )
 
 

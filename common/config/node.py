@@ -7,6 +7,7 @@ from typing import Any
 
 from pdserve.common.config.shared import PORT, AuthConfig, LogConfig, TLSConfig, option
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.sampling import MAX_LOGPROBS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,12 @@ class ModelConfig:
     tokenizer: str | None = option(None, "folder of the tokenizer (default: the model's)")
     max_model_len: int | None = option(
         None, "context window in tokens (default: the model's)", minimum=1
+    )
+    max_logprobs: int = option(
+        MAX_LOGPROBS,
+        "most likely tokens that a request may ask for beside each token",
+        minimum=0,
+        maximum=MAX_LOGPROBS,
     )
     load_format: str = option(
         "auto",

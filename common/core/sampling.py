@@ -18,6 +18,7 @@ MAX_LOGPROBS = 20  # beside the chosen token
 MAX_TOKENS_NAMED = 1024  # in a list of token ids
 MAX_BAD_WORDS = 128  # whose encoding takes the router some 10 ms
 MAX_CACHE_SALT = 1024  # characters
+MAX_STOPS, MAX_STOP_TEXT = 256, 8192  # strings, and characters of all of them
 
 
 class Kind(StrEnum):
@@ -114,13 +115,16 @@ PARAMETERS: dict[str, Parameter] = {
         Parameter("min_p", Kind.NUMBER, VLLM, 6, low=0, high=1),
         Parameter(
             "seed", Kind.INTEGER, OPENAI, 7, low=0, high=2**63 - 1, default="random",
-            meaning="same seed and parameters: same tokens",
+            meaning="same seed and parameters: same tokens; −1 (HTTP): none",
         ),
         Parameter(
             "n", Kind.INTEGER, OPENAI, 16, low=1, high=MAX_CHOICES, default="1",
             meaning="choices share one prefill and one transfer",
         ),
-        Parameter("stop", Kind.TEXT_OR_TEXTS, OPENAI, 12, most=4, longest=1024, default="–"),
+        Parameter(
+            "stop", Kind.TEXT_OR_TEXTS, OPENAI, 12, most=MAX_STOPS, longest=1024, default="–",
+            meaning=f"{MAX_STOP_TEXT} characters in all",
+        ),
         Parameter(
             "stop_token_ids", Kind.TOKEN_IDS, VLLM, 13, most=MAX_TOKENS_NAMED,
             meaning="each ends the answer",
@@ -150,6 +154,19 @@ PARAMETERS: dict[str, Parameter] = {
             "logprobs", Kind.INTEGER, OPENAI, 15, low=0, high=MAX_LOGPROBS, http=False,
             meaning="the chosen token and so many of the most likely; over HTTP: see below",
         ),
+        Parameter(
+            "return_tokens_as_token_ids", Kind.BOOLEAN, VLLM, default="false",
+            meaning="tokens of log-probabilities are named `token_id:N`",
+        ),
+        Parameter(
+            "return_token_ids", Kind.BOOLEAN, VLLM, default="false",
+            meaning="choices have `token_ids`; `prompt_token_ids`: in choices of completions, in "
+            "chat beside them; streams: in the first event (of a choice)",
+        ),
+        Parameter(
+            "truncate_prompt_tokens", Kind.INTEGER, VLLM, low=-1, high=MAX_TOKENS, default="–",
+            meaning="only the last so many tokens of a prompt count; −1: as many as fit",
+        ),
         Parameter("skip_special_tokens", Kind.BOOLEAN, VLLM, default="true"),
         Parameter(
             "cache_salt", Kind.TEXT, VLLM, longest=MAX_CACHE_SALT, default="–",
@@ -160,7 +177,8 @@ PARAMETERS: dict[str, Parameter] = {
         ),
         Parameter(
             "stream_options", Kind.OBJECT, OPENAI, default="–",
-            meaning="`include_usage`: true asks for a last event with `usage` and no choices",
+            meaning="only with `stream`; `include_usage`: a last event with `usage` and no "
+            "choices; `continuous_usage_stats`, with it: the usage so far in every event",
         ),
         Parameter(
             "response_format", Kind.OBJECT, OPENAI, default="–",
@@ -168,9 +186,6 @@ PARAMETERS: dict[str, Parameter] = {
         ),
         Parameter(
             "user", Kind.TEXT, OPENAI, default="–", meaning="accepted, without effect"
-        ),
-        Parameter(
-            "priority", Kind.INTEGER, VLLM, default="–", meaning="accepted, without effect"
         ),
     )
 }  # fmt: skip

@@ -28,7 +28,10 @@ class StopMatcher:
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
         """`stops` are not empty strings; `include_stop` hands the stop string out too."""
-        self._stops = tuple(stops)
+        self._stops = tuple(sorted(stops, key=len, reverse=True))
+        self._begins: dict[str, list[str]] = {}  # by first character, the longest first
+        for stop in self._stops:
+            self._begins.setdefault(stop[0], []).append(stop)
         self._include_stop = include_stop
         self._longest = max(map(len, self._stops), default=0)
         self._held = ""
@@ -62,9 +65,11 @@ class StopMatcher:
 
     def _held_back(self, text: str) -> int:
         for length in range(min(self._longest - 1, len(text)), 0, -1):
-            tail = text[-length:]
-            if any(len(stop) > length and stop.startswith(tail) for stop in self._stops):
-                return length
+            for stop in self._begins.get(text[-length], ()):
+                if len(stop) <= length:
+                    break
+                if text.endswith(stop[:length]):
+                    return length
         return 0
 
 

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 from aiohttp import web
 
 from pdserve.common.core.request import new_request_id
-from pdserve.common.core.sampling import SampledToken
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.admission import Batch
 from pdserve.router.generation import TextDelta
 from pdserve.router.http.request import SERVING, client_of, given_by, preprocess
-from pdserve.router.http.response import MIN_LOGPROB, Response, logprob_of
+from pdserve.router.http.response import MIN_LOGPROB, Response, logprob_of, token_name
+from pdserve.router.http.schema import ChatBody
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
@@ -28,7 +28,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         max_tokens=serving.model.fit_max_tokens(len(token_ids), limit, None, "messages"),
         batch=Batch(client_of(request), len(token_ids)),
     )
-    choices = ChatChoices(serving.model.tokenizer if body.logprobs else None)
+    choices = ChatChoices(serving.model.tokenizer, body, token_ids)
     return await Response(generation.request_id, body, choices, [generation]).respond(request)
 
 
@@ -36,10 +36,15 @@ class ChatChoices:
     object_name: ClassVar[str] = "chat.completion"
     chunk_object_name: ClassVar[str] = "chat.completion.chunk"
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        """With a tokenizer, choices carry log-probabilities."""
+    def __init__(
+        self, tokenizer: Tokenizer, body: ChatBody, prompt_token_ids: Sequence[int]
+    ) -> None:
         self._tokenizer = tokenizer
+        self._body = body
         self._begun: set[int] = set()
+        self.beside: dict[str, Any] = {}
+        if body.return_token_ids:
+            self.beside["prompt_token_ids"] = list(prompt_token_ids)
 
     def choice(self, index: int, whole: TextDelta) -> dict[str, Any]:
         message = {"role": "assistant", "content": whole.text}
@@ -49,6 +54,7 @@ class ChatChoices:
             "logprobs": self._logprobs(whole),
             "finish_reason": whole.finish_reason,
             "stop_reason": whole.stop_reason,
+            **self._ids(whole),
         }
 
     def chunks(self, index: int, delta: TextDelta) -> Iterable[dict[str, Any]]:
@@ -57,36 +63,37 @@ class ChatChoices:
             self._begun.add(index)
             yield _chunk(index, {"role": "assistant", "content": ""})
         logprobs = self._logprobs(delta)
-        if delta.text or (logprobs and delta.tokens):
-            yield _chunk(index, {"content": delta.text}) | {"logprobs": logprobs}
+        if delta.text or (delta.tokens and (logprobs or self._body.return_token_ids)):
+            chunk = _chunk(index, {"content": delta.text}) | {"logprobs": logprobs}
+            yield chunk | self._ids(delta)
         if delta.finish_reason:
             ending = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
             yield _chunk(index, {}) | ending
 
+    def _ids(self, delta: TextDelta) -> dict[str, list[int]]:
+        if not self._body.return_token_ids:
+            return {}
+        return {"token_ids": [token.token_id for token in delta.tokens]}
+
     def _logprobs(self, delta: TextDelta) -> dict[str, Any] | None:
-        return _logprobs(delta.tokens, self._tokenizer) if self._tokenizer else None
+        """One entry per token."""
+        if not self._body.logprobs:
+            return None
+        content = []
+        for token in delta.tokens:
+            top = token.logprobs.top if token.logprobs else ()
+            entry = self._entry(token.token_id, logprob_of(token))
+            entry["top_logprobs"] = [self._entry(i, max(p, MIN_LOGPROB)) for i, p in top]
+            content.append(entry)
+        return {"content": content}
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": token_name(token_id, self._tokenizer.token_text(token_id), self._body),
+            "logprob": logprob,
+            "bytes": list(self._tokenizer.token_bytes(token_id)),
+        }
 
 
 def _chunk(index: int, delta: dict[str, str]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-
-def _logprobs(
-    tokens: Sequence[SampledToken], tokenizer: Tokenizer
-) -> dict[str, list[dict[str, Any]]]:
-    """`/v1/chat/completions`: one entry per token."""
-    content = []
-    for token in tokens:
-        top = token.logprobs.top if token.logprobs else ()
-        entry = _logprob_entry(token.token_id, logprob_of(token), tokenizer)
-        entry["top_logprobs"] = [_logprob_entry(i, max(p, MIN_LOGPROB), tokenizer) for i, p in top]
-        content.append(entry)
-    return {"content": content}
-
-
-def _logprob_entry(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
-    return {
-        "token": tokenizer.token_text(token_id),
-        "logprob": logprob,
-        "bytes": list(tokenizer.token_bytes(token_id)),
-    }

@@ -13,7 +13,7 @@ from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.admission import Batch
 from pdserve.router.generation import TextDelta
 from pdserve.router.http.request import SERVING, client_of, given_by, preprocess
-from pdserve.router.http.response import MIN_LOGPROB, Response, logprob_of
+from pdserve.router.http.response import MIN_LOGPROB, Response, logprob_of, token_name
 from pdserve.router.http.schema import CompletionBody
 from pdserve.router.sampling import make_choices
 from pdserve.router.serving import DEFAULT_MAX_TOKENS
@@ -25,20 +25,26 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     body, prompts = preprocessed.body, preprocessed.prompts
     response_id = new_request_id("cmpl")
     batch = Batch(client_of(request), sum(map(len, prompts)))
+    no_answer = bool(body.max_tokens == 0 and body.echo)
+    logprobs, n = body.logprobs, make_choices(body.n)
+    best = n if body.best_of is not None and body.best_of > n else None
+    if best is not None:
+        logprobs, n = logprobs or 0, body.best_of
     requests = [
         serving.make_request(
-            given_by(body, logprobs=body.logprobs),
+            given_by(body, logprobs=logprobs, n=n),
             request_id=response_id if len(prompts) == 1 else f"{response_id}-{i}",
             prompt_token_ids=token_ids,
             max_tokens=serving.model.fit_max_tokens(
-                len(token_ids), body.max_tokens, DEFAULT_MAX_TOKENS, "prompt"
+                len(token_ids), 1 if no_answer else body.max_tokens, DEFAULT_MAX_TOKENS, "prompt"
             ),
             batch=batch,
         )
         for i, token_ids in enumerate(prompts)
     ]
-    choices = CompletionChoices(serving.model.tokenizer, body, preprocessed.texts, len(prompts))
-    return await Response(response_id, body, choices, requests).respond(request)
+    choices = CompletionChoices(serving.model.tokenizer, body, preprocessed.texts, prompts)
+    response = Response(response_id, body, choices, requests, best=best, no_answer=no_answer)
+    return await response.respond(request)
 
 
 class CompletionChoices:
@@ -46,13 +52,22 @@ class CompletionChoices:
     chunk_object_name: ClassVar[str] = "text_completion"
 
     def __init__(
-        self, tokenizer: Tokenizer, body: CompletionBody, texts: Sequence[str], num_prompts: int
+        self,
+        tokenizer: Tokenizer,
+        body: CompletionBody,
+        texts: Sequence[str],
+        prompts: Sequence[Sequence[int]],
     ) -> None:
-        """`texts` are the prompts', if they are echoed."""
-        choices = range(num_prompts * make_choices(body.n))
+        """`texts` are the prompts', if they are echoed; `prompts` their token ids."""
+        self.beside: dict[str, Any] = {}
+        choices = range(len(prompts) * make_choices(body.n))
         self._logprobs: dict[int, CompletionLogprobs] = {}
         if body.logprobs is not None:
-            self._logprobs = {i: CompletionLogprobs(tokenizer) for i in choices}
+            self._logprobs = {i: CompletionLogprobs(tokenizer, body) for i in choices}
+        self._token_ids = bool(body.return_token_ids)
+        self._prompt_ids: dict[int, Sequence[int]] = {}  # handed out once
+        if self._token_ids:
+            self._prompt_ids = {i: prompts[i // make_choices(body.n)] for i in choices}
         # What each choice's text begins with; handed out once.
         self._echo: dict[int, str] = {}
         if texts:
@@ -60,27 +75,34 @@ class CompletionChoices:
 
     def choice(self, index: int, whole: TextDelta) -> dict[str, Any]:
         logprobs = self._logprobs.get(index)
-        return {
+        choice = {
             "index": index,
             "text": self._echo.pop(index, "") + whole.text,
             "logprobs": logprobs.add(whole.tokens) if logprobs else None,
             "finish_reason": whole.finish_reason,
             "stop_reason": whole.stop_reason,
         }
+        if self._token_ids:
+            choice["token_ids"] = [token.token_id for token in whole.tokens]
+            if index in self._prompt_ids:
+                choice["prompt_token_ids"] = list(self._prompt_ids.pop(index))
+        return choice
 
     def chunks(self, index: int, delta: TextDelta) -> Iterable[dict[str, Any]]:
-        """A delta whose text is held back gives no event, unless it has log-probabilities."""
+        """A delta whose text is held back gives no event, unless it tells of tokens."""
         choice = self.choice(index, delta)
-        if choice["text"] or choice["finish_reason"] or (choice["logprobs"] and delta.tokens):
+        tells = delta.tokens and (choice["logprobs"] or self._token_ids)
+        if choice["text"] or choice["finish_reason"] or tells:
             yield choice
 
 
 class CompletionLogprobs:
     """`/v1/completions`: parallel lists. One object per choice: it counts text offsets."""
 
-    def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
+    def __init__(self, tokenizer: Tokenizer, body: CompletionBody) -> None:
         self._tokenizer = tokenizer
-        self._offset = offset
+        self._body = body
+        self._offset = 0
 
     def add(self, tokens: Sequence[SampledToken]) -> dict[str, list[Any]]:
         result: dict[str, list[Any]] = {
@@ -111,6 +133,7 @@ class CompletionLogprobs:
         that two of them differ (as OpenAI's API names them)."""
         raw = self._tokenizer.token_bytes(token_id)
         try:
-            return raw.decode()
+            text = raw.decode()
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+            text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+        return token_name(token_id, text, self._body)

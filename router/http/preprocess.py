@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar, cast
 from pydantic import ValidationError
 
 from pdserve.common.core.errors import InvalidRequest
-from pdserve.common.core.sampling import check_range
+from pdserve.common.core.sampling import MAX_CHOICES, check_range
 from pdserve.router.http.schema import (
     SHAPES,
     Body,
@@ -26,6 +26,7 @@ from pdserve.router.http.schema import (
     Message,
     TokenizeBody,
 )
+from pdserve.router.http.unsupported import unknown_fields
 from pdserve.router.sampling import make_choices
 from pdserve.router.served_model import ServedModel
 
@@ -70,9 +71,10 @@ class Preprocessor:
         if len(raw) > _SMALL:
             _check_structure(raw)
         body = parse(schema, raw)
+        unknown = unknown_fields(body.model_extra or {})
         self.model.check_name(body.model)
         prompts, texts = preprocess(self, body)
-        return Preprocessed(body, prompts, texts, frozenset(body.model_extra or ()))
+        return Preprocessed(body, prompts, texts, unknown)
 
 
 def parse(schema: type[BodyT], raw: bytes | bytearray) -> BodyT:
@@ -128,20 +130,22 @@ Preprocess = Callable[[Preprocessor, Any], tuple[Sequence[Sequence[int]], Sequen
 
 
 def _completion(preprocessor: Preprocessor, body: CompletionBody) -> tuple[Any, Any]:
-    check_response_format(body)
+    check_generation(body)
     if body.suffix:
         raise InvalidRequest("suffix is not supported", param="suffix")
-    if body.best_of is not None and body.best_of != make_choices(body.n):
-        raise InvalidRequest("best_of is not supported unless it equals n", param="best_of")
+    if body.best_of is not None:
+        check_range("best_of", body.best_of, make_choices(body.n), MAX_CHOICES)
+        if body.stream and body.best_of > make_choices(body.n):
+            raise InvalidRequest("the best are known at the end: no stream", param="best_of")
     if body.logprobs is not None:
-        check_range("logprobs", body.logprobs, 0, 5)
+        check_range("logprobs", body.logprobs, 0, preprocessor.model.max_logprobs)
         if body.echo:
             raise InvalidRequest("logprobs of an echoed prompt are not supported", param="echo")
-    prompts = [_ids(preprocessor.model, one) for one in _prompts(body)]
+    prompts = [_ids(preprocessor.model, body, one) for one in _prompts(body)]
     if not body.echo:
         return prompts, ()
     given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    if isinstance(given[0], str):  # the client's own
+    if isinstance(given[0], str) and body.truncate_prompt_tokens is None:  # the client's own
         return prompts, given
     decode = preprocessor.model.tokenizer.decode
     return prompts, [decode(ids, skip_special_tokens=False) for ids in prompts]
@@ -158,19 +162,38 @@ def _prompts(body: CompletionBody) -> Sequence[str | list[int]]:
         return [cast(list[int], prompt)]
     if len(prompt) > MAX_PROMPTS:
         raise InvalidRequest(f"prompt takes at most {MAX_PROMPTS} prompts", param="prompt")
-    if len(prompt) * make_choices(body.n) > MAX_BODY_CHOICES:
-        raise InvalidRequest(f"prompts × n may be at most {MAX_BODY_CHOICES}", param="n")
+    if len(prompt) * (body.best_of or make_choices(body.n)) > MAX_BODY_CHOICES:
+        param = "best_of" if body.best_of else "n"
+        raise InvalidRequest(f"prompts × {param} may be at most {MAX_BODY_CHOICES}", param=param)
     return cast(Sequence[str | list[int]], prompt)
 
 
-def _ids(model: ServedModel, prompt: str | list[int]) -> tuple[int, ...]:
+def _ids(model: ServedModel, body: CompletionBody, prompt: str | list[int]) -> Sequence[int]:
     if isinstance(prompt, str):
-        return model.encode(prompt, "prompt")
-    return model.check_prompt(prompt, "prompt")
+        return _truncated(model, body, model.encode(prompt, "prompt"))
+    return model.check_prompt(_truncated(model, body, prompt), "prompt")
 
 
-def check_response_format(body: GenerationBody) -> None:
-    """Only plain text is generated."""
+def _truncated(model: ServedModel, body: GenerationBody, token_ids: Sequence[int]) -> Sequence[int]:
+    """The last of a prompt's tokens, if the client wants no more of them."""
+    most = body.truncate_prompt_tokens
+    if most is None:
+        return token_ids
+    limit = getattr(body, "max_completion_tokens", None) or body.max_tokens or 1
+    if most == -1:
+        most = max(1, model.max_model_len - limit)
+    if not 0 < most <= model.max_model_len:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens must be -1, or at least 1 and at most {model.max_model_len}",
+            param="truncate_prompt_tokens",
+        )
+    return token_ids[-most:]
+
+
+def check_generation(body: GenerationBody) -> None:
+    """What completions and chat have in common."""
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options needs stream: true", param="stream_options")
     if body.response_format is not None and body.response_format.get("type") != "text":
         raise InvalidRequest(
             "response_format must be {'type': 'text'}: structured output is not supported yet",
@@ -182,7 +205,7 @@ def check_response_format(body: GenerationBody) -> None:
 
 
 def _chat(preprocessor: Preprocessor, body: ChatBody) -> tuple[Any, Any]:
-    check_response_format(body)
+    check_generation(body)
     if body.tools:
         raise InvalidRequest("tools are not supported yet", param="tools")
     if body.tool_choice not in (None, "none", "auto"):
@@ -190,10 +213,11 @@ def _chat(preprocessor: Preprocessor, body: ChatBody) -> tuple[Any, Any]:
     if body.max_completion_tokens is not None:
         check_range("max_completion_tokens", body.max_completion_tokens, 1, None)
     if body.top_logprobs is not None:
-        check_range("top_logprobs", body.top_logprobs, 0, 20)
+        check_range("top_logprobs", body.top_logprobs, 0, preprocessor.model.max_logprobs)
         if body.top_logprobs and not body.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-    return [_conversation(preprocessor, body, body.messages)], ()
+    token_ids = _conversation(preprocessor, body, body.messages)
+    return [_truncated(preprocessor.model, body, token_ids)], ()
 
 
 def _conversation(

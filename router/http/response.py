@@ -23,6 +23,7 @@ from pdserve.router.generation import (
     coalesced,
     join,
     merge,
+    prompt_only,
 )
 from pdserve.router.http.encoding import EventStream, as_typed, error_body, json_response, stopping
 from pdserve.router.http.request import SERVING
@@ -41,6 +42,8 @@ class ChoiceBuilder(Protocol):
     object_name: ClassVar[str]
     chunk_object_name: ClassVar[str]
 
+    beside: dict[str, Any]  # the choices of an answer, or those of a stream's first event
+
     def choice(self, index: int, whole: TextDelta) -> dict[str, Any]:
         """A complete choice; `whole` holds all of its text and tokens."""
 
@@ -56,10 +59,13 @@ class Response:
     body: GenerationBody
     choices: ChoiceBuilder
     requests: Sequence[GenerationRequest]
+    best: int | None = None  # of each prompt's choices only so many are answered
+    no_answer: bool = False  # prompts alone
     model: str = ""
     include_timeline: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     stats: dict[int, GenerationStats] = field(default_factory=dict)
+    num_tokens: int = 0  # streamed so far
 
     async def respond(self, request: web.Request) -> web.StreamResponse:
         """Runs the generations and answers.
@@ -70,9 +76,10 @@ class Response:
         serving = request.app[SERVING]
         self.model = serving.model.name
         self.include_timeline = request.headers.get(TIMELINE_HEADER) == "1"
-        async with aclosing(
-            merge([serving.pipeline.generate(one) for one in self.requests])
-        ) as updates:
+        sources = [serving.pipeline.generate(one) for one in self.requests]
+        if self.no_answer:
+            sources = [prompt_only(source) for source in sources]
+        async with aclosing(merge(sources)) as updates:
             if self.body.stream:
                 return await self._respond_stream(request, updates)
             return await self._respond_whole(updates)
@@ -83,6 +90,11 @@ class Response:
         options = self.body.stream_options
         return bool(options and options.include_usage)
 
+    @property
+    def continuous_usage(self) -> bool:
+        options = self.body.stream_options
+        return bool(options and options.continuous_usage_stats and self.include_usage)
+
     async def _respond_whole(self, updates: AsyncGenerator[News, None]) -> web.Response:
         deltas: dict[int, list[TextDelta]] = {}
         async for batch in updates:
@@ -92,8 +104,26 @@ class Response:
                 else:
                     deltas.setdefault(self._index(prompt, update), []).append(update)
         body = self._envelope(self.choices.object_name)
+        if self.best is not None:
+            deltas = self._best(deltas, self.best)
         body["choices"] = [await self._choice(i, deltas.pop(i)) for i in sorted(deltas)]
-        return json_response(body | {"usage": self._usage()} | self._extension())
+        return json_response(
+            body | {"usage": self._usage()} | self.choices.beside | self._extension()
+        )
+
+    def _best(self, deltas: dict[int, list[TextDelta]], n: int) -> dict[int, list[TextDelta]]:
+        """Of each prompt's choices the `n` whose tokens are the most likely, the best first."""
+
+        def likelihood(index: int) -> float:
+            tokens = [logprob_of(token) for delta in deltas[index] for token in delta.tokens]
+            return sum(tokens) / max(1, len(tokens))
+
+        best: dict[int, list[TextDelta]] = {}
+        for prompt, request in enumerate(self.requests):
+            indices = range(prompt * request.n, (prompt + 1) * request.n)
+            ranked = sorted(indices, key=likelihood, reverse=True)
+            best |= {prompt * n + place: deltas[i] for place, i in enumerate(ranked[:n])}
+        return best
 
     async def _choice(self, index: int, deltas: Sequence[TextDelta]) -> msgspec.Raw:
         """The JSON of a whole choice. Of log-probabilities there may be a million, which takes
@@ -147,8 +177,9 @@ class Response:
             if isinstance(update, GenerationStats):
                 self.stats[prompt] = update
                 continue
+            self.num_tokens += len(update.tokens)
             for choice in self.choices.chunks(self._index(prompt, update), update):
-                chunks.append(b"%b%b%b" % (self._chunk_head, _encode(choice), self._chunk_tail))
+                chunks.append(b"%b%b%b" % (self._chunk_head, _encode(choice), self._tail()))
         return chunks
 
     @cached_property
@@ -156,6 +187,20 @@ class Response:
         """The JSON of a chunk up to its one choice: it is the same in all of them."""
         envelope = _encode(self._envelope(self.choices.chunk_object_name))
         return envelope.removesuffix(b"}") + b',"choices":['
+
+    def _tail(self) -> bytes:
+        """Of the next chunk; mostly the same."""
+        rest, self.choices.beside = self.choices.beside, {}
+        if self.continuous_usage:
+            prompt = sum(len(one.prompt_token_ids) for one in self.requests)
+            usage = _tokens(prompt, self.num_tokens)
+        elif rest:
+            usage = None
+        else:
+            return self._chunk_tail
+        if self.include_usage:
+            rest["usage"] = usage
+        return b"]," + _encode(rest)[1:]
 
     @cached_property
     def _chunk_tail(self) -> bytes:
@@ -179,12 +224,8 @@ class Response:
         prompt = sum(stats.prompt_tokens for stats in self.stats.values())
         completion = sum(stats.completion_tokens for stats in self.stats.values())
         cached = sum(stats.cached_tokens for stats in self.stats.values())
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
+        details = {"cached_tokens": cached}
+        return _tokens(prompt, completion) | {"prompt_tokens_details": details}
 
     def _extension(self) -> dict[str, Any]:
         """Our own key, for clients that ask with `X-Pdserve-Timeline: 1`: when things happened
@@ -192,6 +233,19 @@ class Response:
         if not self.include_timeline:
             return {}
         return {"pdserve": {"timeline": asdict(self.stats[0].timeline)}}
+
+
+def _tokens(prompt: int, completion: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
+
+
+def token_name(token_id: int, text: str, body: GenerationBody) -> str:
+    """Of a token in log-probabilities."""
+    return f"token_id:{token_id}" if body.return_tokens_as_token_ids else text
 
 
 def logprob_of(token: SampledToken) -> float:

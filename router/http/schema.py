@@ -8,11 +8,29 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, create_model, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Strict,
+    create_model,
+    field_validator,
+)
 from typing_extensions import TypeAliasType
 
 from pdserve.common.core.sampling import PARAMETERS, Kind
 
+
+def _no_boolean(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("must be a number")
+    return value
+
+
+# Also as text, and whole numbers with a point: clients send that.
+Integer = Annotated[int, Strict(False), BeforeValidator(_no_boolean)]
+Number = Annotated[float, Strict(False), BeforeValidator(_no_boolean)]
 # A long list of the wrong type would otherwise give as long a list of errors.
 Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
 TokenIds = TypeAliasType("TokenIds", Annotated[list[int], FailFast()])
@@ -41,18 +59,20 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Literal[False] | None = None
 
 
 TYPES: dict[Kind, Any] = {
-    Kind.INTEGER: int,
-    Kind.NUMBER: float,
+    Kind.INTEGER: Integer,
+    Kind.NUMBER: Number,
     Kind.BOOLEAN: bool,
     Kind.TEXT: str,
     Kind.TEXT_OR_TEXTS: str | Texts,
     Kind.TEXTS: Texts,
     Kind.TOKEN_IDS: TokenIds,
     Kind.TOKEN_ID_LISTS: Prompts,
-    Kind.BIASES: dict[str, float],
+    Kind.BIASES: dict[str, Number],
     Kind.OBJECT: dict[str, Any],
 }
 _FIELDS: dict[str, Any] = {
@@ -69,9 +89,9 @@ class GenerationBody(TableBody):
 
 class CompletionBody(GenerationBody):
     prompt: str | Texts | TokenIds | Prompts
-    logprobs: int | None = None
+    logprobs: Integer | None = None
     echo: bool | None = None
-    best_of: int | None = None
+    best_of: Integer | None = None
     suffix: str | None = None
 
 
@@ -111,9 +131,9 @@ class ChatTemplateBody(Body):
 
 class ChatBody(GenerationBody, ChatTemplateBody):
     messages: Messages
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Integer | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Integer | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None

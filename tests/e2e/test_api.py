@@ -210,6 +210,36 @@ def test_a_stop_character_of_several_tokens(cluster: Cluster) -> None:
 def test_echo_repeats_the_prompt(cluster: Cluster) -> None:
     answer = cluster.complete(PET, max_tokens=4, echo=True)
     assert text(answer) == PET + expected(cluster.model, PET, 4)
+    assert text(cluster.complete(PET, max_tokens=0, echo=True)) == PET
+
+
+def test_the_end_of_a_prompt_and_token_ids(cluster: Cluster) -> None:
+    ids = tuple(reference.encode(cluster.model, PET))
+    answer = cluster.complete(
+        PET, max_tokens=8.0, truncate_prompt_tokens=20, return_token_ids=True, logprobs=20
+    )
+    (choice,) = answer["choices"]
+    assert tuple(choice["prompt_token_ids"]) == ids[-20:]
+    assert tuple(choice["token_ids"]) == tuple(reference.greedy(cluster.model, ids[-20:], 8))
+    assert len(choice["logprobs"]["top_logprobs"][0]) == 20
+
+
+def test_the_best_of_several(cluster: Cluster) -> None:
+    options: dict[str, Any] = {"temperature": 1.5, "seed": 3, "max_tokens": 12, "logprobs": 0}
+    drawn = cluster.complete(PET, n=4, **options)["choices"]
+
+    def likelihood(choice: dict[str, Any]) -> float:
+        logprobs = choice["logprobs"]["token_logprobs"]
+        return float(sum(logprobs)) / len(logprobs)
+
+    best = sorted(drawn, key=likelihood, reverse=True)[:2]
+    answer = cluster.complete(PET, n=2, best_of=4, **{**options, "logprobs": None})
+    assert [choice["text"] for choice in answer["choices"]] == [choice["text"] for choice in best]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert answer["choices"][0]["logprobs"] is None
+    assert answer["usage"]["completion_tokens"] == sum(
+        len(choice["logprobs"]["tokens"]) for choice in drawn
+    )
 
 
 def test_tokenize_and_back(cluster: Cluster) -> None:
@@ -523,7 +553,7 @@ WRONG: list[tuple[dict[str, Any], int, str | None]] = [
     ({"model": "other"}, 404, "model"),
     ({"model": 5}, 400, "model"),
     ({"max_tokens": 0}, 400, "max_tokens"),
-    ({"max_tokens": "5"}, 400, "max_tokens"),
+    ({"max_tokens": "5.5"}, 400, "max_tokens"),
     ({"max_tokens": WINDOW}, 400, "prompt"),
     ({"min_tokens": 9, "max_tokens": 8}, 400, "min_tokens"),
     ({"temperature": -0.1}, 400, "temperature"),
@@ -533,9 +563,9 @@ WRONG: list[tuple[dict[str, Any], int, str | None]] = [
     ({"top_k": -2}, 400, "top_k"),
     ({"min_p": 2}, 400, "min_p"),
     ({"n": 0}, 400, "n"),
-    ({"best_of": 3}, 400, "best_of"),
-    ({"seed": -1}, 400, "seed"),
-    ({"stop": list("abcde")}, 400, "stop"),
+    ({"best_of": 1, "n": 2}, 400, "best_of"),
+    ({"seed": -2}, 400, "seed"),
+    ({"stop": ["a" * i for i in range(1, 258)]}, 400, "stop"),
     ({"stop": ""}, 400, "stop"),
     ({"stop_token_ids": [VOCABULARY]}, 400, "stop_token_ids"),
     ({"logit_bias": {"x": 1}}, 400, "logit_bias"),
@@ -558,7 +588,7 @@ WRONG: list[tuple[dict[str, Any], int, str | None]] = [
     ({"presence_penalty": 3}, 400, "presence_penalty"),
     ({"frequency_penalty": -3}, 400, "frequency_penalty"),
     ({"repetition_penalty": 0}, 400, "repetition_penalty"),
-    ({"logprobs": 6}, 400, "logprobs"),
+    ({"logprobs": 21}, 400, "logprobs"),
     ({"suffix": "x"}, 400, "suffix"),
     ({"stream": "yes"}, 400, "stream"),
 ]

@@ -174,9 +174,9 @@ async def test_every_parameter_arrives(site: Site) -> None:
         max_tokens=9, min_tokens=2, temperature=0, top_p=0.5, top_k=-1, min_p=0.1, seed=7, n=2,
         presence_penalty=1, frequency_penalty=-1, repetition_penalty=1.5, ignore_eos=True,
         logit_bias={"5": -100}, stop="x", stop_token_ids=[3], include_stop_str_in_output=True,
-        skip_special_tokens=False, logprobs=2, user="me", priority=1, best_of=2,
+        skip_special_tokens=False, logprobs=2, user="me", priority=0, best_of=2,
         response_format={"type": "text"}, stream_options=None, allowed_token_ids=[3, 4],
-        bad_words=["hell", " x"],
+        bad_words=["hell", " x"], use_beam_search=False, metadata={"a": "b"},
     )  # fmt: skip
     (request,) = site.generator.requests
     sampling = request.sampling
@@ -205,6 +205,79 @@ async def test_a_seed_is_drawn_when_none_is_given(site: Site) -> None:
     first, second = (request.sampling.seed for request in site.generator.requests)
     assert first != second
     assert 0 <= first < 2**63
+
+
+async def test_numbers_as_clients_write_them(site: Site) -> None:
+    await site.complete(
+        max_tokens=8.0, temperature="0.5", n="2", seed=-1, top_k=-1.0, logit_bias={"5": "-1.5"}
+    )
+    await site.complete(seed=-1)
+    first, second = site.generator.requests
+    assert (first.sampling.max_tokens, first.sampling.temperature, first.n) == (8, 0.5, 2)
+    assert first.sampling.logit_bias == {5: -1.5} and first.sampling.top_k == 0
+    assert first.sampling.seed != second.sampling.seed
+
+
+async def test_the_end_of_a_prompt(site: Site) -> None:
+    prompt = list(range(1, WINDOW + 20))
+    answer = await site.complete(prompt=prompt, truncate_prompt_tokens=3, echo=True)
+    assert answer["choices"][0]["text"].startswith(site.tokenizer.decode(prompt[-3:]))
+    await site.complete(prompt=prompt, truncate_prompt_tokens=-1, max_tokens=10)
+    await site.chat(truncate_prompt_tokens=4, max_tokens=1)
+    ends = [list(request.prompt_token_ids) for request in site.generator.requests]
+    assert ends[:2] == [prompt[-3:], prompt[-(WINDOW - 10) :]]
+    assert tuple(ends[2]) == site.tokenizer.apply_chat_template(CHAT)[-4:]
+
+
+async def test_a_prompt_alone(site: Site) -> None:
+    """`max_tokens` 0 is for `echo`; a token is computed and not given."""
+    body = await site.complete(prompt="hell", max_tokens=0, echo=True, n=2)
+    assert [(c["text"], c["finish_reason"]) for c in body["choices"]] == [("hell", "length")] * 2
+    assert body["usage"]["completion_tokens"] == 0 and body["usage"]["prompt_tokens"] == 1
+    (event,) = await site.events(
+        "/v1/completions", {"prompt": "hell", "max_tokens": 0, "echo": True}
+    )
+    assert event["choices"][0]["text"] == "hell"
+    await check_error(
+        await site.post("/v1/completions", {"prompt": "a", "max_tokens": 0}), 400, "max_tokens"
+    )
+
+
+async def test_token_ids(site: Site) -> None:
+    said = [*site.tokenizer.encode("hello world"), site.tokenizer.eos_token_ids[0]]
+    options = {"return_token_ids": True, "logprobs": 0, "return_tokens_as_token_ids": True}
+    whole = await site.complete(prompt=["hell", "ab"], n=2, **options)
+    assert [each["token_ids"] for each in whole["choices"]] == [said] * 4
+    prompts = [each["prompt_token_ids"] for each in whole["choices"]]
+    assert prompts == [list(site.tokenizer.encode(one)) for one in ("hell", "hell", "ab", "ab")]
+    assert whole["choices"][0]["logprobs"]["tokens"] == [f"token_id:{i}" for i in said]
+    events = await site.events("/v1/completions", {"prompt": [7, 8], "return_token_ids": True})
+    assert [e["choices"][0].get("prompt_token_ids") for e in events][:2] == [[7, 8], None]
+    assert [i for e in events for i in e["choices"][0]["token_ids"]] == said
+    body = {"messages": CHAT, **options, "logprobs": True}
+    prompt = list(site.tokenizer.apply_chat_template(CHAT))
+    chat = await site.chat(**options | {"logprobs": True})
+    assert (chat["prompt_token_ids"], chat["choices"][0]["token_ids"]) == (prompt, said)
+    assert chat["choices"][0]["logprobs"]["content"][0]["token"] == f"token_id:{said[0]}"
+    events = await site.events("/v1/chat/completions", body)
+    assert [event.get("prompt_token_ids") for event in events][:2] == [prompt, None]
+    assert [i for e in events for i in e["choices"][0].get("token_ids", [])] == said
+
+
+async def test_usage_in_every_event(site: Site) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": "hell", "stream_options": options}
+    *events, last = await site.events("/v1/completions", body)
+    assert [event["usage"]["completion_tokens"] for event in events] == list(range(1, 9))
+    assert events[-1]["usage"]["total_tokens"] == last["usage"]["total_tokens"] == 9
+    body["stream_options"] = {"continuous_usage_stats": True}  # of no use alone, as in vLLM
+    assert all("usage" not in e for e in await site.events("/v1/completions", body))
+
+
+async def test_many_stop_strings(site: Site) -> None:
+    stops = [f"{i} and so on" for i in range(254)] + ["o w", "wor"]
+    (choice,) = (await site.complete(stop=stops))["choices"]
+    assert (choice["text"], choice["stop_reason"]) == ("hell", "o w")
 
 
 async def test_max_completion_tokens_wins(site: Site) -> None:
@@ -411,7 +484,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [5] * WINDOW}, "prompt"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": -1}, "max_tokens"),
-    ({"max_tokens": "5"}, "max_tokens"),
+    ({"max_tokens": "5.5"}, "max_tokens"),
     ({"max_tokens": True}, "max_tokens"),
     ({"max_tokens": 10**400}, "prompt"),
     ({"min_tokens": -1}, "min_tokens"),
@@ -426,11 +499,28 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"min_p": 2}, "min_p"),
     ({"n": 0}, "n"),
     ({"n": 10**6}, "n"),
-    ({"best_of": 2}, "best_of"),
-    ({"seed": -1}, "seed"),
+    ({"best_of": 2}, "best_of"),  # they are streams
+    ({"best_of": 1, "n": 2}, "best_of"),
+    ({"best_of": 129}, "best_of"),
+    ({"seed": -2}, "seed"),
     ({"seed": 2**63}, "seed"),
-    ({"stop": list("abcde")}, "stop"),
+    ({"stop": ["a" * i for i in range(1, 258)]}, "stop"),
     ({"stop": ""}, "stop"),
+    ({"stop": ["x" * 999 + str(i) for i in range(9)]}, "stop"),
+    ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ({"guided_json": {}}, "guided_json"),
+    ({"prompt_logprobs": 0}, "prompt_logprobs"),
+    ({"priority": 1}, "priority"),
+    ({"use_beam_search": True}, "use_beam_search"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": WINDOW + 1}, "truncate_prompt_tokens"),
+    ({"stream": False, "stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+    ({"temperature": "nan"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"n": "1e1000"}, "n"),
+    ({"logit_bias": {"5": "1e9"}}, "logit_bias"),
     ({"stop": [1]}, "stop"),
     ({"stop": "x" * 2000}, "stop"),
     ({"stop_token_ids": [10**6]}, "stop_token_ids"),
@@ -463,7 +553,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"seed": 10**4000}, "seed"),
     ({"max_tokens": 10**4299}, "prompt"),
     ({"logit_bias": {str(10**4000): 1}}, "logit_bias"),
-    ({"logprobs": 6}, "logprobs"),
+    ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
     ({"logprobs": 1, "echo": True}, "echo"),
     ({"suffix": "x"}, "suffix"),
@@ -485,6 +575,10 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 3}, "logprobs"),
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"verbosity": "low"}, "verbosity"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"echo": True}, "echo"),
+    ({"stream_options": {}}, "stream_options"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),

@@ -52,8 +52,8 @@ GOOD: dict[Kind, Any] = {
     Kind.OBJECT: {},
 }
 FOREIGN: dict[Kind, Any] = {
-    Kind.INTEGER: "1",
-    Kind.NUMBER: "1",
+    Kind.INTEGER: "one",
+    Kind.NUMBER: True,
     Kind.BOOLEAN: 1,
     Kind.TEXT: 1,
     Kind.TEXT_OR_TEXTS: [1],

@@ -1,0 +1,74 @@
+"""Fields that OpenAI or vLLM define and nothing here does. To ignore one would answer another
+question than was asked, so it is refused; a field that nobody defines is ignored, and logged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pdserve.common.core.errors import InvalidRequest
+
+# By name, the values that ask for nothing (null always does).
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    # OpenAI
+    "audio": (),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    # vLLM
+    "documents": ([],),
+    "early_stopping": (False,),
+    "echo": (False,),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_whitespace_pattern": (),
+    "include_reasoning": (True,),
+    "kv_transfer_params": ({},),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "priority": (0,),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "repetition_detection": (),
+    "request_id": (),
+    "return_token_strs": (False,),
+    "structural_tag": (),
+    "structured_outputs": (),
+    "thinking_token_budget": (),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+}
+# Those that change no answer: who asks, and what could be made of it elsewhere.
+WITHOUT_EFFECT = frozenset(
+    {
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "spaces_between_special_tokens",
+    }
+)
+
+
+def unknown_fields(extra: Mapping[str, Any]) -> frozenset[str]:
+    """Of the fields that a body's schema lacks those that nobody defines.
+
+    Raises:
+        InvalidRequest: one of them asks for what is not done here.
+    """
+    for name, value in extra.items():
+        if value is not None and name in UNSUPPORTED and value not in UNSUPPORTED[name]:
+            raise InvalidRequest(f"{name} is not supported", param=name)
+    return frozenset(extra) - UNSUPPORTED.keys() - WITHOUT_EFFECT
