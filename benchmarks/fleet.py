@@ -217,7 +217,7 @@ def _held(address: str) -> int:
     for name, _, value in lines:
         if "{engine=" in name:
             values[name.partition("{")[0].removeprefix("pdserve:")] += float(value)
-    blocks = values["kv_blocks_total"] - values["kv_blocks_free"]
+    blocks = values["kv_blocks"] - values["kv_blocks_free"]
     return int(blocks or sum(values[name] for name in BUSY))
 
 

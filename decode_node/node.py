@@ -83,6 +83,7 @@ class BothNode(DecodeNode):
                 auth=config.auth,
                 engine=config.engine,
                 log=config.log,
+                observability=config.observability,
             )
         )
 

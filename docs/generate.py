@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
 
 from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.node import BothNodeConfig, SchedulerConfig, WorkerNodeConfig
@@ -24,6 +25,7 @@ from pdserve.common.engine.block_pool import BlockPool
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.node.load import SchedulerCollector
 from pdserve.common.node.utilisation import UtilisationCollector
+from pdserve.common.obs.exposition import NODE_NAMES, PREFIX, ROUTER_NAMES
 from pdserve.common.obs.metrics import NodeMetrics, RouterMetrics
 from pdserve.common.rpc.channels import Channels
 from pdserve.kv_transfer.control.protocol import SINK, SOURCE
@@ -163,7 +165,7 @@ def router_metrics() -> Iterator[str]:
     # Nothing is asked of it but its queue's length, so it needs no tokenizer.
     pipeline = Pipeline(RoutingConfig(), registry, None, Channels(), metrics)  # type: ignore[arg-type]
     metrics.registry.register(PipelineCollector(pipeline))
-    return _metric_table(metrics.registry)
+    return _metric_table(metrics.registry, ROUTER_NAMES)
 
 
 def node_metrics() -> Iterator[str]:
@@ -171,20 +173,29 @@ def node_metrics() -> Iterator[str]:
     pool = BlockPool(num_blocks=1, block_size=1)
     registry.register(SchedulerCollector([Scheduler(pool, SchedulerConfig(), ())]))
     registry.register(UtilisationCollector([]))
-    return _metric_table(registry)
+    return _metric_table(registry, NODE_NAMES)
 
 
-def _metric_table(registry: CollectorRegistry) -> Iterator[str]:
+def _metric_table(registry: CollectorRegistry, vllm: Mapping[str, Any]) -> Iterator[str]:
     metrics = sorted(registry.collect(), key=lambda metric: metric.name)
     rows = [
         (
-            f"`{metric.name}{'_total' if metric.type == 'counter' else ''}`",
+            f"`{metric.name}{_suffix(metric)}`",
             metric.type,
+            f"`vllm:{bare}{_suffix(metric)}`" if (bare := _bare(metric)) in vllm else "",
             metric.documentation,
         )
         for metric in metrics
     ]
-    return _table(("name", "type", "meaning"), *rows)
+    return _table(("name", "type", "vLLM's", "meaning"), *rows)
+
+
+def _suffix(metric: Metric) -> str:
+    return "_total" if metric.type == "counter" else ""
+
+
+def _bare(metric: Metric) -> str:
+    return metric.name.removeprefix(PREFIX)
 
 
 # ---- states ----

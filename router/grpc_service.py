@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 from urllib.parse import unquote
 
 import grpc
 from msgspec.json import encode
 
-from pdserve.common.core.errors import Cancelled, InvalidRequest
+from pdserve.common.core.errors import Cancelled, InvalidRequest, PdserveError
 from pdserve.common.core.request import is_plain_id, new_request_id
 from pdserve.common.obs.logging import request_id_var
 from pdserve.common.rpc import convert
@@ -45,7 +45,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Streams deltas; the last response carries usage and timeline only."""
-        async with answering(context):
+        async with answering(context), self._counted():
             self._authenticate(context)
             generation = await self._make_request(request, self._client(context))
             public_id = request.request_id or generation.request_id
@@ -54,6 +54,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 async for batch in updates:
                     for _, update in coalesced(batch):
                         await self._write(context, _response(public_id, update))
+
+    @asynccontextmanager
+    async def _counted(self) -> AsyncIterator[None]:
+        try:
+            yield
+        except PdserveError as error:
+            self._serving.metrics.observe_error(error)
+            raise
 
     async def _write(self, context: Context, response: pb.GenerateResponse) -> None:
         """Waits while the client is behind, but not for ever."""

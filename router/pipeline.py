@@ -120,19 +120,20 @@ class Pipeline:
                     with suppress(AttemptFailed):  # the next one makes what is left
                         await Attempt(self, state, decode, local_prefill).run()
         except PdserveError as error:
-            self.metrics.observe_error(error.code)
+            self.metrics.observe_error(error)
             logger.warning("%s failed: %s", state.request_id, error)
             raise
         except asyncio.CancelledError:
-            self.metrics.observe_error("CANCELLED")
+            self.metrics.requests.labels("CANCELLED").inc()
             logger.info("%s cancelled by the client", state.request_id)
             raise
         except Exception:
-            self.metrics.observe_error("INTERNAL")
             logger.exception("%s failed: unexpected error", state.request_id)
-            raise PdserveError(
+            defect = PdserveError(
                 f"internal error; its log entry is under request id {state.request_id}"
-            ) from None
+            )
+            self.metrics.observe_error(defect)
+            raise defect from None
         return self._finished(state)
 
     def _finished(self, state: RequestState) -> GenerationStats:
@@ -141,7 +142,8 @@ class Pipeline:
         self.metrics.observe_request(
             stats.timeline,
             prompt_tokens=stats.prompt_tokens,
-            completion_tokens=stats.completion_tokens,
+            generated=state.generated,
+            max_tokens=state.request.sampling.max_tokens,
             finish_reasons=state.finish_reasons,
         )
         self.metrics.itl.observe_all(state.token_gaps)

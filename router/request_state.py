@@ -45,7 +45,7 @@ class RequestState:
         self._vocab_size = vocab_size
         self._start = monotonic()
         self._timeline: dict[str, Any] = {}  # its fields
-        self._num_tokens = 0
+        self.generated = [0] * request.n  # tokens of each choice
         self._last_token: dict[int, float] = {}
         self._outputs: dict[int, list[int]] = {choice: [] for choice in range(request.n)}
         self._open = {
@@ -181,7 +181,7 @@ class RequestState:
         timeline = Timeline(**self._timeline, migrations=self.retries.failures)
         return GenerationStats(
             prompt_tokens=len(self.request.prompt_token_ids),
-            completion_tokens=self._num_tokens,
+            completion_tokens=sum(self.generated),
             cached_tokens=timeline.cached_tokens,
             timeline=timeline,
         )
@@ -193,7 +193,7 @@ class RequestState:
         if choice in self._last_token and num_tokens:
             self.token_gaps += [(now - self._last_token[choice]) / num_tokens] * num_tokens
         self._last_token[choice] = now
-        self._num_tokens += num_tokens
+        self.generated[choice] += num_tokens
 
 
 def bad_token(role: str, fault: str) -> NodeError:

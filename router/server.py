@@ -12,6 +12,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pdserve.common.config.router import RouterConfig
+from pdserve.common.obs.exposition import ROUTER_NAMES, Exposition
 from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.common.obs.process import propagate_failure, serve_until_stopped, write_ports
 from pdserve.common.rpc.auth import ROUTER, new_node_id
@@ -75,22 +76,25 @@ class Router:
         self._channels = self._credentials.channels()
         self._model = model = load_served_model(config.model)
         self._registry = Registry(routing)
-        metrics = RouterMetrics()
+        metrics = RouterMetrics(model.max_model_len)
         self._pipeline = Pipeline(
             routing, self._registry, model.tokenizer, self._channels, metrics, model.vocab_size
         )
         metrics.registry.register(PipelineCollector(self._pipeline))
+        prefix = config.observability.metrics_prefix
+        shown = Exposition(metrics.registry, model.name, prefix, ROUTER_NAMES)
         trust = server.trust_request_chat_template
         self._workers = PreprocessWorkers(Spec(asdict(config.model), asdict(config.log), trust))
         self._serving = Serving(
             pipeline=self._pipeline,
             model=model,
+            metrics=metrics,
             keys=APIKeys(server.api_key, salted=server.cache_salt_per_key),
             trust_request_chat_template=trust,
             workers=self._workers,
         )
         bodies = Bodies(server.max_body_size, routing.queue_timeout, routing.max_client_share)
-        self._app = make_app(self._serving, metrics.registry, server.max_body_size, bodies)
+        self._app = make_app(self._serving, shown, server.max_body_size, bodies)
         self._grpc = self._inference_server()
         self._registrations = self._registry_server()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -192,12 +196,12 @@ class PipelineCollector(Collector):
             ("num_requests_running", "Requests being served", admission.running),
             ("num_requests_waiting", "Requests waiting for a place", admission.waiting),
         ):
-            yield GaugeMetricFamily(f"pdserve:{name}", help, value)
-        nodes = GaugeMetricFamily("pdserve:nodes", "Registered nodes", labels=("role", "state"))
+            yield GaugeMetricFamily(f"pdserve_{name}", help, value)
+        nodes = GaugeMetricFamily("pdserve_nodes", "Registered nodes", labels=("role", "state"))
         for labels, count in self._pipeline.view.counts().items():
             nodes.add_metric(labels, count)
         yield nodes
-        trips = GaugeMetricFamily("pdserve:breaker_trips", "Breakers opened on present nodes")
+        trips = GaugeMetricFamily("pdserve_breaker_trips", "Breakers opened on present nodes")
         nodes_now = self._pipeline.registry.nodes()
         trips.add_metric((), sum(node.breaker.trips for node in nodes_now))
         yield trips

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.router.admission import Batch
 from pdserve.router.auth import APIKeys
 from pdserve.router.generation import GenerationRequest
@@ -47,6 +48,7 @@ class Serving:
 
     pipeline: Pipeline
     model: ServedModel
+    metrics: RouterMetrics = field(default_factory=RouterMetrics)
     keys: APIKeys = field(default_factory=APIKeys)
     trust_request_chat_template: bool = False
     workers: PreprocessWorkers | None = None  # without them threads take large bodies, too

@@ -162,6 +162,7 @@ class Cluster:
             model=self.config.engine.model,
             routing=self.config.routing,
             log=self.config.log,
+            observability=self.config.observability,
         )
         command = [*self.programs["router"], *to_flags(config)]
         return ChildSpec("router", command, to_environment(config))
@@ -182,6 +183,7 @@ class Cluster:
             "auth": self._auth,
             "engine": engine,
             "log": config.log,
+            "observability": config.observability,
         }
         if role_of(name) == "both":
             return BothNodeConfig(**parts)

@@ -13,7 +13,14 @@ from pdserve.common.config.node import (
     TransferConfig,
 )
 from pdserve.common.config.router import RoutingConfig, ServerConfig
-from pdserve.common.config.shared import AuthConfig, LogConfig, TLSConfig, option, same_option
+from pdserve.common.config.shared import (
+    AuthConfig,
+    LogConfig,
+    ObservabilityConfig,
+    TLSConfig,
+    option,
+    same_option,
+)
 from pdserve.common.core.errors import ConfigError
 
 
@@ -61,6 +68,7 @@ class ClusterConfig:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
 
     def __post_init__(self) -> None:
         nodes = self.nodes

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdserve.common.config.shared import PORT, AuthConfig, LogConfig, TLSConfig, option
+from pdserve.common.config.shared import (
+    PORT,
+    AuthConfig,
+    LogConfig,
+    ObservabilityConfig,
+    TLSConfig,
+    option,
+)
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.sampling import MAX_LOGPROBS
 
@@ -167,14 +174,14 @@ class MachineConfig:
 
     peak_tflops: float | None = option(
         None,
-        "10¹² FLOPs a second of a rank in large products of matrices, of which pdserve:mfu is a "
+        "10¹² FLOPs a second of a rank in large products of matrices, of which pdserve_mfu is a "
         "share (default: measured at start, as far as others leave the machine alone)",
         minimum=0.001,
     )
     peak_bandwidth: float | None = option(
         None,
         "10⁹ bytes a second that a rank reads from memory, of which "
-        "pdserve:bandwidth_utilisation is a share (default: measured at start)",
+        "pdserve_bandwidth_utilisation is a share (default: measured at start)",
         minimum=0.001,
     )
 
@@ -253,6 +260,7 @@ class BothNodeConfig:
     auth: AuthConfig = field(default_factory=AuthConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pdserve.common.config.node import ModelConfig
-from pdserve.common.config.shared import PORT, AuthConfig, LogConfig, TLSConfig, option
+from pdserve.common.config.shared import (
+    PORT,
+    AuthConfig,
+    LogConfig,
+    ObservabilityConfig,
+    TLSConfig,
+    option,
+)
 from pdserve.common.core.errors import ConfigError
 
 
@@ -141,3 +148,4 @@ class RouterConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)

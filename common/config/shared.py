@@ -83,3 +83,18 @@ class LogConfig:
     log_format: str = option(
         "text", "text: one readable line; json: one object", choices=("text", "json")
     )
+
+
+PDSERVE, VLLM, BOTH = METRICS_PREFIXES = ("pdserve", "vllm", "both")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservabilityConfig:
+    """Observability"""
+
+    metrics_prefix: str = option(
+        PDSERVE,
+        "names under which /metrics shows what vLLM has, too; pdserve: pdserve_NAME; vllm: "
+        "vllm:NAME, as its dashboards ask; both: both; all else is pdserve_NAME",
+        choices=METRICS_PREFIXES,
+    )

@@ -61,6 +61,7 @@ class PdserveError(Exception):
         self.retryable = self.default_retryable if retryable is None else retryable
         self.param = param
         self.retry_after = retry_after
+        self.counted = False  # it is in the metrics
 
     def __str__(self) -> str:
         return f"[{self.code}, blame={self.blame}] {self.message}"

@@ -27,6 +27,7 @@ from pdserve.common.node.ranks import Ranks, start_replicas, stop_ranks
 from pdserve.common.node.replica import Replica, S, T
 from pdserve.common.node.server import NodeServer
 from pdserve.common.node.utilisation import Utilisation, UtilisationCollector
+from pdserve.common.obs.exposition import NODE_NAMES, Exposition
 from pdserve.common.obs.metrics import NodeMetrics
 from pdserve.common.obs.process import serve_until_stopped
 from pdserve.common.rpc.auth import new_node_id
@@ -169,9 +170,9 @@ class EngineNode(ABC, Generic[S, T]):
         for replica in self.replicas:
             self.spawn(replica.engine.run())
         self.spawn(self._watch())
-        await self.server.start(
-            self._info(), self.load, self.metrics.registry, self.ready, self.spawn
-        )
+        prefix = self.config.observability.metrics_prefix
+        shown = Exposition(self.metrics.registry, self.facts.name, prefix, NODE_NAMES)
+        await self.server.start(self._info(), self.load, shown, self.ready, self.spawn)
 
     async def _drain(self) -> None:
         """The router is told first: what it has placed until then is still taken."""

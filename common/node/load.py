@@ -72,7 +72,7 @@ GAUGES: tuple[tuple[str, str, Read], ...] = (
         lambda s: 1 - s.pool.num_free / s.pool.num_blocks,
     ),
     ("kv_blocks_free", "KV blocks nobody holds", lambda s: s.pool.num_free),
-    ("kv_blocks_total", "KV blocks", lambda s: s.pool.num_blocks),
+    ("kv_blocks", "KV blocks", lambda s: s.pool.num_blocks),
 )
 COUNTERS: tuple[tuple[str, str, Read], ...] = (
     ("num_preemptions", "Sequences set back to waiting", lambda s: s.num_preemptions),
@@ -85,8 +85,7 @@ COUNTERS: tuple[tuple[str, str, Read], ...] = (
 
 
 class SchedulerCollector(Collector):
-    """Names follow vLLM's, with the prefix `pdserve:`; so does the label `engine`, the number of
-    the replica."""
+    """The label `engine`, vLLM's, is the number of the replica."""
 
     def __init__(self, schedulers: Sequence[Scheduler]) -> None:
         self._schedulers = schedulers
@@ -94,7 +93,18 @@ class SchedulerCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         for metrics, family in ((GAUGES, GaugeMetricFamily), (COUNTERS, CounterMetricFamily)):
             for name, help, read in metrics:
-                metric = family(f"pdserve:{name}", help, labels=("engine",))
+                metric = family(f"pdserve_{name}", help, labels=("engine",))
                 for engine, scheduler in enumerate(self._schedulers):
                     metric.add_metric((str(engine),), read(scheduler))
                 yield metric
+        yield self._config()
+
+    def _config(self) -> Metric:
+        labels = ("engine", "block_size", "num_gpu_blocks", "enable_prefix_caching")
+        config = GaugeMetricFamily(
+            "pdserve_cache_config_info", "The KV cache's settings, as labels", labels=labels
+        )
+        for engine, pool in enumerate(each.pool for each in self._schedulers):
+            values = (engine, pool.block_size, pool.num_blocks, pool.prefix_caching)
+            config.add_metric(list(map(str, values)), 1)
+        return config

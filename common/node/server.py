@@ -11,7 +11,7 @@ from time import monotonic
 from typing import Any
 
 import grpc
-from prometheus_client import CollectorRegistry
+from prometheus_client.registry import Collector
 
 from pdserve.common.config.node import NodeConfig
 from pdserve.common.obs.http import MetricsServer, Readiness, bind_metrics, start_metrics_server
@@ -70,7 +70,7 @@ class NodeServer:
         self,
         info: pb.NodeInfo,
         load: Callable[[], pb.NodeLoad],
-        metrics: CollectorRegistry,
+        metrics: Collector,
         ready: Readiness,
         spawn: Spawn,
     ) -> None:

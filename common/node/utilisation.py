@@ -74,7 +74,7 @@ class Utilisation:
 
 
 class UtilisationCollector(Collector):
-    """Names of counters are vLLM's, with the prefix `pdserve:`; so is the label `engine`."""
+    """Names of counters are vLLM's, and so is the label `engine`."""
 
     def __init__(self, replicas: Sequence[Utilisation]) -> None:
         self._replicas = replicas
@@ -109,7 +109,7 @@ class UtilisationCollector(Collector):
             ("write_bytes", "KV written by a rank", [written for _, written in totals]),
         ):
             found = CounterMetricFamily(
-                f"pdserve:estimated_{name}_per_gpu", f"{help}, by arithmetic", labels=("engine",)
+                f"pdserve_estimated_{name}_per_gpu", f"{help}, by arithmetic", labels=("engine",)
             )
             for engine, value in enumerate(values):
                 found.add_metric((str(engine),), value)
@@ -117,7 +117,7 @@ class UtilisationCollector(Collector):
 
 
 def _gauge(name: str, help: str, values: Sequence[float]) -> Metric:
-    found = GaugeMetricFamily(f"pdserve:{name}", help, labels=("engine",))
+    found = GaugeMetricFamily(f"pdserve_{name}", help, labels=("engine",))
     for engine, value in enumerate(values):
         found.add_metric((str(engine),), value)
     return found

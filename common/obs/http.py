@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.registry import Collector
 
 from pdserve.common.core.host import bind, cannot_listen
+from pdserve.common.obs.exposition import exposed
 
 _PURPOSE = ("metrics", "--metrics-port")
 
@@ -17,12 +19,12 @@ Readiness = Callable[[], tuple[bool, str]]
 """(can this process produce tokens now, why or why not)"""
 
 
-def observability_routes(registry: CollectorRegistry, ready: Readiness) -> list[web.RouteDef]:
+def observability_routes(registry: Collector, ready: Readiness) -> list[web.RouteDef]:
     """The three routes, for the router's own application as for a node's `MetricsServer`."""
 
     async def metrics(request: web.Request) -> web.Response:
         return web.Response(
-            body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
+            body=exposed(registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4}
         )
 
     async def health(request: web.Request) -> web.Response:
@@ -62,7 +64,7 @@ def bind_metrics(host: str, port: int) -> socket.socket:
 
 
 async def start_metrics_server(
-    bound: socket.socket, registry: CollectorRegistry, ready: Readiness
+    bound: socket.socket, registry: Collector, ready: Readiness
 ) -> MetricsServer:
     """Serves the three routes on what `bind_metrics` took, which becomes the server's.
 

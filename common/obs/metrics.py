@@ -1,4 +1,4 @@
-"""Prometheus metrics of the roles. Names and units follow vLLM's, with the prefix `pdserve:`.
+"""Prometheus metrics of the roles. Names, units and buckets are vLLM's where it has the same.
 
 What happens is counted here; what merely is (queue lengths, blocks, nodes) is read by collectors
 when it is scraped. Each object owns its registry: two clusters, or a test's many nodes, live in
@@ -18,15 +18,21 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from pdserve.common.core.errors import TransferError
+from pdserve.common.core.errors import PdserveError, TransferError
 from pdserve.common.core.request import FinishReason, Timeline
 
+# vLLM's.
+FIRST_TOKEN_SECONDS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
+    80, 160, 640, 2560,
+)  # fmt: skip
 TOKEN_SECONDS = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10,
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
 )  # fmt: skip
 REQUEST_SECONDS = (
-    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 5, 10, 20, 40, 80, 160, 320,
+    0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
 )  # fmt: skip
+CHOICES = (1, 2, 5, 10, 20)
 TRANSFER_SECONDS = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10,
 )  # fmt: skip
@@ -34,30 +40,32 @@ BALANCEDNESS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
 
 
 class _Metrics:
-    """A registry and short constructors for what goes into it."""
+    """A registry and short constructors for what goes into it. `Exposition` is how it is shown."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
 
     def _counter(self, name: str, help: str, *labels: str) -> Counter:
-        return Counter(f"pdserve:{name}", help, labels, registry=self.registry)
+        return Counter(f"pdserve_{name}", help, labels, registry=self.registry)
 
     def _histogram(self, name: str, help: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(f"pdserve:{name}", help, registry=self.registry, buckets=buckets)
+        return Histogram(f"pdserve_{name}", help, registry=self.registry, buckets=buckets)
 
 
 class RouterMetrics(_Metrics):
     """What clients see: latencies, tokens, outcomes."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_model_len: int = 2**17) -> None:
+        """`max_model_len`: the largest bucket of what counts tokens."""
         super().__init__()
+        tokens = one_two_five(max_model_len)
         self.prompt_tokens = self._counter("prompt_tokens_total", "Prompt tokens of requests")
         self.generation_tokens = self._counter("generation_tokens_total", "Tokens generated")
         self.ttft = self._histogram(
-            "time_to_first_token_seconds", "Acceptance to first token", REQUEST_SECONDS
+            "time_to_first_token_seconds", "Acceptance to first token", FIRST_TOKEN_SECONDS
         )
         self.itl = BulkHistogram(
-            "pdserve:inter_token_latency_seconds", "Between tokens of a choice", TOKEN_SECONDS
+            "pdserve_inter_token_latency_seconds", "Between tokens of a choice", TOKEN_SECONDS
         )
         self.registry.register(self.itl)
         self.tpot = self._histogram(
@@ -68,13 +76,36 @@ class RouterMetrics(_Metrics):
             "e2e_request_latency_seconds", "Acceptance to last token", REQUEST_SECONDS
         )
         self.queue_time = self._histogram(
-            "request_queue_time_seconds", "Acceptance to placement", REQUEST_SECONDS
+            "request_queue_time_seconds", "Waiting in the router and on the node that prefills",
+            REQUEST_SECONDS,
+        )  # fmt: skip
+        self.prefill_time = self._histogram(
+            "request_prefill_time_seconds", "Computing the prompt, between others", REQUEST_SECONDS
         )
+        self.decode_time = self._histogram(
+            "request_decode_time_seconds", "First token to last", REQUEST_SECONDS
+        )
+        self.inference_time = self._histogram(
+            "request_inference_time_seconds", "The two before together", REQUEST_SECONDS
+        )
+        self.request_prompt_tokens = self._histogram(
+            "request_prompt_tokens", "Prompt tokens of a request", tokens
+        )
+        self.request_generation_tokens = self._histogram(
+            "request_generation_tokens", "Tokens generated for a choice", tokens
+        )
+        self.max_generation_tokens = self._histogram(
+            "request_max_num_generation_tokens", "Those of a request's longest choice", tokens
+        )
+        self.max_tokens = self._histogram(
+            "request_params_max_tokens", "A request's max_tokens", tokens
+        )
+        self.choices = self._histogram("request_params_n", "A request's n", CHOICES)
         self.finished = self._counter(
             "request_success_total", "Choices finished, by reason", "finished_reason"
         )
         self.requests = self._counter(
-            "requests_total", "Requests ended: OK, or the error's code", "code"
+            "requests_total", "Requests ended: OK, or the error's code, refused ones too", "code"
         )
 
         self.migrations = self._counter(
@@ -88,27 +119,46 @@ class RouterMetrics(_Metrics):
         timeline: Timeline,
         *,
         prompt_tokens: int,
-        completion_tokens: int,
+        generated: Sequence[int],
+        max_tokens: int,
         finish_reasons: Sequence[FinishReason],
     ) -> None:
-        """A request whose every choice finished; `completion_tokens` is the sum over choices."""
+        """A request whose every choice finished; `generated` are the tokens of each."""
         self.requests.labels("OK").inc()
         self.prompt_tokens.inc(prompt_tokens)
-        self.generation_tokens.inc(completion_tokens)
+        self.generation_tokens.inc(sum(generated))
         for reason in finish_reasons:
             self.finished.labels(reason.value).inc()
+        for count in generated:
+            self.request_generation_tokens.observe(count)
+        self.request_prompt_tokens.observe(prompt_tokens)
+        self.max_generation_tokens.observe(max(generated, default=0))
+        self.max_tokens.observe(max_tokens)
+        self.choices.observe(len(generated))
+        self._observe_times(timeline, sum(generated), len(generated))
+
+    def _observe_times(self, line: Timeline, num_tokens: int, num_choices: int) -> None:
+        queue = None if line.queued is None else line.queued + line.prefill_queue_seconds
+        decode = None
+        if line.first_token is not None and line.finished is not None:
+            decode = line.finished - line.first_token
         for histogram, seconds in (
-            (self.queue_time, timeline.queued),
-            (self.ttft, timeline.first_token),
-            (self.e2e, timeline.finished),
-            (self.tpot, time_per_output_token(timeline, completion_tokens, len(finish_reasons))),
+            (self.queue_time, queue),
+            (self.ttft, line.first_token),
+            (self.e2e, line.finished),
+            (self.prefill_time, line.prefill_seconds),
+            (self.decode_time, decode),
+            (self.inference_time, line.prefill_seconds + (decode or 0.0)),
+            (self.tpot, time_per_output_token(line, num_tokens, num_choices)),
         ):
             if seconds is not None:
                 histogram.observe(seconds)
 
-    def observe_error(self, code: str) -> None:
-        """A request that ended with a typed error (`PdserveError.code`)."""
-        self.requests.labels(code).inc()
+    def observe_error(self, error: PdserveError) -> None:
+        """A request that ended with a typed error, wherever it is seen first."""
+        if not error.counted:
+            error.counted = True
+            self.requests.labels(error.code).inc()
 
 
 class NodeMetrics(_Metrics):
@@ -140,10 +190,10 @@ class NodeMetrics(_Metrics):
         self.transfer_events = TransferEvents()
         self.registry.register(self.transfer_events)
         self.healthy = Gauge(
-            "pdserve:healthy", "1 while this node can produce tokens", registry=self.registry
+            "pdserve_healthy", "1 while this node can produce tokens", registry=self.registry
         )
         self.engine_healthy = Gauge(
-            "pdserve:engine_healthy", "1 while this replica of the node can produce tokens",
+            "pdserve_engine_healthy", "1 while this replica of the node can produce tokens",
             ("engine",), registry=self.registry,
         )  # fmt: skip
 
@@ -201,17 +251,23 @@ class TransferEvents(Collector):
 
     def follow(self, counts: Callable[[], Mapping[str, int]]) -> None:
         """From now on `counts()` is asked: occurrences by event. Names must be bounded: codes
-        and states, no ids. "bytes" is left out; `pdserve:kv_transfer_bytes_total` has them."""
+        and states, no ids. "bytes" is left out; `pdserve_kv_transfer_bytes_total` has them."""
         self._counts = counts
 
     def collect(self) -> Iterator[Metric]:
         events = CounterMetricFamily(
-            "pdserve:kv_transfer_events", "Events of KV hand-offs, late ones too", labels=("event",)
+            "pdserve_kv_transfer_events", "Events of KV hand-offs, late ones too", labels=("event",)
         )
         for event, count in sorted(self._counts().items()):
             if event != "bytes":
                 events.add_metric((event,), count)
         yield events
+
+
+def one_two_five(highest: int) -> tuple[int, ...]:
+    """1, 2, 5, 10, 20 … up to `highest`: vLLM's buckets of tokens."""
+    steps = (digit * 10**power for power in range(len(str(highest))) for digit in (1, 2, 5))
+    return tuple(step for step in steps if step <= highest)
 
 
 def time_per_output_token(

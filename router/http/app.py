@@ -8,15 +8,21 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from aiohttp import hdrs, web
-from prometheus_client import CollectorRegistry
+from prometheus_client.registry import Collector
 
-from pdserve.common.core.errors import InvalidRequest
+from pdserve.common.core.errors import InvalidRequest, PdserveError
 from pdserve.common.core.request import is_plain_id, new_request_id
 from pdserve.common.obs.logging import request_id_var
 from pdserve.router.auth import HEADER as AUTHORIZATION
 from pdserve.router.http import chat, completions, info
 from pdserve.router.http.connection import connection_of
-from pdserve.router.http.encoding import as_typed, error_response, http_error_response, stopping
+from pdserve.router.http.encoding import (
+    as_typed,
+    code_of,
+    error_response,
+    http_error_response,
+    stopping,
+)
 from pdserve.router.http.info import REGISTRY
 from pdserve.router.http.request import BODIES, SERVING, Bodies
 from pdserve.router.http.response import TIMELINE_HEADER
@@ -51,7 +57,7 @@ TRAFFIC = web.AppKey("traffic", Traffic)
 
 def make_app(
     serving: Serving,
-    registry: CollectorRegistry,
+    registry: Collector,
     max_body_size: int,
     bodies: Bodies | None = None,
 ) -> web.Application:
@@ -95,18 +101,27 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
     try:
         return await handler(request)
     except web.HTTPException as error:
-        return http_error_response(error)
+        response = http_error_response(error)
+        _count(request, PdserveError(response.reason, code=code_of(error)))
+        return response
     except web.RequestPayloadError as error:  # broken chunks or compression
-        return error_response(InvalidRequest(f"the body cannot be read: {error}"))
+        refused: PdserveError = InvalidRequest(f"the body cannot be read: {error}")
     except ConnectionError:  # the client is gone: nobody reads this, and nobody logs it
         return web.Response(status=499)
     except asyncio.CancelledError:
         if request.transport is None or request.transport.is_closing():
             raise
-        # The client is there, so it is this server that stops.
-        return error_response(stopping())
+        refused = stopping()  # the client is there, so it is this server that stops
     except Exception as error:
-        return error_response(as_typed(error))
+        refused = as_typed(error)
+    _count(request, refused)
+    return error_response(refused)
+
+
+def _count(request: web.Request, error: PdserveError) -> None:
+    """A request for tokens that came to nothing, perhaps before it was one."""
+    if request.method == hdrs.METH_POST and request.path.startswith("/v1/"):
+        request.app[SERVING].metrics.observe_error(error)
 
 
 @web.middleware

@@ -92,11 +92,15 @@ def error_response(error: PdserveError) -> web.Response:
 
 def http_error_response(error: web.HTTPException) -> web.Response:
     """aiohttp's own errors: unknown path, wrong method, too large a body, …"""
-    phrase = HTTPStatus(error.status).phrase
-    message = _MESSAGES.get(error.status) or error.text or phrase
-    body = _body(error.status, message, None, phrase.lower().replace(" ", "_"))
+    message = _MESSAGES.get(error.status) or error.text or HTTPStatus(error.status).phrase
+    body = _body(error.status, message, None, code_of(error).lower())
     allow = error.headers.get("Allow")
     return json_response(body, status=error.status, headers={"Allow": allow} if allow else {})
+
+
+def code_of(error: web.HTTPException) -> str:
+    """As those of `PdserveError`."""
+    return HTTPStatus(error.status).phrase.upper().replace(" ", "_")
 
 
 def as_typed(error: Exception) -> PdserveError:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.registry import Collector
 
 import pdserve
 from pdserve.common.core.errors import Unavailable
+from pdserve.common.obs.exposition import exposed
 from pdserve.router.http.encoding import error_response, json_response
 from pdserve.router.http.request import SERVING, preprocess
 from pdserve.router.served_model import ServedModel
 
-REGISTRY = web.AppKey("registry", CollectorRegistry)
+REGISTRY = web.AppKey("registry", Collector)
 
 
 async def tokenize(request: web.Request) -> web.Response:
@@ -55,7 +56,7 @@ async def ready(request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    text = generate_latest(request.app[REGISTRY])
+    text = exposed(request.app[REGISTRY])
     return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
 

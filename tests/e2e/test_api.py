@@ -675,8 +675,9 @@ def test_what_the_server_tells_of_itself(cluster: Cluster) -> None:
     assert len(state["pairings"]) == 1
     metrics = cluster.get("/metrics")
     assert metrics.headers["Content-Type"].startswith("text/plain; version=0.0.4")
-    assert 'pdserve:requests_total{code="OK"}' in metrics.text
-    assert 'pdserve:nodes{role="decode",state="ready"} 1.0' in metrics.text
+    assert f'pdserve_requests_total{{code="OK",model_name="{MODEL}"}}' in metrics.text
+    ready = f'pdserve_nodes{{model_name="{MODEL}",role="decode",state="ready"}} 1.0'
+    assert ready in metrics.text
 
 
 def test_the_timeline_tells_the_stations_in_order(cluster: Cluster) -> None:

@@ -75,9 +75,9 @@ def test_a_timeline_says_that_nothing_was_handed_over(up: Cluster) -> None:
 
 def test_choices_share_one_prefill(up: Cluster) -> None:
     (node,) = up.nodes()
-    before = node_metrics(node)["pdserve:prompt_tokens_total"]
+    before = node_metrics(node)["pdserve_prompt_tokens_total"]
     up.complete([11, *PROMPT], **SEVERAL)
-    computed = node_metrics(node)["pdserve:prompt_tokens_total"] - before
+    computed = node_metrics(node)["pdserve_prompt_tokens_total"] - before
     assert computed < len(PROMPT) + 3 * 16, "the others compute what is after its last full block"
 
 

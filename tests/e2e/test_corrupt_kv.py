@@ -102,11 +102,11 @@ def test_no_fault_becomes_a_token(cluster: WarmCluster, cases: dict[Prompt, str]
 
 
 def event(name: str) -> str:
-    return f'pdserve:kv_transfer_events_total{{event="{name}"}}'
+    return f'pdserve_kv_transfer_events_total{{event="{name}"}}'
 
 
 def outcome(code: str) -> str:
-    return f'pdserve:kv_transfers_total{{outcome="{code}"}}'
+    return f'pdserve_kv_transfers_total{{outcome="{code}"}}'
 
 
 def test_without_digests_tokens_are_wrong(cluster: WarmCluster, cases: dict[Prompt, str]) -> None:

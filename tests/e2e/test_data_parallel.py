@@ -55,7 +55,7 @@ def check_until(cluster: WarmCluster, done: Callable[[], bool]) -> None:
 def counts(node: dict[str, Any], name: str) -> list[float]:
     """A counter of each replica."""
     engines = range(node["data_parallel_size"])
-    return [node_metrics(node, engine)[f"pdserve:{name}_total"] for engine in engines]
+    return [node_metrics(node, engine)[f"pdserve_{name}_total"] for engine in engines]
 
 
 def all_used(node: dict[str, Any]) -> bool:
@@ -132,5 +132,5 @@ def test_a_rank_dies_and_its_node_with_it(cluster: WarmCluster) -> None:
     cluster.wait_for(lambda: cluster.exit_code(pid) == 1)
     assert len(ranks) == 2 and not any(rank.is_running() for rank in ranks)
     assert f": rank 0 (pid {ranks[1].pid}) was killed by SIGKILL" in cluster.log()
-    assert "pdserve:request_migrations_total{" in cluster.get("/metrics").text
+    assert "pdserve_request_migrations_total{" in cluster.get("/metrics").text
     cluster.wait_idle(60)

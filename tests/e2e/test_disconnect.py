@@ -39,7 +39,7 @@ def cluster() -> Iterator[Cluster]:
 
 def load(cluster: Cluster, role: str, name: str) -> float:
     (node,) = cluster.nodes(role)
-    return node_metrics(node)[f"pdserve:{name}"]
+    return node_metrics(node)[f"pdserve_{name}"]
 
 
 def prefilling(cluster: Cluster) -> bool:

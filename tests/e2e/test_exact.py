@@ -152,6 +152,6 @@ def test_without_a_prefix_cache_the_tokens_are_the_same() -> None:
             expected = reference.greedy(folder, case, NUM_TOKENS)
             assert Asker(cluster).whole(case) == reference.decode(folder, expected)
         assert all(
-            node_metrics(node)["pdserve:prefix_cache_hits_total"] == 0 for node in cluster.nodes()
+            node_metrics(node)["pdserve_prefix_cache_hits_total"] == 0 for node in cluster.nodes()
         )
         cluster.wait_idle()

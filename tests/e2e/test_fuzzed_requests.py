@@ -145,7 +145,7 @@ def test_no_request_hurts_another(cluster: WarmCluster) -> None:
 
 def sampled(cluster: WarmCluster) -> float:
     """Tokens that all nodes have drawn since they started."""
-    return sum(node_metrics(node)["pdserve:generation_tokens_total"] for node in cluster.nodes())
+    return sum(node_metrics(node)["pdserve_generation_tokens_total"] for node in cluster.nodes())
 
 
 def test_a_stop_string_ends_its_choice_on_the_node(cluster: WarmCluster) -> None:

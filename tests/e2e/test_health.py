@@ -84,8 +84,8 @@ def check_red(cluster: Cluster, cause: str) -> None:
     ready = cluster.get("/ready")
     assert ready.status_code == 503 and cause in ready.json()["error"]["message"]
     metrics = node_metrics(decode)
-    assert metrics["pdserve:healthy"] == 0
-    assert metrics["pdserve:kv_blocks_free"] < metrics["pdserve:kv_blocks_total"]
+    assert metrics["pdserve_healthy"] == 0
+    assert metrics["pdserve_kv_blocks_free"] < metrics["pdserve_kv_blocks"]
 
 
 def check_green(cluster: Cluster, node_id: str) -> None:
@@ -97,7 +97,7 @@ def check_green(cluster: Cluster, node_id: str) -> None:
     cluster.wait_for(lambda: serves(decode["address"]))
     assert complete(cluster) == expected(cluster, NUM_TOKENS)
     cluster.wait_idle()
-    assert node_metrics(decode)["pdserve:healthy"] == 1
+    assert node_metrics(decode)["pdserve_healthy"] == 1
 
 
 def test_a_rank_that_answers_nothing(cluster: Cluster) -> None:

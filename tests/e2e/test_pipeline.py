@@ -58,7 +58,7 @@ def test_layers_are_cut_unevenly(cluster: WarmCluster) -> None:
 def test_blocks_run_out_while_steps_are_in_flight(cluster: WarmCluster) -> None:
     (node,) = cluster.nodes("decode")
     check_at_once(cluster, [prompt(10 + number, 20) for number in range(8)], num_tokens=150)
-    assert node_metrics(node)["pdserve:num_preemptions_total"] > 0
+    assert node_metrics(node)["pdserve_num_preemptions_total"] > 0
 
 
 def test_clients_leave_while_chunks_are_in_flight(cluster: WarmCluster) -> None:

@@ -67,6 +67,6 @@ def test_a_poisoned_request_ends_alone(cluster: WarmCluster) -> None:
     assert cluster.pids == before and not cluster.crashed()
     for node in cluster.nodes():
         assert node["state"] == "ready"
-        assert node_metrics(node)["pdserve:sequences_failed_total"] > 0
+        assert node_metrics(node)["pdserve_sequences_failed_total"] > 0
     for prompt in STEADY:  # in blocks that the poison was in
         assert steady(cluster, prompt) == expected[prompt]

@@ -98,7 +98,7 @@ def test_the_router_is_replaced(cluster: WarmCluster) -> None:
 def moved(cluster: WarmCluster) -> list[float]:
     """Bytes of KV that nodes have sent or received, in the order of their ids."""
     nodes = sorted(cluster.nodes(), key=lambda node: str(node["node_id"]))
-    return [node_metrics(node)["pdserve:kv_transfer_bytes_total"] for node in nodes]
+    return [node_metrics(node)["pdserve_kv_transfer_bytes_total"] for node in nodes]
 
 
 # ---- two versions ---------------------------------------------------------------------------

@@ -23,7 +23,7 @@ OPTIONS: dict[str, Any] = {"kv_connector": "shared", "kv_lease": 10, "max_model_
 
 def counted(cluster: WarmCluster, role: str, event: str) -> float:
     """Of all nodes of a role, as their metrics have it."""
-    name = f'pdserve:kv_transfer_events_total{{event="{event}"}}'
+    name = f'pdserve_kv_transfer_events_total{{event="{event}"}}'
     return sum(node_metrics(node).get(name, 0.0) for node in cluster.nodes(role))
 
 

@@ -62,14 +62,14 @@ def test_same_prompts_at_once_give_the_reference(clusters: tuple[Cluster, Cluste
 
 def check_preempted(cluster: Cluster) -> None:
     (decode,) = cluster.nodes("decode")
-    assert node_metrics(decode)["pdserve:num_preemptions_total"] > 0
+    assert node_metrics(decode)["pdserve_num_preemptions_total"] > 0
 
 
 def check_nothing_transferred(cluster: Cluster) -> None:
     for node in cluster.nodes():
         metrics = node_metrics(node)
-        assert metrics["pdserve:kv_transfer_bytes_total"] == 0
-        computed = metrics["pdserve:prompt_tokens_total"]
+        assert metrics["pdserve_kv_transfer_bytes_total"] == 0
+        computed = metrics["pdserve_prompt_tokens_total"]
         assert (computed > 0) is (node["role"] == "decode")
 
 

@@ -34,6 +34,7 @@ DEFAULTS = {
     "drain_timeout": 10,
 }
 UP_DEFAULTS = {"queue_timeout": 20, "restart": "no"}  # a death must show
+MODEL_NAME = re.compile(r'model_name="[^"]*"')
 METRIC = re.compile(r'([^#{ ]+)(?:\{(?:engine="(\d+)",?)?(.*)\})? (\S+)')
 
 
@@ -293,13 +294,14 @@ def text_of(stream: Iterator[dict[str, Any]]) -> str:
 
 
 def node_metrics(node: dict[str, Any], engine: int | None = None) -> dict[str, float]:
-    """A node's metrics by name, labels included but for `engine`: those of one replica, or summed
-    over all."""
+    """A node's metrics by name, labels included but for `model_name` and `engine`: those of one
+    replica, or summed over all."""
     text = requests.get(f"http://{node['metrics_address']}/metrics", timeout=10).text
     values: defaultdict[str, float] = defaultdict(float)
     for line in text.splitlines():
-        if found := METRIC.fullmatch(line):
+        if found := METRIC.fullmatch(MODEL_NAME.sub("", line)):
             name, of_engine, rest, value = found.groups()
+            rest = rest and rest.strip(",")
             if engine is None or of_engine in (None, str(engine)):
                 values[f"{name}{{{rest}}}" if rest else name] += float(value)
     return dict(values)
@@ -308,8 +310,8 @@ def node_metrics(node: dict[str, Any], engine: int | None = None) -> dict[str, f
 def is_idle(node: dict[str, Any]) -> bool:
     values = node_metrics(node)
     return (
-        values["pdserve:kv_blocks_free"] == values["pdserve:kv_blocks_total"]
-        and values["pdserve:num_requests_running"] == 0
-        and values["pdserve:num_requests_waiting"] == 0
-        and values["pdserve:num_requests_remote"] == 0
+        values["pdserve_kv_blocks_free"] == values["pdserve_kv_blocks"]
+        and values["pdserve_num_requests_running"] == 0
+        and values["pdserve_num_requests_waiting"] == 0
+        and values["pdserve_num_requests_remote"] == 0
     )

@@ -84,5 +84,5 @@ def check_exact(
         assert answer == expected[number], f"{len(cases[number])} tokens\n{cluster.log()[-3000:]}"
     asker.close()
     for node in (each for role in caching for each in cluster.nodes(role)):
-        assert node_metrics(node)["pdserve:prefix_cache_hits_total"] > 0
+        assert node_metrics(node)["pdserve_prefix_cache_hits_total"] > 0
     cluster.wait_idle()

@@ -92,7 +92,7 @@ async def serve(folder: Path, **options: Any) -> AsyncIterator[Site]:
         tokenizer=tokenizer,
     )
     registry = CollectorRegistry()
-    Counter("pdserve:things", "Things", registry=registry).inc()
+    Counter("pdserve_things", "Things", registry=registry).inc()
     app = make_app(Serving(pipeline=generator, model=model, **options), registry, 64 * 1024)
     server = await HTTPServer.start(app, "127.0.0.1", 0)
     try:

@@ -373,7 +373,7 @@ async def test_a_stalled_replica_is_avoided_until_it_goes_on(
         ready, reason = node.ready()
         assert ready and "replica 0: step" in reason
         assert node.load().healthy and node.load().reason == reason
-        assert [sample("pdserve:engine_healthy", {"engine": e}) for e in "01"] == [0, 1]
+        assert [sample("pdserve_engine_healthy", {"engine": e}) for e in "01"] == [0, 1]
 
         gates[1].open.clear()
         with pytest.raises(NodeError, match="replica 1: step"):
@@ -382,7 +382,7 @@ async def test_a_stalled_replica_is_avoided_until_it_goes_on(
         assert not ready and "replica 0: " in reason and "replica 1: " in reason
         with pytest.raises(NodeError, match=r"replica 0: .*replica 1: "):
             await generate(channel)
-        assert sample("pdserve:healthy") == 0
+        assert sample("pdserve_healthy") == 0
 
         for gate in gates:
             gate.open.set()
@@ -400,7 +400,7 @@ def test_metrics_name_the_replica() -> None:
         for metric in SchedulerCollector([one, two]).collect()
         for sample in metric.samples
     }
-    assert samples["pdserve:kv_blocks_total", "0"] == 16
-    assert samples["pdserve:kv_blocks_total", "1"] == 8
-    assert samples["pdserve:num_requests_waiting", "1"] == 1
-    assert samples["pdserve:prompt_tokens_total", "0"] == 0
+    assert samples["pdserve_kv_blocks", "0"] == 16
+    assert samples["pdserve_kv_blocks", "1"] == 8
+    assert samples["pdserve_num_requests_waiting", "1"] == 1
+    assert samples["pdserve_prompt_tokens_total", "0"] == 0

@@ -105,14 +105,14 @@ async def test_a_node_counts_what_it_computes() -> None:
         flops = cost(prompt).flops + sum(
             cost(StepShape.of([(37 + i, 1)], sampled=1)).flops for i in range(3)
         )
-        counted = sample("pdserve:estimated_flops_per_gpu_total", {"engine": "0"})
+        counted = sample("pdserve_estimated_flops_per_gpu_total", {"engine": "0"})
         assert counted == pytest.approx(flops)
-        assert sample("pdserve:estimated_flops_per_gpu_total", {"engine": "1"}) == 0
-        assert sample("pdserve:mfu", {"engine": "0"}) > 0
-        assert sample("pdserve:mfu", {"engine": "1"}) == 0
-        assert sample("pdserve:bandwidth_utilisation", {"engine": "0"}) > 0
-        assert sample("pdserve:peak_flops_per_second", {"engine": "0"}) > 0
-        written = sample("pdserve:estimated_write_bytes_per_gpu_total", {"engine": "0"})
+        assert sample("pdserve_estimated_flops_per_gpu_total", {"engine": "1"}) == 0
+        assert sample("pdserve_mfu", {"engine": "0"}) > 0
+        assert sample("pdserve_mfu", {"engine": "1"}) == 0
+        assert sample("pdserve_bandwidth_utilisation", {"engine": "0"}) > 0
+        assert sample("pdserve_peak_flops_per_second", {"engine": "0"}) > 0
+        written = sample("pdserve_estimated_write_bytes_per_gpu_total", {"engine": "0"})
         assert written == 40 * COST.footprint.kv_per_token(COST.stage)
 
 

@@ -270,7 +270,7 @@ async def health(node: DecodeNode, channel: grpc.aio.Channel) -> tuple[bool, int
     async with aiohttp.ClientSession() as session, session.get(url) as response:
         status, reason = response.status, (await response.json())["reason"]
     assert node.load().healthy is (status == 200)
-    metric = node.metrics.registry.get_sample_value("pdserve:healthy")
+    metric = node.metrics.registry.get_sample_value("pdserve_healthy")
     assert metric is not None
     return check.status == health_pb2.HealthCheckResponse.SERVING, status, reason, metric
 

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from benchmarks.fleet import free_port
 from pdserve.common.config.shared import LogConfig
-from pdserve.common.core.errors import ConfigError, TransferError
+from pdserve.common.core.errors import ConfigError, Overloaded, TransferError
 from pdserve.common.core.request import FinishReason, Timeline
 from pdserve.common.obs.http import bind_metrics, start_metrics_server
 from pdserve.common.obs.logging import (
@@ -42,7 +42,9 @@ from pdserve.common.obs.metrics import (
 )
 from pdserve.common.obs.process import read_ports, write_ports
 
-FINISHED = Timeline(queued=0.1, first_token=0.5, finished=2.5)
+FINISHED = Timeline(
+    queued=0.1, first_token=0.5, finished=2.5, prefill_queue_seconds=0.2, prefill_seconds=0.2
+)
 
 
 @pytest.fixture
@@ -62,7 +64,7 @@ def record(message: str, level: int = logging.INFO) -> logging.LogRecord:
 
 
 def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
-    return registry.get_sample_value(f"pdserve:{name}", labels)
+    return registry.get_sample_value(f"pdserve_{name}", labels)
 
 
 def test_a_text_line_has_time_level_role_rank_and_request(
@@ -192,10 +194,13 @@ def test_a_request_is_counted_and_timed() -> None:
     metrics.observe_request(
         FINISHED,
         prompt_tokens=7,
-        completion_tokens=10,
+        generated=[4, 6],
+        max_tokens=16,
         finish_reasons=[FinishReason.STOP, FinishReason.LENGTH],
     )
-    metrics.observe_error("OVERLOADED")
+    refused = Overloaded("full")
+    metrics.observe_error(refused)
+    metrics.observe_error(refused)  # seen once more on its way out
     found = metrics.registry
     assert value(found, "requests_total", code="OK") == 1
     assert value(found, "requests_total", code="OVERLOADED") == 1
@@ -204,7 +209,15 @@ def test_a_request_is_counted_and_timed() -> None:
     assert value(found, "request_success_total", finished_reason="stop") == 1
     assert value(found, "time_to_first_token_seconds_sum") == 0.5
     assert value(found, "e2e_request_latency_seconds_sum") == 2.5
-    assert value(found, "request_queue_time_seconds_sum") == 0.1
+    assert value(found, "request_queue_time_seconds_sum") == pytest.approx(0.3)
+    assert value(found, "request_prefill_time_seconds_sum") == 0.2
+    assert value(found, "request_decode_time_seconds_sum") == 2
+    assert value(found, "request_inference_time_seconds_sum") == 2.2
+    assert value(found, "request_prompt_tokens_sum") == 7
+    assert value(found, "request_generation_tokens_bucket", le="5.0") == 1
+    assert value(found, "request_max_num_generation_tokens_sum") == 6
+    assert value(found, "request_params_max_tokens_sum") == 16
+    assert value(found, "request_params_n_sum") == 2
     assert value(found, "request_time_per_output_token_seconds_sum") == 0.5
 
 
@@ -213,7 +226,8 @@ def test_what_did_not_happen_is_not_timed() -> None:
     metrics.observe_request(
         Timeline(first_token=0.5, finished=0.5),
         prompt_tokens=1,
-        completion_tokens=1,
+        generated=[1],
+        max_tokens=1,
         finish_reasons=[FinishReason.LENGTH],
     )
     assert value(metrics.registry, "request_queue_time_seconds_count") == 0
@@ -316,7 +330,7 @@ async def test_routes() -> None:
                 assert response.status == 200
             async with session.get(f"{url}/metrics") as response:
                 assert response.headers["Content-Type"].startswith("text/plain")
-                assert "pdserve:kv_transfer_bytes_total 0.0" in await response.text()
+                assert "pdserve_kv_transfer_bytes_total 0.0" in await response.text()
     finally:
         await server.close()
 

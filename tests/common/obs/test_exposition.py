@@ -1,0 +1,56 @@
+"""The names and labels under which metrics are shown."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.common.obs.exposition import NODE_NAMES, ROUTER_NAMES, Exposition, exposed
+from pdserve.common.obs.metrics import NodeMetrics, RouterMetrics, one_two_five
+
+
+def shown(prefix: str) -> str:
+    metrics = RouterMetrics()
+    metrics.requests.labels("OK").inc()
+    metrics.prompt_tokens.inc(7)
+    metrics.itl.observe_all([0.02])
+    return exposed(Exposition(metrics.registry, 'my "model"', prefix, ROUTER_NAMES)).decode()
+
+
+@pytest.mark.parametrize(
+    ("prefix", "ours", "vllm"),
+    [("pdserve", True, False), ("vllm", False, True), ("both", True, True)],
+)
+def test_what_vllm_has_too_is_shown_as_asked(prefix: str, ours: bool, vllm: bool) -> None:
+    lines = shown(prefix).splitlines()
+    label = r'{model_name="my \"model\""}'
+    assert (f"pdserve_prompt_tokens_total{label} 7.0" in lines) is ours
+    assert (f"vllm:prompt_tokens_total{label} 7.0" in lines) is vllm
+    for name in ("inter_token_latency_seconds", "time_per_output_token_seconds"):
+        assert (f"vllm:{name}_count{label} 1.0" in lines) is vllm
+    assert r'pdserve_requests_total{code="OK",model_name="my \"model\""} 1.0' in lines
+
+
+@pytest.mark.parametrize("prefix", ["pdserve", "vllm", "both"])
+def test_every_series_has_the_model_s_name_and_every_metric_a_prefix(prefix: str) -> None:
+    for line in shown(prefix).splitlines():
+        if not line.startswith("#"):
+            assert line.startswith(("pdserve_", "vllm:")) and "model_name=" in line, line
+
+
+def test_what_has_a_name_in_vllm_exists() -> None:
+    """Those of collectors are looked for where they are scraped (`tests/e2e/test_observed.py`)."""
+    own = {metric.name.removeprefix("pdserve_") for metric in RouterMetrics().registry.collect()}
+    assert ROUTER_NAMES.keys() - own == {"num_requests_running", "num_requests_waiting"}
+    assert not ROUTER_NAMES.keys() & NODE_NAMES.keys(), "a sum over all would count twice"
+
+
+def test_no_gauge_looks_like_a_counter() -> None:
+    for metrics in (RouterMetrics(), NodeMetrics()):
+        for metric in metrics.registry.collect():
+            assert metric.type == "counter" or not metric.name.endswith("_total"), metric.name
+
+
+def test_buckets_of_tokens() -> None:
+    assert one_two_five(1) == (1,)
+    assert one_two_five(128) == (1, 2, 5, 10, 20, 50, 100)
+    assert one_two_five(200)[-1] == 200
