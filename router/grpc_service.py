@@ -100,6 +100,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._model.check_name(request.model or None)
         token_ids = await self._prompt(request, client)
         given = convert.fields_set(request.sampling)
+        if "structured_outputs" in given:
+            raise InvalidRequest(
+                "structured output is not compiled yet", param="structured_outputs"
+            )
         max_tokens = self._model.fit_max_tokens(
             len(token_ids), given.get("max_tokens"), DEFAULT_MAX_TOKENS, "prompt"
         )

@@ -32,6 +32,7 @@ from pdserve.common.config.node import ModelConfig
 from pdserve.common.config.shared import LogConfig
 from pdserve.common.core import errors
 from pdserve.common.core.errors import InvalidRequest, Overloaded, PdserveError
+from pdserve.common.core.structured import StructuredOutput
 from pdserve.common.obs.logging import setup_logging
 from pdserve.router.fair_share import FairShare
 from pdserve.router.http.preprocess import KINDS, Preprocessed, Preprocessor, parse
@@ -50,7 +51,11 @@ _MAX_REPLY = 2**30  # bytes
 MAX_MEMORY = 2 * 2**30  # bytes of data; a body that needs more kills this process only
 KEEP_MEMORY = 512 * 2**20  # bytes at its peak, above which the process ends after its answer
 MAX_FIELDS = 64 * 1024  # bytes of JSON that are neither prompt, nor messages, nor template
-_CONSUMED = {"prompt", "messages", "tokens", "chat_template", "chat_template_kwargs", "tools"}
+_CONSUMED = {
+    "prompt", "messages", "tokens", "chat_template", "chat_template_kwargs", "tools",
+    "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
+    "guided_grammar", "guided_whitespace_pattern",
+}  # fmt: skip
 _PLACEHOLDERS: dict[str, dict[str, Any]] = {
     "completion": {"prompt": ""},
     "chat": {"messages": []},
@@ -73,6 +78,7 @@ class Reply:
     body: bytes = b""  # JSON, without what has become token ids or text
     prompts: tuple[bytes, ...] = ()  # arrays of 32 bits
     texts: tuple[str, ...] = ()
+    structured: StructuredOutput | None = None
     unknown: tuple[str, ...] = ()
     error: dict[str, Any] | None = None  # the class's name and the arguments of a PdserveError
 
@@ -111,7 +117,7 @@ class PreprocessWorkers:
             raise _error(**reply.error)
         prompts = [_ids(each) for each in reply.prompts]
         body = parse(KINDS[kind][0], reply.body)
-        return Preprocessed(body, prompts, reply.texts, frozenset(reply.unknown))
+        return Preprocessed(body, prompts, reply.texts, reply.structured, frozenset(reply.unknown))
 
     async def close(self) -> None:
         for task in list(self._work):
@@ -247,6 +253,7 @@ def answer(preprocessor: Preprocessor, kind: str, raw: bytes | bytearray) -> Rep
             body=_fields(kind, preprocessed),
             prompts=tuple(array("I", ids).tobytes() for ids in preprocessed.prompts),
             texts=tuple(preprocessed.texts),
+            structured=preprocessed.structured,
             unknown=tuple(name[:64] for name in sorted(preprocessed.unknown)[:100]),
         )
     except PdserveError as error:

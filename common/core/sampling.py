@@ -34,9 +34,11 @@ class Kind(StrEnum):
     TOKEN_ID_LISTS = "lists of token ids"
     BIASES = "token id (as a string) → number"
     OBJECT = "object"
+    OBJECT_OR_TEXT = "object or string"
 
 
 OPENAI, VLLM, PDSERVE = "OpenAI", "vLLM", "pdserve"
+_GUIDED = "older name of what `structured_outputs` has"
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +184,20 @@ PARAMETERS: dict[str, Parameter] = {
         ),
         Parameter(
             "response_format", Kind.OBJECT, OPENAI, default="–",
-            meaning='only `{"type": "text"}`',
+            meaning="`text`, `json_object`, `json_schema` or `structural_tag`: see below",
+        ),
+        Parameter(
+            "structured_outputs", Kind.OBJECT, VLLM, 20, default="–",
+            meaning="`json`, `regex`, `choice`, `grammar` …: see below",
+        ),
+        Parameter("guided_json", Kind.OBJECT_OR_TEXT, VLLM, default="–", meaning=_GUIDED),
+        Parameter("guided_regex", Kind.TEXT, VLLM, default="–", meaning=_GUIDED),
+        Parameter("guided_choice", Kind.TEXTS, VLLM, default="–", meaning=_GUIDED),
+        Parameter("guided_grammar", Kind.TEXT, VLLM, default="–", meaning=_GUIDED),
+        Parameter("guided_whitespace_pattern", Kind.TEXT, VLLM, default="–", meaning=_GUIDED),
+        Parameter(
+            "guided_decoding_backend", Kind.TEXT, VLLM, default="–",
+            meaning="`auto` or `guidance`, which is what there is",
         ),
         Parameter(
             "user", Kind.TEXT, OPENAI, default="–", meaning="accepted, without effect"

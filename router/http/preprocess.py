@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from pdserve.common.core.errors import InvalidRequest
 from pdserve.common.core.sampling import MAX_CHOICES, check_range
+from pdserve.common.core.structured import StructuredOutput
 from pdserve.router.http.schema import (
     SHAPES,
     Body,
@@ -29,6 +30,7 @@ from pdserve.router.http.schema import (
 from pdserve.router.http.unsupported import unknown_fields
 from pdserve.router.sampling import make_choices
 from pdserve.router.served_model import ServedModel
+from pdserve.router.structured import structured_of
 
 MAX_PROMPTS = 1024  # of one body; each waits for a slot of its own
 MAX_BODY_CHOICES = 4096  # prompts × n
@@ -49,6 +51,7 @@ class Preprocessed(Generic[BodyT]):
     body: BodyT
     prompts: Sequence[Sequence[int]]  # token ids
     texts: Sequence[str] = ()  # of the prompts where they are echoed, or of the tokens
+    structured: StructuredOutput | None = None  # what the answer must be
     unknown: frozenset[str] = field(default_factory=frozenset)  # fields no schema has
 
 
@@ -73,8 +76,11 @@ class Preprocessor:
         body = parse(schema, raw)
         unknown = unknown_fields(body.model_extra or {})
         self.model.check_name(body.model)
+        structured = structured_of(body) if isinstance(body, GenerationBody) else None
+        if structured is not None:
+            raise InvalidRequest("structured output is not compiled yet", param=structured.param)
         prompts, texts = preprocess(self, body)
-        return Preprocessed(body, prompts, texts, unknown)
+        return Preprocessed(body, prompts, texts, structured, unknown)
 
 
 def parse(schema: type[BodyT], raw: bytes | bytearray) -> BodyT:
@@ -194,11 +200,6 @@ def check_generation(body: GenerationBody) -> None:
     """What completions and chat have in common."""
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true", param="stream_options")
-    if body.response_format is not None and body.response_format.get("type") != "text":
-        raise InvalidRequest(
-            "response_format must be {'type': 'text'}: structured output is not supported yet",
-            param="response_format",
-        )
 
 
 # ---- chat -----------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ SHAPES = {
     "stop": "a string or a list of strings",
     "content": "a string or a list of parts of type text",
     "tool_choice": "a string or an object",
+    "guided_json": "an object or a string",
 }
 
 
@@ -74,6 +75,7 @@ TYPES: dict[Kind, Any] = {
     Kind.TOKEN_ID_LISTS: Prompts,
     Kind.BIASES: dict[str, Number],
     Kind.OBJECT: dict[str, Any],
+    Kind.OBJECT_OR_TEXT: dict[str, Any] | str,
 }
 _FIELDS: dict[str, Any] = {
     each.name: (TYPES[each.kind] | None, None) for each in PARAMETERS.values() if each.http

@@ -507,7 +507,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"stop": ["a" * i for i in range(1, 258)]}, "stop"),
     ({"stop": ""}, "stop"),
     ({"stop": ["x" * 999 + str(i) for i in range(9)]}, "stop"),
-    ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a"}}, "structured_outputs.regex"),
     ({"guided_json": {}}, "guided_json"),
     ({"prompt_logprobs": 0}, "prompt_logprobs"),
     ({"priority": 1}, "priority"),

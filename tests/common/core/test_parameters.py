@@ -37,6 +37,7 @@ WIRE_TYPES: dict[Kind, tuple[bool, set[int]]] = {  # repeated?, of which types
     Kind.TOKEN_ID_LISTS: (True, {Field.TYPE_MESSAGE}),
     Kind.TOKEN_IDS: (True, {Field.TYPE_UINT32}),
     Kind.BIASES: (True, {Field.TYPE_MESSAGE}),
+    Kind.OBJECT: (False, {Field.TYPE_MESSAGE}),
 }
 # One value of each kind that every parameter of it takes, and one that none does.
 GOOD: dict[Kind, Any] = {
@@ -50,6 +51,7 @@ GOOD: dict[Kind, Any] = {
     Kind.TOKEN_ID_LISTS: [[3], [4, 5]],
     Kind.BIASES: {"3": 0.5},
     Kind.OBJECT: {},
+    Kind.OBJECT_OR_TEXT: "x",
 }
 FOREIGN: dict[Kind, Any] = {
     Kind.INTEGER: "one",
@@ -62,6 +64,7 @@ FOREIGN: dict[Kind, Any] = {
     Kind.TOKEN_ID_LISTS: [3],
     Kind.BIASES: [3],
     Kind.OBJECT: [],
+    Kind.OBJECT_OR_TEXT: 1,
 }
 
 
