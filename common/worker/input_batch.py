@@ -13,6 +13,7 @@ from pdserve.common.core.errors import NodeError
 from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.engine.messages import NewSequence, SequenceDelta, StepDelta
 from pdserve.common.model.attention import BlockIds
+from pdserve.common.worker.staging import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class TokenCounts:
             self.output.scatter_add_(0, ids, torch.ones_like(ids, dtype=self.output.dtype))
 
     def _ids(self, tokens: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(tokens, device=self.output.device)
+        return upload(torch.tensor(tokens), self.output.device)
 
 
 class BadWords:

@@ -9,6 +9,9 @@ same sequence draws the same tokens in any batch, on any rank and any node.
 It is total: whatever logits and parameters are, each row ends as a token of the vocabulary that
 may be chosen, or as a `FailedRow`. All after the model is float64, in which no parameter that fits
 into 32 bits makes a float32 logit overflow; what is NaN or infinite nevertheless stays in its row.
+
+All of it is computed where the logits are, and a GPU's host waits for it once, when everything is
+fetched together: until then no value is looked at and no boolean mask selects.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import torch
 
 from pdserve.common.core.sampling import SampledToken, SamplingParams, TokenLogprobs
 from pdserve.common.worker.input_batch import StepSequence, TokenCounts
+from pdserve.common.worker.staging import fetch, upload
 
 logger = logging.getLogger(__name__)
 
@@ -61,23 +65,51 @@ def _sample(
 ) -> list[SampledToken | FailedRow]:
     params = [params_of(sequence) for sequence in sequences]
     best, tokens = logits.max(dim=-1)  # prefers NaN to any number
-    tops: list[float] = best.tolist()
-    if math.inf in tops:
-        logits = logits.clamp(max=torch.finfo(logits.dtype).max)
-    ids: list[int] = tokens.tolist()
     rows = [row for row, p in enumerate(params) if not p.greedy or _adjusts(sequences[row], p)]
-    possible = [top > -math.inf for top in tops]  # false for NaN
+    asking = [row for row, p in enumerate(params) if p.logprobs is not None]
+    if rows or asking:
+        logits = _finite(logits, best)
+    results = [tokens, best]
     if rows:
-        found = _choose(
-            logits[rows].double(), [sequences[row] for row in rows], [params[row] for row in rows]
+        chosen, allowed = _choose(
+            logits.index_select(0, _indices(rows, logits)).double(),
+            [sequences[row] for row in rows],
+            [params[row] for row in rows],
         )
-        for row, (token, chosen) in zip(rows, found, strict=True):
-            ids[row], possible[row] = int(token), possible[row] and bool(chosen)
-    logprobs = _logprobs(logits, ids, params)
+        where = _indices(rows, logits)
+        tokens[where] = chosen
+        results.append(torch.ones_like(best, dtype=torch.bool).index_copy_(0, where, allowed))
+    if asking:
+        width = min(max(params[row].logprobs or 0 for row in asking), logits.shape[1])
+        results += _logprobs(_select(logits, asking), _select(tokens, asking), width)
+    ids, tops, *more = (each.tolist() for each in fetch(*results))
+    allowed_rows = more.pop(0) if rows else [True] * len(ids)
+    logprobs = dict(zip(asking, zip(*more, strict=True), strict=True)) if asking else {}
     return [
-        SampledToken(ids[row], logprobs[row]) if possible[row] else _failed(tops[row])
-        for row in range(len(ids))
+        SampledToken(ids[row], _told(logprobs[row], p) if row in logprobs else None)
+        if tops[row] > -math.inf and allowed_rows[row]  # false for NaN
+        else _failed(tops[row])
+        for row, p in enumerate(params)
     ]
+
+
+def _finite(logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
+    """Infinite ones as the largest there is. A CPU looks whether there are any, for which a GPU's
+    host would wait."""
+    if logits.device.type == "cpu" and not bool((best == math.inf).any()):
+        return logits
+    return logits.clamp(max=torch.finfo(logits.dtype).max)
+
+
+def _select(tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Those rows; all of them without a copy."""
+    if len(rows) == len(tensor):
+        return tensor
+    return tensor.index_select(0, _indices(rows, tensor))
+
+
+def _indices(rows: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    return upload(torch.tensor(rows, dtype=torch.int64), like.device)
 
 
 def _failed(top: float) -> FailedRow:
@@ -95,20 +127,20 @@ def params_of(sequence: StepSequence) -> SamplingParams:
 
 def _choose(
     scores: torch.Tensor, sequences: Sequence[StepSequence], params: Sequence[SamplingParams]
-) -> list[list[float]]:
-    """For each row of float64 `scores`, which are modified: the token, and 1 unless nothing
-    allows it."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each row of float64 `scores`, which are modified: the token, and whether it may be
+    chosen."""
     scores = adjust(scores, sequences, params)
     best, tokens = scores.max(dim=-1)
-    chosen = best > -torch.inf
+    allowed = best > -math.inf
     if drawn := [row for row, p in enumerate(params) if not p.greedy]:
-        tokens[drawn], chosen[drawn] = draw(
-            scores if len(drawn) == len(params) else scores[drawn],
+        where = _indices(drawn, scores)
+        tokens[where], allowed[where] = draw(
+            _select(scores, drawn),
             [params[row] for row in drawn],
             [sequences[row] for row in drawn],
         )
-    pairs: list[list[float]] = torch.stack((tokens.double(), chosen.double()), dim=1).tolist()
-    return pairs
+    return tokens, allowed
 
 
 # ---- adjusting logits ----
@@ -128,10 +160,10 @@ def adjust(
     if any(biases):
         cells, kept = _cells(biases, logits)
         values = [*chain.from_iterable(bias.values() for bias in biases)]
-        logits[cells] += torch.tensor(values, dtype=logits.dtype)[kept].to(logits.device)
+        logits[cells] += upload(torch.tensor(values, dtype=logits.dtype)[kept], logits.device)
     if penalised := [row for row, p in enumerate(params) if p.penalised]:
-        logits[penalised] = _penalise(
-            logits[penalised],
+        logits[_indices(penalised, logits)] = _penalise(
+            _select(logits, penalised),
             [sequences[row] for row in penalised],
             [params[row] for row in penalised],
         )
@@ -139,9 +171,11 @@ def adjust(
     if any(banned):
         logits[_cells(banned, logits)[0]] = -torch.inf
     if restricted := [row for row, p in enumerate(params) if p.allowed_token_ids]:
-        forbidden = torch.ones(len(restricted), logits.shape[1], dtype=torch.bool).to(logits.device)
+        shape = len(restricted), logits.shape[1]
+        forbidden = torch.ones(shape, dtype=torch.bool, device=logits.device)
         forbidden[_cells([params[row].allowed_token_ids for row in restricted], logits)[0]] = False
-        logits[restricted] = logits[restricted].masked_fill(forbidden, -torch.inf)
+        where = _indices(restricted, logits)
+        logits[where] = logits[where].masked_fill(forbidden, -torch.inf)
     return logits
 
 
@@ -153,7 +187,7 @@ def _cells(
     tokens = torch.tensor([*chain.from_iterable(named)], dtype=torch.int64)
     rows = torch.arange(len(named)).repeat_interleave(torch.tensor([*map(len, named)]))
     kept = (tokens >= 0) & (tokens < logits.shape[1])
-    return (rows[kept].to(logits.device), tokens[kept].to(logits.device)), kept
+    return (upload(rows[kept], logits.device), upload(tokens[kept], logits.device)), kept
 
 
 def _penalise(
@@ -227,10 +261,10 @@ def _filter_top_k(logits: torch.Tensor, params: Sequence[SamplingParams]) -> tor
     rows = [row for row, p in enumerate(params) if 0 < p.top_k < vocab]
     if not rows:
         return logits
-    ks = torch.tensor([params[row].top_k for row in rows], device=logits.device)
-    values = logits[rows].topk(int(ks.max()), dim=-1).values
-    least = values.gather(1, ks.unsqueeze(1) - 1)
-    logits[rows] = logits[rows].masked_fill(logits[rows] < least, -torch.inf)
+    ks = [params[row].top_k for row in rows]
+    subset = _select(logits, rows)
+    least = subset.topk(max(ks), dim=-1).values.gather(1, _indices(ks, logits).unsqueeze(1) - 1)
+    logits[_indices(rows, logits)] = subset.masked_fill(subset < least, -torch.inf)
     return logits
 
 
@@ -239,8 +273,8 @@ def _filter_top_p(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torc
     if not rows:
         return probs
     share = _column([params[row].top_p for row in rows], probs)
-    subset = probs[rows]
-    width = _TOP_P_WIDTH
+    subset = _select(probs, rows)
+    width = _TOP_P_WIDTH if probs.device.type == "cpu" else probs.shape[1]  # a look is a wait
     while True:
         values = subset.topk(min(width, subset.shape[1]), dim=-1).values
         before = values.cumsum(dim=-1) - values
@@ -249,7 +283,7 @@ def _filter_top_p(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torc
         width *= 16
     kept = (before < share).sum(dim=-1, keepdim=True).clamp(min=1)
     least = values.gather(1, kept - 1)
-    probs[rows] = subset.masked_fill(subset < least, 0.0)
+    probs[_indices(rows, probs)] = subset.masked_fill(subset < least, 0.0)
     return probs
 
 
@@ -289,23 +323,21 @@ def uniform(seed: int, position: int) -> float:
 
 
 def _logprobs(
-    logits: torch.Tensor, ids: Sequence[int], params: Sequence[SamplingParams]
-) -> list[TokenLogprobs | None]:
-    """Of the model's own distribution, before any adjustment, for the rows that ask."""
-    result: list[TokenLogprobs | None] = [None] * len(ids)
-    rows = [row for row, p in enumerate(params) if p.logprobs is not None]
-    if not rows:
-        return result
-    logprobs = logits[rows].log_softmax(dim=-1)
-    chosen = logprobs[range(len(rows)), [ids[row] for row in rows]].tolist()
-    width = min(max(params[row].logprobs or 0 for row in rows), logits.shape[1])
-    values, tokens = (part.tolist() for part in logprobs.topk(width, dim=-1))
-    for i, row in enumerate(rows):
-        top = zip(tokens[i], values[i], strict=True)
-        result[row] = TokenLogprobs(chosen[i], tuple(top)[: params[row].logprobs])
-    return result
+    logits: torch.Tensor, chosen: torch.Tensor, width: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of the `chosen` tokens `[B]`; then the most likely ones' and which these are, `[B, width]`.
+    Of the model's own distribution, before any adjustment."""
+    logprobs = logits.log_softmax(dim=-1)
+    values, tokens = logprobs.topk(width, dim=-1)
+    return logprobs.gather(1, chosen.unsqueeze(1)).squeeze(1), values, tokens
+
+
+def _told(found: tuple[float, list[float], list[int]], params: SamplingParams) -> TokenLogprobs:
+    """A row of `_logprobs`, as far as it was asked for."""
+    logprob, values, tokens = found
+    return TokenLogprobs(logprob, tuple(zip(tokens, values, strict=True))[: params.logprobs])
 
 
 def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
     """`[len(values), 1]`, of the dtype and device of `like`."""
-    return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(1)
+    return upload(torch.tensor(values, dtype=like.dtype), like.device).unsqueeze(1)

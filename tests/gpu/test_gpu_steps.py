@@ -1,0 +1,68 @@
+"""A step on a GPU: what it answers, and that its host waits no oftener than it must."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from pdserve.common.core.sampling import SampledToken, SamplingParams
+from pdserve.common.worker.input_batch import StepSequence, TokenCounts
+from pdserve.common.worker.sampler import sample
+
+CUDA = torch.device("cuda")
+VOCAB = 1000
+PARAMS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 3},
+    {"temperature": 0.7, "top_p": 0.9, "logprobs": 0},
+    {"temperature": 1.3, "top_k": 40, "min_p": 0.01},
+    {"temperature": 1.0, "top_k": 7, "top_p": 0.5},
+    {"temperature": 0.8, "repetition_penalty": 1.2, "presence_penalty": 0.5},
+    {"temperature": 0.0, "logit_bias": {5: 9.0, VOCAB: 1.0}},
+    {"temperature": 1.0, "allowed_token_ids": (3, 4, 5)},
+]
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """torch raises where it would make the host wait for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def sequences(device: torch.device) -> list[StepSequence]:
+    found = []
+    for i, fields in enumerate(PARAMS):
+        params = SamplingParams(**fields)
+        counts = TokenCounts(VOCAB, device) if params.penalised else None
+        if counts is not None:
+            counts.add((1, 2, 3), (4, 4, 5))
+        banned = (7, 8) if i % 2 else ()
+        found.append(StepSequence(i, (5,), 7 + i, (0,), params, counts, banned, seed=i))
+    return found
+
+
+@pytest.mark.parametrize("spoiled", [0.0, torch.nan, torch.inf, -torch.inf])
+def test_tokens_are_those_of_a_cpu_and_the_host_waits_once(spoiled: float) -> None:
+    logits = torch.randn(len(PARAMS), VOCAB, generator=torch.Generator().manual_seed(0)) * 3
+    logits[2, 9] += spoiled
+    expected = sample(logits, sequences(torch.device("cpu")))
+    on_device, rows = logits.cuda(), sequences(CUDA)
+    with no_waiting():
+        found = sample(on_device, rows)
+    for ours, theirs in zip(found, expected, strict=True):
+        if not isinstance(ours, SampledToken) or not isinstance(theirs, SampledToken):
+            assert ours == theirs
+            continue
+        assert ours.token_id == theirs.token_id
+        assert (ours.logprobs is None) == (theirs.logprobs is None)
+        if ours.logprobs is not None and theirs.logprobs is not None:
+            assert ours.logprobs.logprob == pytest.approx(theirs.logprobs.logprob, rel=1e-4)
+            assert [t for t, _ in ours.logprobs.top] == [t for t, _ in theirs.logprobs.top]
