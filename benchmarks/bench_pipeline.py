@@ -135,7 +135,9 @@ class Ends:
 
     def computed(self, sequence: Seq) -> None: ...
 
-    def sampled(self, sequence: Seq, token: SampledToken, finish: Finish | None) -> None:
+    def sampled(
+        self, sequence: Seq, tokens: tuple[SampledToken, ...], finish: Finish | None
+    ) -> None:
         self.left -= finish is not None
         if not self.left:
             self.done.set()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 import grpc
 
 from pdserve.common.config.node import WorkerNodeConfig
+from pdserve.common.config.speculation import SpeculationOptions
 from pdserve.common.core.errors import Blame
 from pdserve.common.engine.messages import RankReady
 from pdserve.common.node.engine_node import EngineNode
@@ -29,7 +31,9 @@ class PrefillNode(EngineNode[PrefillSession, KVSource]):
     blame = Blame.PREFILL
 
     def __init__(self, config: WorkerNodeConfig) -> None:
-        super().__init__(config)
+        # It draws one token of each sequence: there is nothing to guess.
+        engine = replace(config.engine, speculation=SpeculationOptions())
+        super().__init__(replace(config, engine=engine))
         self.peers = DecodePeers()
 
     def unhealthy_reason(self) -> str:

@@ -57,7 +57,7 @@ def cells(config: BenchStepConfig) -> Sequence[Cell]:
         _counts("--batch", config.batch or ""), _counts("--context", config.context or "")
     )
     return [
-        *(Cell.decode(batch, context) for batch, context in pairs),
+        *(Cell.decode(batch, context, config.drafts) for batch, context in pairs),
         *map(Cell.prefill, _counts("--chunk", config.chunk or "")),
     ]
 

@@ -33,10 +33,13 @@ class Cell:
 
     name: str
     chunks: tuple[tuple[int, int], ...]
+    drafts: int = 0  # of the tokens that each computes, guesses to be verified
 
     @classmethod
-    def decode(cls, batch: int, context: int) -> Cell:
-        return cls(f"decode {batch} × {context:,}", ((context - 1, 1),) * batch)
+    def decode(cls, batch: int, context: int, drafts: int = 0) -> Cell:
+        guesses = f" + {drafts} drafts" if drafts else ""
+        chunks = ((context - 1, 1 + drafts),) * batch
+        return cls(f"decode {batch} × {context:,}{guesses}", chunks, drafts)
 
     @classmethod
     def prefill(cls, tokens: int) -> Cell:
@@ -44,7 +47,7 @@ class Cell:
 
     @property
     def shape(self) -> StepShape:
-        return StepShape.of(self.chunks, sampled=len(self.chunks))
+        return StepShape.of(self.chunks, sampled=len(self.chunks) * (1 + self.drafts))
 
     def num_blocks(self, block_size: int) -> int:
         return sum(-(-sum(chunk) // block_size) for chunk in self.chunks)
@@ -58,7 +61,13 @@ class Cell:
             table = tuple(blocks.pop() for _ in range(-(-(start + length) // block_size)))
             tokens = tuple(chance.choices(range(vocab_size), k=length))
             greedy = SamplingParams(temperature=0.0)
-            sequences.append(StepSequence(seq_id, tokens, start, table, greedy))
+            certain, drafts = tokens[: length - self.drafts], tokens[length - self.drafts :]
+            sequences.append(
+                StepSequence(
+                    seq_id, certain, start, table, greedy,
+                    drafts=drafts, drafts_banned=((),) * self.drafts,
+                )
+            )  # fmt: skip
         return StepBatch(0, tuple(sequences))
 
 

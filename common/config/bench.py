@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from pdserve.common.config.node import CacheConfig, ModelConfig, ParallelConfig
 from pdserve.common.config.shared import option, same_option
+from pdserve.common.config.speculation import MAX_DRAFTS
 from pdserve.common.core.errors import ConfigError
 
 
@@ -24,6 +25,13 @@ class BenchStepConfig:
         None,
         "tokens each of them attends to, its newest included (with --batch)",
         metavar="N,N,...",
+    )
+    drafts: int = option(
+        0,
+        "guesses that each of them verifies (speculative decoding), so that a step computes so "
+        "many more tokens of each",
+        minimum=0,
+        maximum=MAX_DRAFTS,
     )
     chunk: str | None = option(None, "tokens of a prefill chunk", metavar="N,N,...")
     repetitions: int = option(10, "measurements of each step, in turns", minimum=1)

@@ -13,6 +13,7 @@ from pdserve.common.config.shared import (
     TLSConfig,
     option,
 )
+from pdserve.common.config.speculation import SpeculationOptions
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.sampling import MAX_LOGPROBS
 
@@ -194,6 +195,7 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     machine: MachineConfig = field(default_factory=MachineConfig)
 
     def __post_init__(self) -> None:

@@ -252,6 +252,12 @@ class SamplingParams:
         """Whether choosing a token needs the tokens before it."""
         return self.penalised or bool(self.bad_words_token_ids)
 
+    @property
+    def speculates(self) -> bool:
+        """Whether several tokens may be drawn in one step: none depends on those before it but
+        through the model."""
+        return not self.needs_history
+
 
 SAMPLING_PARAMETERS = tuple(PARAMETERS[each.name] for each in fields(SamplingParams))
 

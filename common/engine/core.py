@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -37,8 +37,11 @@ class EngineListener(Protocol):
     def computed(self, sequence: Sequence) -> None:
         """KV of tokens `[0, sequence.num_computed)` is in the sequence's blocks."""
 
-    def sampled(self, sequence: Sequence, token: SampledToken, finish: Finish | None) -> None:
-        """A token was appended to the sequence; on `finish` it is HELD and computed no more."""
+    def sampled(
+        self, sequence: Sequence, tokens: tuple[SampledToken, ...], finish: Finish | None
+    ) -> None:
+        """Tokens were appended to the sequence, of which the last may have ended it: on `finish`
+        it is HELD and computed no more."""
 
     def failed(self, sequence: Sequence, reason: str, code: str) -> None:
         """The sequence is HELD and computed no more. `code` is of the error it ends with:
@@ -261,7 +264,10 @@ class EngineCore:
     def _apply(self, batch: StepDelta, sequences: dict[int, Sequence], output: StepOutput) -> None:
         if output.experts is not None:
             self._listener.routed(output.experts)
-        tokens, failed = dict(output.tokens), dict(output.failed)
+        failed = dict(output.failed)
+        drawn: defaultdict[int, list[SampledToken]] = defaultdict(list)
+        for seq_id, token in output.tokens:
+            drawn[seq_id].append(token)
         for entry in batch.sequences:
             sequence = sequences[entry.seq_id]
             if sequence.cancelled:
@@ -274,10 +280,20 @@ class EngineCore:
             self.scheduler.computed(sequence, len(entry.token_ids))
             self._notify(sequence, self._listener.computed)
             if entry.samples and not sequence.cancelled:
-                token = tokens[entry.seq_id]
-                sequence.append(token)
-                finish = self._check(sequence)
-                self._notify(sequence, self._listener.sampled, token, finish)
+                self._append(sequence, drawn[entry.seq_id], len(entry.drafts))
+
+    def _append(self, sequence: Sequence, drawn: list[SampledToken], num_drafts: int) -> None:
+        """The tokens drawn for it, up to one that ends it; all but the last one were drafts."""
+        tokens: tuple[SampledToken, ...] = ()
+        finish = None
+        for token in drawn:
+            sequence.append(token)
+            tokens = (*tokens, token)
+            if (finish := self._check(sequence)) is not None:
+                break
+        if num_drafts:
+            self.scheduler.verified(sequence, num_drafts, len(drawn) - 1, kept=len(tokens) - 1)
+        self._notify(sequence, self._listener.sampled, tokens, finish)
 
     def _notify(self, sequence: Sequence, callback: Callable[..., None], *args: object) -> None:
         """A defect in the listener's work on a sequence is the end of that one, and of no other."""

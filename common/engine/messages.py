@@ -26,7 +26,8 @@ class NewSequence:
 @dataclass(frozen=True, slots=True)
 class SequenceDelta:
     """One sequence's share of a step: compute `token_ids` at positions
-    `start … start+len(token_ids)-1`, writing their KV into its blocks."""
+    `start … start+len(token_ids)-1`, writing their KV into its blocks; and behind them `drafts`,
+    guesses of what follows (`speculation.py`)."""
 
     seq_id: int
     token_ids: tuple[int, ...]
@@ -35,6 +36,7 @@ class SequenceDelta:
     new_block_ids: tuple[int, ...] = ()  # appended to them
     samples: bool = False  # false: a chunk that is not the last; no token is drawn
     new: NewSequence | None = None  # None: the ranks know it
+    drafts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,8 @@ class ExpertLoad:
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """The tokens drawn in one step: (seq_id, token) for every sequence that had sampling, or
-    else (seq_id, why there is none)."""
+    else (seq_id, why there is none). Of a sequence whose drafts were right there are several, in
+    order: so many drafts, and one more."""
 
     step: int
     tokens: tuple[tuple[int, SampledToken], ...]

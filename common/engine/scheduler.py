@@ -32,6 +32,7 @@ from pdserve.common.core.step_shape import StepShape
 from pdserve.common.engine.block_pool import BlockPool
 from pdserve.common.engine.messages import NewSequence, SequenceDelta, StepDelta
 from pdserve.common.engine.sequence import Sequence, Status
+from pdserve.common.engine.speculation import Speculator
 
 QUEUE_WINDOW = 64
 """Sequences behind the head of the queue that may be admitted when it does not fit."""
@@ -48,12 +49,15 @@ class Scheduler:
         config: SchedulerConfig,
         eos_token_ids: tuple[int, ...],
         micro_batches: int = 1,
+        speculator: Speculator | None = None,
     ) -> None:
-        """`micro_batches` is the number of steps that may be in flight at once."""
+        """`micro_batches` is the number of steps that may be in flight at once; who guesses is the
+        `speculator`."""
         self.pool = pool
         self.config = config
         self.eos_token_ids = eos_token_ids
         self.micro_batches = micro_batches
+        self.speculator = speculator
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.remote: set[Sequence] = set()
@@ -145,23 +149,34 @@ class Scheduler:
 
     def schedule(self) -> StepDelta | None:
         """The next step, or None when there is nothing to compute that is not in flight."""
-        entries = [self._entry(sequence, 1) for sequence in self._decodes()]
+        drafts = self._draft_budget()
+        entries: list[SequenceDelta] = []
+        for sequence in self._decodes():
+            guesses = self._draft(sequence, drafts) if drafts else ()
+            drafts -= len(guesses)
+            entries.append(self._entry(sequence, 1, guesses))
         decodes = len(entries)
-        budget = min(self.config.max_num_batched_tokens - decodes, self._prompt_share())
+        taken = decodes + sum(len(entry.drafts) for entry in entries)
+        budget = min(self.config.max_num_batched_tokens - taken, self._prompt_share())
         entries += [self._entry(sequence, chunk) for sequence, chunk in self._chunks(budget)]
         if not entries:
             return None
         self._step += 1
-        sampled = sum(entry.samples for entry in entries)
-        self.generation_tokens += sampled
+        self.generation_tokens += sum(entry.samples for entry in entries)
         self.prompt_tokens += sum(len(entry.token_ids) for entry in entries) - decodes
-        self._count(entries, decodes, sampled)
+        self._count(entries, decodes)
         ended, self._ended = tuple(self._ended), []
         return StepDelta(self._step, tuple(entries), ended)
 
-    def _count(self, entries: list[SequenceDelta], decodes: int, sampled: int) -> None:
-        chunks = ((each.start, len(each.token_ids)) for each in entries[decodes:])
-        self.computed_steps.add_step([e.start for e in entries[:decodes]], chunks, sampled)
+    def _count(self, entries: list[SequenceDelta], decodes: int) -> None:
+        single = [each.start for each in entries[:decodes] if not each.drafts]
+        chunks = [
+            (each.start, len(each.token_ids) + len(each.drafts))
+            for place, each in enumerate(entries)
+            if place >= decodes or each.drafts
+        ]
+        sampled = sum(1 + len(each.drafts) for each in entries if each.samples)
+        self.computed_steps.add_step(single, chunks, sampled)
 
     def computed(self, sequence: Sequence, num_tokens: int) -> None:
         """A step has written the KV of the sequence's next `num_tokens` tokens."""
@@ -172,6 +187,15 @@ class Scheduler:
             hashes = sequence.hashes(self.pool.block_size)
             for index in range(first_new, full):
                 self.pool.register(sequence.block_table[index], hashes[index])
+
+    def verified(self, sequence: Sequence, num_drafts: int, num_accepted: int, kept: int) -> None:
+        """Of a step's drafts so many were right; the sequence has got `kept` of those tokens,
+        fewer if one ended it."""
+        if self.speculator is not None:
+            self.speculator.verified(sequence, num_drafts, num_accepted)
+        self.generation_tokens += kept
+        sequence.num_scheduled += kept
+        self.computed(sequence, kept)
 
     # ---- inside ---------------------------------------------------------------------------
 
@@ -239,6 +263,27 @@ class Scheduler:
                 share -= 1
                 yield sequence
 
+    def _draft_budget(self) -> int:
+        """Guesses that a step verifies; prompts that wait are left half of what it has."""
+        if self.speculator is None:
+            return 0
+        left = self.config.max_num_batched_tokens - len(self.running)
+        prompts = any(each.num_unscheduled and not each.decodes for each in self.running)
+        return left // 2 if prompts else left
+
+    def _draft(self, sequence: Sequence, budget: int) -> tuple[int, ...]:
+        """Guesses, with slots for them; no sequence loses its next block for that."""
+        assert self.speculator is not None
+        most = min(self.speculator.most(sequence, len(self.running)), budget)
+        spare = max(0, self.pool.num_free - len(self.running))
+        slots = (len(sequence.block_table) + spare) * self.pool.block_size
+        most = min(most, slots - sequence.num_tokens)
+        guesses = self.speculator.draft(sequence, most) if most > 0 else ()
+        needed = self.pool.blocks_for(sequence.num_tokens + len(guesses))
+        if (more := needed - len(sequence.block_table)) > 0:
+            sequence.block_table += self.pool.allocate(more)
+        return guesses
+
     def _chunks(self, budget: int) -> list[tuple[Sequence, int]]:
         """The prompts a step takes something of, and how many tokens."""
         prompts = [each for each in self.running if each.num_unscheduled and not each.decodes]
@@ -277,7 +322,7 @@ class Scheduler:
         self.waiting.appendleft(sequence)
         self.num_preemptions += 1
 
-    def _entry(self, sequence: Sequence, count: int) -> SequenceDelta:
+    def _entry(self, sequence: Sequence, count: int, drafts: tuple[int, ...] = ()) -> SequenceDelta:
         start = sequence.num_scheduled
         sequence.num_scheduled += count
         known = self._known_blocks.get(sequence.seq_id)
@@ -290,6 +335,7 @@ class Scheduler:
             new_block_ids=tuple(sequence.block_table[known or 0 :]),
             samples=sequence.num_scheduled == sequence.num_tokens,
             new=self._new(sequence) if known is None else None,
+            drafts=drafts,
         )
 
     def _new(self, sequence: Sequence) -> NewSequence:
@@ -309,6 +355,8 @@ class Scheduler:
         self.running.remove(sequence)
         if self._known_blocks.pop(sequence.seq_id, None) is not None:
             self._ended.append(sequence.seq_id)
+        if self.speculator is not None:
+            self.speculator.forget(sequence)
 
 
 def share_budget(left: list[int], budget: int, turn: int = 0) -> list[int]:

@@ -1,7 +1,7 @@
 """Paged attention on a CPU in C++: blocks are read where they lie.
 
-Sequences with one query (decodes) are one call a layer, those with several (prefill chunks) one
-more.
+Sequences with few queries (decodes, and those that verify drafts) are one call a layer, those with
+many (prefill chunks) one more.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pdserve.common.model.layers import RMSNorm
 from pdserve.common.model.rotary import Angles
 
 MAX_HEAD_DIM = 256  # `MAX_DIM` of paged.h
+FEW_QUERIES = 8  # of a sequence, which the kernel for single queries takes: each as a sequence
 Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
 
@@ -34,7 +35,7 @@ def can_attend(shape: AttentionShape) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Decodes:
-    """B sequences with one query each. int32, as the kernel reads them."""
+    """B queries, each a sequence to the kernel. int32, as it reads them."""
 
     rows: Int32s  # [B] which of the step's tokens
     lengths: Int32s  # [B] tokens in their context
@@ -81,12 +82,12 @@ class NativeAttention(AttentionBackend):
         starts = np.asarray(batch.starts, np.int64)
         offsets = np.cumsum(counts) - counts
         tables = _pad([np.asarray(table) for table in batch.block_tables])
-        single, several = np.flatnonzero(counts == 1), np.flatnonzero(counts > 1)
+        few, many = np.flatnonzero(counts <= FEW_QUERIES), np.flatnonzero(counts > FEW_QUERIES)
         return NativeContext(
             batch.block_size,
             _slots(counts, starts, offsets, tables, batch.block_size),
-            _decodes(single, offsets, starts, tables) if len(single) else None,
-            _chunks(several, offsets, counts, starts, tables) if len(several) else None,
+            _decodes(few, offsets, counts, starts, tables) if len(few) else None,
+            _chunks(many, offsets, counts, starts, tables) if len(many) else None,
         )
 
     # ---- once per layer ----
@@ -158,11 +159,18 @@ def _chunks(
     )
 
 
-def _decodes(chosen: BlockIds, offsets: BlockIds, starts: BlockIds, tables: Int32s) -> _Decodes:
+def _decodes(
+    chosen: BlockIds, offsets: BlockIds, counts: BlockIds, starts: BlockIds, tables: Int32s
+) -> _Decodes:
+    """Query by query, those of a sequence one after the other: it finds in the processor's caches
+    what the one before it has read."""
+    counts = counts[chosen]
+    sequence = np.repeat(chosen, counts)
+    ahead = np.arange(len(sequence)) - np.repeat(np.cumsum(counts) - counts, counts)
     return _Decodes(
-        offsets[chosen].astype(np.int32),
-        (starts[chosen] + 1).astype(np.int32),
-        tables if len(chosen) == len(tables) else np.ascontiguousarray(tables[chosen]),
+        (offsets[sequence] + ahead).astype(np.int32),
+        (starts[sequence] + ahead + 1).astype(np.int32),
+        tables if len(chosen) == len(sequence) == len(tables) else tables[sequence],
     )
 
 

@@ -81,6 +81,25 @@ COUNTERS: tuple[tuple[str, str, Read], ...] = (
     ("generation_tokens", "Tokens sampled", lambda s: s.generation_tokens),
     ("prefix_cache_queries", "Prompt tokens looked up", lambda s: s.cache_queries),
     ("prefix_cache_hits", "Prompt tokens found", lambda s: s.cache_hits),
+    (
+        "spec_decode_num_drafts",
+        "Times that next tokens of a sequence were guessed",
+        lambda s: s.speculator.num_drafts if s.speculator else 0,
+    ),
+    (
+        "spec_decode_num_draft_tokens",
+        "Tokens guessed",
+        lambda s: s.speculator.num_draft_tokens if s.speculator else 0,
+    ),
+    (
+        "spec_decode_num_accepted_tokens",
+        "Tokens guessed right",
+        lambda s: s.speculator.num_accepted_tokens if s.speculator else 0,
+    ),
+)
+ACCEPTED_PER_POS = (
+    "spec_decode_num_accepted_tokens_per_pos",
+    "Tokens guessed right, by their place in the guess",
 )
 
 
@@ -97,7 +116,17 @@ class SchedulerCollector(Collector):
                 for engine, scheduler in enumerate(self._schedulers):
                     metric.add_metric((str(engine),), read(scheduler))
                 yield metric
+        yield self._accepted()
         yield self._config()
+
+    def _accepted(self) -> Metric:
+        name, help = ACCEPTED_PER_POS
+        accepted = CounterMetricFamily(f"pdserve_{name}", help, labels=("engine", "position"))
+        for engine, scheduler in enumerate(self._schedulers):
+            counts = scheduler.speculator.num_accepted_per_pos if scheduler.speculator else ()
+            for position, count in enumerate(counts):
+                accepted.add_metric((str(engine), str(position)), count)
+        return accepted
 
     def _config(self) -> Metric:
         labels = ("engine", "block_size", "num_gpu_blocks", "enable_prefix_caching")

@@ -16,6 +16,7 @@ from pdserve.common.distributed.launch import make_executor
 from pdserve.common.engine.block_pool import BlockPool
 from pdserve.common.engine.messages import RankReady
 from pdserve.common.engine.scheduler import Scheduler
+from pdserve.common.engine.speculation import make_speculator
 from pdserve.common.node.model_facts import ModelFacts
 from pdserve.common.worker.worker import ExtensionConfig, WorkerConfig, worker_specs
 
@@ -54,6 +55,7 @@ class Ranks:
             engine.scheduler,
             facts.spec.eos_token_ids,
             micro_batches=parallel.pipeline_parallel_size,
+            speculator=make_speculator(engine.speculation.speculation, facts.max_model_len),
         )
         return cls(executor, ready, scheduler)
 

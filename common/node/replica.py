@@ -110,10 +110,15 @@ class Replica(Generic[S, T]):
     def computed(self, sequence: EngineSequence) -> None:
         self._by_sequence[sequence.seq_id].computed(sequence)
 
-    def sampled(self, sequence: EngineSequence, token: SampledToken, finish: Finish | None) -> None:
+    def sampled(
+        self,
+        sequence: EngineSequence,
+        tokens: tuple[SampledToken, ...],
+        finish: Finish | None,
+    ) -> None:
         event = TokenEvent(
             choice=sequence.choice,
-            tokens=(token,),
+            tokens=tokens,
             finish_reason=finish.reason if finish else None,
             stop_token_id=finish.stop_token_id if finish else None,
         )

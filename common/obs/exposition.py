@@ -48,6 +48,10 @@ NODE_NAMES: Mapping[str, Sequence[str]] = {
     "num_preemptions": (),
     "prefix_cache_hits": (),
     "prefix_cache_queries": (),
+    "spec_decode_num_accepted_tokens": (),
+    "spec_decode_num_accepted_tokens_per_pos": (),
+    "spec_decode_num_draft_tokens": (),
+    "spec_decode_num_drafts": (),
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -19,7 +19,8 @@ from pdserve.common.worker.staging import upload
 @dataclass(frozen=True, slots=True)
 class StepSequence:
     """One sequence's share of a step: `token_ids` are at positions
-    `start … start+len(token_ids)-1`; their KV goes into the blocks of `block_table`."""
+    `start … start+len(token_ids)-1`, guesses of what follows behind them; the KV of all goes into
+    the blocks of `block_table`."""
 
     seq_id: int
     token_ids: tuple[int, ...]
@@ -29,6 +30,31 @@ class StepSequence:
     counts: TokenCounts | None = None  # of prompt + output so far, only if sampling.penalised
     banned_token_ids: tuple[int, ...] = ()  # those that min_tokens or bad_words forbid now
     seed: int = 0
+    drafts: tuple[int, ...] = ()
+    drafts_banned: tuple[tuple[int, ...], ...] = ()  # `banned_token_ids` after each of the drafts
+
+    @property
+    def num_tokens(self) -> int:
+        """That are computed."""
+        return len(self.token_ids) + len(self.drafts)
+
+    @property
+    def rows(self) -> tuple[StepSequence, ...]:
+        """As one sequence for each token that is drawn: after `token_ids`, and after each draft as
+        if it were one of them. The first of a row's `drafts` is the guess of what it draws."""
+        if not self.drafts:
+            return (self,)
+        banned = (self.banned_token_ids, *self.drafts_banned)
+        return tuple(
+            replace(
+                self,
+                token_ids=self.token_ids + self.drafts[:count],
+                drafts=self.drafts[count:],
+                banned_token_ids=banned[count],
+                drafts_banned=banned[count + 1 :],
+            )
+            for count in range(len(self.drafts) + 1)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,20 +191,21 @@ class _SequenceState:
     def __init__(self, new: NewSequence, start: int, history: _History | None) -> None:
         self._new = new
         self._next = start  # the first position that no step has taken
+        self._num_drafts = 0  # positions behind it, of which the next step may skip some
         self._table = _BlockTable()
         self._history = history
         self._num_known = len(new.history)
 
     def advance(self, delta: SequenceDelta, block_size: int) -> StepSequence:
         """Raises ValueError if there is a gap."""
-        if delta.start != self._next:
+        if not self._next <= delta.start <= self._next + self._num_drafts:
             raise ValueError(f"its step begins at {delta.start}, the last ended at {self._next}")
         if delta.num_blocks != len(self._table):
             raise ValueError(f"it has {delta.num_blocks} blocks, {len(self._table)} are known")
-        self._next += len(delta.token_ids)
+        self._next, self._num_drafts = delta.start + len(delta.token_ids), len(delta.drafts)
         self._table.extend(delta.new_block_ids)
-        if self._next > len(self._table) * block_size:
-            raise ValueError(f"{len(self._table)} blocks do not hold {self._next} tokens")
+        if (end := self._next + self._num_drafts) > len(self._table) * block_size:
+            raise ValueError(f"{len(self._table)} blocks do not hold {end} tokens")
         self._remember(delta)
         return StepSequence(
             seq_id=delta.seq_id,
@@ -189,6 +216,8 @@ class _SequenceState:
             counts=None if self._history is None else self._history.counts,
             banned_token_ids=self._banned() if delta.samples else (),
             seed=self._new.seed,
+            drafts=delta.drafts,
+            drafts_banned=tuple([self._banned(1 + i) for i in range(self._num_drafts)]),
         )
 
     def _remember(self, delta: SequenceDelta) -> None:
@@ -198,8 +227,9 @@ class _SequenceState:
         self._history.add((), delta.token_ids[self._num_known - delta.start :])
         self._num_known = self._next
 
-    def _banned(self) -> tuple[int, ...]:
-        num_output_tokens = self._next - self._new.num_prompt_tokens
+    def _banned(self, ahead: int = 0) -> tuple[int, ...]:
+        """For the next token, or one further `ahead`, of which there is none with a history."""
+        num_output_tokens = self._next + ahead - self._new.num_prompt_tokens
         may_end = num_output_tokens >= self._new.sampling.min_tokens
         bans = () if may_end else self._new.min_tokens_bans
         return bans if self._history is None else bans + self._history.words.banned()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pdserve.common.core.sampling import SamplingParams
+from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.distributed.parallel_state import ParallelState
 from pdserve.common.engine.messages import ExpertLoad, StepOutput
 from pdserve.common.model.attention import AttentionBatch
@@ -58,8 +59,7 @@ class ModelRunner:
         logits = self.model.compute_logits(hidden[inputs.last_rows])
         if not self.samples:
             return StepOutput(batch.step, ())
-        ids = [sequence.seq_id for sequence in inputs.sampled]
-        rows = list(zip(ids, sample(logits, inputs.sampled), strict=True))
+        rows = list(verify(inputs.sampled, sample(logits, inputs.sampled)))
         return StepOutput(
             batch.step,
             tuple((i, row) for i, row in rows if not isinstance(row, FailedRow)),
@@ -126,8 +126,8 @@ class FlatBatch:
     token_ids: list[int]
     positions: list[int]
     attention: AttentionBatch
-    sampled: list[StepSequence]
-    last_rows: list[int]  # the row of each sampled sequence's last token
+    sampled: list[StepSequence]  # `StepSequence.rows` of those that draw
+    last_rows: list[int]  # the row of the last token of each of these
 
 
 def flatten(sequences: tuple[StepSequence, ...], block_size: int) -> FlatBatch:
@@ -137,17 +137,37 @@ def flatten(sequences: tuple[StepSequence, ...], block_size: int) -> FlatBatch:
     last_rows: list[int] = []
     for sequence in sequences:
         token_ids += sequence.token_ids
-        positions += range(sequence.start, sequence.start + len(sequence.token_ids))
+        token_ids += sequence.drafts
+        positions += range(sequence.start, sequence.start + sequence.num_tokens)
         if sequence.sampling is not None:
-            sampled.append(sequence)
-            last_rows.append(len(token_ids) - 1)
+            sampled += sequence.rows
+            last_rows += range(len(token_ids) - 1 - len(sequence.drafts), len(token_ids))
     attention = AttentionBatch(
-        query_lens=[len(sequence.token_ids) for sequence in sequences],
+        query_lens=[sequence.num_tokens for sequence in sequences],
         starts=[sequence.start for sequence in sequences],
         block_tables=[sequence.block_table for sequence in sequences],
         block_size=block_size,
     )
     return FlatBatch(token_ids, positions, attention, sampled, last_rows)
+
+
+def verify(
+    rows: Sequence[StepSequence], drawn: Sequence[SampledToken | FailedRow]
+) -> Iterator[tuple[int, SampledToken | FailedRow]]:
+    """Of each sequence what counts of the tokens that its rows drew: those up to the first that is
+    not the draft. A row that failed counts if it is the first: another one's sequence goes on as
+    far as it came, and meets it again."""
+    begun: set[int] = set()
+    settled: set[int] = set()
+    for row, token in zip(rows, drawn, strict=True):
+        if row.seq_id in settled:
+            continue
+        failed = isinstance(token, FailedRow)
+        if isinstance(token, FailedRow) or token.token_id not in row.drafts[:1]:
+            settled.add(row.seq_id)
+        if not (failed and row.seq_id in begun):
+            yield row.seq_id, token
+        begun.add(row.seq_id)
 
 
 def dummy_batch(num_tokens: int, num_seqs: int, block_size: int) -> StepBatch:

@@ -90,7 +90,9 @@ class Log:
         self._trip("computed", sequence)
         self.lines.append(("computed", sequence.seq_id, sequence.num_computed))
 
-    def sampled(self, sequence: Seq, token: SampledToken, finish: Finish | None) -> None:
+    def sampled(
+        self, sequence: Seq, tokens: tuple[SampledToken, ...], finish: Finish | None
+    ) -> None:
         self._trip("sampled", sequence)
         self.lines.append(("sampled", sequence.seq_id, finish.reason if finish else None))
 

@@ -303,8 +303,10 @@ class Tokens:
 
     def routed(self, load: ExpertLoad) -> None: ...
 
-    def sampled(self, sequence: Sequence, token: SampledToken, finish: Finish | None) -> None:
-        self.drawn[sequence.seq_id].append(token.token_id)
+    def sampled(
+        self, sequence: Sequence, tokens: tuple[SampledToken, ...], finish: Finish | None
+    ) -> None:
+        self.drawn[sequence.seq_id] += [token.token_id for token in tokens]
         if finish:
             self.engine.release(sequence)
             self.unfinished -= 1

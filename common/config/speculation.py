@@ -1,0 +1,95 @@
+"""The option of speculative decoding, and what its JSON says."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from pdserve.common.config.shared import option
+from pdserve.common.core.errors import ConfigError
+
+FLAG = "--speculative-config"
+MAX_DRAFTS = 32  # tokens guessed at once; beyond a handful each more is hardly ever right
+MAX_NGRAM = 64  # tokens
+METHODS = ("ngram",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationOptions:
+    """Speculative decoding"""
+
+    speculative_config: dict[str, Any] = option(
+        {},
+        'guess tokens ahead and verify several in one step, as JSON: {"method": "ngram", '
+        '"num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}; what comes '
+        "out is the same (prefill nodes, which draw one token, have no use for it)",
+    )
+
+    def __post_init__(self) -> None:
+        _ = self.speculation
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """Raises ConfigError: the JSON makes no sense."""
+        return Speculation.read(self.speculative_config) if self.speculative_config else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """Keys and defaults are vLLM's."""
+
+    method: str
+    num_speculative_tokens: int  # guessed at once, at most
+    prompt_lookup_max: int = 0  # tokens of an n-gram that is looked up: the longest one
+    prompt_lookup_min: int = 0
+    model: str | None = None  # folder of the draft model
+    disable_by_batch_size: int | None = None  # with more sequences running nothing is guessed
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> Speculation:
+        known = [each.name for each in fields(cls)]
+        for key in given:
+            if key not in known:
+                nearest = difflib.get_close_matches(key, known, n=1) or [", ".join(known)]
+                raise ConfigError(f"{FLAG}: unknown key {key!r}; there is {nearest[0]}")
+        values = dict(given)
+        values.setdefault("method", "draft_model" if "model" in given else None)
+        if values["method"] not in METHODS:
+            raise ConfigError(f"{FLAG}: method must be one of {', '.join(METHODS)}")
+        _check_count(values, "num_speculative_tokens", MAX_DRAFTS, required=True)
+        _check_count(values, "disable_by_batch_size", 2**31 - 1)
+        (_check_ngram if values["method"] == "ngram" else _check_draft_model)(values)
+        return cls(**values)
+
+
+def _check_ngram(values: dict[str, Any]) -> None:
+    if values.get("model") is not None:
+        raise ConfigError(f"{FLAG}: method ngram has no model")
+    for key in ("prompt_lookup_max", "prompt_lookup_min"):
+        _check_count(values, key, MAX_NGRAM)
+    longest, shortest = values.get("prompt_lookup_max"), values.get("prompt_lookup_min")
+    values["prompt_lookup_max"] = longest or shortest or 5
+    values["prompt_lookup_min"] = shortest or longest or 5
+    if values["prompt_lookup_min"] > values["prompt_lookup_max"]:
+        raise ConfigError(
+            f"{FLAG}: prompt_lookup_min {shortest} is more than prompt_lookup_max {longest}"
+        )
+
+
+def _check_draft_model(values: dict[str, Any]) -> None:
+    if not isinstance(values.get("model"), str) or not values["model"]:
+        raise ConfigError(f"{FLAG}: method draft_model needs a model: a checkpoint folder")
+    for key in ("prompt_lookup_max", "prompt_lookup_min"):
+        if values.get(key) is not None:
+            raise ConfigError(f"{FLAG}: {key} is of method ngram, not of draft_model")
+        values.pop(key, None)
+
+
+def _check_count(values: Mapping[str, Any], key: str, most: int, required: bool = False) -> None:
+    value = values.get(key)
+    if value is None and not required:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise ConfigError(f"{FLAG}: {key} must be a whole number from 1 to {most}")

@@ -1,0 +1,80 @@
+"""Where the last tokens of a sequence occurred before.
+
+Hash chains, as in deflate (RFC 1951, section 4): a table has the last place of each hash of n
+tokens, and each place the one before it with the same hash. Candidates are compared token by token,
+so a collision costs time alone. A token costs O(1) of time and 8 to 20 bytes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+MAX_CANDIDATES = 8  # places that are compared, the latest first
+INDEXED_AT_ONCE = 2048  # tokens: a long prompt takes several steps, for it is the event loop's time
+_FIRST_SIZE = 1024
+_NONE = -1
+
+
+class NGramIndex:
+    """Of one sequence, which only grows. A place is the position behind an n-gram of `shortest`
+    tokens; the last one's, behind which nothing is known, is not in the index yet. When the table
+    gets too small a larger one is filled anew, over several steps."""
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self._shortest = shortest
+        self._longest = longest
+        self._reset(_FIRST_SIZE)
+
+    def _reset(self, size: int) -> None:
+        """An empty index, for at least `size` tokens."""
+        self._table = array("i", [_NONE]) * (
+            1 << (size - 1).bit_length()
+        )  # by hash: the last place
+        self._before = array("i", [_NONE]) * self._shortest  # by place: the one before it
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """More tokens than before; takes in `INDEXED_AT_ONCE` of them at most."""
+        if len(token_ids) > len(self._table):
+            self._reset(2 * len(token_ids))
+        start = len(self._before)
+        for place in range(start, min(len(token_ids), start + INDEXED_AT_ONCE)):
+            slot = self._slot(token_ids, place)
+            self._before.append(self._table[slot])
+            self._table[slot] = place
+
+    def continuation(self, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
+        """At most so many tokens that followed the longest match of the last tokens, of at most
+        `longest` and at least `shortest`; of equally long ones the latest. A match that reaches to
+        the end goes on with itself, as a loop does."""
+        place = self._best(token_ids)
+        if place == _NONE:
+            return ()
+        period = len(token_ids) - place
+        return tuple([token_ids[place + i % period] for i in range(most)])
+
+    def _best(self, token_ids: Sequence[int]) -> int:
+        end, best, length = len(token_ids), _NONE, self._shortest - 1
+        if end < self._shortest:
+            return _NONE
+        place = self._table[self._slot(token_ids, end)]
+        for _ in range(MAX_CANDIDATES):
+            if place == _NONE or length == self._longest:
+                break
+            matched = self._matched(token_ids, place, end)
+            if matched > length:
+                best, length = place, matched
+            place = self._before[place]
+        return best
+
+    def _matched(self, token_ids: Sequence[int], place: int, end: int) -> int:
+        """Tokens before `place` that equal those before `end`, of as many as count."""
+        most = min(self._longest, place)
+        for count in range(most):
+            if token_ids[place - 1 - count] != token_ids[end - 1 - count]:
+                return count
+        return most
+
+    def _slot(self, token_ids: Sequence[int], place: int) -> int:
+        gram = token_ids[place - self._shortest : place]
+        return hash(tuple(gram)) & (len(self._table) - 1)

@@ -1,0 +1,266 @@
+"""Guesses: whose turn it is to be guessed, how much, where they go, and what becomes of them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from pdserve.common.config.node import SchedulerConfig, WorkerNodeConfig
+from pdserve.common.config.sources import parse
+from pdserve.common.config.speculation import Speculation
+from pdserve.common.core.sampling import SampledToken, SamplingParams
+from pdserve.common.engine.block_pool import BlockPool, hash_blocks
+from pdserve.common.engine.messages import SequenceDelta
+from pdserve.common.engine.ngram import INDEXED_AT_ONCE, NGramIndex
+from pdserve.common.engine.scheduler import Scheduler
+from pdserve.common.engine.sequence import Sequence
+from pdserve.common.engine.speculation import PromptLookup
+
+NGRAM = Speculation(
+    method="ngram", num_speculative_tokens=4, prompt_lookup_min=2, prompt_lookup_max=3
+)
+
+# ---- the option ----
+
+
+def parsed(given: str) -> WorkerNodeConfig:
+    argv = ["--speculative-config", given]
+    return parse(WorkerNodeConfig, prog="pdserve test", argv=argv, environ={})
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ('{"method":"ngram","num_speculative_tokens":4}', (5, 5)),
+        ('{"method":"ngram","num_speculative_tokens":4,"prompt_lookup_max":3}', (3, 3)),
+        (
+            '{"method":"ngram","num_speculative_tokens":4,"prompt_lookup_min":2,'
+            '"prompt_lookup_max":4}',
+            (2, 4),
+        ),
+    ],
+)
+def test_what_is_left_out_is_as_in_vllm(given: str, found: tuple[int, int]) -> None:
+    config = parsed(given)
+    speculation = config.engine.speculation.speculation
+    assert speculation is not None
+    assert (speculation.prompt_lookup_min, speculation.prompt_lookup_max) == found
+
+
+@pytest.mark.parametrize(
+    ("given", "clue"),
+    [
+        ("ngram", "not a JSON object"),
+        ('{"num_speculative_tokens":4}', "method must be one of ngram"),
+        ('{"method":"eagle","num_speculative_tokens":4}', "method must be one of"),
+        ('{"method":["ngram"],"num_speculative_tokens":4}', "method must be one of"),
+        ('{"method":"ngram"}', "num_speculative_tokens must be a whole number"),
+        ('{"method":"ngram","num_speculative_tokens":0}', "from 1 to 32"),
+        ('{"method":"ngram","num_speculative_tokens":true}', "from 1 to 32"),
+        ('{"method":"ngram","num_speculative_tokens":1e9}', "from 1 to 32"),
+        ('{"method":"ngram","num_speculative_token":3}', "there is num_speculative_tokens"),
+        ('{"method":"ngram","num_speculative_tokens":3,"model":"x"}', "has no model"),
+        (
+            '{"method":"ngram","num_speculative_tokens":3,"prompt_lookup_min":5,'
+            '"prompt_lookup_max":4}',
+            "prompt_lookup_min 5 is more than prompt_lookup_max 4",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    given: str, clue: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parsed(given)
+    assert ended.value.code == 2
+    assert clue in capsys.readouterr().err
+
+
+# ---- n-grams ----
+
+
+def longest_match(tokens: list[int], shortest: int, longest: int) -> int | None:
+    """The place behind it, looked for one by one."""
+    found: tuple[int, int] | None = None
+    for place in range(shortest, len(tokens)):
+        for length in range(longest, shortest - 1, -1):
+            if length <= place and tokens[place - length : place] == tokens[-length:]:
+                found = max(found or (0, 0), (length, place))
+                break
+    return found and found[1]
+
+
+def test_the_longest_match_is_found_and_of_equal_ones_the_latest() -> None:
+    chance = random.Random(3)
+    found = 0
+    for _ in range(300):
+        tokens = chance.choices(range(5), k=chance.randrange(1, 40))
+        index = NGramIndex(2, 4)
+        for end in range(1, len(tokens) + 1):
+            index.extend(tokens[:end])
+        guess = index.continuation(tokens, 3)
+        place = longest_match(tokens, 2, 4)
+        if place is None:
+            assert guess == ()
+        else:
+            assert guess == tuple((tokens[place:] * 3)[:3])
+            found += 1
+    assert found > 100
+
+
+def test_a_long_prompt_is_indexed_in_several_steps_and_a_table_that_grows_anew() -> None:
+    tokens = list(range(3 * INDEXED_AT_ONCE))
+    index = NGramIndex(2, 2)
+    guesses = []
+    for _ in range(4):
+        index.extend([*tokens, 100, 101])
+        guesses.append(index.continuation([*tokens, 100, 101], 2))
+    assert guesses == [(102, 103)] * 4, "it is in what is indexed first"
+    late = [*tokens, len(tokens) - 9, len(tokens) - 8]
+    index = NGramIndex(2, 2)
+    guesses = []
+    for _ in range(4):
+        index.extend(late)
+        guesses.append(index.continuation(late, 1))
+    assert guesses == [()] * 2 + [(len(tokens) - 7,)] * 2
+    more = late + list(range(10**6, 10**6 + 2 * len(late))) + late[-2:]
+    for _ in range(12):
+        index.extend(more)
+    assert index.continuation(more, 1) == (10**6,)
+
+
+# ---- the scheduler ----
+
+LOOP = [1, 2, 3, 4] * 3
+
+
+def make(num_blocks: int = 32, tokens: int = 64, seqs: int = 4, **speculation: Any) -> Scheduler:
+    config = SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens)
+    values = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2}
+    speculator = PromptLookup(Speculation.read({**values, **speculation}), max_model_len=64)
+    return Scheduler(BlockPool(num_blocks, 4), config, (0,), speculator=speculator)
+
+
+def add(scheduler: Scheduler, seq_id: int = 0, prompt: list[int] = LOOP, **sampling: Any) -> Any:
+    """A sequence that has computed its prompt and drawn its next token."""
+    params = SamplingParams(**{"max_tokens": 50, **sampling})
+    sequence = Sequence(seq_id, params, list(prompt), len(prompt))
+    scheduler.add(sequence)
+    assert scheduler.admit() == [sequence]
+    batch = scheduler.schedule()
+    assert batch is not None and not any(entry.drafts for entry in batch.sequences)
+    scheduler.computed(sequence, len(prompt))
+    sequence.append(SampledToken(1))
+    return sequence
+
+
+def only(scheduler: Scheduler) -> SequenceDelta:
+    batch = scheduler.schedule()
+    assert batch is not None
+    (entry,) = batch.sequences
+    return entry
+
+
+def land(scheduler: Scheduler, sequence: Sequence, entry: SequenceDelta, *drawn: int) -> None:
+    """The ranks have drawn these tokens; all but the last were guesses."""
+    scheduler.computed(sequence, len(entry.token_ids))
+    for token in drawn:
+        sequence.append(SampledToken(token))
+    if entry.drafts:
+        accepted = len(drawn) - 1
+        scheduler.verified(sequence, len(entry.drafts), accepted, accepted)
+
+
+def test_guesses_follow_the_pending_token_and_steps_go_on_where_they_were_right() -> None:
+    scheduler = make()
+    sequence = add(scheduler)
+    entry = only(scheduler)
+    assert (entry.token_ids, entry.start, entry.drafts) == ((1,), 12, (2, 3, 4, 1))
+    assert len(sequence.block_table) * 4 >= sequence.num_tokens + 4
+    land(scheduler, sequence, entry, 2, 3, 9)
+    assert (sequence.num_computed, sequence.num_scheduled, sequence.num_tokens) == (15, 15, 16)
+    entry = only(scheduler)
+    assert (entry.token_ids, entry.start, entry.drafts) == ((9,), 15, ())
+    shape = scheduler.computed_steps
+    assert (shape.tokens, shape.sampled) == (12 + 5 + 1, 1 + 5 + 1)
+    speculator = scheduler.speculator
+    assert speculator is not None
+    assert (speculator.num_drafts, speculator.num_draft_tokens) == (1, 4)
+    assert speculator.num_accepted_per_pos == [1, 1, 0, 0]
+    assert speculator.num_accepted_tokens == 2 and scheduler.generation_tokens == 5
+
+
+def test_hashes_are_of_tokens_that_were_drawn() -> None:
+    scheduler = make()
+    sequence = add(scheduler)
+    for drawn in ((2, 7), (8,), (9,), (5,)):
+        land(scheduler, sequence, only(scheduler), *drawn)
+    known = hash_blocks(sequence.token_ids, 4)
+    assert scheduler.pool.count_cached(known)[0] == sequence.num_computed // 4 == 4
+    guessed = hash_blocks([*LOOP, 1, 2, 3, 4], 4)
+    assert scheduler.pool.count_cached(guessed)[0] == 3
+
+
+@pytest.mark.parametrize(
+    ("sampling", "most"),
+    [
+        ({"max_tokens": 2}, 0),  # one is left, which the step draws anyhow
+        ({"max_tokens": 4}, 2),
+        ({"frequency_penalty": 0.5}, 0),
+        ({"bad_words_token_ids": ((5,),)}, 0),
+        ({"min_tokens": 40, "temperature": 0.0, "logit_bias": {3: 1.0}}, 4),
+    ],
+)
+def test_so_much_is_guessed(sampling: dict[str, Any], most: int) -> None:
+    scheduler = make()
+    add(scheduler, **sampling)
+    assert len(only(scheduler).drafts) == most
+
+
+def test_no_guess_goes_beyond_the_context_window() -> None:
+    scheduler = make()
+    sequence = add(scheduler, prompt=LOOP * 5)
+    assert sequence.num_tokens == 61 and len(only(scheduler).drafts) == 2
+
+
+@pytest.mark.parametrize(("limit", "most"), [(1, 0), (2, 4)])
+def test_nothing_is_guessed_with_more_sequences_than_it_pays_for(limit: int, most: int) -> None:
+    scheduler = make(disable_by_batch_size=limit)
+    add(scheduler)
+    scheduler.add(Sequence(1, SamplingParams(), [9, *LOOP], 13))
+    scheduler.admit()
+    batch = scheduler.schedule()
+    assert batch is not None and [len(entry.drafts) for entry in batch.sequences] == [most, 0]
+
+
+def test_guesses_take_no_block_that_a_running_sequence_may_need() -> None:
+    scheduler = make(num_blocks=4)
+    sequence = add(scheduler)  # 13 tokens, for which it gets its fourth block now
+    entry = only(scheduler)
+    assert len(entry.drafts) == 3 and len(sequence.block_table) == 4
+    land(scheduler, sequence, entry, 9)
+    assert sequence.num_tokens == 14 and scheduler.num_preemptions == 0
+
+
+def test_prompts_that_wait_have_half_of_a_step() -> None:
+    scheduler = make(tokens=12, num_speculative_tokens=8)
+    first = add(scheduler)
+    land(scheduler, first, only(scheduler), 2)
+    scheduler.add(Sequence(1, SamplingParams(), list(range(50, 80)), 30))
+    scheduler.admit()
+    batch = scheduler.schedule()
+    assert batch is not None
+    decode, prompt = batch.sequences
+    assert len(decode.drafts) == 5 and len(prompt.token_ids) == 6
+
+
+def test_one_that_is_preempted_or_over_is_forgotten() -> None:
+    scheduler = make()
+    sequence = add(scheduler)
+    land(scheduler, sequence, only(scheduler), 2)
+    assert isinstance(scheduler.speculator, PromptLookup) and scheduler.speculator._indexes
+    scheduler.release(sequence)
+    assert not scheduler.speculator._indexes
+    assert scheduler.pool.num_free == scheduler.pool.num_blocks
