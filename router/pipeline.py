@@ -158,6 +158,10 @@ class Pipeline:
         """Whether a request could be served now; the reason when not, or what is amiss."""
         return self.view.ready()
 
+    def load(self) -> int:
+        """Choices that are computed, and requests that wait for a place."""
+        return self.admission.running + self.admission.waiting
+
     def cluster(self) -> dict[str, Any]:
         """The nodes and their state, as JSON for people."""
         ready, reason = self.ready()

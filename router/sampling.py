@@ -31,6 +31,7 @@ def make_sampling(given: Mapping[str, Any], model: ServedModel, max_tokens: int)
     Raises:
         InvalidRequest: a value is out of range; `param` names it.
     """
+    given = {**model.defaults, **{k: v for k, v in given.items() if v is not None}}
     values = {
         each.name: _for_nodes(each, given[each.name])
         for each in SAMPLING_PARAMETERS

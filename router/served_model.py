@@ -2,38 +2,49 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pdserve.common.config.node import ModelConfig
-from pdserve.common.core.errors import InvalidRequest, ModelNotFound
+from pdserve.common.core.errors import ConfigError, InvalidRequest, ModelNotFound
 from pdserve.common.core.model_spec import ModelSpec
-from pdserve.common.core.sampling import MAX_LOGPROBS, MAX_TOKENS, check_token_ids
+from pdserve.common.core.sampling import MAX_LOGPROBS, MAX_TOKENS, PARAMETERS, check_token_ids
 from pdserve.common.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 _PIECE = 64 * 1024  # characters
+# What a checkpoint's generation_config.json may say of sampling, as vLLM reads it.
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
     """Name, window and tokenizer, and the checks that need them."""
 
-    name: str
+    names: tuple[str, ...]  # by which clients may ask for it
     root: str  # path of the checkpoint
     max_model_len: int
     vocab_size: int  # rows of the model's embedding; may exceed the tokenizer's
     created: int  # Unix time, seconds
     tokenizer: Tokenizer
     max_logprobs: int = MAX_LOGPROBS
+    # Of sampling parameters, by name.
+    defaults: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    @property
+    def name(self) -> str:
+        """That of answers."""
+        return self.names[0]
 
     def check_name(self, name: str | None) -> None:
         """Raises ModelNotFound for another model's name; none means this one."""
-        if name is not None and name != self.name:
+        if name is not None and name not in self.names:
             raise ModelNotFound(
                 f"The model `{name}` does not exist. This server has `{self.name}`.", param="model"
             )
@@ -115,13 +126,14 @@ def load_served_model(config: ModelConfig) -> ServedModel:
     max_model_len = config.max_model_len or spec.max_position_embeddings
     spec.check_max_model_len(max_model_len)
     return ServedModel(
-        name=config.served_model_name or folder.resolve().name,
+        names=tuple(dict.fromkeys(config.served_model_name or [config.served_name])),
         root=str(folder),
         max_model_len=max_model_len,
         vocab_size=spec.vocab_size,
         created=int(time.time()),
         tokenizer=_load_tokenizer(config, folder, spec),
         max_logprobs=config.max_logprobs,
+        defaults=_load_defaults(config, folder),
     )
 
 
@@ -131,4 +143,46 @@ def _load_tokenizer(config: ModelConfig, folder: Path, spec: ModelSpec) -> Token
     if config.load_format == "dummy" and config.tokenizer is None and missing:
         logger.warning("%s has no tokenizer.json: every byte of a text is a token", folder)
         return Tokenizer.of_bytes(spec.vocab_size, spec.eos_token_ids)
-    return Tokenizer.from_folder(config.tokenizer or folder)
+    tokenizer = Tokenizer.from_folder(config.tokenizer or folder)
+    if config.chat_template is not None:
+        tokenizer.use_chat_template(_load_template(config.chat_template))
+    return tokenizer
+
+
+def _load_template(given: str) -> str:
+    """Of `--chat-template`.
+
+    Raises:
+        ConfigError: it is neither a file nor a template.
+    """
+    try:
+        if "{" not in given:
+            return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--chat-template {given}: {error}") from error
+    return given
+
+
+def _load_defaults(config: ModelConfig, folder: Path) -> dict[str, Any]:
+    """Of `--generation-config`.
+
+    Raises:
+        ConfigError: the file cannot be read, or has a value that no request may have.
+    """
+    if config.generation_config == "vllm":
+        return {}
+    own = config.generation_config == "auto"
+    file = (folder if own else Path(config.generation_config)) / "generation_config.json"
+    if own and not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        defaults = {name: found[name] for name in _DEFAULTS if found.get(name) is not None}
+        for name, value in defaults.items():
+            PARAMETERS[name].check_range(value)
+            defaults[name] = int(value) if name == "top_k" else value
+    except (OSError, ValueError, TypeError, AttributeError, InvalidRequest) as error:
+        raise ConfigError(f"{file}: {error} (--generation-config vllm ignores it)") from error
+    if defaults:
+        logger.info("defaults of %s: %s", file, defaults)
+    return defaults

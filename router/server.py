@@ -23,6 +23,7 @@ from pdserve.router.auth import APIKeys
 from pdserve.router.grpc_service import InferenceServicer
 from pdserve.router.http.app import make_app
 from pdserve.router.http.connection import Limits
+from pdserve.router.http.cors import CORS
 from pdserve.router.http.request import Bodies
 from pdserve.router.http.server import HTTPServer, https_context
 from pdserve.router.pipeline import Pipeline
@@ -94,7 +95,14 @@ class Router:
             workers=self._workers,
         )
         bodies = Bodies(server.max_body_size, routing.queue_timeout, routing.max_client_share)
-        self._app = make_app(self._serving, shown, server.max_body_size, bodies)
+        cors = CORS(
+            server.allowed_origins,
+            server.allowed_methods,
+            server.allowed_headers,
+            server.allow_credentials,
+        )
+        root_path, limit = server.root_path or "", server.max_body_size
+        self._app = make_app(self._serving, shown, limit, bodies, cors, root_path)
         self._grpc = self._inference_server()
         self._registrations = self._registry_server()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()

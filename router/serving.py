@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pdserve.common.core.request import new_request_id
 from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.router.admission import Batch
 from pdserve.router.auth import APIKeys
@@ -42,6 +43,21 @@ class UnknownFields:
             logger.info("ignored request fields: %s", ", ".join(told))
 
 
+class Cached:
+    """What of the nodes' prefix caches requests may find: what has been computed since the last
+    reset. It is part of the salt, so all nodes forget at once; their blocks are taken again
+    when they are needed."""
+
+    def __init__(self) -> None:
+        self._since = ""
+
+    def reset(self) -> None:
+        self._since = new_request_id("since")
+
+    def salt(self, own: str) -> str:
+        return f"{self._since} {own}" if self._since else own
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
     """Everything an API needs."""
@@ -53,6 +69,7 @@ class Serving:
     trust_request_chat_template: bool = False
     workers: PreprocessWorkers | None = None  # without them threads take large bodies, too
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
+    cached: Cached = field(default_factory=Cached)
 
     async def preprocess(self, kind: str, raw: bytes | bytearray, client: str) -> Preprocessed[Any]:
         """A JSON body, of one of `pdserve.router.http.preprocess.KINDS`, as what it asks.
@@ -92,6 +109,8 @@ class Serving:
             stop=make_stop(given.get("stop")),
             include_stop_str_in_output=bool(given.get("include_stop_str_in_output")),
             skip_special_tokens=given.get("skip_special_tokens") is not False,
-            cache_salt=self.keys.cache_salt(batch.client, given.get("cache_salt")),
+            cache_salt=self.cached.salt(
+                self.keys.cache_salt(batch.client, given.get("cache_salt"))
+            ),
             batch=batch,
         )

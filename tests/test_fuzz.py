@@ -412,7 +412,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def served(tokenizer: Tokenizer) -> ServedModel:
     return ServedModel(
-        name="tiny", root="/tiny", max_model_len=100, vocab_size=tokenizer.vocab_size,
+        names=("tiny",), root="/tiny", max_model_len=100, vocab_size=tokenizer.vocab_size,
         created=0, tokenizer=tokenizer,
     )  # fmt: skip
 

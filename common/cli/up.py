@@ -8,7 +8,6 @@ import os
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import IO, cast
 
 from rich.console import Console
@@ -99,8 +98,7 @@ def with_model(config: ClusterConfig, console: Console) -> ClusterConfig:
 
 def model_name(config: ClusterConfig) -> str:
     """What clients ask for; `config` has its model filled in."""
-    model = config.engine.model
-    return model.served_model_name or Path(model.model or "").name
+    return config.engine.model.served_name
 
 
 def log_writer(config: ClusterConfig, console: Console) -> Write:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pdserve.common.config.shared import (
@@ -25,7 +26,11 @@ class ModelConfig:
     model: str | None = option(
         None, "folder of a Hugging Face checkpoint; absent: the embedded SmolLM2-135M-Instruct"
     )
-    served_model_name: str | None = option(None, "name clients ask for (default: the folder's)")
+    served_model_name: list[str] = option(
+        [],
+        "names clients may ask for; the first one is that of answers (default: the folder's)",
+        metavar="NAME",
+    )
     tokenizer: str | None = option(None, "folder of the tokenizer (default: the model's)")
     max_model_len: int | None = option(
         None, "context window in tokens (default: the model's)", minimum=1
@@ -54,6 +59,22 @@ class ModelConfig:
         choices=("int8",),
     )
     seed: int = option(0, "seed of dummy weights", minimum=0)
+    chat_template: str | None = option(
+        None,
+        "file of a Jinja template, or the template itself (default: the tokenizer's)",
+        metavar="FILE",
+    )
+    generation_config: str = option(
+        "auto",
+        "what gives the defaults of sampling parameters: auto: the model's generation_config.json, "
+        "if there is one; vllm: nothing but OpenAI's; or the folder of another such file",
+        metavar="FOLDER",
+    )
+
+    @property
+    def served_name(self) -> str:
+        """That of answers, and by which roles know each other's model."""
+        return (*self.served_model_name, Path(self.model or "").resolve().name)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

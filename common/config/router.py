@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from pdserve.common.config.node import ModelConfig
@@ -14,6 +15,8 @@ from pdserve.common.config.shared import (
     option,
 )
 from pdserve.common.core.errors import ConfigError
+
+_ROOT_PATH = re.compile(r"(/[\w.~-]+)+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +61,17 @@ class ServerConfig:
         "what one API key has asked is found in the prefix caches by that key alone, so that no "
         "other can tell by the time or by cached_tokens",
     )
+    allowed_origins: list[str] = option(
+        ["*"], "origins whose pages may use this server (CORS)", metavar="ORIGIN"
+    )
+    allowed_methods: list[str] = option(["*"], "methods that such pages may use", metavar="METHOD")
+    allowed_headers: list[str] = option(["*"], "headers that such pages may send", metavar="HEADER")
+    allow_credentials: bool = option(False, "such pages may send cookies and the like")
+    root_path: str | None = option(
+        None,
+        "path under which a proxy shows this server, and which it may leave in requests",
+        metavar="/PATH",
+    )
     ssl_certfile: str | None = option(
         None, "certificate chain of the HTTP port (PEM); with it HTTP is HTTPS", metavar="FILE"
     )
@@ -69,6 +83,8 @@ class ServerConfig:
     )
 
     def __post_init__(self) -> None:
+        if self.root_path is not None and not _ROOT_PATH.fullmatch(self.root_path):
+            raise ConfigError(f"--root-path {self.root_path} must be like /path, of plain words")
         if self.ssl_keyfile and not self.ssl_certfile:
             raise ConfigError("--ssl-keyfile needs --ssl-certfile, the certificate it belongs to")
         if self.cache_salt_per_key and not self.api_key:

@@ -61,11 +61,13 @@ class Option:
         return PREFIX + self.name.upper()
 
     def convert(self, text: str) -> Any:
-        """The value `text` stands for.
+        """The value `text` stands for; of a list one word, or all as JSON.
 
         Raises:
             argparse.ArgumentTypeError: not of this kind, or outside minimum … maximum.
         """
+        if self.kind is list:
+            return _words(text)
         try:
             value: Any = json.loads(text) if self.kind is dict else self.kind(text)
         except ValueError as error:
@@ -84,6 +86,24 @@ class Option:
             raise argparse.ArgumentTypeError(f"{value} is less than {low}")
         if high is not None and value > high:
             raise argparse.ArgumentTypeError(f"{value} is more than {high}")
+
+
+def _words(text: str) -> list[str]:
+    try:
+        value = json.loads(text) if text.startswith(("[", '"')) else text
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON list") from error
+    words = value if isinstance(value, list) else [value]
+    if not all(isinstance(word, str) and word for word in words):
+        raise argparse.ArgumentTypeError(f"{text!r} is not text, or a list of texts")
+    return words
+
+
+class _Extend(argparse.Action):
+    """All words of a list."""
+
+    def __call__(self, _: object, namespace: Any, values: Any, flag: str | None = None) -> None:
+        setattr(namespace, self.dest, [word for words in values for word in words])
 
 
 _KIND_NAMES = {
@@ -175,7 +195,7 @@ def _to_flag(option: Option) -> str:
     value = option.default
     if option.kind is bool:
         return option.flag if value else f"--no-{option.key}"
-    return f"{option.flag}={json.dumps(value) if option.kind is dict else value}"
+    return f"{option.flag}={json.dumps(value) if option.kind in (dict, list) else value}"
 
 
 class _Parser(configargparse.ArgumentParser):
@@ -228,6 +248,8 @@ def _add(group: Any, option: Option) -> None:
         arguments["type"] = option.convert
         arguments["choices"] = option.metadata.get("choices")
         arguments["metavar"] = option.metadata.get("metavar") or _metavar(option)
+    if option.kind is list:
+        arguments |= {"action": _Extend, "nargs": "+"}
     group.add_argument(*flags, option.flag, **arguments)
 
 
@@ -238,14 +260,14 @@ def _metavar(option: Option) -> str:
 
 
 def _help(option: Option) -> str:
-    default = "" if option.default is None else f"default: {_show(option)}; "
+    default = "" if option.default in (None, []) else f"default: {_show(option)}; "
     return f"{option.metadata['help']} [{default}{option.env}]".replace("%", "%%")
 
 
 def _show(option: Option) -> str:
     if option.kind is bool:
         return "on" if option.default else "off"
-    return json.dumps(option.default) if option.kind is dict else str(option.default)
+    return json.dumps(option.default) if option.kind in (dict, list) else str(option.default)
 
 
 # PyYAML lets through what its constructors raise for a value that is not of its kind, such as
@@ -300,7 +322,7 @@ def _unknown(what: str, name: str, known: Sequence[str]) -> str:
 
 
 def _unwrap(hint: Any) -> tuple[type, bool]:
-    """(kind, optional) of an annotation `kind`, `kind | None` or `dict[str, Any]`."""
+    """(kind, optional) of an annotation `kind`, `kind | None`, `dict[str, Any]` or `list[str]`."""
     optional = isinstance(hint, UnionType)
     if optional:
         (hint,) = (arm for arm in get_args(hint) if arm is not type(None))

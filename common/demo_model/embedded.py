@@ -119,5 +119,5 @@ def resolve_model(config: ModelConfig) -> ModelConfig:
     """
     if config.model is not None:
         return config
-    name = config.served_model_name or NAME
-    return replace(config, model=str(ensure_embedded_model()), served_model_name=name)
+    names = config.served_model_name or [NAME]
+    return replace(config, model=str(ensure_embedded_model()), served_model_name=names)

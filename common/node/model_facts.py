@@ -42,7 +42,7 @@ class ModelFacts:
         device = device_type(parallel.device)
         dtype = choose_dtype(config.dtype, spec.dtype, torch.device(device))
         return cls(
-            name=config.served_model_name or folder.resolve().name,
+            name=config.served_name,
             spec=spec,
             max_model_len=max_model_len,
             revision=weights_revision(folder, config.load_format, config.seed),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -97,6 +97,19 @@ class Tokenizer:
         hf = PreTrainedTokenizerFast(tokenizer_object=backend)
         hf.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
         return cls(hf, eos_token_ids)
+
+    def use_chat_template(self, template: str) -> None:
+        """This one instead of the checkpoint's; to be called before threads share this.
+
+        Raises:
+            ConfigError: it is no template.
+        """
+        self._hf.chat_template = template
+        try:
+            self.render_chat_template([{"role": "user", "content": "a"}])
+        except InvalidRequest as error:
+            if isinstance(error.__cause__, TemplateSyntaxError):
+                raise ConfigError(f"--chat-template: {error.__cause__}") from error
 
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids; `add_special_tokens` runs the post-processor, which gives a BOS where the

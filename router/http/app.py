@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -14,8 +13,9 @@ from pdserve.common.core.errors import InvalidRequest, PdserveError
 from pdserve.common.core.request import is_plain_id, new_request_id
 from pdserve.common.obs.logging import request_id_var
 from pdserve.router.auth import HEADER as AUTHORIZATION
-from pdserve.router.http import chat, completions, info
+from pdserve.router.http import chat, completions, info, openapi
 from pdserve.router.http.connection import connection_of
+from pdserve.router.http.cors import CORS
 from pdserve.router.http.encoding import (
     as_typed,
     code_of,
@@ -24,24 +24,44 @@ from pdserve.router.http.encoding import (
     stopping,
 )
 from pdserve.router.http.info import REGISTRY
+from pdserve.router.http.openapi import ROOT_PATH, Handler, Route
 from pdserve.router.http.request import BODIES, SERVING, Bodies
-from pdserve.router.http.response import TIMELINE_HEADER
+from pdserve.router.http.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from pdserve.router.serving import Serving
 
 REQUEST_ID = "X-Request-Id"  # the name under which a client knows its request
-
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-_CORS_PREFLIGHT = {
-    "Access-Control-Allow-Methods": "GET, HEAD, POST, OPTIONS",
-    "Access-Control-Allow-Headers": f"Authorization, Content-Type, {REQUEST_ID}, {TIMELINE_HEADER}",
-    "Access-Control-Max-Age": "86400",
-}
-
-
-# What probes, scrapers and load balancers ask; all other paths need the API key, if there is one.
-_OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})
+ROUTES = (
+    Route(
+        "POST", "/v1/completions", completions.create_completion, "Text goes on", CompletionBody,
+        streams=True,
+    ),
+    Route(
+        "POST", "/v1/chat/completions", chat.create_chat_completion, "A conversation goes on",
+        ChatBody, streams=True,
+    ),
+    Route("POST", "/tokenize", info.tokenize, "Text or messages to token ids", TokenizeBody),
+    Route("POST", "/detokenize", info.detokenize, "Token ids to text", DetokenizeBody),
+    Route("GET", "/v1/models", info.list_models, "The model, by each of its names"),
+    Route("GET", "/v1/models/{model}", info.get_model, "The model by a name", errors=(404,)),
+    Route("GET", "/v1/cluster", info.cluster, "Nodes, their load, which pairs fit"),
+    Route(
+        "POST", "/reset_prefix_cache", info.reset_prefix_cache,
+        "Prompts computed so far are not found in the caches any more", answer="",
+    ),
+    # What probes, scrapers and load balancers ask. All other paths need the API key, if any.
+    Route("GET", "/health", info.health, "This process lives", answer="", open=True),
+    Route("GET", "/ping", info.health, "As /health", answer="", open=True),
+    Route("POST", "/ping", info.health, "As /health", answer="", open=True),
+    Route(
+        "GET", "/ready", info.ready, "Whether a request could be served", open=True, errors=(503,)
+    ),
+    Route("GET", "/load", info.load, "Requests at work or waiting", open=True),
+    Route("GET", "/metrics", info.metrics, "For Prometheus", answer="text/plain", open=True),
+    Route("GET", "/version", info.server_version, "The release", open=True),
+    Route("GET", "/openapi.json", openapi.openapi, "This description", open=True),
+    Route("GET", "/docs", openapi.page, "As a page", answer="text/html", open=True),
+)  # fmt: skip
+_OPEN_PATHS = frozenset(route.path for route in ROUTES if route.open)
 
 
 @dataclass(slots=True)
@@ -53,6 +73,7 @@ class Traffic:
 
 
 TRAFFIC = web.AppKey("traffic", Traffic)
+ALLOWED = web.AppKey("cors", CORS)
 
 
 def make_app(
@@ -60,8 +81,11 @@ def make_app(
     registry: Collector,
     max_body_size: int,
     bodies: Bodies | None = None,
+    cors: CORS | None = None,
+    root_path: str = "",
 ) -> web.Application:
-    """The API over `serving`. Bodies of more than `max_body_size` bytes get 413."""
+    """The API over `serving`, also under `root_path`. Bodies of more than `max_body_size` bytes
+    get 413."""
     app = web.Application(
         client_max_size=max_body_size,
         middlewares=[_identify, _answer_errors, _track, _preflight, _authenticate],
@@ -70,21 +94,14 @@ def make_app(
     app[BODIES] = bodies or Bodies(max_body_size)
     app[REGISTRY] = registry
     app[TRAFFIC] = Traffic()
-    app.add_routes(
-        [
-            web.post("/v1/completions", completions.create_completion),
-            web.post("/v1/chat/completions", chat.create_chat_completion),
-            web.post("/tokenize", info.tokenize),
-            web.post("/detokenize", info.detokenize),
-            web.get("/v1/models", info.list_models),
-            web.get("/v1/models/{model:.+}", info.get_model),
-            web.get("/v1/cluster", info.cluster),
-            web.get("/health", info.health),
-            web.get("/ready", info.ready),
-            web.get("/metrics", info.metrics),
-            web.get("/version", info.server_version),
-        ]
-    )
+    app[ALLOWED] = cors or CORS()
+    app[openapi.ROUTES] = ROUTES
+    app[ROOT_PATH] = root_path
+    for prefix in dict.fromkeys(("", root_path)):
+        for route in ROUTES:
+            path = prefix + route.path.replace("}", ":.+}")  # names of models have slashes
+            add = app.router.add_get if route.method == "GET" else app.router.add_post
+            add(path, route.handler)
     app.on_response_prepare.append(_add_headers)
     return app
 
@@ -144,14 +161,22 @@ async def _track(request: web.Request, handler: Handler) -> web.StreamResponse:
 @web.middleware
 async def _preflight(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Browsers ask before they POST JSON to another origin."""
-    if request.method == hdrs.METH_OPTIONS:
-        return web.Response(status=204, headers=_CORS_PREFLIGHT)
-    return await handler(request)
+    if request.method != hdrs.METH_OPTIONS:
+        return await handler(request)
+    error = request.match_info.http_exception
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        methods = {*error.allowed_methods, hdrs.METH_OPTIONS}
+    elif request.path == "*":
+        methods = {*(route.method for route in ROUTES), hdrs.METH_HEAD, hdrs.METH_OPTIONS}
+    else:
+        return await handler(request)
+    headers = request.app[ALLOWED].preflight(request.headers, methods)
+    return web.Response(status=204, headers={"Allow": ", ".join(sorted(methods)), **headers})
 
 
 @web.middleware
 async def _authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
-    if request.path not in _OPEN_PATHS:
+    if request.path.removeprefix(request.app[ROOT_PATH]) not in _OPEN_PATHS:
         request.app[SERVING].keys.check(request.headers.get(AUTHORIZATION))
     return await handler(request)
 
@@ -159,5 +184,4 @@ async def _authenticate(request: web.Request, handler: Handler) -> web.StreamRes
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """On every response, streams and errors included."""
     response.headers[REQUEST_ID] = request_id_var.get() or "-"
-    response.headers["Access-Control-Allow-Origin"] = "*"
-    response.headers["Access-Control-Expose-Headers"] = REQUEST_ID
+    response.headers.update(request.app[ALLOWED].allowed(request.headers))

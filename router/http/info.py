@@ -33,13 +33,14 @@ async def detokenize(request: web.Request) -> web.Response:
 
 
 async def list_models(request: web.Request) -> web.Response:
-    return json_response({"object": "list", "data": [_card(request.app[SERVING].model)]})
+    model = request.app[SERVING].model
+    return json_response({"object": "list", "data": [_card(model, name) for name in model.names]})
 
 
 async def get_model(request: web.Request) -> web.Response:
-    model = request.app[SERVING].model
-    model.check_name(request.match_info["model"])
-    return json_response(_card(model))
+    model, name = request.app[SERVING].model, request.match_info["model"]
+    model.check_name(name)
+    return json_response(_card(model, name))
 
 
 async def health(request: web.Request) -> web.Response:
@@ -64,13 +65,23 @@ async def cluster(request: web.Request) -> web.Response:
     return json_response(request.app[SERVING].pipeline.cluster())
 
 
+async def load(request: web.Request) -> web.Response:
+    """Under vLLM's name."""
+    return json_response({"server_load": request.app[SERVING].pipeline.load()})
+
+
+async def reset_prefix_cache(request: web.Request) -> web.Response:
+    request.app[SERVING].cached.reset()
+    return web.Response()
+
+
 async def server_version(request: web.Request) -> web.Response:
     return json_response({"version": pdserve.__version__})
 
 
-def _card(model: ServedModel) -> dict[str, Any]:
+def _card(model: ServedModel, name: str) -> dict[str, Any]:
     return {
-        "id": model.name,
+        "id": name,
         "object": "model",
         "created": model.created,
         "owned_by": "pdserve",

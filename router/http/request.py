@@ -21,6 +21,7 @@ from pdserve.router.serving import SMALL, Serving
 MAX_WAITING = 256  # bodies; what a connection has received of one that waits is some 100 KiB
 GRACE = 20.0  # seconds a body may take
 RATE = 128 * 1024  # and a second more for so many bytes
+_ENCODINGS = frozenset({"", "identity", "gzip", "deflate"})
 
 
 class Bodies:
@@ -104,9 +105,15 @@ async def preprocess(request: web.Request, kind: str) -> Preprocessed[Any]:
     """
     if "Content-Type" in request.headers and not _is_json(request.content_type):
         raise web.HTTPUnsupportedMediaType(text="the Content-Type must be application/json")
+    if request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower() not in _ENCODINGS:
+        raise unknown_encoding()
     client = client_of(request)
     async with request.app[BODIES].reading(request, client) as raw:
         return await request.app[SERVING].preprocess(kind, raw, client)
+
+
+def unknown_encoding() -> web.HTTPException:
+    return web.HTTPUnsupportedMediaType(text="the Content-Encoding must be gzip or deflate")
 
 
 def _is_json(content_type: str) -> bool:

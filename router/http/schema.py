@@ -13,13 +13,14 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     FailFast,
+    Field,
     Strict,
     create_model,
     field_validator,
 )
 from typing_extensions import TypeAliasType
 
-from pdserve.common.core.sampling import PARAMETERS, Kind
+from pdserve.common.core.sampling import PARAMETERS, Kind, Parameter
 
 
 def _no_boolean(value: Any) -> Any:
@@ -77,8 +78,22 @@ TYPES: dict[Kind, Any] = {
     Kind.OBJECT: dict[str, Any],
     Kind.OBJECT_OR_TEXT: dict[str, Any] | str,
 }
+
+
+def _said(each: Parameter) -> dict[str, Any]:
+    """A row's bounds and meaning in words of JSON Schema."""
+    numbers = {"minimum": each.low, "maximum": each.high} if each.kind in NUMBERS else {}
+    lists = {"maxItems": each.most} if each.most and each.kind is not Kind.BIASES else {}
+    texts = {"maxLength": each.longest} if each.longest else {}
+    said = {**numbers, **lists, **texts, "description": each.meaning}
+    return {name: value for name, value in said.items() if value not in (None, "")}
+
+
+NUMBERS = (Kind.INTEGER, Kind.NUMBER)
 _FIELDS: dict[str, Any] = {
-    each.name: (TYPES[each.kind] | None, None) for each in PARAMETERS.values() if each.http
+    each.name: (TYPES[each.kind] | None, Field(None, json_schema_extra=_said(each)))
+    for each in PARAMETERS.values()
+    if each.http
 }
 TableBody: Any = create_model("TableBody", __base__=Body, **_FIELDS)
 

@@ -12,18 +12,24 @@ from typing import Any
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
+from aiohttp.http_exceptions import ContentEncodingError
+from aiohttp.web_protocol import RequestHandler
 
 from pdserve.common.config.router import ServerConfig
-from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.errors import ConfigError, InvalidRequest
 from pdserve.common.core.printable import printable
+from pdserve.common.core.request import new_request_id
 from pdserve.common.rpc.tls import load_cert_chain
 from pdserve.router.health import AwakeClock
-from pdserve.router.http.app import TRAFFIC
+from pdserve.router.http.app import REQUEST_ID, TRAFFIC
 from pdserve.router.http.connection import HEADER_TIMEOUT, Connection, Limits, watch
+from pdserve.router.http.encoding import as_typed, error_response, http_error_response
+from pdserve.router.http.request import unknown_encoding
 
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 128  # connections the kernel has accepted and this process has not
+_REFUSED = "refused a malformed request: %s"
 MAX_MESSAGE = 200  # characters of what is wrong with a request, in the log
 _CANCEL_TIMEOUT = 2.0  # seconds in which requests cut off by a stop may still say so
 
@@ -71,7 +77,7 @@ class HTTPServer:
         now = AwakeClock(2 * limits.period, loop.time)
         try:
             listener = await loop.create_server(
-                lambda: Connection(http(), limits, now, connections),
+                lambda: Connection(_protocol(http()), limits, now, connections),
                 host,
                 port,
                 ssl=tls,
@@ -102,13 +108,52 @@ class HTTPServer:
         self.watcher.cancel()
 
 
+class _Protocol(RequestHandler):
+    """aiohttp's own, but what it refuses by itself is answered as everything else is."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """The connection closes behind it: what follows on it cannot be told apart."""
+        if isinstance(exc, HttpProcessingError):
+            logger.info(_REFUSED, printable(exc.message, MAX_MESSAGE))
+            what = printable(exc.message.partition("\n")[0].rstrip(":"), MAX_MESSAGE)
+            response = error_response(
+                InvalidRequest(f"this is not HTTP: {what}", code="MALFORMED_REQUEST")
+            )
+            if isinstance(exc, ContentEncodingError):
+                response = http_error_response(unknown_encoding())
+        else:
+            assert isinstance(exc, Exception), message
+            response = error_response(as_typed(exc))
+        if request.writer.output_size > 0:
+            raise ConnectionError("part of another answer has been sent")
+        response.headers[REQUEST_ID] = new_request_id("req")
+        response.force_close()
+        return response
+
+
+def _protocol(made: asyncio.Protocol) -> asyncio.Protocol:
+    """Its class is nobody's to choose where aiohttp makes it."""
+    made.__class__ = _Protocol
+    return made
+
+
 class _ServerLog(logging.LoggerAdapter[logging.Logger]):
     """aiohttp's own words; of a request that does not parse one line is enough."""
 
     def exception(self, msg: object, *args: object, **options: Any) -> None:
         error = options.get("exc_info")
+        if isinstance(error, web.RequestPayloadError) and error.__cause__ is not None:
+            error = error.__cause__  # of a body that has been answered
         if isinstance(error, HttpProcessingError):
-            self.info("refused a malformed request: %s", printable(error.message, MAX_MESSAGE))
+            self.info(_REFUSED, printable(error.message, MAX_MESSAGE))
         else:
             super().exception(msg, *args, **options)
 

@@ -537,6 +537,20 @@ def test_a_cached_prompt_is_found_with_the_same_salt_alone(cluster: Cluster) -> 
     assert all(0 < nbytes < whole / 4 for _, _, nbytes in second)
 
 
+def test_a_reset_of_the_prefix_caches(cluster: Cluster) -> None:
+    prompt = [11 + i % 80 for i in range(100)]
+
+    def ask() -> tuple[str, int]:
+        answer = cluster.complete(prompt, max_tokens=4)
+        return text(answer), answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    first, again = ask(), ask()
+    assert cluster.post("/reset_prefix_cache").status_code == 200
+    after, last = ask(), ask()
+    assert len({words for words, _ in (first, again, after, last)}) == 1
+    assert [cached for _, cached in (first, again, after, last)] == [0, 96, 0, 96]
+
+
 # ---- errors ---------------------------------------------------------------------------------
 
 WRONG: list[tuple[dict[str, Any], int, str | None]] = [

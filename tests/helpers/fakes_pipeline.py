@@ -99,6 +99,9 @@ class FakeGenerator:
     def ready(self) -> tuple[bool, str]:
         return not self.not_ready, self.not_ready
 
+    def load(self) -> int:
+        return self.open
+
     def cluster(self) -> dict[str, Any]:
         return {"nodes": []}
 

@@ -28,7 +28,7 @@ def generator(tmp_path: Path) -> FakeGenerator:
 async def stub(generator: FakeGenerator) -> AsyncIterator[inference_pb2_grpc.InferenceStub]:
     tokenizer = generator.tokenizer
     model = ServedModel(
-        name="tiny", root="/tiny", max_model_len=100, vocab_size=tokenizer.vocab_size,
+        names=("tiny",), root="/tiny", max_model_len=100, vocab_size=tokenizer.vocab_size,
         created=0, tokenizer=tokenizer,
     )  # fmt: skip
     server = grpc.aio.server()

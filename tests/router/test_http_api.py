@@ -80,11 +80,11 @@ class Site:
 
 
 @asynccontextmanager
-async def serve(folder: Path, **options: Any) -> AsyncIterator[Site]:
+async def serve(folder: Path, root_path: str = "", **options: Any) -> AsyncIterator[Site]:
     tokenizer = Tokenizer.from_folder(folder)
     generator = FakeGenerator(tokenizer)
     model = ServedModel(
-        name="tiny/model",
+        names=("tiny/model", "alias"),
         root=str(folder),
         max_model_len=WINDOW,
         vocab_size=tokenizer.vocab_size,
@@ -93,7 +93,8 @@ async def serve(folder: Path, **options: Any) -> AsyncIterator[Site]:
     )
     registry = CollectorRegistry()
     Counter("pdserve_things", "Things", registry=registry).inc()
-    app = make_app(Serving(pipeline=generator, model=model, **options), registry, 64 * 1024)
+    serving = Serving(pipeline=generator, model=model, **options)
+    app = make_app(serving, registry, 64 * 1024, root_path=root_path)
     server = await HTTPServer.start(app, "127.0.0.1", 0)
     try:
         async with ClientSession() as session:
@@ -455,7 +456,7 @@ async def test_openai_client_completions_models_and_errors(site: Site) -> None:
             model="tiny/model", prompt="a", logprobs=1, max_tokens=2
         )
         assert whole.choices[0].logprobs.tokens == ["hell", "o"]
-        assert [model.id async for model in client.models.list()] == ["tiny/model"]
+        assert [model.id async for model in client.models.list()] == ["tiny/model", "alias"]
         assert (await client.models.retrieve("tiny/model")).id == "tiny/model"
         with pytest.raises(openai.NotFoundError) as missing:
             await client.completions.create(model="other", prompt="a")
@@ -830,7 +831,7 @@ async def test_models(site: Site) -> None:
         "root": site.server.app[SERVING].model.root,
         "max_model_len": WINDOW,
     }
-    assert body == {"object": "list", "data": [card]}
+    assert body == {"object": "list", "data": [card, card | {"id": "alias"}]}
     assert await (await get(site, "/v1/models/tiny/model")).json() == card
 
 

@@ -75,7 +75,7 @@ class Talker:
 def served_model(folder: Path) -> ServedModel:
     tokenizer = Tokenizer.from_folder(byte_level_folder(folder))
     return ServedModel(
-        name="tiny", root=str(folder), max_model_len=100, vocab_size=tokenizer.vocab_size,
+        names=("tiny",), root=str(folder), max_model_len=100, vocab_size=tokenizer.vocab_size,
         created=1, tokenizer=tokenizer,
     )  # fmt: skip
 

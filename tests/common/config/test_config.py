@@ -108,7 +108,7 @@ def test_yaml_words_stay_words(tmp_path: Path) -> None:
     file = yaml_file(tmp_path, "restart: no\nserved-model-name: 0x10\nmax-model-len: null\n")
     config = load(ClusterConfig, file)
     assert config.restart == "no"
-    assert config.engine.model.served_model_name == "0x10"
+    assert config.engine.model.served_model_name == ["0x10"]
     assert config.engine.model.max_model_len is None
 
 

@@ -290,7 +290,7 @@ def test_any_of_the_keys_opens() -> None:
 
 def served(tokenizer: Tokenizer) -> ServedModel:
     return ServedModel(
-        name="tiny", root="/tiny", max_model_len=100, vocab_size=tokenizer.vocab_size,
+        names=("tiny",), root="/tiny", max_model_len=100, vocab_size=tokenizer.vocab_size,
         created=0, tokenizer=tokenizer,
     )  # fmt: skip
 
@@ -829,13 +829,13 @@ def test_transfer_ids_cannot_be_guessed(monkeypatch: pytest.MonkeyPatch) -> None
     ("body", "param"),
     [
         ({"n": 129}, "n"),
-        ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        ({"stop": ["a" * i for i in range(1, 258)]}, "stop"),
         ({"stop": "x" * 1025}, "stop"),
         ({"logit_bias": {str(i): 0 for i in range(MAX_TOKENS_NAMED + 1)}}, "logit_bias"),
         ({"stop_token_ids": [1] * (MAX_TOKENS_NAMED + 1)}, "stop_token_ids"),
         ({"prompt": ["a"] * (MAX_PROMPTS + 1)}, "prompt"),
         ({"prompt": [1] * 200}, "prompt"),
-        ({"logprobs": 6}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
     ],
 )
 async def test_http_bounds(tokenizer: Tokenizer, body: dict[str, Any], param: str) -> None:
@@ -850,7 +850,7 @@ async def test_http_bounds(tokenizer: Tokenizer, body: dict[str, Any], param: st
     ("request_", "param"),
     [
         ({"n": 129}, "n"),
-        ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        ({"stop": ["a" * i for i in range(1, 258)]}, "stop"),
         ({"logit_bias": dict.fromkeys(range(MAX_TOKENS_NAMED + 1), 0.0)}, "logit_bias"),
         ({"stop_token_ids": [1] * (MAX_TOKENS_NAMED + 1)}, "stop_token_ids"),
         ({"allowed_token_ids": [1] * (MAX_TOKENS_NAMED + 1)}, "allowed_token_ids"),

@@ -1,0 +1,268 @@
+"""What surrounds the generations: requests that are none, other origins, names, the description of
+the API, and what a checkpoint's files say of requests."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import logging
+import re
+import zlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+from test_http_api import CHAT, Site, check_error, serve
+
+from fakes_pipeline import byte_level_folder
+from paths import MODELS
+from pdserve.common.config.node import ModelConfig
+from pdserve.common.core.errors import ConfigError
+from pdserve.router.http.app import ROUTES
+from pdserve.router.http.cors import CORS
+from pdserve.router.http.unsupported import UNSUPPORTED, WITHOUT_EFFECT
+from pdserve.router.sampling import make_sampling
+from pdserve.router.served_model import load_served_model
+
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+BODY = b'{"prompt": "a"}'
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
+    async with serve(byte_level_folder(tmp_path)) as site:
+        yield site
+
+
+def encoded(name: bytes, body: bytes) -> bytes:
+    head = b"Content-Encoding: %b\r\nContent-Length: %d\r\n\r\n" % (name, len(body))
+    return POST + head + body
+
+
+async def raw(site: Site, request: bytes) -> tuple[int, dict[str, str], dict[str, Any], bool]:
+    """Status, headers, body, and whether the connection stays open."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
+    writer.write(request)
+    async with asyncio.timeout(30):
+        status, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        headers = dict(line.lower().split(": ", 1) for line in lines if line)
+        body = json.loads(await reader.readexactly(int(headers["content-length"])))
+        writer.write(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+        is_open = (await reader.readline()).startswith(b"HTTP/1.1 200")
+    writer.close()
+    return int(status.split()[1]), headers, body, is_open
+
+
+MALFORMED: dict[str, tuple[bytes, int]] = {
+    "no HTTP": (b"garbage\r\n\r\n", 400),
+    "unknown method": (b"FOO /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+    "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
+    "long line": (b"GET /" + b"a" * 20000 + b" HTTP/1.1\r\n\r\n", 400),
+    "two lengths": (POST + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nabcde", 400),
+    "bad chunk": (POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
+    "zstd": (encoded(b"zstd", b"\x28\xb5\x2f\xfd abc"), 415),
+    "broken gzip": (encoded(b"gzip", b"abcdefgh" * 4), 400),
+    "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
+}
+
+
+@pytest.mark.parametrize(("request_", "status"), MALFORMED.values(), ids=MALFORMED)
+async def test_what_is_no_request_gets_an_error_and_a_line_in_the_log(
+    site: Site, caplog: pytest.LogCaptureFixture, request_: bytes, status: int
+) -> None:
+    caplog.set_level(logging.INFO)
+    got, headers, body, is_open = await raw(site, request_)
+    assert got == status and not is_open
+    assert set(body) == {"error"} and body["error"]["type"] == "invalid_request_error"
+    assert headers["content-type"] == "application/json" and headers["x-request-id"]
+    (record,) = [each for each in caplog.records if each.name.startswith("pdserve")]
+    assert record.levelno == logging.INFO and not record.exc_info
+    assert "\n" not in record.getMessage()
+
+
+@pytest.mark.parametrize("name", [b"snappy", b"gzip, gzip"])
+async def test_after_an_unknown_encoding_the_connection_goes_on(site: Site, name: bytes) -> None:
+    status, _, body, is_open = await raw(site, encoded(name, BODY))
+    assert (status, is_open) == (415, True) and "gzip or deflate" in body["error"]["message"]
+
+
+@pytest.mark.parametrize("name", [b"gzip", b"deflate", b"identity"])
+async def test_bodies_may_be_compressed(site: Site, name: bytes) -> None:
+    body = {b"gzip": gzip.compress, b"deflate": zlib.compress}.get(name, bytes)(BODY)
+    status, _, answer, is_open = await raw(site, encoded(name, body))
+    assert (status, is_open) == (200, True) and answer["choices"][0]["text"] == "hello world"
+
+
+# ---- methods and origins --------------------------------------------------------------------
+
+
+async def options(site: Site, path: str, **headers: str) -> dict[str, str]:
+    headers = {name.replace("_", "-"): value for name, value in headers.items()}
+    async with site.session.options(site.url + path, headers=headers) as response:
+        return {"status": str(response.status), **response.headers}
+
+
+async def test_options_and_head(site: Site) -> None:
+    assert (await options(site, "/v1/completions"))["Allow"] == "OPTIONS, POST"
+    assert (await options(site, "/v1/models"))["Allow"] == "GET, HEAD, OPTIONS"
+    assert (await options(site, "/nothing"))["status"] == "404"
+    for path, status in (("/health", 200), ("/v1/models", 200), ("/v1/completions", 405)):
+        async with site.session.head(site.url + path) as response:
+            assert response.status == status and not await response.read()
+
+
+async def test_pages_of_any_origin_may_send_an_sdks_headers(site: Site) -> None:
+    asked = "authorization,content-type,x-stainless-lang,x-stainless-retry-count"
+    answer = await options(
+        site, "/v1/chat/completions", Origin="http://a", Access_Control_Request_Headers=asked
+    )
+    assert (answer["status"], answer["Access-Control-Allow-Origin"]) == ("204", "*")
+    assert answer["Access-Control-Allow-Headers"] == asked
+    assert answer["Access-Control-Allow-Methods"] == "OPTIONS, POST"
+
+
+def test_only_these_origins() -> None:
+    cors = CORS(["http://a"], ["POST"], ["X-A"], credentials=True)
+    allowed = cors.allowed({"Origin": "http://a"})
+    assert allowed["Access-Control-Allow-Origin"] == "http://a"
+    assert (allowed["Access-Control-Allow-Credentials"], allowed["Vary"]) == ("true", "Origin")
+    assert cors.allowed({"Origin": "http://b"}) == cors.allowed({}) == {"Vary": "Origin"}
+    told = cors.preflight({"Access-Control-Request-Headers": "X-B"}, ["GET", "POST"])
+    assert told["Access-Control-Allow-Headers"] == "X-A"
+    assert told["Access-Control-Allow-Methods"] == "POST"
+    # With cookies `*` would be no answer.
+    anyone = CORS(credentials=True).allowed({"Origin": "http://b"})
+    assert anyone["Access-Control-Allow-Origin"] == "http://b"
+
+
+# ---- names and numbers ----------------------------------------------------------------------
+
+
+async def get(site: Site, path: str) -> Any:
+    async with site.session.get(site.url + path) as response:
+        assert response.status == 200
+        return json.loads(await response.read() or b"null")
+
+
+async def test_a_model_of_two_names(site: Site) -> None:
+    assert [each["id"] for each in (await get(site, "/v1/models"))["data"]] == [
+        "tiny/model", "alias",
+    ]  # fmt: skip
+    assert (await get(site, "/v1/models/alias"))["id"] == "alias"
+    assert (await site.complete(model="alias"))["model"] == "tiny/model"
+
+
+async def test_load_and_ping(site: Site) -> None:
+    assert await get(site, "/load") == {"server_load": 0}
+    assert await get(site, "/ping") is None
+    assert (await site.post("/ping", b"")).status == 200
+
+
+async def test_what_was_cached_before_a_reset_is_not_found(site: Site) -> None:
+    for _ in range(3):
+        await site.complete(cache_salt="a")
+        assert (await site.post("/reset_prefix_cache", b"")).status == 200
+    salts = [request.cache_salt for request in site.generator.requests]
+    assert salts[0] == "a" and len(set(salts)) == 3
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling", "/v1/audio/speech"])
+async def test_what_is_not_served(site: Site, path: str) -> None:
+    await check_error(await site.post(path, {"input": "a"}), 404)
+
+
+async def test_a_root_path(tmp_path: Path) -> None:
+    async with serve(byte_level_folder(tmp_path), root_path="/llm") as site:
+        for prefix in ("", "/llm"):
+            assert (await site.post(f"{prefix}/v1/completions", {"prompt": "a"})).status == 200
+            assert await get(site, f"{prefix}/health") is None
+        assert (await get(site, "/openapi.json"))["servers"] == [{"url": "/llm"}]
+
+
+# ---- the description ------------------------------------------------------------------------
+
+
+async def test_the_description_has_every_route_and_body(site: Site) -> None:
+    spec = await get(site, "/openapi.json")
+    paths = {(method.upper(), path) for path, one in spec["paths"].items() for method in one}
+    assert paths == {(route.method, route.path) for route in ROUTES}
+    for name in set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(spec))):
+        assert name in spec["components"]["schemas"]
+    schemas = spec["components"]["schemas"]
+    temperature = schemas["CompletionBody"]["properties"]["temperature"]
+    assert (temperature["minimum"], temperature["maximum"]) == (0, 100)
+    for name, body in (
+        ("ChatBody", {"messages": CHAT, "n": 2}),
+        ("CompletionBody", {"prompt": [1]}),
+    ):
+        schema = {"$ref": f"#/components/schemas/{name}", "components": spec["components"]}
+        validator = Draft202012Validator(schema)
+        validator.validate({**body, "stop": ["a"], "temperature": 0.5})
+        assert not validator.is_valid({**body, "temperature": 101})
+
+
+async def test_the_page_needs_no_other_host(site: Site) -> None:
+    async with site.session.get(site.url + "/docs") as response:
+        page = await response.text()
+        assert response.headers["Content-Security-Policy"].startswith("default-src 'none'")
+    assert "/v1/chat/completions" in page and "max_completion_tokens" in page
+    assert not re.findall(r"(?:src|href)=.(?:https?:)?//", page)
+
+
+def test_what_is_refused_is_no_field_of_a_body() -> None:
+    """Whoever adds a field takes its name out of the table."""
+    bodies = [route.body for route in ROUTES if route.body and "completions" in route.path]
+    everywhere = set.intersection(*(set(body.model_fields) for body in bodies))
+    assert not everywhere & (UNSUPPORTED.keys() | WITHOUT_EFFECT)
+
+
+# ---- --generation-config, --chat-template ----------------------------------------------------
+
+
+def written(folder: Path, **found: Any) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "generation_config.json").write_text(json.dumps(found))
+    return str(folder)
+
+
+def model_config(**options: Any) -> ModelConfig:
+    return ModelConfig(model=str(MODELS / "llama-gqa"), **options)
+
+
+def test_a_checkpoints_defaults(tmp_path: Path) -> None:
+    folder = written(tmp_path, temperature=0.25, top_k=7, do_sample=True, max_length=9)
+    model = load_served_model(model_config(generation_config=folder))
+    assert make_sampling({}, model, 5).temperature == 0.25
+    assert make_sampling({"temperature": None}, model, 5).top_k == 7
+    assert make_sampling({"temperature": 1, "top_k": -1}, model, 5).top_k == 0
+    plain = load_served_model(model_config(generation_config="vllm", served_model_name=["a", "b"]))
+    assert make_sampling({}, plain, 5).temperature == 1 and plain.names == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"generation_config": "/nowhere"},
+        {"chat_template": "/nowhere.jinja"},
+        {"chat_template": "{% if %}"},
+    ],
+)
+def test_files_that_cannot_be_used(options: dict[str, str]) -> None:
+    with pytest.raises(ConfigError):
+        load_served_model(model_config(**options))
+
+
+def test_a_checkpoints_default_that_no_request_may_have(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="temperature must be"):
+        load_served_model(model_config(generation_config=written(tmp_path, temperature=-1)))
+
+
+def test_another_chat_template(tmp_path: Path) -> None:
+    template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    (tmp_path / "t.jinja").write_text(template)
+    for given in (template, str(tmp_path / "t.jinja")):
+        tokenizer = load_served_model(model_config(chat_template=given)).tokenizer
+        assert tokenizer.render_chat_template(CHAT) == "[hello]"
