@@ -1,7 +1,33 @@
 """pdserve: disaggregated prefill/decode serving for large language models.
 
-Importing this imports nothing else. What plugins and clients may import of the packages below is
-listed in docs/write-a-connector.md and docs/clients.md.
+    from pdserve import LLM, SamplingParams
+
+Importing this imports nothing else until a name is used. What plugins and clients may import of the
+packages below is listed in docs/write-a-connector.md and docs/clients.md.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pdserve.common.offline.llm import LLM
+    from pdserve.common.offline.outputs import CompletionOutput, RequestOutput
+    from pdserve.common.offline.params import SamplingParams
+
 __version__ = "0.1.0"
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+
+_HOMES = {
+    "LLM": "llm",
+    "CompletionOutput": "outputs",
+    "RequestOutput": "outputs",
+    "SamplingParams": "params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'pdserve' has no attribute {name!r}")
+    return getattr(import_module(f"pdserve.common.offline.{_HOMES[name]}"), name)

@@ -26,6 +26,7 @@ import aiohttp
 
 from pdserve.common.cli.child import Child, ChildSpec, Write
 from pdserve.common.cli.host_share import NodeShare
+from pdserve.common.client.server import client_session
 from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.node import (
     BothNodeConfig,
@@ -94,7 +95,12 @@ class Cluster:
             NodeError: see `start`; or whatever the work raises.
         """
         task = asyncio.create_task(work)
-        await asyncio.wait({task, self.ended}, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            await asyncio.wait({task, self.ended}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            task.cancel()
+            await asyncio.wait({task})
+            raise
         if not self.ended.done():
             await task
             return True
@@ -190,7 +196,7 @@ class Cluster:
         return WorkerNodeConfig(**parts, transfer=config.transfer)
 
     async def _ready(self) -> None:
-        async with client_session(self.config.server) as session:
+        async with own_session(self.config.server) as session:
             while True:
                 with suppress(aiohttp.ClientError, TimeoutError):
                     timeout = aiohttp.ClientTimeout(total=5)
@@ -282,13 +288,10 @@ def _with_key(auth: AuthConfig) -> AuthConfig:
     return replace(auth, cluster_key=auth.cluster_key or secrets.token_hex(32))
 
 
-def client_session(server: ServerConfig) -> aiohttp.ClientSession:
+def own_session(server: ServerConfig) -> aiohttp.ClientSession:
     """A client of our own router on this host, whose certificate need not name this address."""
     key = server.api_key and server.api_key.split(",")[0].strip()
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(ssl=False),
-        headers={"Authorization": f"Bearer {key}"} if key else None,
-    )
+    return client_session(key, verify=False)
 
 
 def connect_host(host: str) -> str:

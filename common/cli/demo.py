@@ -4,21 +4,19 @@ went."""
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import aiohttp
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from pdserve.common.cli.cluster import client_session
+from pdserve.common.cli.cluster import own_session
 from pdserve.common.cli.up import make_cluster, model_name, with_model
-from pdserve.common.config.cluster import ClusterConfig
-from pdserve.common.config.router import ServerConfig
-from pdserve.common.config.shared import LogConfig, option
+from pdserve.common.client.server import Server
+from pdserve.common.config.cluster import ClusterConfig, private_cluster
+from pdserve.common.config.shared import option
 from pdserve.common.config.sources import parse
 from pdserve.common.core.errors import NodeError, PdserveError
 from pdserve.common.core.request import Timeline
@@ -35,11 +33,7 @@ class DemoConfig:
     prompt: str = option("Why is the sky blue? Answer in two sentences.", "what to ask")
     max_tokens: int = option(96, "tokens of the answer at most", minimum=1)
     cluster: ClusterConfig = field(
-        default_factory=lambda: ClusterConfig(
-            restart="no",  # whoever watches wants to know
-            server=ServerConfig(port=0, grpc_port=0, registry_port=0),
-            log=LogConfig(log_level="warning"),
-        )
+        default_factory=lambda: private_cluster(restart="no")  # whoever watches wants to know
     )
 
 
@@ -73,7 +67,7 @@ async def demo(config: DemoConfig, console: Console) -> int:
         if started and await cluster.until_ended(show(cluster.url, config, console)):
             return 0
         return 130
-    except (PdserveError, aiohttp.ClientError) as error:
+    except PdserveError as error:
         console.print(f"pdserve demo: {error}", style="red", markup=False)
         return 1
     finally:
@@ -97,7 +91,7 @@ async def ask(url: str, config: DemoConfig) -> AsyncIterator[dict[str, Any]]:
     """The chunks of a streamed chat completion.
 
     Raises:
-        NodeError: the server answered with an error, before or within the stream.
+        PdserveError: the server answered with an error, before or within the stream.
     """
     request = {
         "messages": [{"role": "user", "content": config.prompt}],
@@ -106,20 +100,11 @@ async def ask(url: str, config: DemoConfig) -> AsyncIterator[dict[str, Any]]:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    async with (
-        client_session(config.cluster.server) as session,
-        session.post(
-            f"{url}/v1/chat/completions", json=request, headers={"X-Pdserve-Timeline": "1"}
-        ) as response,
-    ):
-        if response.status != 200:
-            raise NodeError(f"HTTP {response.status}: {await response.text()}")
-        async for line in response.content:
-            if line.startswith(b"data: {"):
-                chunk = json.loads(line.removeprefix(b"data: "))
-                if "error" in chunk:
-                    raise NodeError(str(chunk["error"].get("message", chunk["error"])))
-                yield chunk
+    async with own_session(config.cluster.server) as session:
+        server = Server(session, url)
+        headers = {"X-Pdserve-Timeline": "1"}
+        async for chunk in server.stream("/v1/chat/completions", request, headers):
+            yield chunk
 
 
 def read_answer(chunks: Sequence[dict[str, Any]]) -> Answer:

@@ -88,6 +88,17 @@ class ClusterConfig:
         return {"prefill": prefill, "decode": decode, "both": self.both}
 
 
+def private_cluster(restart: str = "on-failure") -> ClusterConfig:
+    """A cluster for one client that is its owner: on free ports, it says little and lets requests
+    wait as long as it takes."""
+    return ClusterConfig(
+        restart=restart,
+        server=ServerConfig(port=0, grpc_port=0, registry_port=0),
+        routing=RoutingConfig(queue_timeout=86400.0, max_client_share=1.0),
+        log=LogConfig(log_level="warning"),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanConfig:
     """Plan

@@ -78,6 +78,19 @@ class Option:
             self._check_range(value)
         return value
 
+    def check(self, value: Any) -> None:
+        """Raises argparse.ArgumentTypeError unless the option takes such a value."""
+        if value is None and self.optional:
+            return
+        kinds = (int, float) if self.kind is float else self.kind
+        if not isinstance(value, kinds) or (isinstance(value, bool) and self.kind is not bool):
+            raise argparse.ArgumentTypeError(f"{value!r} is not {_KIND_NAMES[self.kind]}")
+        choices = self.metadata.get("choices")
+        if choices and value not in choices:
+            raise argparse.ArgumentTypeError(f"{value!r} is none of {', '.join(choices)}")
+        if isinstance(value, (int, float)) and self.kind is not bool:
+            self._check_range(value)
+
     def _check_range(self, value: float) -> None:
         low, high = self.metadata.get("minimum"), self.metadata.get("maximum")
         if not math.isfinite(value):
@@ -111,6 +124,7 @@ _KIND_NAMES = {
     float: "a number",
     str: "text",
     dict: "a JSON object",
+    bool: "true or false",
 }
 
 
@@ -171,6 +185,23 @@ def build(base: Config, values: Mapping[str, Any]) -> Config:
         elif item.name in values:
             changes[item.name] = values[item.name]
     return replace(base, **changes)  # type: ignore[type-var]
+
+
+def with_values(base: Config, values: Mapping[str, Any]) -> Config:
+    """`base` with options by name, as `build`, but checked as flags are.
+
+    Raises:
+        ConfigError: no option has such a name, or it does not take such a value.
+    """
+    known = {option.name: option for option in options(base)}
+    for name, value in values.items():
+        if name not in known:
+            raise ConfigError(_unknown("option", name, list(known)))
+        try:
+            known[name].check(value)
+        except argparse.ArgumentTypeError as error:
+            raise ConfigError(f"{name}: {error}") from error
+    return build(base, values)
 
 
 def to_flags(config: Any) -> list[str]:

@@ -1,0 +1,219 @@
+"""A server as its clients see it: JSON and event streams over HTTP, failures as typed errors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from pdserve.common.core import errors
+from pdserve.common.core.errors import Blame, InvalidRequest, NodeError, PdserveError, Unavailable
+from pdserve.common.core.printable import printable
+
+CONNECT_TIMEOUT = 10.0
+MAX_MESSAGE = 2000  # characters of a server's error that are shown
+FIRST_BACKOFF, LAST_BACKOFF = 0.5, 15.0  # seconds
+
+_CLASSES: dict[int, type[PdserveError]] = {
+    401: errors.Unauthenticated,
+    403: errors.Unauthenticated,
+    404: errors.ModelNotFound,
+    413: errors.RequestTooLarge,
+    429: errors.Overloaded,
+    499: errors.Cancelled,
+    503: errors.Unavailable,
+    504: errors.DeadlineExceeded,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer, whatever its status."""
+
+    status: int
+    body: Any  # JSON; text where it is none
+    request_id: str
+    retry_after: float | None = None  # seconds
+
+    def error(self) -> PdserveError:
+        """What a status other than 2xx stands for."""
+        found = self.body.get("error") if isinstance(self.body, dict) else None
+        found = found if isinstance(found, dict) else {}
+        default = InvalidRequest if 400 <= self.status < 500 else NodeError
+        code, param = found.get("code"), found.get("param")
+        return _CLASSES.get(self.status, default)(
+            printable(str(found.get("message") or f"HTTP {self.status}: {self.body}"), MAX_MESSAGE),
+            code=printable(code, 64).upper() if isinstance(code, str) else None,
+            param=param if isinstance(param, str) else None,
+            retry_after=self.retry_after,
+        )
+
+
+class Server:
+    """The server at `url` (without /v1); `session` is the caller's."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self._session = session
+        self.url = url.rstrip("/").removesuffix("/v1")
+
+    async def get(self, path: str) -> Any:
+        """The JSON at a path.
+
+        Raises:
+            PdserveError: the server answered with an error, or not at all (Unavailable).
+        """
+        async with self._call("GET", path) as response:
+            return _checked(await _answer(response))
+
+    async def post(
+        self, path: str, body: Any, *, tries: int = 1, headers: Mapping[str, str] | None = None
+    ) -> Any:
+        """As `get`; what may pass is tried again, after growing pauses."""
+        return _checked(await self.ask(path, body, tries=tries, headers=headers))
+
+    async def ask(
+        self, path: str, body: Any, *, tries: int = 1, headers: Mapping[str, str] | None = None
+    ) -> Answer:
+        """The answer to a POST, after as many tries as it needs and may have.
+
+        Raises:
+            Unavailable: the server cannot be reached.
+        """
+        data = body if isinstance(body, bytes) else encode(body)
+        backoff = FIRST_BACKOFF
+        for left in reversed(range(tries)):
+            try:
+                async with self._call("POST", path, data, headers) as response:
+                    answer = await _answer(response)
+                if answer.status < 400 or not answer.error().retryable or not left:
+                    return answer
+                pause = answer.retry_after or 0.0
+            except Unavailable:
+                if not left:
+                    raise
+                pause = 0.0
+            await asyncio.sleep(max(pause, backoff * random.uniform(0.5, 1.0)))
+            backoff = min(2 * backoff, LAST_BACKOFF)
+        raise AssertionError("tries is at least 1")
+
+    async def stream(
+        self, path: str, body: Any, headers: Mapping[str, str] | None = None
+    ) -> AsyncIterator[dict[str, Any]]:
+        """The events of a streamed answer, up to [DONE].
+
+        Raises:
+            PdserveError: the server answered with an error, before or within the stream, or the
+                stream broke off.
+        """
+        async with self._call("POST", path, encode(body), headers) as response:
+            if response.status != 200:
+                raise (await _answer(response)).error()
+            async for data in _events(response):
+                if data == b"[DONE]":
+                    return
+                event = _json(data)
+                if isinstance(event, dict) and event.get("error"):
+                    raise Answer(500, event, "").error()
+                if not isinstance(event, dict):
+                    raise NodeError(f"the server sent no JSON: {printable(str(event), 100)}")
+                yield event
+        raise NodeError("the stream ended without [DONE]", code="TRUNCATED")
+
+    async def model(self) -> str:
+        """The first model that the server lists."""
+        try:
+            return str((await self.get("/v1/models"))["data"][0]["id"])
+        except (LookupError, TypeError) as error:
+            raise NodeError(f"{self.url}/v1/models lists no model") from error
+
+    @asynccontextmanager
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        data: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        kind = {} if data is None else {"Content-Type": "application/json"}
+        try:
+            async with self._session.request(
+                method, self.url + path, data=data, headers={**kind, **(headers or {})}
+            ) as response:
+                yield response
+        except (aiohttp.ClientError, ConnectionError) as error:
+            reason = str(error) or type(error).__name__
+            raise Unavailable(
+                f"{self.url} does not answer: {printable(reason, 200)}",
+                code="CONNECT_FAILED",
+                blame=Blame.NETWORK,
+            ) from error
+        except TimeoutError as error:
+            raise errors.DeadlineExceeded(f"{self.url} took too long to answer") from error
+
+
+def client_session(
+    api_key: str | None = None, *, verify: bool = True, timeout: float | None = None
+) -> aiohttp.ClientSession:
+    """`timeout`: seconds for one answer in all (None: as long as it takes). A server of our own
+    need not have a certificate that names its address: not `verify`."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, ssl=verify),
+        timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_TIMEOUT),
+        headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
+    )
+
+
+def key_from_environment() -> str | None:
+    """As OpenAI's clients have it."""
+    return os.environ.get("OPENAI_API_KEY") or None
+
+
+def encode(body: Any) -> bytes:
+    """Raises InvalidRequest for what JSON cannot say."""
+    try:
+        return json.dumps(body, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"not JSON: {error}", code="INVALID_JSON") from error
+
+
+def _checked(answer: Answer) -> Any:
+    if answer.status >= 400:
+        raise answer.error()
+    return answer.body
+
+
+async def _answer(response: aiohttp.ClientResponse) -> Answer:
+    return Answer(
+        response.status,
+        _json(await response.read()),
+        response.headers.get("X-Request-Id", ""),
+        _seconds(response.headers.get("Retry-After")),
+    )
+
+
+def _json(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return data.decode(errors="replace")
+
+
+def _seconds(text: str | None) -> float | None:
+    return float(text) if text and text.isascii() and text.isdigit() and len(text) < 6 else None
+
+
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The data of each event; ours and OpenAI's take a line each."""
+    rest = b""
+    async for piece in response.content.iter_any():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip()

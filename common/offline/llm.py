@@ -1,0 +1,195 @@
+"""`LLM`: a whole cluster as an object that answers lists of prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from operator import index
+from os import PathLike, fspath
+from typing import Any, TypeVar
+
+from tqdm.auto import tqdm
+
+from pdserve.common.config.cluster import ClusterConfig, private_cluster
+from pdserve.common.config.sources import with_values
+from pdserve.common.core.errors import InvalidRequest, PdserveError
+from pdserve.common.offline.local import LocalCluster
+from pdserve.common.offline.outputs import RequestOutput, read_output
+from pdserve.common.offline.params import SamplingParams
+
+T = TypeVar("T")
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""A text, token ids, or vLLM's `{"prompt": text}` and `{"prompt_token_ids": ids}`."""
+Message = Mapping[str, Any]
+
+TIMELINE = {"X-Pdserve-Timeline": "1"}
+TRIES = 5  # of a request that fails for a reason that may pass
+
+
+class LLM:
+    """The processes of `pdserve up` on free ports of this host; `options` are its flags by name.
+
+    Use it as a context manager, or `close` it. Else it ends with this process, however that ends.
+
+    >>> with LLM(model="/models/Qwen3-8B", prefill=1, decode=1) as llm:
+    ...     outputs = llm.generate(["Once upon a time"], SamplingParams(max_tokens=20))
+
+    Raises:
+        ConfigError: an option is unknown, or the cluster cannot start so.
+        NodeError: a process of it died while it started.
+    """
+
+    def __init__(self, model: str | PathLike[str] | None = None, **options: Any) -> None:
+        if model is not None:
+            options["model"] = fspath(model)
+        config = with_values(private_cluster(), options)
+        self._cluster = LocalCluster(config)
+        self._places = places(self._cluster.config)
+        # Called at the end of the process, too; not on a thread of ours, which it waits for.
+        self._end = weakref.finalize(self, self._cluster.close)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends all processes."""
+        self._end()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """An output for each prompt, in their order. `sampling_params`: for all, or one each.
+
+        Raises:
+            InvalidRequest: a prompt or a parameter that the model does not take; all are ended.
+            PdserveError: the cluster failed.
+        """
+        given = [_prompt(each) for each in _listed(prompts)]
+        return self._all(given, sampling_params, self._complete, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """As `generate`, of one conversation or a list of them. `template`: fields of chat bodies
+        that say how messages become a prompt, such as `continue_final_message`."""
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        given = [{**template, "messages": each} for each in ([messages] if single else messages)]
+        return self._all(given, sampling_params, self._converse, use_tqdm)
+
+    def _all(
+        self,
+        given: Sequence[T],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        answer: Callable[[T, SamplingParams], Coroutine[Any, Any, RequestOutput]],
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = [sampling_params or SamplingParams()] * len(given)
+        else:
+            params = list(sampling_params)
+        if len(params) != len(given):
+            raise InvalidRequest(f"{len(given)} prompts have {len(params)} sampling_params")
+        if not self._end.alive:
+            raise InvalidRequest("this LLM is closed")
+        most = max((each.n or 1 for each in params if isinstance(each.n, int)), default=1)
+        with tqdm(total=len(given), desc="Processed prompts", disable=not use_tqdm) as bar:
+            progress = _Progress(bar)
+            limit = asyncio.Semaphore(max(1, self._places // max(1, most)))
+
+            async def one(number: int) -> RequestOutput:
+                async with limit:
+                    try:
+                        output = await answer(given[number], params[number])
+                    except PdserveError as error:
+                        if len(given) > 1:
+                            error.message = f"prompt {number}: {error.message}"
+                        raise
+                progress.add(output)
+                return output
+
+            return self._cluster.run(_in_order(one, len(given)))
+
+    async def _complete(self, prompt: str | list[int], params: SamplingParams) -> RequestOutput:
+        text = prompt if isinstance(prompt, str) else None
+        return await self._ask(prompt, params, text)
+
+    async def _converse(self, body: Mapping[str, Any], params: SamplingParams) -> RequestOutput:
+        """The template's words are shown as the prompt."""
+        server = self._cluster.server
+        token_ids = (await server.post("/tokenize", body, tries=TRIES))["tokens"]
+        text = (await server.post("/detokenize", {"tokens": token_ids}, tries=TRIES))["prompt"]
+        return await self._ask(token_ids, params, text)
+
+    async def _ask(
+        self, prompt: str | list[int], params: SamplingParams, text: str | None
+    ) -> RequestOutput:
+        body = {**params.body(), "prompt": prompt}
+        answer = await self._cluster.server.post(
+            "/v1/completions", body, tries=TRIES, headers=TIMELINE
+        )
+        return read_output(answer, text, params.logprobs)
+
+
+class _Progress:
+    """The bar, with how many tokens a second there were."""
+
+    def __init__(self, bar: Any) -> None:
+        self._bar = bar
+        self._input = self._output = 0
+
+    def add(self, output: RequestOutput) -> None:
+        self._input += len(output.prompt_token_ids)
+        self._output += sum(len(each.token_ids) for each in output.outputs)
+        seconds = self._bar.format_dict["elapsed"] or 1e-9
+        rates = f"{self._input / seconds:.0f} toks/s, output: {self._output / seconds:.0f} toks/s"
+        self._bar.set_postfix_str(f"input: {rates}", refresh=False)
+        self._bar.update(1)
+
+
+def places(config: ClusterConfig) -> int:
+    """How many answers are asked for at once: those of a step, and as many that wait for it."""
+    engine, nodes = config.engine, config.nodes
+    steps = (nodes["decode"] + nodes["both"]) * engine.parallel.data_parallel_size
+    wanted = 2 * steps * engine.scheduler.max_num_seqs
+    return min(wanted, config.routing.max_concurrent_requests)
+
+
+async def _in_order(one: Callable[[int], Coroutine[Any, Any, T]], count: int) -> list[T]:
+    """All results; the first failure ends the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(number)) for number in range(count)]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """One prompt is a list of one; a list of numbers is one prompt."""
+    single = isinstance(prompts, (str, Mapping)) or (bool(prompts) and isinstance(prompts[0], int))
+    return [prompts] if single else prompts  # type: ignore[list-item, return-value]
+
+
+def _prompt(given: Prompt) -> str | list[int]:
+    if isinstance(given, Mapping):
+        if len(given) != 1 or not given.keys() <= {"prompt", "prompt_token_ids"}:
+            keys = ", ".join(map(str, given))
+            raise InvalidRequest(f"a prompt has either prompt or prompt_token_ids, not: {keys}")
+        (given,) = given.values()
+    if isinstance(given, str):
+        return given
+    try:
+        return [index(each) for each in given]  # numpy's and torch's integers, too
+    except TypeError as error:
+        raise InvalidRequest(f"a prompt is text or token ids: {error}", param="prompt") from error

@@ -1,0 +1,45 @@
+"""The parameters of a generation, as a program gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, make_dataclass
+from typing import Any
+
+from pdserve.common.core.sampling import PARAMETERS
+
+# What is about the request and its answer's form.
+_OURS = {"model", "stream", "stream_options", "user", "return_token_ids"}
+_OURS |= {"return_tokens_as_token_ids"}
+_NAMES = [each.name for each in PARAMETERS.values() if each.http and each.name not in _OURS]
+_Fields: Any = make_dataclass(
+    "_Fields",
+    [(name, Any, None) for name in (*_NAMES, "logprobs")],
+    frozen=True,
+    kw_only=True,
+    repr=False,
+)
+
+
+class SamplingParams(_Fields):
+    """The parameters of docs/clients.md by their names, and `logprobs`: so many of the most likely
+    tokens beside each. None takes the server's default; the server says what it does not take.
+
+    Raises:
+        TypeError: there is no such parameter.
+    """
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={value!r}" for name, value in self._given())
+        return f"SamplingParams({given})"
+
+    def body(self) -> dict[str, Any]:
+        """As fields of a completion's body."""
+        found = dict(self._given())
+        if self.logprobs is not None:
+            found["return_tokens_as_token_ids"] = True
+        return {**found, "return_token_ids": True}
+
+    def _given(self) -> Iterator[tuple[str, Any]]:
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return ((name, value) for name, value in values if value is not None)
