@@ -39,9 +39,11 @@ ALLOWED = {
         "common.model", "common.planning", "common.engine", "common.worker", "common.demo_model",
         "kv_transfer",
     },
+    "common.client": {"common.core"},
+    "common.offline": {"common.core", "common.config", "common.client", "common.cli"},
     "common.cli": {
-        "common.core", "common.config", "common.obs", "common.distributed", "common.planning",
-        "common.demo_model",
+        "common.core", "common.config", "common.client", "common.obs", "common.distributed",
+        "common.planning", "common.demo_model",
     },
     "kv_transfer": {"common.core", "common.config", "common.rpc"},
     "prefill_node": {
@@ -141,7 +143,8 @@ def test_no_cycles() -> None:
 # without it; plans are made where there is none; a hand-off's control moves no tensor.
 WITHOUT_TORCH = (
     "common/core", "common/config", "common/obs", "common/rpc", "common/text",
-    "common/engine", "common/planning", "router", "kv_transfer/control",
+    "common/engine", "common/planning", "common/client", "common/offline", "router",
+    "kv_transfer/control",
 )  # fmt: skip
 
 

@@ -288,10 +288,10 @@ def _with_key(auth: AuthConfig) -> AuthConfig:
     return replace(auth, cluster_key=auth.cluster_key or secrets.token_hex(32))
 
 
-def own_session(server: ServerConfig) -> aiohttp.ClientSession:
+def own_session(server: ServerConfig, timeout: float | None = None) -> aiohttp.ClientSession:
     """A client of our own router on this host, whose certificate need not name this address."""
     key = server.api_key and server.api_key.split(",")[0].strip()
-    return client_session(key, verify=False)
+    return client_session(key, verify=False, timeout=timeout)
 
 
 def connect_host(host: str) -> str:

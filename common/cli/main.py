@@ -24,6 +24,12 @@ COMMANDS = {
             "start a cluster, ask it a question, show the timeline",
         ),
     },
+    "Offline": {
+        "run-batch": (
+            "pdserve.common.offline.batch:main",
+            "answer a file of requests in OpenAI's batch format",
+        ),
+    },
     "Roles": {
         "router": (
             "pdserve.router.__main__:main",

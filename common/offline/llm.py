@@ -49,6 +49,11 @@ class LLM:
         # Called at the end of the process, too; not on a thread of ours, which it waits for.
         self._end = weakref.finalize(self, self._cluster.close)
 
+    @property
+    def url(self) -> str:
+        """Of the cluster's HTTP API (/v1); its key is the option `api_key`."""
+        return self._cluster.server.url
+
     def __enter__(self) -> LLM:
         return self
 
@@ -101,7 +106,7 @@ class LLM:
         if len(params) != len(given):
             raise InvalidRequest(f"{len(given)} prompts have {len(params)} sampling_params")
         if not self._end.alive:
-            raise InvalidRequest("this LLM is closed")
+            raise PdserveError("this LLM is closed", code="CLOSED")
         most = max((each.n or 1 for each in params if isinstance(each.n, int)), default=1)
         with tqdm(total=len(given), desc="Processed prompts", disable=not use_tqdm) as bar:
             progress = _Progress(bar)
@@ -190,6 +195,6 @@ def _prompt(given: Prompt) -> str | list[int]:
     if isinstance(given, str):
         return given
     try:
-        return [index(each) for each in given]  # numpy's and torch's integers, too
+        return [index(each) for each in given]  # type: ignore[arg-type]  # numpy's, too
     except TypeError as error:
         raise InvalidRequest(f"a prompt is text or token ids: {error}", param="prompt") from error

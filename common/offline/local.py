@@ -50,7 +50,7 @@ class LocalCluster:
                 self._wait(self._start())
         except PdserveError as error:
             self.close()
-            words = next((said for who, said in self._last_words.items() if who in str(error)), "")
+            words = self._last_words.get(error.message.partition(" ")[0])
             raise type(error)(f"{error.message}: {words}" if words else error.message) from error
         except BaseException:
             self.close()

@@ -1,0 +1,264 @@
+"""Batches on a real cluster: `LLM`, files in OpenAI's format, and the example."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import requests
+
+import reference
+from cluster import DEFAULTS, is_idle
+from paths import MODELS, ROOT
+from pdserve import LLM, SamplingParams
+from pdserve.common.cli.main import main
+from pdserve.common.core.errors import InvalidRequest
+from pdserve.common.offline.batch_file import succeeded
+
+MODEL = MODELS / "llama-gqa"
+KEY = "the-test's"
+STORIES = [f"Once upon a time there were {number} cats" for number in range(12)]
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+CHAT = [{"role": "user", "content": "Please write about Zoë and the dog."}]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(model=MODEL, api_key=KEY, **DEFAULTS) as llm:
+        yield llm
+    left = [each for each in psutil.Process().children() if "pdserve" in " ".join(each.cmdline())]
+    assert left == []
+
+
+@pytest.fixture
+def url(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    return llm.url
+
+
+def expected(prompt: str, num_tokens: int = 12) -> str:
+    ids = tuple(reference.encode(MODEL, prompt))
+    return reference.decode(MODEL, reference.greedy(MODEL, ids, num_tokens))
+
+
+# ---- LLM ------------------------------------------------------------------------------------
+
+
+def test_outputs_are_exact_and_in_order(llm: LLM) -> None:
+    outputs = llm.generate(STORIES, GREEDY)
+    assert [each.prompt for each in outputs] == STORIES
+    assert [each.outputs[0].text for each in outputs] == list(map(expected, STORIES))
+    assert {each.outputs[0].finish_reason for each in outputs} == {"length"}
+    for output in outputs:
+        assert output.prompt_token_ids == list(reference.encode(MODEL, output.prompt or ""))
+        assert len(output.outputs[0].token_ids) == 12
+        assert output.timeline["first_token"] <= output.timeline["finished"]
+
+
+def test_every_shape_of_a_prompt_asks_the_same(llm: LLM) -> None:
+    ids = list(reference.encode(MODEL, STORIES[0]))
+    shapes: list[Any] = [STORIES[0], ids, {"prompt": STORIES[0]}, {"prompt_token_ids": ids}]
+    texts = {each.outputs[0].text for each in llm.generate(shapes, GREEDY, use_tqdm=False)}
+    assert texts == {expected(STORIES[0])}
+    assert llm.generate(ids, GREEDY)[0].prompt is None
+    assert llm.generate([], GREEDY) == []
+
+
+def test_each_prompt_may_have_its_parameters(llm: LLM) -> None:
+    params = [SamplingParams(temperature=0, max_tokens=n, n=2, logprobs=2) for n in (1, 3)]
+    for wanted, output in zip((1, 3), llm.generate(STORIES[:2], params), strict=True):
+        assert [each.index for each in output.outputs] == [0, 1]
+        for each in output.outputs:
+            assert each.logprobs is not None and len(each.logprobs) == wanted
+            for token_id, place in zip(each.token_ids, each.logprobs, strict=True):
+                assert place[token_id].rank == 1 and len(place) == 2
+                assert place[token_id].logprob == max(p.logprob for p in place.values())
+            total = sum(p[i].logprob for p, i in zip(each.logprobs, each.token_ids, strict=True))
+            assert each.cumulative_logprob == pytest.approx(total)
+
+
+def test_chat_shows_what_the_template_made(llm: LLM) -> None:
+    (output,) = llm.chat(CHAT, GREEDY)
+    assert output.prompt is not None and output.prompt.startswith("<|im_start|>user\nPlease")
+    assert output.prompt.endswith("<|im_start|>assistant\n")
+    one, two = llm.chat([CHAT, CHAT], GREEDY, add_generation_prompt=False)
+    assert one.prompt == two.prompt == output.prompt.removesuffix("<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "reason"),
+    [
+        (["x", "a " * 5000], None, "prompt 1: .*maximum context length"),
+        ("x", SamplingParams(temperature=-1), "temperature must be at least 0"),
+        ("x", SamplingParams(temperature=object()), "not JSON"),
+        ("x", SamplingParams(temperature=float("nan")), "not JSON"),
+        (["x", "y"], [GREEDY], "2 prompts have 1 sampling_params"),
+        ([{"prompt": "x", "multi_modal_data": {}}], None, "not: prompt, multi_modal_data"),
+        ([["x"]], None, "text or token ids"),
+        ([[3, 10**9]], None, "token id"),
+    ],
+)
+def test_what_is_refused_says_why(llm: LLM, prompts: Any, params: Any, reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason):
+        llm.generate(prompts, params)
+    assert llm.generate(STORIES[0], GREEDY)[0].outputs[0].text == expected(STORIES[0])
+
+
+def test_an_interrupt_ends_the_requests_and_nothing_else(llm: LLM) -> None:
+    headers = {"Authorization": f"Bearer {KEY}"}
+
+    def nodes() -> list[dict[str, Any]]:
+        found = requests.get(f"{llm.url}/v1/cluster", headers=headers, timeout=10).json()
+        return list(found["nodes"])
+
+    def interrupt() -> None:
+        while not any(node["in_flight"] for node in nodes() if node["role"] == "decode"):
+            pass
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    long = SamplingParams(max_tokens=900, ignore_eos=True)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(STORIES * 20, long)
+    thread.join()
+    while not all(map(is_idle, nodes())):
+        pass
+    assert llm.generate(STORIES[1], GREEDY)[0].outputs[0].text == expected(STORIES[1])
+
+
+# ---- run-batch ------------------------------------------------------------------------------
+
+
+def request(custom_id: str, body: Any, url: str = "/v1/completions") -> dict[str, Any]:
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+def completion(number: int, **more: Any) -> dict[str, Any]:
+    body = {"prompt": STORIES[number], "max_tokens": 12, "temperature": 0, **more}
+    return request(f"story-{number}", body)
+
+
+def write(path: Path, lines: list[Any]) -> Path:
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("\n".join(texts) + "\n")
+    return path
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_bad_lines_end_no_run(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = request("chat", {"messages": CHAT, "max_tokens": 4}, "/v1/chat/completions")
+    bad: list[Any] = [
+        "no JSON", "[]", "NaN", {"method": "POST"}, completion(0),
+        {**completion(1), "method": "GET"},
+        request("far", {}, "http://elsewhere/v1/completions"), request("list", []),
+        request("streamed", {"prompt": "x", "stream": True}), '{"custom_id": "\\ud800"}',
+    ]  # fmt: skip
+    refused = [request("400", {"prompt": 5}), request("404", {}, "/v1/nowhere")]
+    path = write(tmp_path / "in.jsonl", [completion(0), "", *bad, chat, *refused])
+    command = ["run-batch", "-i", str(path), "-o", str(tmp_path / "out.jsonl"), "--url", url]
+    assert main([*command, "--json"]) == 1
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["requests"], summary["answered"], summary["failed"]) == (14, 2, 12)
+    answers = read(tmp_path / "out.jsonl")
+    by_id = {each["custom_id"]: each for each in answers}
+    assert by_id["story-0"]["response"]["body"]["choices"][0]["text"] == expected(STORIES[0])
+    assert by_id["chat"]["response"]["body"]["object"] == "chat.completion"
+    assert by_id["400"]["response"]["status_code"] == 400
+    assert by_id["400"]["response"]["body"]["error"]["param"] == "prompt"
+    assert by_id["404"]["response"]["status_code"] == 404
+    assert "method must be POST" in by_id["story-1"]["error"]["message"]
+    assert sorted(each["error"]["line"] for each in answers if each["error"]) == list(range(3, 13))
+    assert main(command) == 1  # nothing is asked for again
+    assert read(tmp_path / "out.jsonl") == answers
+
+
+def test_a_run_goes_on_with_what_is_missing(url: str, tmp_path: Path) -> None:
+    long = {"max_tokens": 200, "ignore_eos": True}
+    lines = [completion(number, **long) for number in range(len(STORIES))]
+    path, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    command = ["run-batch", "-i", str(path), "-o", str(out), "--url", url]
+    program = [str(Path(sys.executable).with_name("pdserve")), *command, "--max-concurrency=1"]
+    run = subprocess.Popen(program, stderr=subprocess.PIPE)
+    while not out.exists() or out.read_bytes().count(b"\n") < 2:
+        assert run.poll() is None, run.communicate()
+    assert main(command) == 2  # two at once
+    run.send_signal(signal.SIGINT)
+    assert run.wait(30) == 130
+    first = read(out)
+    assert 2 <= len(first) < len(STORIES)
+    with out.open("a") as file:
+        file.write('{"id": "batch_req-cut o')  # as a full disk or a power cut leaves it
+    assert main(command) == 0
+    answers = read(out)
+    assert answers[: len(first)] == first
+    assert sorted(each["custom_id"] for each in answers) == sorted(
+        line["custom_id"] for line in lines
+    )
+    assert all(map(succeeded, answers))
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "reason"),
+    [
+        (["-i", "in.jsonl"], 2, "-i and -o are needed"),
+        (["-i", "nowhere.jsonl", "-o", "out.jsonl", "--url", "URL"], 2, "No such file"),
+        (["-i", "in.jsonl", "-o", "in.jsonl", "--url", "URL"], 2, "is no answer of a batch"),
+        (["-i", "in.jsonl", "-o", "out.jsonl", "--url", "URL", "--decode=2"], 2, "do not fit"),
+        (["-i", "in.jsonl", "-o", "out.jsonl", "--url", "URL"], 1, "API key"),
+    ],
+)
+def test_what_cannot_run_is_one_line(
+    flags: list[str],
+    code: int,
+    reason: str,
+    llm: LLM,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The last one has no key: it must not become the answer of every line."""
+    monkeypatch.chdir(tmp_path)
+    before = write(tmp_path / "in.jsonl", [completion(0)]).read_text()
+    assert main(["run-batch", *(llm.url if flag == "URL" else flag for flag in flags)]) == code
+    assert reason in capsys.readouterr().err
+    assert (tmp_path / "in.jsonl").read_text() == before
+    assert not (tmp_path / "out.jsonl").exists() or not (tmp_path / "out.jsonl").read_text()
+
+
+def test_the_example(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With this cluster in place of one of its own."""
+    path = write(tmp_path / "in.jsonl", [{"messages": CHAT}, {"prompt": STORIES[0], "id": 7}])
+    code = compile((ROOT / "examples" / "batch_jsonl.py").read_text(), "batch_jsonl.py", "exec")
+    argv = ["batch_jsonl.py", str(path), str(tmp_path / "out.jsonl"), "--max-tokens=12"]
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr("pdserve.common.offline.llm.LLM", lambda model: _Open(llm))
+    exec(code, {"__name__": "__main__", "__doc__": "doc"})
+    chat, text = read(tmp_path / "out.jsonl")
+    assert text == {"prompt": STORIES[0], "id": 7, "answer": expected(STORIES[0])}
+    assert chat["answer"] == llm.chat(CHAT, GREEDY)[0].outputs[0].text
+
+
+class _Open:
+    """A context whose end ends nothing."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+
+    def __enter__(self) -> LLM:
+        return self._llm
+
+    def __exit__(self, *error: object) -> None:
+        pass
