@@ -31,8 +31,10 @@ class PrefillNode(EngineNode[PrefillSession, KVSource]):
     blame = Blame.PREFILL
 
     def __init__(self, config: WorkerNodeConfig) -> None:
-        # It draws one token of each sequence: there is nothing to guess.
-        engine = replace(config.engine, speculation=SpeculationOptions())
+        # It draws one token of each sequence: there is nothing to guess, and no step to capture.
+        engine = config.engine
+        eager = replace(engine.compilation, enforce_eager=True)
+        engine = replace(engine, speculation=SpeculationOptions(), compilation=eager)
         super().__init__(replace(config, engine=engine))
         self.peers = DecodePeers()
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pdserve.common.config.compilation import CompilationConfig
 from pdserve.common.config.shared import (
     PORT,
     AuthConfig,
@@ -217,9 +218,16 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
+    compilation: CompilationConfig = field(default_factory=CompilationConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
 
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """Sequences of the decode steps that a GPU captures."""
+        return self.compilation.graph_sizes(self.scheduler.max_num_seqs)
+
     def __post_init__(self) -> None:
+        self.compilation.graph_sizes(self.scheduler.max_num_seqs)  # or a ConfigError
         if self.scheduler.max_num_batched_tokens < self.scheduler.max_num_seqs:
             raise ConfigError(
                 f"--max-num-batched-tokens {self.scheduler.max_num_batched_tokens} is less than "

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from pdserve.common.model.layers import RMSNorm
 from pdserve.common.model.rotary import Angles, apply_rotary
+from pdserve.common.model.staging import upload_together
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class SlotMapping:
         positions = torch.arange(len(sequence)) + shift[sequence]
         blocks = tables[sequence, positions // batch.block_size]
         slots = positions % batch.block_size
-        return cls(blocks.to(device), slots.to(device), blocks[slots == 0].to(device))
+        return cls(*upload_together((blocks, slots, blocks[slots == 0]), device))
 
     def write(self, layer_cache: Tensor, k: Tensor, v: Tensor) -> None:
         """Puts `k`, `v` [T, kv_heads, D] into one layer's cache [2, N, kv_heads, S, D]."""
@@ -116,6 +117,9 @@ AttentionContext = Any  # what a backend's `prepare` returns; nobody else looks 
 class AttentionBackend(ABC):
     """Writes a step's keys and values into the cache and attends over it."""
 
+    has_fixed = False
+    """Whether a step of single queries can run on buffers that stay, as CUDA graphs must."""
+
     def __init__(self, shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> None:
         self.shape = shape
         self.device = device
@@ -124,6 +128,16 @@ class AttentionBackend(ABC):
     @abstractmethod
     def prepare(self, batch: AttentionBatch) -> AttentionContext:
         """What `forward` needs to know of a step; valid for that step and all layers."""
+
+    def fixed(self, size: int, slots: SlotMapping, max_blocks: int) -> AttentionContext:
+        """A context for all steps of `size` single queries, which together attend to at most
+        `max_blocks` blocks. It keeps its buffers, and writes to `slots` as they are by then."""
+        raise NotImplementedError
+
+    def refill(self, context: AttentionContext, batch: AttentionBatch, block_ids: Tensor) -> None:
+        """Puts a step into a context of `fixed`. `block_ids`: its used tables end to end, int64
+        on the device."""
+        raise NotImplementedError
 
     def attend(
         self,

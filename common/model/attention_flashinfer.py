@@ -24,6 +24,7 @@ from pdserve.common.model.attention import (
     AttentionShape,
     SlotMapping,
 )
+from pdserve.common.model.staging import Mark, upload
 
 WORKSPACE_BYTES = 128 * 2**20  # FlashInfer's recommendation
 LAYOUT = "HND"  # blocks are [kv_heads, block_size, head_dim]
@@ -39,19 +40,47 @@ class FlashInferAttention(AttentionBackend):
     """See `AttentionBackend`. Steps of single queries only use the decode kernel; the prefill
     kernel takes every other mixture in one call."""
 
+    has_fixed = True
+
     def __init__(self, shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(shape, device, dtype)
-        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, LAYOUT)
-        self._decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            workspace, LAYOUT, use_tensor_cores=shape.num_heads >= 4 * shape.num_kv_heads
+        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, LAYOUT)
+        self._decode = self._decode_wrapper()
+        self._block_ids = torch.empty(0, dtype=torch.int32, device=device)  # of the fixed ones
+        self._planned = Mark(device)
+
+    def _decode_wrapper(self, **buffers: Any) -> Any:
+        tensor_cores = self.shape.num_heads >= 4 * self.shape.num_kv_heads
+        return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace, LAYOUT, use_tensor_cores=tensor_cores, **buffers
         )
 
     def prepare(self, batch: AttentionBatch) -> FlashInferContext:
         slots = SlotMapping.of(batch, self.device)
+        ids = torch.from_numpy(np.concatenate(batch.used_tables()))
+        block_ids = upload(ids, self.device).to(torch.int32)
         decoding = all(length == 1 for length in batch.query_lens)
-        wrapper = self._plan_decode(batch) if decoding else self._plan_prefill(batch)
+        wrapper = self._decode if decoding else self._prefill
+        self._plan(wrapper, batch, block_ids, decoding)
         return FlashInferContext(slots, wrapper)
+
+    def fixed(self, size: int, slots: SlotMapping, max_blocks: int) -> FlashInferContext:
+        def buffer(length: int) -> Tensor:
+            return torch.zeros(length, dtype=torch.int32, device=self.device)
+
+        if len(self._block_ids) < max_blocks:  # one for all sizes, if the largest comes first
+            self._block_ids = buffer(max_blocks)
+        wrapper = self._decode_wrapper(
+            use_cuda_graph=True,
+            paged_kv_indptr_buffer=buffer(size + 1),
+            paged_kv_indices_buffer=self._block_ids,
+            paged_kv_last_page_len_buffer=buffer(size),
+        )
+        return FlashInferContext(slots, wrapper)
+
+    def refill(self, context: FlashInferContext, batch: AttentionBatch, block_ids: Tensor) -> None:
+        self._plan(context.wrapper, batch, block_ids.to(torch.int32), decoding=True)
 
     def forward(
         self,
@@ -67,44 +96,27 @@ class FlashInferAttention(AttentionBackend):
         out: Tensor = context.wrapper.run(q.contiguous(), (cache[0], cache[1]))
         return out
 
-    def _plan_decode(self, batch: AttentionBatch) -> Any:
-        self._decode.plan(
-            *self._pages(batch),
-            self.shape.num_heads,
-            self.shape.num_kv_heads,
-            self.shape.head_dim,
-            batch.block_size,
-            sm_scale=self.shape.scale,
-            q_data_type=self.dtype,
-            kv_data_type=self.dtype,
-        )
-        return self._decode
-
-    def _plan_prefill(self, batch: AttentionBatch) -> Any:
-        self._prefill.plan(
-            _int32(batch.offsets),
-            *self._pages(batch),
-            self.shape.num_heads,
-            self.shape.num_kv_heads,
-            self.shape.head_dim,
-            batch.block_size,
-            causal=True,  # queries are aligned to the end of their context
-            sm_scale=self.shape.scale,
-            q_data_type=self.dtype,
-            kv_data_type=self.dtype,
-        )
-        return self._prefill
-
-    def _pages(self, batch: AttentionBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Block tables in compressed rows: where each sequence's begin, all block ids, and how
-        many slots of each last block are filled."""
-        tables = batch.used_tables()
-        filled = [(length - 1) % batch.block_size + 1 for length in batch.context_lens]
-        return (
+    def _plan(self, wrapper: Any, batch: AttentionBatch, block_ids: Tensor, decoding: bool) -> None:
+        """Waits for the last plan to have left the host, which a wrapper writes over; no step
+        that was queued since is waited for."""
+        self._planned.wait()
+        tables, size = batch.used_tables(), batch.block_size
+        offsets = [] if decoding else [_int32(batch.offsets)]
+        wrapper.plan(
+            *offsets,
             _int32(list(accumulate(map(len, tables), initial=0))),
-            torch.from_numpy(np.concatenate(tables).astype(np.int32)).to(self.device),
-            _int32(filled),
+            block_ids,
+            _int32([(length - 1) % size + 1 for length in batch.context_lens]),
+            self.shape.num_heads,
+            self.shape.num_kv_heads,
+            self.shape.head_dim,
+            size,
+            sm_scale=self.shape.scale,
+            q_data_type=self.dtype,
+            kv_data_type=self.dtype,
+            **({} if decoding else {"causal": True}),  # aligned to the end of their context
         )
+        self._planned.set()
 
 
 def _int32(values: Sequence[int]) -> Tensor:

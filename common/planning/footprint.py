@@ -165,7 +165,7 @@ class Footprint:
         rounding or kernel's workspace. Larger of the layers' and the sampler's peaks."""
         angles, ids = self.spec.head_dim * self.item, 4 * 8  # token, position, block and slot
         layers = tokens * (self._layer_activations() * self.item + angles + ids) + self._dense()
-        return max(layers, self._sampling(tokens, sequences)) if stage.last else layers
+        return max(layers, self._sampling(sequences)) if stage.last else layers
 
     def _layer_activations(self) -> int:
         """Numbers per token at the largest of three peaks. In all: the residual, its normed copy,
@@ -206,10 +206,8 @@ class Footprint:
         )
         return int(max(sizes)) * self.item
 
-    def _sampling(self, tokens: int, sequences: int) -> int:
-        return tokens * self.spec.hidden_size * self.item + (
-            sequences * self.spec.vocab_size * SAMPLER_BYTES
-        )
+    def _sampling(self, sequences: int) -> int:
+        return sequences * self.spec.vocab_size * SAMPLER_BYTES
 
     # ---- communication ----
 

@@ -13,7 +13,7 @@ from pdserve.common.core.errors import NodeError
 from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.engine.messages import NewSequence, SequenceDelta, StepDelta
 from pdserve.common.model.attention import BlockIds
-from pdserve.common.worker.staging import upload
+from pdserve.common.model.staging import upload
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import fcntl
 import logging
 import mmap
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -26,6 +27,7 @@ from pdserve.common.planning.kv_budget import (
     gpu_cache_bytes,
     plan_num_blocks,
 )
+from pdserve.common.worker.graphs import GRAPH_BYTES, graph_sizes
 from pdserve.common.worker.guest_area import GuestArea, whole_pages
 from pdserve.common.worker.runner import ModelRunner, StageLink, num_dummy_blocks
 
@@ -104,15 +106,19 @@ class KVCache:
         return (0, 0) if area is None else (area.num_own, area.num_own + area.num_guests)
 
     @classmethod
-    def allocate(cls, shape: CacheShape, device: torch.device, guests: bool = False) -> KVCache:
+    def allocate(
+        cls, shape: CacheShape, device: torch.device, guests: bool = False, spare: int = 0
+    ) -> KVCache:
         """With `guests`, on a CPU, it may be lent blocks and be lent from. Its tensor then has a
-        few more blocks than its shape where those would not fill whole pages."""
+        few more blocks than its shape where those would not fill whole pages; on a GPU it has
+        `spare` more, which are no sequence's."""
         if device.type == "cpu":
             block = cache_bytes(resized(shape, 1)) // (2 * (shape.layer_end - shape.layer_start))
             count = whole_pages(shape.num_blocks, block) if guests else shape.num_blocks
             fd, tensor = _allocate_shared(resized(shape, count))
             return cls(tensor, shape, fd, GuestArea(fd, tensor) if guests else None)
-        return cls(torch.zeros(dimensions(shape), dtype=torch_dtype(shape), device=device), shape)
+        whole = dimensions(resized(shape, shape.num_blocks + spare))
+        return cls(torch.zeros(whole, dtype=torch_dtype(shape), device=device), shape)
 
     def close(self) -> None:
         if self.fd is not None:
@@ -139,8 +145,9 @@ def build_cache(
     group: GroupCoordinator,
     device: torch.device,
     guests: bool = False,
+    spare: int = 0,
 ) -> KVCache:
-    """As many blocks as the rank of the node with the least room has; `guests` as in
+    """As many blocks as the rank of the node with the least room has; `guests` and `spare` as in
     `KVCache.allocate`."""
     num_blocks = plan_num_blocks(engine, cache_bytes(shape), max_model_len, room, device.type)
     everywhere = group.all_gather(torch.tensor([num_blocks], device=device), dim=0)
@@ -152,7 +159,7 @@ def build_cache(
     if group.rank == 0:
         tokens, size = num_blocks * shape.block_size, format_bytes(cache_bytes(shape))
         logger.info("# KV blocks: %d (= %d tokens, %s per rank)", num_blocks, tokens, size)
-    return KVCache.allocate(shape, device, guests)
+    return KVCache.allocate(shape, device, guests, spare)
 
 
 # ---- how much memory it may take, measured once the weights are loaded ----
@@ -210,11 +217,31 @@ def _peak_of_largest_step(
     device: torch.device,
     link: StageLink,
 ) -> int:
-    """Bytes torch holds at most, weights included, during the largest step there can be."""
+    """Bytes torch holds at most, weights included, during the largest step there can be; and the
+    graphs of smaller ones beside it."""
     step = (config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs)
     blocks = num_dummy_blocks(*step, block_size=shape.block_size)
     cache = KVCache.allocate(resized(shape, blocks), device)
     torch.cuda.reset_peak_memory_stats(device)
     ModelRunner(model, cache.tensor, device, True, link).warm_up(*step)
     torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device)
+    peak, sizes = torch.cuda.max_memory_allocated(device), graph_sizes(model, config)
+    return peak + (_bytes_of_graphs(sizes, model, shape, device, link) if sizes else 0)
+
+
+def _bytes_of_graphs(
+    sizes: Sequence[int],
+    model: CausalLM,
+    shape: CacheShape,
+    device: torch.device,
+    link: StageLink,
+) -> int:
+    """Beside the cache: what the largest computes with, which the others share, what each has of
+    its own, and the block that they are filled up on."""
+    cache = KVCache.allocate(shape, device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    ModelRunner(model, cache.tensor, device, True, link).warm_up(max(sizes), max(sizes))
+    torch.cuda.synchronize(device)
+    activations = torch.cuda.max_memory_allocated(device) - before
+    return activations + len(sizes) * GRAPH_BYTES + cache_bytes(shape)

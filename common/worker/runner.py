@@ -13,6 +13,8 @@ from pdserve.common.distributed.parallel_state import ParallelState
 from pdserve.common.engine.messages import ExpertLoad, StepOutput
 from pdserve.common.model.attention import AttentionBatch
 from pdserve.common.model.decoder import CausalLM
+from pdserve.common.model.staging import upload_together
+from pdserve.common.worker.graphs import DecodeGraphs
 from pdserve.common.worker.input_batch import StepBatch, StepSequence
 from pdserve.common.worker.sampler import FailedRow, sample
 
@@ -35,6 +37,8 @@ class ModelRunner:
         self.cache = cache
         self.device = device
         self.samples = samples
+        self.graphs: DecodeGraphs | None = None
+        """What computes the steps that it takes, once it is captured."""
         self._link = link
 
     @torch.inference_mode()
@@ -44,22 +48,15 @@ class ModelRunner:
         All ranks must run the same batches in the same order: each is a chain of collectives.
         """
         inputs = flatten(batch.sequences, block_size=self.cache.shape[4])
-        context = self.model.attention.prepare(inputs.attention)
-        hidden = self.model.forward(
-            self._inputs(inputs.token_ids),
-            torch.tensor(inputs.positions, device=self.device),
-            context,
-            self.cache,
-        )
+        computed = self._compute(inputs)
         if not self.model.stage.last:
-            self._others().send(hidden)
+            self._others().send(computed)
             return StepOutput(batch.step, ())
         if not inputs.sampled:
             return StepOutput(batch.step, (), self._expert_load())
-        logits = self.model.compute_logits(hidden[inputs.last_rows])
         if not self.samples:
             return StepOutput(batch.step, ())
-        rows = list(verify(inputs.sampled, sample(logits, inputs.sampled)))
+        rows = list(verify(inputs.sampled, sample(computed, inputs.sampled)))
         return StepOutput(
             batch.step,
             tuple((i, row) for i, row in rows if not isinstance(row, FailedRow)),
@@ -68,16 +65,27 @@ class ModelRunner:
             tuple(i for i, row in rows if isinstance(row, FailedRow) and row.forbidden),
         )
 
+    def _compute(self, inputs: FlatBatch) -> torch.Tensor:
+        """Logits of the rows that want a token; hidden states where none does, or another stage
+        comes after this one."""
+        model, batch, hidden = self.model, inputs.attention, None
+        if not model.stage.first:
+            hidden = self._others().receive(len(inputs.token_ids))
+        if self.graphs is not None and self.graphs.take(batch, len(inputs.sampled)):
+            return self.graphs.run(inputs.token_ids, batch, hidden)
+        lists = inputs.token_ids, inputs.positions, inputs.last_rows
+        tensors = [torch.tensor(each, dtype=torch.int64) for each in lists]
+        token_ids, positions, last_rows = upload_together(tensors, self.device)
+        context = model.attention.prepare(batch)
+        first = token_ids if hidden is None else hidden
+        hidden = model.forward(first, positions, context, self.cache)
+        wanted = model.stage.last and inputs.sampled
+        return model.compute_logits(hidden[last_rows]) if wanted else hidden
+
     def _expert_load(self) -> ExpertLoad | None:
         """Of the step just computed; only the rank that answers tells."""
         loads = self.model.expert_loads() if self.samples else None
         return None if loads is None else summarize_loads(loads, self.model.expert_parallel_size)
-
-    def _inputs(self, token_ids: list[int]) -> torch.Tensor:
-        """What the stage begins with."""
-        if self.model.stage.first:
-            return torch.tensor(token_ids, device=self.device)
-        return self._others().receive(len(token_ids))
 
     def _others(self) -> StageLink:
         assert self._link is not None, "a stage that is not alone has a link to the others"

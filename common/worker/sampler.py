@@ -25,8 +25,8 @@ from itertools import chain
 import torch
 
 from pdserve.common.core.sampling import SampledToken, SamplingParams, TokenLogprobs
+from pdserve.common.model.staging import fetch, upload
 from pdserve.common.worker.input_batch import StepSequence, TokenCounts
-from pdserve.common.worker.staging import fetch, upload
 
 logger = logging.getLogger(__name__)
 

@@ -35,6 +35,7 @@ from pdserve.common.model.loader import load_model
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.stages import stages_of
 from pdserve.common.planning.kv_budget import format_bytes
+from pdserve.common.worker.graphs import build_graphs, graph_sizes
 from pdserve.common.worker.input_batch import InputBatch
 from pdserve.common.worker.kv_cache import KVCache, available_bytes, build_cache, cache_shape
 from pdserve.common.worker.peaks import peaks_of
@@ -117,10 +118,12 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     shape = cache_shape(model, engine, state.tp)
     room = available_bytes(engine, model, shape, max_model_len, device, link)
     guests = extension_config is not None and extension_config.guests
-    cache = build_cache(engine, shape, max_model_len, room, state.world, device, guests)
+    spare = int(bool(graph_sizes(model, engine)))  # a block that graphs are filled up on
+    cache = build_cache(engine, shape, max_model_len, room, state.world, device, guests, spare)
     samples = spec.rank == spec.answer_rank
     runner = ModelRunner(model, cache.computed, device, samples, link)
     _warm_up(runner, engine)
+    runner.graphs = build_graphs(model, cache.computed, engine, max_model_len)
     extension = _build_extension(extension_config, cache, spec.rank, emit)
     return ModelWorker(spec.rank, state, runner, cache, peaks, extension)
 

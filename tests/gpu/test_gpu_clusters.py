@@ -16,6 +16,7 @@ from cluster import Cluster
 from exact import Asker, check_exact, prompts
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+TWO_GPUS = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 # Of a token's logit below the best one, as float32 on a CPU computes both: bfloat16 has 8 bits.
 ROUNDING = 0.5
 
@@ -40,12 +41,25 @@ def test_float32_is_exact(model: str, connector: str) -> None:
         check_exact(cluster, prompts(cluster.model), range(0, 16, 3))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("connector", ["tcp", "cuda_ipc"])
-def test_half_precision_chooses_nearly_the_best(connector: str, dtype: str) -> None:
-    """With FlashInfer where it is installed."""
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"dtype": "bfloat16", "kv_connector": "tcp"},
+        {"dtype": "float16", "kv_connector": "cuda_ipc"},
+        {"dtype": "bfloat16", "kv_connector": "tcp", "enforce_eager": True},
+        {"dtype": "bfloat16", "kv_connector": "tcp", "cuda_graph_sizes": "3,64"},
+        pytest.param(
+            {"dtype": "bfloat16", "kv_connector": "tcp", "prefill_tp": 2, "decode_tp": 2},
+            marks=TWO_GPUS,
+        ),
+        pytest.param({"dtype": "bfloat16", "kv_connector": "tcp", "decode_pp": 2}, marks=TWO_GPUS),
+    ],
+    ids=lambda flags: "-".join(map(str, flags.values())),
+)
+def test_half_precision_chooses_nearly_the_best(flags: dict[str, Any]) -> None:
+    """With FlashInfer and CUDA graphs where it is installed."""
     folder = demo_model()
-    with Cluster(folder, **options(dtype=dtype, kv_connector=connector)) as cluster:
+    with Cluster(folder, **options(**flags)) as cluster:
         asker = Asker(cluster)
         for prompt in prompts(folder)[::3]:
             ids = asker.ids(prompt)
@@ -63,14 +77,14 @@ def shortfall(folder: Path, prompt: tuple[int, ...], answer: list[int]) -> float
     return float((logits.amax(dim=1) - chosen).max())
 
 
-@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@TWO_GPUS
 @pytest.mark.parametrize("connector", ["nccl", "cuda_ipc", "tcp"])
 def test_from_card_to_card(connector: str) -> None:
     with Cluster("llama-gqa", **options(dtype="float32", kv_connector=connector)) as cluster:
         check_exact(cluster, prompts(cluster.model), range(0, 16, 3))
 
 
-@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@TWO_GPUS
 @pytest.mark.parametrize("communicator", ["nccl", "symm_mem"])
 def test_ranks_on_two_cards(communicator: str) -> None:
     ranks = {"prefill_tp": 2, "decode_pp": 2, "decode_tp": 1, "device_communicator": communicator}

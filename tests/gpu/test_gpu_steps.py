@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from paths import MODELS
+from pdserve.common.config.node import ModelConfig
+from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.sampling import SampledToken, SamplingParams
+from pdserve.common.distributed.group import GroupCoordinator
+from pdserve.common.model.attention import AttentionBatch
+from pdserve.common.model.decoder import CausalLM
+from pdserve.common.model.loader import load_model
+from pdserve.common.model.sharding import Sharding
+from pdserve.common.worker.graphs import CudaCapture, DecodeGraphs
 from pdserve.common.worker.input_batch import StepSequence, TokenCounts
 from pdserve.common.worker.sampler import sample
 
 CUDA = torch.device("cuda")
 VOCAB = 1000
+BLOCK_SIZE = 16
 PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.0, "logprobs": 3},
@@ -66,3 +78,41 @@ def test_tokens_are_those_of_a_cpu_and_the_host_waits_once(spoiled: float) -> No
         if ours.logprobs is not None and theirs.logprobs is not None:
             assert ours.logprobs.logprob == pytest.approx(theirs.logprobs.logprob, rel=1e-4)
             assert [t for t, _ in ours.logprobs.top] == [t for t, _ in theirs.logprobs.top]
+
+
+# ---- CUDA graphs ----
+
+
+@pytest.fixture
+def model() -> CausalLM:
+    """A random one, for which FlashInfer has kernels."""
+    pytest.importorskip("flashinfer")
+    heads = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "hidden_size": 512}
+    spec = replace(ModelSpec.from_folder(MODELS / "llama-gqa"), **heads)
+    sharding = Sharding(GroupCoordinator(), CUDA, torch.bfloat16)
+    return load_model(spec, ModelConfig(load_format="dummy"), sharding)
+
+
+@torch.inference_mode()
+def test_replayed_steps_are_those_computed_eagerly(model: CausalLM) -> None:
+    shape = (model.spec.num_layers, 2, 41, 2, BLOCK_SIZE, 64)
+    caches = [torch.randn(shape, dtype=torch.bfloat16, device=CUDA)] * 2
+    caches[1] = caches[0].clone()
+    graphs = DecodeGraphs(model, caches[1], (1, 4, 8), 4, CudaCapture())
+    for seed, count in enumerate((1, 2, 4, 5, 8, 3)):
+        chance = random.Random(seed)
+        blocks = chance.sample(range(40), 4 * count)
+        tables = [blocks[4 * i : 4 * i + 4] for i in range(count)]
+        starts = [chance.randrange(4 * BLOCK_SIZE) for _ in range(count)]
+        batch = AttentionBatch([1] * count, starts, tables, BLOCK_SIZE)
+        ids = [chance.randrange(model.spec.vocab_size) for _ in range(count)]
+        hidden = model.forward(
+            torch.tensor(ids, device=CUDA),
+            torch.tensor(starts, device=CUDA),
+            model.attention.prepare(batch),
+            caches[0],
+        )
+        expected = model.compute_logits(hidden)
+        found = graphs.run(ids, batch, None)
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(caches[1][:, :, :40], caches[0][:, :, :40], rtol=2e-2, atol=2e-2)

@@ -1,5 +1,6 @@
 """FlashInfer's two wrappers, computed page by page in plain torch: as its documentation has them,
-HND pages, queries aligned to the end of their context."""
+HND pages, queries aligned to the end of their context. With `use_cuda_graph` a wrapper reads what
+`plan` left in the buffers that it was given, whatever it was when it was called first."""
 
 from __future__ import annotations
 
@@ -57,8 +58,38 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
+    def __init__(self, *args: Any, use_cuda_graph: bool = False, **options: Any) -> None:
+        graph = {"use_cuda_graph": True} if use_cuda_graph else {}
+        super().__init__(*args, **graph, **options)
+        if use_cuda_graph:
+            names = ("indptr", "indices", "last_page_len")
+            self._buffers = [options[f"paged_kv_{name}_buffer"] for name in names]
+            assert len(self._buffers[0]) == len(self._buffers[2]) + 1
+        self._fixed = use_cuda_graph
+
     def plan(self, *args: Any, **options: Any) -> None:
         self.calls.append(("plan", args, options))
         *pages, heads, kv_heads, head_dim, page_size = args
         assert heads % kv_heads == 0 and head_dim
         self._plan([1] * len(pages[2]), tuple(pages), page_size, options["sm_scale"])
+        if self._fixed:
+            for buffer, values in zip(self._buffers, pages, strict=True):
+                assert len(values) == len(buffer) or values is pages[1]
+                buffer[: len(values)] = values
+
+    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor]) -> Tensor:
+        if not self._fixed:
+            return super().run(q, paged_kv_cache)
+        self.calls.append(("run", (q, paged_kv_cache), {}))
+        indptr, indices, filled = self._buffers
+        most = len(indices) // len(filled)  # pages of a sequence
+        places = (indptr[:-1, None] + torch.arange(most)).clamp(max=len(indices) - 1)
+        lengths = (indptr.diff() - 1) * self._page_size + filled
+        hidden = torch.arange(most * self._page_size) >= lengths[:, None]
+        k, v = (part[indices[places]].transpose(1, 2).flatten(2, 3) for part in paged_kv_cache)
+        groups = q.shape[1] // k.shape[1]
+        k, v = (each.repeat_interleave(groups, 1) for each in (k, v))
+        scores = torch.einsum("bhd,bhld->bhl", q, k) * self._scale
+        weights = scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1)
+        seen = v.masked_fill(hidden[:, None, :, None], 0)  # as the kernels do not load it
+        return torch.einsum("bhl,bhld->bhd", weights, seen)

@@ -17,6 +17,7 @@ from pdserve.common.model.decoder import CausalLM
 from pdserve.common.model.device import choose_kernels
 from pdserve.common.model.loader import load_model
 from pdserve.common.model.sharding import Sharding
+from pdserve.common.model.stages import Stage
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
@@ -32,11 +33,13 @@ def single_threaded_inference() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def load(folder: Path, group: Any = None, kernels: str = "torch") -> CausalLM:
+def load(
+    folder: Path, group: Any = None, kernels: str = "torch", stage: Stage | None = None
+) -> CausalLM:
     spec = ModelSpec.from_folder(folder)
     chosen = choose_kernels(kernels, CPU)
     sharding = Sharding(group or GroupCoordinator(), CPU, torch.float32, kernels=chosen)
-    return load_model(spec, ModelConfig(model=str(folder)), sharding)
+    return load_model(spec, ModelConfig(model=str(folder)), sharding, stage)
 
 
 def new_cache(model: CausalLM) -> torch.Tensor:

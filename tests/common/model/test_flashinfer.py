@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import fake_flashinfer
-from pdserve.common.model.attention import AttentionBatch, AttentionShape
+from pdserve.common.model.attention import AttentionBatch, AttentionShape, SlotMapping
 from pdserve.common.model.attention_torch import TorchAttention
 
 INSTALLED = find_spec("flashinfer")
@@ -27,6 +27,7 @@ FILES = {
     "BatchPrefillWithPagedKVCacheWrapper": "prefill.py",
     "BatchDecodeWithPagedKVCacheWrapper": "decode.py",
 }
+IDS = torch.tensor([3, 1, 4])
 BATCHES = [
     AttentionBatch([1, 1, 1], [5, 30, 0], [[3, 9], [1, 4, 7], [2]], 16),
     AttentionBatch([1, 9, 20], [15, 30, 0], [[3, 9], [1, 4, 7], [2, 6]], 16),
@@ -63,7 +64,11 @@ def test_its_signatures_take_our_calls(backend: Any) -> None:
         pytest.skip("FlashInfer is not installed")
     for batch in BATCHES:
         attend(backend, batch)
-    for wrapper in (backend._prefill, backend._decode):
+    slots = SlotMapping(*torch.zeros(3, 2, dtype=torch.int64))
+    context = backend.fixed(2, slots, 4)
+    backend.refill(context, AttentionBatch([1, 1], [5, 20], [[3], [1, 4]], 16), IDS)
+    context.wrapper.run(torch.zeros(2, 8, 64), torch.zeros(2, 10, 2, 16, 64).unbind())
+    for wrapper in (backend._prefill, backend._decode, context.wrapper):
         name = type(wrapper).__name__
         methods = signatures(Path(INSTALLED.origin).with_name(FILES[name]), name)
         for method, args, options in wrapper.calls:

@@ -1,0 +1,46 @@
+"""Options of what is prepared before a GPU computes: CUDA graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.common.config.shared import option
+from pdserve.common.core.errors import ConfigError
+
+MAX_GRAPH_SIZE = 512  # beyond it launches are hidden behind what they launch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompilationConfig:
+    """Graphs and compilation"""
+
+    enforce_eager: bool = option(
+        False, "launch every kernel of a decode step on a GPU anew: no CUDA graphs"
+    )
+    cuda_graph_sizes: str | None = option(
+        None,
+        "how many sequences the decode steps have that are captured as CUDA graphs at start; "
+        "others are padded to the next of them, larger ones run eagerly (default: 1, 2, 4 and "
+        "multiples of 8 up to --max-num-seqs, at most 512)",
+        metavar="N,N,...",
+    )
+
+    def graph_sizes(self, max_num_seqs: int) -> tuple[int, ...]:
+        """Ascending; none with --enforce-eager. Raises ConfigError."""
+        if self.cuda_graph_sizes is None:
+            largest = min(max_num_seqs, MAX_GRAPH_SIZE)
+            sizes = {size for size in (1, 2, 4, *range(8, largest, 8)) if size < largest}
+            found = tuple(sorted({*sizes, largest}))
+        else:
+            found = _counts(self.cuda_graph_sizes, max_num_seqs)
+        return () if self.enforce_eager else found
+
+
+def _counts(text: str, most: int) -> tuple[int, ...]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and 1 <= int(word) <= most for word in words):
+        raise ConfigError(
+            f"--cuda-graph-sizes {text!r} must be counts such as 1,2,4,8, none of them above "
+            f"--max-num-seqs {most}"
+        )
+    return tuple(sorted({int(word) for word in words}))

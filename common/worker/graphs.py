@@ -1,0 +1,173 @@
+"""Decode steps as CUDA graphs: captured at start for some batch sizes, then replayed with one call
+instead of a launch for each kernel. Between the sizes a batch is filled up with rows that compute
+on a block which belongs to nobody.
+
+    step's integers ── one copy ──▶ a graph's own tensors ── replay ──▶ its output
+    block tables    ── plan ──────▶ the attention's own buffers ──┘
+
+A graph reads and writes the same memory each time: what it leaves is good until the next step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pdserve.common.config.node import EngineConfig
+from pdserve.common.model.attention import AttentionBatch, AttentionContext, SlotMapping
+from pdserve.common.model.decoder import CausalLM
+from pdserve.common.model.staging import upload_together
+from pdserve.common.planning.kv_budget import format_bytes
+
+logger = logging.getLogger(__name__)
+
+# Of a GPU's memory for each graph: the attention's workspace, and what CUDA keeps of the kernels.
+GRAPH_BYTES = 16 << 20
+
+Compute = Callable[[], Tensor]
+Capture = Callable[[Compute], tuple[Tensor, Callable[[], object]]]
+"""Computes, and returns where the result is and what computes it again."""
+
+
+class CudaCapture:
+    """Graphs that share their memory: only one runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, compute: Compute) -> tuple[Tensor, Callable[[], object]]:
+        compute()  # kernels are chosen, communicators connect: not to be done in a graph
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of the process may use the device meanwhile: NCCL's watchdog does.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            output = compute()
+        return output, graph.replay
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    size: int
+    integers: Tensor  # int64 [5, size]: token ids, positions; blocks, slots, fresh blocks
+    hidden: Tensor | None  # [size, hidden]: what a stage that is not the first begins with
+    context: AttentionContext
+    output: Tensor
+    replay: Callable[[], object]
+
+
+class DecodeGraphs:
+    """Steps in which each sequence computes one token and wants the next. On a stage that is not
+    the last they return hidden states, there logits."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        cache: Tensor,
+        sizes: Sequence[int],
+        blocks_per_sequence: int,
+        capture: Capture,
+    ) -> None:
+        """Captures, the largest first, whose memory the others use. All ranks must do it together.
+        The last block of `cache` (`[layers, 2, num_blocks, …]`) must be no sequence's."""
+        self._model, self._cache = model, cache
+        self._block_size, self._spare = cache.shape[4], cache.shape[2] - 1
+        self._blocks_per_sequence = blocks_per_sequence
+        found = [self._capture(size, capture) for size in sorted(set(sizes), reverse=True)]
+        self._graphs = found[::-1]
+        self.sizes = [graph.size for graph in self._graphs]
+
+    def take(self, batch: AttentionBatch, num_sampled: int) -> bool:
+        """Whether there is a graph for such a step, `num_sampled` of whose sequences want a
+        token."""
+        count = len(batch.query_lens)
+        return num_sampled == count == sum(batch.query_lens) and count <= self.sizes[-1]
+
+    def run(self, token_ids: Sequence[int], batch: AttentionBatch, hidden: Tensor | None) -> Tensor:
+        """`[B, vocab]` or `[B, hidden]`, good until the next call; `hidden` is what the stage
+        before returned."""
+        count = len(token_ids)
+        graph = self._graphs[bisect_left(self.sizes, count)]
+        if graph.hidden is not None and hidden is not None:
+            graph.hidden[:count] = hidden
+        self._fill(graph, token_ids, batch)
+        graph.replay()
+        return graph.output[:count]
+
+    # ---- one size ----
+
+    @torch.inference_mode()
+    def _capture(self, size: int, capture: Capture) -> _Graph:
+        model = self._model
+        integers = torch.zeros(5, size, dtype=torch.int64, device=self._cache.device)
+        tokens, positions, *slots = integers
+        hidden = None
+        if not model.stage.first:
+            shape = size, model.spec.hidden_size
+            hidden = torch.zeros(shape, dtype=model.dtype, device=self._cache.device)
+        attention = model.attention
+        context = attention.fixed(size, SlotMapping(*slots), size * self._blocks_per_sequence)
+        graph = _Graph(size, integers, hidden, context, integers, lambda: None)
+        self._fill(graph, (), AttentionBatch((), (), (), self._block_size))
+
+        def compute() -> Tensor:
+            inputs = tokens if hidden is None else hidden
+            output = model.forward(inputs, positions, context, self._cache)
+            return model.compute_logits(output) if model.stage.last else output
+
+        output, replay = capture(compute)
+        return _Graph(size, integers, hidden, context, output, replay)
+
+    def _fill(self, graph: _Graph, token_ids: Sequence[int], batch: AttentionBatch) -> None:
+        """The graph's integers, and its attention's buffers."""
+        missing, spare = graph.size - len(token_ids), self._spare
+        starts = [*batch.starts, *[0] * missing]
+        tables = [*batch.block_tables, *[(spare,)] * missing]
+        padded = AttentionBatch([1] * graph.size, starts, tables, self._block_size)
+        pages = padded.used_tables()  # a query's own slot is in the last one
+        blocks = [int(table[-1]) for table in pages]
+        slots = [start % self._block_size for start in starts]
+        fresh = [spare if slot else block for block, slot in zip(blocks, slots, strict=True)]
+        rows = torch.tensor([[*token_ids, *[0] * missing], starts, blocks, slots, fresh])
+        ids = torch.cat([torch.from_numpy(table) for table in pages])
+        integers, block_ids = upload_together((rows.flatten(), ids), graph.integers.device)
+        graph.integers.copy_(integers.view_as(graph.integers))
+        self._model.attention.refill(graph.context, padded, block_ids)
+
+
+def graph_sizes(model: CausalLM, engine: EngineConfig) -> tuple[int, ...]:
+    """Of the steps that can be captured of this model; on a GPU it is told where none can."""
+    on_gpu = model.attention.device.type == "cuda"
+    return engine.graph_sizes if on_gpu and not why_eager(model) else ()
+
+
+def why_eager(model: CausalLM) -> str:
+    """Why its steps cannot be captured; empty: they can."""
+    if model.spec.moe is not None:
+        return "the host must know how many tokens each expert gets"
+    if not model.attention.has_fixed:
+        return "attention without FlashInfer has other shapes in each step"
+    return ""
+
+
+def build_graphs(
+    model: CausalLM, cache: Tensor, engine: EngineConfig, max_model_len: int
+) -> DecodeGraphs | None:
+    """None on a CPU, with --enforce-eager, and where steps cannot be captured: says why."""
+    device = cache.device
+    if device.type != "cuda" or not engine.graph_sizes:
+        return None
+    if reason := why_eager(model):
+        logger.warning("decode steps are not captured as CUDA graphs: %s", reason)
+        return None
+    started, free = time.monotonic(), torch.cuda.mem_get_info(device)[0]
+    blocks = -(-max_model_len // engine.cache.block_size)
+    graphs = DecodeGraphs(model, cache, engine.graph_sizes, blocks, CudaCapture())
+    taken = format_bytes(free - torch.cuda.mem_get_info(device)[0])
+    seconds = time.monotonic() - started
+    logger.info("# CUDA graphs: %d, captured in %.1f s, %s", len(graphs.sizes), seconds, taken)
+    return graphs

@@ -1,0 +1,152 @@
+"""Captured decode steps, without a GPU: what torch's tracer records of a step stands for what CUDA
+records. Both replay it over the same memory, and neither calls Python again."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fake_flashinfer
+from paths import MODELS
+from pdserve.common.config.compilation import CompilationConfig
+from pdserve.common.config.node import EngineConfig, SchedulerConfig
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.sampling import SamplingParams
+from pdserve.common.model.attention import AttentionBatch
+from pdserve.common.model.decoder import CausalLM
+from pdserve.common.model.stages import Stage
+from pdserve.common.worker.graphs import Compute, DecodeGraphs, why_eager
+from pdserve.common.worker.input_batch import StepBatch, StepSequence
+from pdserve.common.worker.runner import ModelRunner
+from tiny_engine import BLOCK_SIZE, CPU, load, new_cache, single_threaded_inference, some_tokens
+
+FLASHINFER = "pdserve.common.model.attention_flashinfer"
+SIZES = (2, 4)
+GREEDY = SamplingParams(temperature=0.0)
+# Of six sequences the blocks, in no order, and how long their prompts are.
+PROMPTS = [(3, [9, 3]), (17, [7, 12]), (16, [1, 11]), (1, [2, 10]), (30, [8, 4, 0]), (15, [5, 6])]
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    with single_threaded_inference():
+        yield
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[CausalLM]:
+    """With FlashInfer's backend over the fake."""
+    monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
+    monkeypatch.delitem(sys.modules, FLASHINFER, raising=False)
+    found = load(MODELS / "llama-gqa", kernels="torch")
+    module = importlib.import_module(FLASHINFER)
+    found.attention = module.FlashInferAttention(found.attention.shape, CPU, torch.float32)
+    yield found
+    del sys.modules[FLASHINFER]
+
+
+class Recorder:
+    """A `Capture`, which counts its replays."""
+
+    def __init__(self) -> None:
+        self.replayed: list[int] = []
+
+    def __call__(self, compute: Compute) -> tuple[Tensor, Callable[[], object]]:
+        output = compute()
+        recorded: Any = make_fx(compute)()
+
+        def replay() -> None:
+            self.replayed.append(len(output))
+            output.copy_(recorded())
+
+        return output, replay
+
+
+def steps(runner: ModelRunner, counts: list[int]) -> list[dict[int, int]]:
+    """Prompts, then one step for each of `counts`, of so many of the sequences."""
+    tokens = [[*some_tokens(length, seed=i)] for i, (length, _) in enumerate(PROMPTS)]
+    found = []
+    for count in [len(PROMPTS), *counts]:
+        rows = []
+        for seq_id in range(count):
+            start = 0 if not found else len(tokens[seq_id]) - 1
+            new = tuple(tokens[seq_id][start:])
+            rows.append(StepSequence(seq_id, new, start, tuple(PROMPTS[seq_id][1]), GREEDY))
+        output = runner.run(StepBatch(1, tuple(rows)))
+        found.append({seq_id: token.token_id for seq_id, token in output.tokens})
+        for seq_id, token in found[-1].items():
+            tokens[seq_id].append(token)
+    return found
+
+
+def test_replayed_steps_are_those_computed_eagerly(model: CausalLM) -> None:
+    counts = [1, 2, 3, 4, 3, 6, 1, 4]  # each graph, with and without rows to fill up; none for 6
+    caches = [new_cache(model), new_cache(model)]
+    eager = ModelRunner(model, caches[0], CPU, samples=True)
+    captured = ModelRunner(model, caches[1], CPU, samples=True)
+    recorder = Recorder()
+    captured.graphs = DecodeGraphs(model, caches[1], SIZES, 3, recorder)
+    for cache in caches:  # what was there before must not matter
+        cache.fill_(torch.nan)
+    expected = steps(eager, counts)
+    assert steps(captured, counts) == expected
+    assert recorder.replayed == [2, 2, 4, 4, 4, 2, 4]
+    used = sorted({block for _, table in PROMPTS for block in table})
+    torch.testing.assert_close(caches[1][:, :, used], caches[0][:, :, used], equal_nan=True)
+
+
+def again(compute: Compute) -> tuple[Tensor, Callable[[], object]]:
+    """A `Capture` that records nothing."""
+    output = compute()
+    return output, lambda: output.copy_(compute())
+
+
+def test_stages_of_a_pipeline_have_graphs_of_their_own(model: CausalLM) -> None:
+    rows = AttentionBatch([1, 1, 1], [0, 16, 5], [[9], [7, 12], [1]], BLOCK_SIZE)
+    whole = DecodeGraphs(model, new_cache(model), [4], 2, again)
+    expected = whole.run([5, 6, 7], rows, None).clone()
+    hidden = None
+    for stage in (Stage(0, 1, last=False), Stage(1, model.spec.num_layers, first=False)):
+        part = load(MODELS / "llama-gqa", kernels="torch", stage=stage)
+        part.attention = model.attention
+        graphs = DecodeGraphs(part, new_cache(part), [4], 2, again)
+        hidden = graphs.run([5, 6, 7], rows, hidden)
+    torch.testing.assert_close(hidden, expected)
+
+
+@pytest.mark.parametrize(("queries", "sampled"), [([1, 2], 2), ([1, 1], 1), ([1] * 5, 5)], ids=str)
+def test_other_steps_are_no_graph_s(model: CausalLM, queries: list[int], sampled: int) -> None:
+    graphs = DecodeGraphs(model, new_cache(model), SIZES, 2, again)
+    tables = [[0, 1]] * len(queries)
+    batch = AttentionBatch(queries, [3] * len(queries), tables, BLOCK_SIZE)
+    assert not graphs.take(batch, sampled)
+
+
+def test_why_steps_are_not_captured(model: CausalLM) -> None:
+    assert why_eager(model) == ""
+    assert "FlashInfer" in why_eager(load(MODELS / "llama-gqa", kernels="torch"))
+    assert "expert" in why_eager(load(MODELS / "mixtral", kernels="torch"))
+
+
+def engine(max_num_seqs: int, **options: Any) -> EngineConfig:
+    scheduler = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=2048)
+    return EngineConfig(scheduler=scheduler, compilation=CompilationConfig(**options))
+
+
+def test_sizes() -> None:
+    assert engine(1).graph_sizes == (1,)
+    assert engine(3).graph_sizes == (1, 2, 3)
+    assert engine(20).graph_sizes == (1, 2, 4, 8, 16, 20)
+    assert engine(1000).graph_sizes[-2:] == (504, 512)
+    assert engine(64, cuda_graph_sizes="8, 2,2").graph_sizes == (2, 8)
+    assert engine(64, enforce_eager=True).graph_sizes == ()
+    for wrong in ("", "0", "1,,2", "-4", "1;2", "65", "²"):
+        with pytest.raises(ConfigError, match="--cuda-graph-sizes"):
+            engine(64, cuda_graph_sizes=wrong)
