@@ -52,13 +52,15 @@ MAX_MEMORY = 2 * 2**30  # bytes of data; a body that needs more kills this proce
 KEEP_MEMORY = 512 * 2**20  # bytes at its peak, above which the process ends after its answer
 MAX_FIELDS = 64 * 1024  # bytes of JSON that are neither prompt, nor messages, nor template
 _CONSUMED = {
-    "prompt", "messages", "tokens", "chat_template", "chat_template_kwargs", "tools",
-    "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
-    "guided_grammar", "guided_whitespace_pattern",
+    "prompt", "messages", "input", "instructions", "system", "tokens",
+    "chat_template", "chat_template_kwargs", "tools", "response_format", "structured_outputs",
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern",
 }  # fmt: skip
 _PLACEHOLDERS: dict[str, dict[str, Any]] = {
     "completion": {"prompt": ""},
     "chat": {"messages": []},
+    "responses": {"input": ""},
+    "messages": {"messages": []},
     "detokenize": {"tokens": []},
 }
 

@@ -12,8 +12,7 @@ from prometheus_client.registry import Collector
 from pdserve.common.core.errors import InvalidRequest, PdserveError
 from pdserve.common.core.request import is_plain_id, new_request_id
 from pdserve.common.obs.logging import request_id_var
-from pdserve.router.auth import HEADER as AUTHORIZATION
-from pdserve.router.http import chat, completions, info, openapi
+from pdserve.router.http import chat, completions, info, messages, openapi, responses
 from pdserve.router.http.connection import connection_of
 from pdserve.router.http.cors import CORS
 from pdserve.router.http.encoding import (
@@ -23,9 +22,10 @@ from pdserve.router.http.encoding import (
     http_error_response,
     stopping,
 )
+from pdserve.router.http.foreign import MessagesBody, ResponsesBody
 from pdserve.router.http.info import REGISTRY
 from pdserve.router.http.openapi import ROOT_PATH, Handler, Route
-from pdserve.router.http.request import BODIES, SERVING, Bodies
+from pdserve.router.http.request import BODIES, SERVING, Bodies, authorization_of
 from pdserve.router.http.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from pdserve.router.serving import Serving
 
@@ -38,6 +38,18 @@ ROUTES = (
     Route(
         "POST", "/v1/chat/completions", chat.create_chat_completion, "A conversation goes on",
         ChatBody, streams=True,
+    ),
+    Route(
+        "POST", "/v1/responses", responses.create_response, "OpenAI's Responses, nothing stored",
+        ResponsesBody, streams=True,
+    ),
+    Route(
+        "POST", "/v1/messages", messages.create_message, "As Anthropic's clients ask",
+        MessagesBody, streams=True,
+    ),
+    Route(
+        "POST", "/v1/messages/count_tokens", messages.count_tokens, "Tokens of such a request",
+        MessagesBody,
     ),
     Route("POST", "/tokenize", info.tokenize, "Text or messages to token ids", TokenizeBody),
     Route("POST", "/detokenize", info.detokenize, "Token ids to text", DetokenizeBody),
@@ -177,7 +189,7 @@ async def _preflight(request: web.Request, handler: Handler) -> web.StreamRespon
 @web.middleware
 async def _authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
     if request.path.removeprefix(request.app[ROOT_PATH]) not in _OPEN_PATHS:
-        request.app[SERVING].keys.check(request.headers.get(AUTHORIZATION))
+        request.app[SERVING].keys.check(authorization_of(request))
     return await handler(request)
 
 

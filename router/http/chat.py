@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from aiohttp import web
@@ -10,26 +11,46 @@ from aiohttp import web
 from pdserve.common.core.request import new_request_id
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.admission import Batch
-from pdserve.router.generation import TextDelta
+from pdserve.router.generation import GenerationRequest, TextDelta
+from pdserve.router.http.foreign import ForeignBody
+from pdserve.router.http.preprocess import as_chat
 from pdserve.router.http.request import SERVING, client_of, given_by, preprocess
 from pdserve.router.http.response import MIN_LOGPROB, Response, logprob_of, token_name
 from pdserve.router.http.schema import ChatBody
 
 
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """What a body asks of the pipeline, and what makes its answer of that."""
+
+    body: ChatBody
+    generation: GenerationRequest
+    choices: ChatChoices
+
+
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
+    asked, body = await begin(request, "chat", "chatcmpl")
+    response = Response(asked.generation.request_id, body, asked.choices, [asked.generation])
+    return await response.respond(request)
+
+
+async def begin(request: web.Request, kind: str, prefix: str) -> tuple[ChatRequest, Any]:
+    """Reads a body of chat's or of what asks for the same in other words: the request and the
+    body. `prefix` is that of the answer's id."""
     serving = request.app[SERVING]
-    preprocessed = await preprocess(request, "chat")
-    body, (token_ids,) = preprocessed.body, preprocessed.prompts
+    preprocessed = await preprocess(request, kind)
+    given, (token_ids,) = preprocessed.body, preprocessed.prompts
+    body = as_chat(given, messages=False) if isinstance(given, ForeignBody) else given
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     generation = serving.make_request(
         given_by(body, logprobs=(body.top_logprobs or 0) if body.logprobs else None),
-        request_id=new_request_id("chatcmpl"),
+        request_id=new_request_id(prefix),
         prompt_token_ids=token_ids,
         max_tokens=serving.model.fit_max_tokens(len(token_ids), limit, None, "messages"),
         batch=Batch(client_of(request), len(token_ids)),
     )
     choices = ChatChoices(serving.model.tokenizer, body, token_ids)
-    return await Response(generation.request_id, body, choices, [generation]).respond(request)
+    return ChatRequest(body, generation, choices), given
 
 
 class ChatChoices:

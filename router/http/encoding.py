@@ -64,15 +64,17 @@ class EventStream:
         Raises:
             ConnectionError: the client is gone.
         """
-        if not events:
-            return
+        if events:
+            await self.write(b"data: " + b"\n\ndata: ".join(events) + b"\n\n")
+
+    async def write(self, frames: bytes) -> None:
+        """Raises ConnectionError: the client is gone."""
         if (connection := connection_of(self._request)) is not None:
             await connection.drain()
-        await self._response.write(b"data: " + b"\n\ndata: ".join(events) + b"\n\n")
+        await self._response.write(frames)
 
-    async def close(self) -> web.StreamResponse:
-        await self._response.write(b"data: [DONE]\n\n")
-        await self._response.write_eof()
+    async def close(self, last: bytes = b"data: [DONE]\n\n") -> web.StreamResponse:
+        await self._response.write_eof(last)
         return self._response
 
 

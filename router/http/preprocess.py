@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from pdserve.common.core.errors import InvalidRequest
 from pdserve.common.core.sampling import MAX_CHOICES, check_range
 from pdserve.common.core.structured import StructuredOutput
+from pdserve.router.http.foreign import ForeignBody, MessagesBody, ResponsesBody
 from pdserve.router.http.schema import (
     SHAPES,
     Body,
@@ -76,10 +77,11 @@ class Preprocessor:
         body = parse(schema, raw)
         unknown = unknown_fields(body.model_extra or {})
         self.model.check_name(body.model)
-        structured = structured_of(body) if isinstance(body, GenerationBody) else None
+        asked = as_chat(body) if isinstance(body, ForeignBody) else body
+        structured = structured_of(asked) if isinstance(asked, GenerationBody) else None
         if structured is not None:
             raise InvalidRequest("structured output is not compiled yet", param=structured.param)
-        prompts, texts = preprocess(self, body)
+        prompts, texts = preprocess(self, asked)
         return Preprocessed(body, prompts, texts, structured, unknown)
 
 
@@ -88,6 +90,21 @@ def parse(schema: type[BodyT], raw: bytes | bytearray) -> BodyT:
         return schema.model_validate_json(raw)
     except ValidationError as error:
         raise _invalid(error) from error
+
+
+def as_chat(body: ForeignBody, messages: bool = True) -> ChatBody:
+    """What asks the same of chat, if wanted without its messages.
+
+    Raises:
+        InvalidRequest: chat cannot be asked so.
+    """
+    fields = body.parameters() | {"messages": body.conversation() if messages else []}
+    try:
+        chat = ChatBody.model_validate(fields)
+    except ValidationError as error:
+        raise _invalid(error) from error
+    unknown_fields(chat.model_extra or {})
+    return chat
 
 
 def _invalid(error: ValidationError) -> InvalidRequest:
@@ -279,6 +296,8 @@ def _detokenize(preprocessor: Preprocessor, body: DetokenizeBody) -> tuple[Any, 
 KINDS: dict[str, tuple[type[Body], Preprocess]] = {
     "completion": (CompletionBody, _completion),
     "chat": (ChatBody, _chat),
+    "responses": (ResponsesBody, _chat),
+    "messages": (MessagesBody, _chat),
     "tokenize": (TokenizeBody, _tokenize),
     "detokenize": (DetokenizeBody, _detokenize),
 }

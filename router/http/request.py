@@ -92,8 +92,13 @@ BODIES = web.AppKey("bodies", Bodies)
 
 def client_of(request: web.Request) -> str:
     """Who sent it, for its share of this server."""
-    keys = request.app[SERVING].keys
-    return keys.client(request.headers.get(AUTHORIZATION), request.remote)
+    return request.app[SERVING].keys.client(authorization_of(request), request.remote)
+
+
+def authorization_of(request: web.Request) -> str | None:
+    """The key as OpenAI's clients show it; Anthropic's have a header of their own."""
+    own = request.headers.get("X-Api-Key")
+    return request.headers.get(AUTHORIZATION) or (own and f"Bearer {own}")
 
 
 async def preprocess(request: web.Request, kind: str) -> Preprocessed[Any]:

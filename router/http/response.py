@@ -142,7 +142,7 @@ class Response:
         # Until the first token there is no response yet, so an error still has its own status.
         first = await anext(updates, None)
         if first is None:
-            raise _unfinished()
+            raise unfinished()
         stream = EventStream(request)
         await stream.open()
         try:
@@ -220,7 +220,7 @@ class Response:
     def _usage(self) -> dict[str, Any]:
         """Sums over the prompts; a prompt counts once, however many choices share it."""
         if len(self.stats) != len(self.requests):
-            raise _unfinished()
+            raise unfinished()
         prompt = sum(stats.prompt_tokens for stats in self.stats.values())
         completion = sum(stats.completion_tokens for stats in self.stats.values())
         cached = sum(stats.cached_tokens for stats in self.stats.values())
@@ -252,5 +252,5 @@ def logprob_of(token: SampledToken) -> float:
     return MIN_LOGPROB if token.logprobs is None else max(token.logprobs.logprob, MIN_LOGPROB)
 
 
-def _unfinished() -> PdserveError:
+def unfinished() -> PdserveError:
     return PdserveError("the generation ended without a result")

@@ -44,6 +44,8 @@ SHAPES = {
     "content": "a string or a list of parts of type text",
     "tool_choice": "a string or an object",
     "guided_json": "an object or a string",
+    "input": "a string or a list of items",
+    "system": "a string or a list of blocks of text",
 }
 
 

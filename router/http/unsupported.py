@@ -1,5 +1,5 @@
-"""Fields that OpenAI or vLLM define and nothing here does. To ignore one would answer another
-question than was asked, so it is refused; a field that nobody defines is ignored, and logged."""
+"""Fields that OpenAI, Anthropic or vLLM define and nothing here does. To ignore one would answer
+another question than was asked, so it is refused; what nobody defines is ignored, and logged."""
 
 from __future__ import annotations
 
@@ -12,16 +12,29 @@ from pdserve.common.core.errors import InvalidRequest
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # OpenAI
     "audio": (),
+    "background": (False,),
+    "conversation": (),
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "include": ([], ["reasoning.encrypted_content"]),
+    "max_tool_calls": (),
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),
+    "previous_response_id": (),
+    "prompt": (),
     "reasoning_effort": (),
-    "service_tier": ("auto", "default"),
+    "service_tier": ("auto", "default", "standard_only"),
     "store": (False,),
+    "top_logprobs": (0,),
     "verbosity": ("medium",),
     "web_search_options": (),
+    # Anthropic
+    "container": (),
+    "context_management": (),
+    "mcp_servers": ([],),
+    "output_config": ({},),
+    "output_format": (),
     # vLLM
     "documents": ([],),
     "early_stopping": (False,),

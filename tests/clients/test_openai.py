@@ -31,6 +31,15 @@ def test_chat_whole_and_streamed_agree(server: Server, client: openai.OpenAI) ->
     assert last.usage.completion_tokens == whole.usage.completion_tokens == 12
 
 
+def test_responses_whole_and_streamed_agree(server: Server, client: openai.OpenAI) -> None:
+    options = {"model": server.model, "input": "Write about a dog.", "temperature": 0}
+    whole = client.responses.create(**options, max_output_tokens=12)
+    *events, last = client.responses.create(**options, max_output_tokens=12, stream=True)
+    said = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(said) == last.response.output_text == whole.output_text != ""
+    assert (last.type, whole.status) == ("response.incomplete", "incomplete")
+
+
 def test_a_refusal_is_typed(server: Server, client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model=server.model, prompt="a", temperature=-1)

@@ -118,6 +118,30 @@ def test_openai_chat_whole_and_streamed_agree(client: openai.OpenAI) -> None:
     assert all(len(each.top_logprobs) == 2 for each in content)
 
 
+def test_openai_responses_are_chats(cluster: Cluster, client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(
+        model=MODEL, messages=CHAT, max_tokens=24, temperature=0,  # type: ignore[arg-type]
+    )  # fmt: skip
+    options: dict[str, Any] = {"model": MODEL, "max_output_tokens": 24, "temperature": 0}
+    whole = client.responses.create(input=CHAT, **options)  # type: ignore[call-overload]
+    assert whole.output_text == chat.choices[0].message.content
+    assert (whole.status, whole.usage.output_tokens) == ("incomplete", 24)
+    stream = client.responses.create(input=CHAT[0]["content"], **options, stream=True)
+    *events, last = stream
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == last.response.output_text == whole.output_text
+
+
+def test_messages_are_chats(cluster: Cluster) -> None:
+    options: dict[str, Any] = {"messages": CHAT, "max_tokens": 24, "temperature": 0}
+    chat = cluster.post("/v1/chat/completions", **options).json()
+    message = cluster.post("/v1/messages", **options).json()
+    assert message["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+    assert (message["stop_reason"], message["usage"]["output_tokens"]) == ("max_tokens", 24)
+    count = cluster.post("/v1/messages/count_tokens", messages=CHAT).json()
+    assert count == {"input_tokens": chat["usage"]["prompt_tokens"]}
+
+
 def test_openai_n_choices_with_a_seed(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {
         "model": MODEL, "prompt": PET, "n": 2, "seed": 5, "temperature": 1.0, "max_tokens": 24,

@@ -1,0 +1,153 @@
+"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic's clients ask."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from aiohttp import web
+
+from pdserve.common.core.errors import InvalidRequest, PdserveError
+from pdserve.router.generation import GenerationStats
+from pdserve.router.http.chat import begin
+from pdserve.router.http.encoding import error_body, error_response, json_response
+from pdserve.router.http.events import Event, respond
+from pdserve.router.http.request import SERVING, preprocess
+
+STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+async def create_message(request: web.Request) -> web.StreamResponse:
+    try:
+        asked, body = await begin(request, "messages", "msg")
+        if body.max_tokens is None:
+            raise InvalidRequest("max_tokens must be given", param="max_tokens")
+        shape = MessageShape(asked.generation.request_id, request.app[SERVING].model.name)
+        return await respond(request, asked, shape)
+    except PdserveError as error:
+        return _refusal(error)
+
+
+async def count_tokens(request: web.Request) -> web.StreamResponse:
+    try:
+        (token_ids,) = (await preprocess(request, "messages")).prompts
+    except PdserveError as error:
+        return _refusal(error)
+    return json_response({"input_tokens": len(token_ids)})
+
+
+def _refusal(error: PdserveError) -> web.Response:
+    """OpenAI's shape is Anthropic's, but for one word."""
+    response = error_response(error)
+    return json_response(
+        {"type": "error", **error_body(error)}, status=response.status, headers=_kept(response)
+    )
+
+
+def _kept(response: web.Response) -> dict[str, str]:
+    names = ("Retry-After", "WWW-Authenticate")
+    return {name: response.headers[name] for name in names if name in response.headers}
+
+
+class MessageShape:
+    """Content blocks in the order in which they come; one is open at a time."""
+
+    def __init__(self, message_id: str, model: str) -> None:
+        self._message: dict[str, Any] = {
+            "id": message_id,
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {"input_tokens": 0, "output_tokens": 0},
+        }
+        self._open: str | None = None  # the type of the open block
+        self._index = -1
+
+    def whole(self, choice: dict[str, Any], stats: GenerationStats) -> dict[str, Any]:
+        said, content = choice["message"], []
+        if thought := said.get("reasoning_content"):
+            content.append({"type": "thinking", "thinking": thought, "signature": ""})
+        if said.get("content"):
+            content.append({"type": "text", "text": said["content"]})
+        for call in said.get("tool_calls") or ():
+            function = call["function"]
+            content.append(_tool_use(call["id"], function["name"], _object(function["arguments"])))
+        return {**self._message, "content": content, **_ending(choice), "usage": _usage(stats)}
+
+    def begin(self) -> Iterable[Event]:
+        return [{"type": "message_start", "message": {**self._message}}]
+
+    def chunk(self, choice: dict[str, Any]) -> Iterator[Event]:
+        delta = choice["delta"]
+        if thought := delta.get("reasoning_content"):
+            start = {"type": "thinking", "thinking": "", "signature": ""}
+            yield from self._block("thinking", start)
+            yield self._delta({"type": "thinking_delta", "thinking": thought})
+        if text := delta.get("content"):
+            yield from self._block("text", {"type": "text", "text": ""})
+            yield self._delta({"type": "text_delta", "text": text})
+        for call in delta.get("tool_calls") or ():
+            function = call["function"]
+            if "id" in call:
+                yield from self._close()
+                yield from self._block("tool_use", _tool_use(call["id"], function["name"], {}))
+            if more := function.get("arguments"):
+                yield self._delta({"type": "input_json_delta", "partial_json": more})
+        if choice["finish_reason"]:
+            self._message |= _ending(choice)
+            yield from self._close()
+
+    def end(self, stats: GenerationStats) -> Iterable[Event]:
+        ending = {name: self._message[name] for name in ("stop_reason", "stop_sequence")}
+        yield {"type": "message_delta", "delta": ending, "usage": _usage(stats)}
+        yield {"type": "message_stop"}
+
+    def failed(self, error: PdserveError) -> Iterable[Event]:
+        return [{"type": "error", **error_body(error)}]
+
+    def _block(self, kind: str, start: dict[str, Any]) -> Iterator[Event]:
+        if self._open != kind:
+            yield from self._close()
+            self._open, self._index = kind, self._index + 1
+            yield {"type": "content_block_start", "index": self._index, "content_block": start}
+
+    def _delta(self, delta: dict[str, Any]) -> Event:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+
+    def _close(self) -> Iterator[Event]:
+        if self._open is not None:
+            self._open = None
+            yield {"type": "content_block_stop", "index": self._index}
+
+
+def _tool_use(call_id: str, name: str, given: Any) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call_id, "name": name, "input": given}
+
+
+def _object(arguments: str) -> Any:
+    """A call that was cut short has no whole object."""
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return {}
+
+
+def _ending(choice: dict[str, Any]) -> dict[str, Any]:
+    """Of chat's `finish_reason` and `stop_reason`."""
+    reason, stop = choice["finish_reason"], choice.get("stop_reason")
+    if reason == "stop" and isinstance(stop, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+    return {"stop_reason": STOPS.get(reason, reason), "stop_sequence": None}
+
+
+def _usage(stats: GenerationStats) -> dict[str, int]:
+    return {
+        "input_tokens": stats.prompt_tokens - stats.cached_tokens,
+        "cache_read_input_tokens": stats.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": stats.completion_tokens,
+    }

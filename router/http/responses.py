@@ -1,0 +1,173 @@
+"""POST /v1/responses, OpenAI's successor of chat, without its storage."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from aiohttp import web
+
+from pdserve.common.core.errors import PdserveError
+from pdserve.common.core.request import new_request_id
+from pdserve.router.generation import GenerationStats
+from pdserve.router.http.chat import ChatRequest, begin
+from pdserve.router.http.encoding import error_body
+from pdserve.router.http.events import Event, respond
+from pdserve.router.http.foreign import ResponsesBody
+from pdserve.router.http.request import SERVING
+
+Item = dict[str, Any]
+_PLAIN = {"format": {"type": "text"}}
+
+
+async def create_response(request: web.Request) -> web.StreamResponse:
+    asked, body = await begin(request, "responses", "resp")
+    return await respond(
+        request, asked, ResponseShape(request.app[SERVING].model.name, asked, body)
+    )
+
+
+class ResponseShape:
+    """Output items in the order in which they come; one is open at a time."""
+
+    def __init__(self, model: str, asked: ChatRequest, body: ResponsesBody) -> None:
+        self._items: list[Item] = []  # the last one may be open
+        self._open = False
+        self._reason: str | None = None
+        self._number = 0  # of the next event
+        self._response: dict[str, Any] = {
+            "id": asked.generation.request_id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": model,
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "store": False,
+            "temperature": asked.generation.sampling.temperature,
+            "text": body.text.model_dump(exclude_none=True) if body.text else _PLAIN,
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_p": asked.generation.sampling.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "user": body.user,
+        }
+
+    def whole(self, choice: dict[str, Any], stats: GenerationStats) -> dict[str, Any]:
+        for _ in self.chunk({"delta": choice["message"], "finish_reason": choice["finish_reason"]}):
+            pass  # the same items, and nobody hears of them one by one
+        return self._ended(stats)
+
+    def begin(self) -> Iterator[Event]:
+        for kind in ("created", "in_progress"):
+            yield self._event(f"response.{kind}", response=self._response)
+
+    def chunk(self, choice: dict[str, Any]) -> Iterator[Event]:
+        delta = choice["delta"]
+        if thought := delta.get("reasoning_content"):
+            yield from self._text("reasoning", thought)
+        if said := delta.get("content"):
+            yield from self._text("message", said)
+        for call in delta.get("tool_calls") or ():
+            yield from self._call(call)
+        if choice["finish_reason"]:
+            self._reason = choice["finish_reason"]
+            yield from self._close()
+
+    def end(self, stats: GenerationStats) -> Iterable[Event]:
+        response = self._ended(stats)
+        return [self._event(f"response.{response['status']}", response=response)]
+
+    def failed(self, error: PdserveError) -> Iterator[Event]:
+        said = error_body(error)["error"]
+        told = {name: said[name] for name in ("code", "message")}
+        failed = {**self._response, "status": "failed", "error": told, "output": self._items}
+        yield self._event("error", **told, param=said["param"])
+        yield self._event("response.failed", response=failed)
+
+    # ---- items ------------------------------------------------------------------------------
+
+    def _text(self, kind: str, text: str) -> Iterator[Event]:
+        """Of a message, or of a thought before it."""
+        words = "output_text" if kind == "message" else "reasoning_text"
+        if not (self._open and self._items[-1]["type"] == kind):
+            yield from self._close()
+            if kind == "message":
+                item = {"role": "assistant", "content": []}
+            else:
+                item = {"summary": [], "content": []}
+            yield from self._add(kind, "msg" if kind == "message" else "rs", item)
+            part: dict[str, Any] = {"type": words, "text": ""}
+            part |= {"annotations": [], "logprobs": []} if kind == "message" else {}
+            yield self._item_event("response.content_part.added", content_index=0, part=part.copy())
+            self._items[-1]["content"].append(part)
+        self._items[-1]["content"][0]["text"] += text
+        extra: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        yield self._item_event(f"response.{words}.delta", content_index=0, delta=text, **extra)
+
+    def _call(self, call: dict[str, Any]) -> Iterator[Event]:
+        function = call["function"]
+        if "id" in call:
+            yield from self._close()
+            names = {"call_id": call["id"], "name": function["name"], "arguments": ""}
+            yield from self._add("function_call", "fc", names)
+        if more := function.get("arguments"):
+            self._items[-1]["arguments"] += more
+            yield self._item_event("response.function_call_arguments.delta", delta=more)
+
+    def _add(self, kind: str, prefix: str, fields: Item) -> Iterator[Event]:
+        item = {"id": new_request_id(prefix), "type": kind, "status": "in_progress", **fields}
+        self._items.append(item)
+        self._open = True
+        added = {**item, "content": []} if "content" in item else {**item}
+        yield self._item_event("response.output_item.added", item=added, named=False)
+
+    def _close(self) -> Iterator[Event]:
+        if not self._open:
+            return
+        item, self._open = self._items[-1], False
+        item["status"] = "incomplete" if self._reason == "length" else "completed"
+        if item["type"] == "function_call":
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            yield self._item_event("response.function_call_arguments.done", **done)
+        else:
+            (part,) = item["content"]
+            extra: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
+            name = f"response.{part['type']}.done"
+            yield self._item_event(name, content_index=0, text=part["text"], **extra)
+            yield self._item_event("response.content_part.done", content_index=0, part=part)
+        yield self._item_event("response.output_item.done", item=item, named=False)
+
+    def _item_event(self, kind: str, named: bool = True, **fields: Any) -> Event:
+        name = {"item_id": self._items[-1]["id"]} if named else {}
+        return self._event(kind, **name, output_index=len(self._items) - 1, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number - 1, **fields}
+
+    def _ended(self, stats: GenerationStats) -> dict[str, Any]:
+        cut = self._reason == "length"
+        return {
+            **self._response,
+            "status": "incomplete" if cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": self._items,
+            "usage": {
+                "input_tokens": stats.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": stats.cached_tokens},
+                "output_tokens": stats.completion_tokens,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": stats.prompt_tokens + stats.completion_tokens,
+            },
+        }

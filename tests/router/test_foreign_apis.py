@@ -1,0 +1,256 @@
+"""/v1/responses and /v1/messages: the same chat, asked and answered in other words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_http_api import Site, check_error, serve
+
+from fakes_pipeline import byte_level_folder
+from pdserve.common.core.errors import NodeError, Overloaded
+from pdserve.router.auth import APIKeys
+from pdserve.router.http.foreign import MessagesBody, ResponsesBody
+from pdserve.router.http.messages import MessageShape
+
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+ASK = {"max_tokens": 20, "messages": [{"role": "user", "content": "hello"}]}
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
+    async with serve(byte_level_folder(tmp_path)) as site:
+        yield site
+
+
+async def answer(site: Site, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    response = await site.post(path, body)
+    assert response.status == 200, await response.text()
+    return await response.json()
+
+
+async def events(site: Site, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Their names are in both places."""
+    response = await site.post(path, body | {"stream": True})
+    assert response.status == 200, await response.text()
+    frames = (await response.text()).split("\n\n")
+    assert frames.pop() == ""
+    found = []
+    for frame in frames:
+        name, data = frame.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def prompts(site: Site) -> list[str]:
+    decode = site.tokenizer.decode
+    return [decode(r.prompt_token_ids, skip_special_tokens=False) for r in site.generator.requests]
+
+
+# ---- OpenAI's Responses ---------------------------------------------------------------------
+
+
+async def test_a_whole_response(site: Site) -> None:
+    body = await answer(site, RESPONSES, {"input": "hi", "instructions": "be", "top_p": 0.5})
+    assert body["id"].startswith("resp-") and body["object"] == "response"
+    assert (body["status"], body["model"], body["store"]) == ("completed", "tiny/model", False)
+    (item,) = body["output"]
+    assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "completed")
+    part = {"type": "output_text", "text": "hello world", "annotations": [], "logprobs": []}
+    assert item["content"] == [part]
+    assert body["usage"]["output_tokens"] == 8 and body["top_p"] == 0.5
+    assert body["usage"]["input_tokens_details"] == {"cached_tokens": 3}
+    assert prompts(site)[0].startswith("<|im_start|>system\nbe<|im_end|>\n<|im_start|>user\nhi<")
+
+
+async def test_the_events_of_a_response(site: Site) -> None:
+    found = await events(site, RESPONSES, {"input": [{"role": "user", "content": "hi"}]})
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    kinds = [event["type"].removeprefix("response.") for event in found]
+    assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert set(kinds[4:-4]) == {"output_text.delta"}
+    ends = ["output_text.done", "content_part.done", "output_item.done", "completed"]
+    assert kinds[-4:] == ends
+    assert found[0]["response"]["output"] == [] and found[2]["item"]["content"] == []
+    assert found[3]["part"]["text"] == ""
+    assert "".join(event["delta"] for event in found[4:-4]) == "hello world"
+    assert found[-1]["response"]["output"] == [found[-2]["item"]]
+    assert found[-1]["response"]["usage"]["output_tokens"] == 8
+
+
+async def test_a_response_that_is_cut(site: Site) -> None:
+    body = await answer(site, RESPONSES, {"input": "hi", "max_output_tokens": 2})
+    assert body["status"] == body["output"][0]["status"] == "incomplete"
+    assert body["incomplete_details"] == {"reason": "max_output_tokens"}
+    found = await events(site, RESPONSES, {"input": "hi", "max_output_tokens": 2})
+    assert found[-1]["type"] == "response.incomplete"
+
+
+async def test_openais_client_of_responses(site: Site) -> None:
+    async with site.client() as client:
+        whole = await client.responses.create(model="tiny/model", input="hi", temperature=0)
+        assert whole.output_text == "hello world"
+        async with client.responses.stream(model="tiny/model", input="hi") as stream:
+            said = [e.delta async for e in stream if e.type == "response.output_text.delta"]
+            final = await stream.get_final_response()
+        assert "".join(said) == final.output_text == "hello world"
+        site.generator.error, site.generator.error_after = NodeError("lost"), 2
+        stream = await client.responses.create(model="alias", input="a", stream=True)
+        *_, error, failed = [event async for event in stream]
+        assert (error.type, error.message, failed.type) == ("error", "lost", "response.failed")
+        assert failed.response.error.code == "node_failed"
+
+
+def test_items_become_messages() -> None:
+    call = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+    parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
+    body = ResponsesBody(
+        input=[
+            {"role": "user", "content": parts},
+            {"type": "reasoning", "summary": []},
+            call, {**call, "call_id": "c2"},
+            {"type": "function_call_output", "call_id": "c1", "output": "1"},
+        ],
+        tools=[{"type": "function", "name": "f", "parameters": {}}],
+        tool_choice={"type": "function", "name": "f"},
+        text={"format": {"type": "json_schema", "name": "n", "schema": {}}},
+    )  # fmt: skip
+    user, called, result = body.conversation()
+    assert user == {"role": "user", "content": "ab"}
+    assert [each["id"] for each in called["tool_calls"]] == ["c1", "c2"]
+    assert result == {"role": "tool", "tool_call_id": "c1", "content": "1"}
+    fields = body.parameters()
+    assert fields["tools"] == [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    assert fields["tool_choice"]["function"] == {"name": "f"}
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}
+    assert fields["response_format"] == schema
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": [5]}, "input"),
+        ({"input": []}, "messages"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ({"input": [{"role": "wizard", "content": "a"}]}, "messages[0].role"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
+        ({"previous_response_id": "resp-1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"max_output_tokens": 0}, "max_completion_tokens"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"text": {"verbosity": "low"}}, "verbosity"),
+        ({"text": {"format": "x"}}, "text.format"),
+        ({"text": {"format": {"type": []}}}, "text.format.type"),
+        ({"tools": [{"type": ["function"]}]}, "tools"),
+        ({"tool_choice": {"type": {}}, "tools": [5]}, "tools[0]"),
+        ({"input": [{"type": {}}]}, "input"),
+        ({"reasoning": {"effort": "low"}}, "reasoning_effort"),
+        ({"temperature": 101}, "temperature"),
+    ],
+)
+async def test_bad_responses(site: Site, fields: dict[str, Any], param: str) -> None:
+    response = await site.post(RESPONSES, {"input": "a", "stream": True, **fields})
+    await check_error(response, 400, param)
+    assert site.generator.requests == []
+
+
+# ---- Anthropic's Messages -------------------------------------------------------------------
+
+
+async def test_a_whole_message(site: Site) -> None:
+    blocks = [{"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}]
+    body = await answer(site, MESSAGES, {**ASK, "system": blocks, "stop_sequences": ["rld"]})
+    assert body.pop("id").startswith("msg-")
+    assert body == {
+        "type": "message", "role": "assistant", "model": "tiny/model",
+        "content": [{"type": "text", "text": "hello wo"}],
+        "stop_reason": "stop_sequence", "stop_sequence": "rld",
+        "usage": body["usage"],
+    }  # fmt: skip
+    assert body["usage"]["cache_read_input_tokens"] == 3
+    assert prompts(site)[0].startswith("<|im_start|>system\nb<|im_end|>")
+    count = await answer(site, f"{MESSAGES}/count_tokens", {**ASK, "system": "b"})
+    assert count == {"input_tokens": len(site.generator.requests[0].prompt_token_ids)}
+
+
+async def test_the_events_of_a_message(site: Site) -> None:
+    start, block, *deltas, stop, delta, end = await events(site, MESSAGES, ASK)
+    assert (start["type"], start["message"]["stop_reason"]) == ("message_start", None)
+    assert block["content_block"] == {"type": "text", "text": ""}
+    assert "".join(each["delta"]["text"] for each in deltas) == "hello world"
+    assert (stop["type"], end["type"]) == ("content_block_stop", "message_stop")
+    assert delta["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+    assert delta["usage"]["output_tokens"] == 8
+
+
+async def test_anthropics_errors_and_key(site: Site, tmp_path: Path) -> None:
+    site.generator.error = Overloaded("full", retry_after=2.5)
+    response = await site.post(MESSAGES, ASK)
+    assert (response.status, response.headers["Retry-After"]) == (429, "3")
+    assert (await response.json())["type"] == "error"
+    site.generator.error, site.generator.error_after = NodeError("lost"), 2
+    last = (await events(site, MESSAGES, ASK))[-1]
+    assert (last["type"], last["error"]["message"]) == ("error", "lost")
+    async with serve(byte_level_folder(tmp_path / "keys"), keys=APIKeys("secret")) as closed:
+        assert (await closed.post(MESSAGES, ASK)).status == 401
+        assert (await closed.post(MESSAGES, ASK, **{"X-Api-Key": "secret"})).status == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "system", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking"),
+        ({"system": [{"type": "text", "text": 5}]}, "system"),
+        ({"mcp_servers": [{}]}, "mcp_servers"),
+        ({"top_k": -2}, "top_k"),
+    ],
+)
+async def test_bad_messages(site: Site, fields: dict[str, Any], param: str) -> None:
+    response = await site.post(MESSAGES, {**ASK, **fields})
+    body = await response.json()
+    assert (response.status, body["type"], body["error"]["param"]) == (400, "error", param), body
+
+
+def test_calls_and_their_results() -> None:
+    used = {"type": "tool_use", "id": "t1", "name": "f", "input": {"x": 1}}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": "2"}
+    body = MessagesBody(
+        messages=[
+            {"role": "assistant", "content": [{"type": "text", "text": "a"}, used]},
+            {"role": "user", "content": [result, {"type": "text", "text": "b"}]},
+        ],
+        tools=[{"name": "f", "input_schema": {"type": "object"}}],
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
+    )
+    called, given, said = body.conversation()
+    assert called["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
+    assert given == {"role": "tool", "tool_call_id": "t1", "content": "2"}
+    assert said == {"role": "user", "content": "b"}
+    assert body.parameters()["tool_choice"] == "required"
+    assert body.parameters()["parallel_tool_calls"] is False
+    # Chat's chunks of a call become a block.
+    shape = MessageShape("msg-1", "m")
+    call = {"index": 0, "id": "t1", "function": {"name": "f", "arguments": ""}}
+    more = {"index": 0, "function": {"arguments": "{}"}}
+    deltas: list[tuple[dict[str, Any], str | None]] = [
+        ({"content": "a"}, None), ({"tool_calls": [call]}, None), ({"tool_calls": [more]}, None),
+        ({}, "tool_calls"),
+    ]  # fmt: skip
+    chunks = [{"delta": delta, "finish_reason": reason} for delta, reason in deltas]
+    found = [event for chunk in chunks for event in shape.chunk(chunk)]
+    assert [(event["type"], event["index"]) for event in found] == [
+        ("content_block_start", 0), ("content_block_delta", 0), ("content_block_stop", 0),
+        ("content_block_start", 1), ("content_block_delta", 1), ("content_block_stop", 1),
+    ]  # fmt: skip
