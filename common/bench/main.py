@@ -3,23 +3,21 @@ machine needs for their FLOPs and bytes, all measured in one run."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from pdserve.common.bench.parts import ORDER
-from pdserve.common.bench.step import Cell, Measured, measure
+from pdserve.common.bench.ranks import measure_on_ranks
+from pdserve.common.bench.step import Cell
 from pdserve.common.config.bench import BenchStepConfig
 from pdserve.common.config.sources import parse
 from pdserve.common.core.errors import ConfigError
-from pdserve.common.core.host import cpu_name
-from pdserve.common.planning.step_cost import Cost
 
 LEAST_SHARE = 0.01  # of a step: a floor below that is nothing to compare a part with
 DEFAULT = (
@@ -42,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if config.json and not Path(config.json).resolve().parent.is_dir():
         raise ConfigError(f"--json {config.json}: there is no such folder")
     before = _read(config.baseline)
-    result = as_json(config, measure(config, cells(config)))
+    result = asyncio.run(measure_on_ranks(config, cells(config)))
     _show(result, before, Console(highlight=False))
     if config.json:
         Path(config.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
@@ -80,60 +78,13 @@ def _read(file: str | None) -> dict[str, Any]:
         raise ConfigError(f"--baseline {file} is no result of this command: {error!r}") from error
 
 
-# ---- the result ----
-
-
-def as_json(config: BenchStepConfig, found: Measured) -> dict[str, Any]:
-    """Times in milliseconds."""
-    return {
-        "model": config.model.model or "the embedded model",
-        "dtype": found.dtype,
-        "quantization": config.model.quantization,
-        "threads": torch.get_num_threads(),
-        "clock": config.clock,
-        "statistic": config.statistic,
-        "repetitions": config.repetitions,
-        "device": found.runner.device.type,
-        "cpu": cpu_name(),
-        "torch": torch.__version__,
-        "peak_gflops": found.peaks.flops / 1e9,
-        "read_gb_per_s": found.peaks.bandwidth / 1e9,
-        "cells": {cell.name: _cell(found, cell) for cell in found.cells},
-    }
-
-
-def _cell(found: Measured, cell: Cell) -> dict[str, Any]:
-    costs, step, seconds = found.cost.parts(cell.shape), found.step(cell), found.parts(cell)
-    names = sorted(seconds, key=ORDER.index)
-    parts = {name: _row(found, seconds[name], costs.get(name)) for name in names}
-    total = found.cost.total(cell.shape)
-    return {
-        "step": {**_row(found, step, total), "samples_ms": _ms(found.cells[cell].steps)},
-        "mfu": total.flops / step / found.peaks.flops,
-        "bandwidth_utilisation": total.bytes / step / found.peaks.bandwidth,
-        "parts": parts,
-    }
-
-
-def _row(found: Measured, seconds: float, cost: Cost | None) -> dict[str, Any]:
-    row: dict[str, Any] = {"ms": 1e3 * seconds}
-    if cost is not None:
-        floor = found.floor(cost)
-        row |= {"floor_ms": 1e3 * floor, "ratio": seconds / floor, "bound_by": found.bound(cost)}
-        row |= {"flops": cost.flops, "bytes": cost.bytes}
-    return row
-
-
-def _ms(seconds: Sequence[float]) -> list[float]:
-    return [round(1e3 * each, 3) for each in seconds]
-
-
 # ---- for people ----
 
 
 def _show(result: dict[str, Any], before: dict[str, Any], console: Console) -> None:
     console.print(
-        f"{result['model']}, {result['dtype']}, {result['threads']} threads of {result['cpu']}; "
+        f"{result['model']}, {result['dtype']}, {result['tensor_parallel_size']} × "
+        f"{result['threads']} threads of {result['cpu']}; "
         f"peaks: {result['peak_gflops']:,.0f} GFLOP/s, {result['read_gb_per_s']:.1f} GB/s read",
         soft_wrap=True,
     )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from pdserve.common.bench.parts import PartTimer
@@ -22,7 +21,6 @@ from pdserve.common.planning.step_cost import Cost, StepCost
 from pdserve.common.worker.input_batch import StepBatch, StepSequence
 from pdserve.common.worker.peaks import Clock, PeakMeter, device_clock
 from pdserve.common.worker.runner import ModelRunner
-from pdserve.common.worker.worker import ModelWorker, WorkerConfig, build_worker, worker_specs
 
 Statistic = Callable[[Iterable[float]], float]
 
@@ -110,54 +108,44 @@ class Measured:
         return "compute" if computes else "memory"
 
 
-def measure(config: BenchStepConfig, cells: Sequence[Cell]) -> Measured:
+def measure(config: BenchStepConfig, cells: Sequence[Cell], runner: ModelRunner) -> Measured:
     """Runs each cell `repetitions` times in turns, without and with clocks in it, and between
-    them measures the machine.
-
-    Raises:
-        ConfigError: the model cannot be loaded, or has no context of that length.
-    """
-    with _worker(config, cells) as worker:
-        runner = worker.runner
-        clock = time.thread_time if config.clock == "cpu" else device_clock(runner.device)
-        vocab, block_size = runner.model.spec.vocab_size, config.block_size
-        batches = {cell: cell.batch(block_size, vocab) for cell in cells}
-        meter = PeakMeter(runner.device, runner.model.dtype, runner.model.weights_bytes, clock)
-        timer = PartTimer(runner.model, clock)
-        samples: dict[Cell, Samples] = {cell: Samples() for cell in cells}
-        peaks: list[Peaks] = []
-        for batch in batches.values():
-            runner.run(batch)
-        for _ in range(config.repetitions):
-            peaks.append(meter.measure())
-            for cell, batch in batches.items():
-                samples[cell].steps.append(_seconds(runner, batch, clock))
-                samples[cell].parts.append(_parts(runner, batch, timer))
+    them measures the machine. All ranks do so together, and each of them for itself."""
+    clock = time.thread_time if config.clock == "cpu" else device_clock(runner.device)
+    vocab, block_size = runner.model.spec.vocab_size, config.block_size
+    batches = {cell: cell.batch(block_size, vocab) for cell in cells}
+    meter = PeakMeter(runner.device, runner.model.dtype, runner.model.weights_bytes, clock)
+    timer = PartTimer(runner.model, clock)
+    samples: dict[Cell, Samples] = {cell: Samples() for cell in cells}
+    peaks: list[Peaks] = []
+    for batch in batches.values():
+        runner.run(batch)
+    for _ in range(config.repetitions):
+        peaks.append(meter.measure())
+        for cell, batch in batches.items():
+            samples[cell].steps.append(_seconds(runner, batch, clock))
+            samples[cell].parts.append(_parts(runner, batch, timer))
     dtype = dtype_name(runner.model.dtype)
-    cost = StepCost.whole(Footprint(runner.model.spec, dtype))
+    cost = StepCost.whole(Footprint(runner.model.spec, dtype, config.tensor_parallel_size))
     median = config.statistic == "median"
     of, best = (statistics.median,) * 2 if median else (min, max)
     return Measured(runner, dtype, cost, _peaks(peaks, best), samples, of)
 
 
-@contextmanager
-def _worker(config: BenchStepConfig, cells: Iterable[Cell]) -> Iterator[ModelWorker]:
-    """A node's only rank, with as many blocks as the largest cell needs, all written to."""
+def engine_config(config: BenchStepConfig, cells: Iterable[Cell]) -> EngineConfig:
+    """Of a node with as many blocks as the largest cell needs."""
     longest = max(sum(chunk) for cell in cells for chunk in cell.chunks)
     blocks = max(cell.num_blocks(config.block_size) for cell in cells)
-    engine = EngineConfig(
+    return EngineConfig(
         model=replace(resolve_model(config.model), max_model_len=longest),
         parallel=ParallelConfig(
-            cpu_threads=config.threads, cpu_kernels=config.cpu_kernels, device=config.device
+            tensor_parallel_size=config.tensor_parallel_size,
+            cpu_threads=config.threads,
+            cpu_kernels=config.cpu_kernels,
+            device=config.device,
         ),
         cache=CacheConfig(block_size=config.block_size, num_gpu_blocks_override=blocks),
     )
-    worker = build_worker(worker_specs(WorkerConfig(engine))[0], lambda event: None)
-    try:
-        worker.runner.cache.normal_()
-        yield worker
-    finally:
-        worker.close()
 
 
 def _seconds(runner: ModelRunner, batch: StepBatch, clock: Clock) -> float:

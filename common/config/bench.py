@@ -51,8 +51,15 @@ class BenchStepConfig:
     baseline: str | None = option(
         None, "an earlier --json, to compare with: how many times faster", metavar="FILE"
     )
+    tensor_parallel_size: int = same_option(
+        ParallelConfig,
+        "tensor_parallel_size",
+        "ranks each layer is split over, processes of their own; figures are rank 0's",
+    )
     threads: int = same_option(
-        ParallelConfig, "cpu_threads", "torch threads (0: the cores this process may use)"
+        ParallelConfig,
+        "cpu_threads",
+        "torch threads of a rank (0: the cores this process may use, divided by the ranks)",
     )
     cpu_kernels: str = same_option(ParallelConfig, "cpu_kernels")
     device: str = same_option(ParallelConfig, "device")

@@ -59,6 +59,20 @@ def test_a_baseline_is_compared_with(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "speed-up" in capsys.readouterr().out
 
 
+def test_a_model_split_over_ranks_is_compared_with_the_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "whole.json"
+    options = ("--batch=1", "--context=16", "--load-format=dummy")
+    assert run("llama-gqa", *options, f"--json={file}") == 0
+    assert run("llama-gqa", *options, "-tp", "2", f"--baseline={file}", f"--json={file}") == 0
+    text, result = capsys.readouterr().out, json.loads(file.read_text())
+    assert "2 × 1 threads" in text and "speed-up" in text
+    assert result["tensor_parallel_size"] == 2
+    assert run("llama-gqa", *options, "-tp", "3") != 0
+    assert "--tensor-parallel-size 3" in capsys.readouterr().err
+
+
 def test_the_model_is_left_as_it_was() -> None:
     model = load(MODELS / "llama-gqa")
     timer = PartTimer(model, lambda: 0.0)
