@@ -235,6 +235,13 @@ class EngineConfig:
                 "running sequence one token"
             )
 
+    @property
+    def max_num_rows(self) -> int:
+        """Of logits in the largest step: a sequence wants one, and one for each guess."""
+        speculation, scheduler = self.speculation.speculation, self.scheduler
+        guesses = speculation.num_speculative_tokens if speculation else 0
+        return min(scheduler.max_num_seqs * (1 + guesses), scheduler.max_num_batched_tokens)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferConfig:

@@ -13,7 +13,7 @@ from pdserve.common.core.errors import ConfigError
 FLAG = "--speculative-config"
 MAX_DRAFTS = 32  # tokens guessed at once; beyond a handful each more is hardly ever right
 MAX_NGRAM = 64  # tokens
-METHODS = ("ngram",)
+METHODS = ("ngram", "draft_model")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +23,9 @@ class SpeculationOptions:
     speculative_config: dict[str, Any] = option(
         {},
         'guess tokens ahead and verify several in one step, as JSON: {"method": "ngram", '
-        '"num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}; what comes '
-        "out is the same (prefill nodes, which draw one token, have no use for it)",
+        '"num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2} or '
+        '{"method": "draft_model", "model": "FOLDER", "num_speculative_tokens": 3}; what comes out '
+        "is the same (prefill nodes, which draw one token, have no use for it)",
     )
 
     def __post_init__(self) -> None:

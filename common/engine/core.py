@@ -280,7 +280,7 @@ class EngineCore:
             self.scheduler.computed(sequence, len(entry.token_ids))
             self._notify(sequence, self._listener.computed)
             if entry.samples and not sequence.cancelled:
-                self._append(sequence, drawn[entry.seq_id], len(entry.drafts))
+                self._append(sequence, drawn[entry.seq_id], entry.num_drafts)
 
     def _append(self, sequence: Sequence, drawn: list[SampledToken], num_drafts: int) -> None:
         """The tokens drawn for it, up to one that ends it; all but the last one were drafts."""

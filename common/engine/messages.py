@@ -37,6 +37,7 @@ class SequenceDelta:
     samples: bool = False  # false: a chunk that is not the last; no token is drawn
     new: NewSequence | None = None  # None: the ranks know it
     drafts: tuple[int, ...] = ()
+    num_drafts: int = 0  # of `drafts`, or of those that the draft model makes of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class StepDelta:
     step: int
     sequences: tuple[SequenceDelta, ...]
     ended: tuple[int, ...] = ()  # seq_ids to forget first; those come again as new ones, if ever
+    drafting: tuple[SequenceDelta, ...] = ()  # for the draft model, in blocks of its own cache
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Where the last tokens of a sequence occurred before.
+"""Prompt lookup: where the last tokens of a sequence occurred before, and what came then.
 
 Hash chains, as in deflate (RFC 1951, section 4): a table has the last place of each hash of n
 tokens, and each place the one before it with the same hash. Candidates are compared token by token,
@@ -8,12 +8,37 @@ so a collision costs time alone. A token costs O(1) of time and 8 to 20 bytes.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Sequence as SequenceOf
+
+from pdserve.common.config.speculation import Speculation
+from pdserve.common.engine.sequence import Sequence
+from pdserve.common.engine.speculation import Draft, Speculator
 
 MAX_CANDIDATES = 8  # places that are compared, the latest first
 INDEXED_AT_ONCE = 2048  # tokens: a long prompt takes several steps, for it is the event loop's time
 _FIRST_SIZE = 1024
 _NONE = -1
+
+
+class PromptLookup(Speculator):
+    """Guesses that what followed the last tokens before follows them again (prompt lookup): in
+    summaries, code and repetition it often does. Costs microseconds, here beside the scheduler."""
+
+    def __init__(self, config: Speculation, max_model_len: int) -> None:
+        super().__init__(config, max_model_len)
+        self._indexes: dict[int, NGramIndex] = {}  # by seq_id
+
+    def draft(self, sequence: Sequence, most: int) -> Draft:
+        index = self._indexes.get(sequence.seq_id)
+        if index is None:
+            shortest, longest = self.config.prompt_lookup_min, self.config.prompt_lookup_max
+            index = self._indexes[sequence.seq_id] = NGramIndex(shortest, longest)
+        index.extend(sequence.token_ids)
+        guesses = index.continuation(sequence.token_ids, most)
+        return Draft(len(guesses), guesses)
+
+    def forget(self, sequence: Sequence) -> None:
+        self._indexes.pop(sequence.seq_id, None)
 
 
 class NGramIndex:
@@ -33,7 +58,7 @@ class NGramIndex:
         )  # by hash: the last place
         self._before = array("i", [_NONE]) * self._shortest  # by place: the one before it
 
-    def extend(self, token_ids: Sequence[int]) -> None:
+    def extend(self, token_ids: SequenceOf[int]) -> None:
         """More tokens than before; takes in `INDEXED_AT_ONCE` of them at most."""
         if len(token_ids) > len(self._table):
             self._reset(2 * len(token_ids))
@@ -43,7 +68,7 @@ class NGramIndex:
             self._before.append(self._table[slot])
             self._table[slot] = place
 
-    def continuation(self, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
+    def continuation(self, token_ids: SequenceOf[int], most: int) -> tuple[int, ...]:
         """At most so many tokens that followed the longest match of the last tokens, of at most
         `longest` and at least `shortest`; of equally long ones the latest. A match that reaches to
         the end goes on with itself, as a loop does."""
@@ -53,7 +78,7 @@ class NGramIndex:
         period = len(token_ids) - place
         return tuple([token_ids[place + i % period] for i in range(most)])
 
-    def _best(self, token_ids: Sequence[int]) -> int:
+    def _best(self, token_ids: SequenceOf[int]) -> int:
         end, best, length = len(token_ids), _NONE, self._shortest - 1
         if end < self._shortest:
             return _NONE
@@ -67,7 +92,7 @@ class NGramIndex:
             place = self._before[place]
         return best
 
-    def _matched(self, token_ids: Sequence[int], place: int, end: int) -> int:
+    def _matched(self, token_ids: SequenceOf[int], place: int, end: int) -> int:
         """Tokens before `place` that equal those before `end`, of as many as count."""
         most = min(self._longest, place)
         for count in range(most):
@@ -75,6 +100,6 @@ class NGramIndex:
                 return count
         return most
 
-    def _slot(self, token_ids: Sequence[int], place: int) -> int:
+    def _slot(self, token_ids: SequenceOf[int], place: int) -> int:
         gram = token_ids[place - self._shortest : place]
         return hash(tuple(gram)) & (len(self._table) - 1)

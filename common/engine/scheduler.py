@@ -32,7 +32,7 @@ from pdserve.common.core.step_shape import StepShape
 from pdserve.common.engine.block_pool import BlockPool
 from pdserve.common.engine.messages import NewSequence, SequenceDelta, StepDelta
 from pdserve.common.engine.sequence import Sequence, Status
-from pdserve.common.engine.speculation import Speculator
+from pdserve.common.engine.speculation import NO_DRAFT, Draft, Speculator
 
 QUEUE_WINDOW = 64
 """Sequences behind the head of the queue that may be admitted when it does not fit."""
@@ -149,15 +149,16 @@ class Scheduler:
 
     def schedule(self) -> StepDelta | None:
         """The next step, or None when there is nothing to compute that is not in flight."""
-        drafts = self._draft_budget()
+        tokens = self.config.max_num_batched_tokens
+        drafts = self.speculator.budget(self.running, tokens) if self.speculator else 0
         entries: list[SequenceDelta] = []
         for sequence in self._decodes():
-            guesses = self._draft(sequence, drafts) if drafts else ()
-            drafts -= len(guesses)
-            entries.append(self._entry(sequence, 1, guesses))
+            guess = self._guess(sequence, drafts)
+            drafts -= guess.size
+            entries.append(self._entry(sequence, 1, guess))
         decodes = len(entries)
-        taken = decodes + sum(len(entry.drafts) for entry in entries)
-        budget = min(self.config.max_num_batched_tokens - taken, self._prompt_share())
+        taken = decodes + sum(entry.num_drafts for entry in entries)
+        budget = min(tokens - taken, self._prompt_share())
         entries += [self._entry(sequence, chunk) for sequence, chunk in self._chunks(budget)]
         if not entries:
             return None
@@ -166,16 +167,17 @@ class Scheduler:
         self.prompt_tokens += sum(len(entry.token_ids) for entry in entries) - decodes
         self._count(entries, decodes)
         ended, self._ended = tuple(self._ended), []
-        return StepDelta(self._step, tuple(entries), ended)
+        drafting = self.speculator.drafting() if self.speculator else ()
+        return StepDelta(self._step, tuple(entries), ended, drafting)
 
     def _count(self, entries: list[SequenceDelta], decodes: int) -> None:
-        single = [each.start for each in entries[:decodes] if not each.drafts]
+        single = [each.start for each in entries[:decodes] if not each.num_drafts]
         chunks = [
-            (each.start, len(each.token_ids) + len(each.drafts))
+            (each.start, len(each.token_ids) + each.num_drafts)
             for place, each in enumerate(entries)
-            if place >= decodes or each.drafts
+            if place >= decodes or each.num_drafts
         ]
-        sampled = sum(1 + len(each.drafts) for each in entries if each.samples)
+        sampled = sum(1 + each.num_drafts for each in entries if each.samples)
         self.computed_steps.add_step(single, chunks, sampled)
 
     def computed(self, sequence: Sequence, num_tokens: int) -> None:
@@ -263,26 +265,10 @@ class Scheduler:
                 share -= 1
                 yield sequence
 
-    def _draft_budget(self) -> int:
-        """Guesses that a step verifies; prompts that wait are left half of what it has."""
-        if self.speculator is None:
-            return 0
-        left = self.config.max_num_batched_tokens - len(self.running)
-        prompts = any(each.num_unscheduled and not each.decodes for each in self.running)
-        return left // 2 if prompts else left
-
-    def _draft(self, sequence: Sequence, budget: int) -> tuple[int, ...]:
-        """Guesses, with slots for them; no sequence loses its next block for that."""
-        assert self.speculator is not None
-        most = min(self.speculator.most(sequence, len(self.running)), budget)
-        spare = max(0, self.pool.num_free - len(self.running))
-        slots = (len(sequence.block_table) + spare) * self.pool.block_size
-        most = min(most, slots - sequence.num_tokens)
-        guesses = self.speculator.draft(sequence, most) if most > 0 else ()
-        needed = self.pool.blocks_for(sequence.num_tokens + len(guesses))
-        if (more := needed - len(sequence.block_table)) > 0:
-            sequence.block_table += self.pool.allocate(more)
-        return guesses
+    def _guess(self, sequence: Sequence, budget: int) -> Draft:
+        if self.speculator is None or budget <= 0:
+            return NO_DRAFT
+        return self.speculator.guess(sequence, self.pool, len(self.running), budget)
 
     def _chunks(self, budget: int) -> list[tuple[Sequence, int]]:
         """The prompts a step takes something of, and how many tokens."""
@@ -322,7 +308,7 @@ class Scheduler:
         self.waiting.appendleft(sequence)
         self.num_preemptions += 1
 
-    def _entry(self, sequence: Sequence, count: int, drafts: tuple[int, ...] = ()) -> SequenceDelta:
+    def _entry(self, sequence: Sequence, count: int, draft: Draft = NO_DRAFT) -> SequenceDelta:
         start = sequence.num_scheduled
         sequence.num_scheduled += count
         known = self._known_blocks.get(sequence.seq_id)
@@ -335,7 +321,8 @@ class Scheduler:
             new_block_ids=tuple(sequence.block_table[known or 0 :]),
             samples=sequence.num_scheduled == sequence.num_tokens,
             new=self._new(sequence) if known is None else None,
-            drafts=drafts,
+            drafts=draft.token_ids,
+            num_drafts=draft.size,
         )
 
     def _new(self, sequence: Sequence) -> NewSequence:

@@ -28,10 +28,23 @@ overwritten by the next step, before anybody reads it; it is never part of a has
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from pdserve.common.config.speculation import Speculation
-from pdserve.common.engine.ngram import NGramIndex
+from pdserve.common.engine.block_pool import BlockPool
+from pdserve.common.engine.messages import SequenceDelta
 from pdserve.common.engine.sequence import Sequence
+
+
+class Draft(NamedTuple):
+    """Guesses of what follows a sequence."""
+
+    size: int
+    token_ids: tuple[int, ...] = ()  # none: the ranks' draft model makes them
+
+
+NO_DRAFT = Draft(0)
 
 
 class Speculator(ABC):
@@ -46,8 +59,29 @@ class Speculator(ABC):
         self.num_accepted_tokens = 0
         self.num_accepted_per_pos = [0] * config.num_speculative_tokens
 
-    def most(self, sequence: Sequence, running: int) -> int:
-        """Guesses for it that may be of use, while so many sequences run."""
+    def budget(self, running: Iterable[Sequence], tokens: int) -> int:
+        """Guesses that a step of so many tokens verifies, beside a token of each that runs;
+        prompts that wait are left half of the rest."""
+        left, prompts = tokens, False
+        for each in running:
+            left -= 1
+            prompts |= each.num_unscheduled > 0 and not each.decodes
+        return left // 2 if prompts else left
+
+    def guess(self, sequence: Sequence, pool: BlockPool, running: int, budget: int) -> Draft:
+        """At most so many guesses for one of so many that run, with slots for them in its blocks;
+        none takes the block that another one may need next."""
+        spare = max(0, pool.num_free - running)
+        slots = (len(sequence.block_table) + spare) * pool.block_size - sequence.num_tokens
+        most = min(self._useful(sequence, running), budget, slots)
+        draft = self.draft(sequence, most) if most > 0 else NO_DRAFT
+        needed = pool.blocks_for(sequence.num_tokens + draft.size)
+        if (more := needed - len(sequence.block_table)) > 0:
+            sequence.block_table += pool.allocate(more)
+        return draft
+
+    def _useful(self, sequence: Sequence, running: int) -> int:
+        """How many guesses may be of use: the step draws one token more."""
         limit = self.config.disable_by_batch_size
         if not sequence.sampling.speculates or (limit is not None and running > limit):
             return 0
@@ -56,8 +90,12 @@ class Speculator(ABC):
         return min(self.config.num_speculative_tokens, wanted - 1)
 
     @abstractmethod
-    def draft(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        """At most so many guesses of what follows its tokens."""
+    def draft(self, sequence: Sequence, most: int) -> Draft:
+        """At most so many guesses of what follows the tokens of one that decodes."""
+
+    def drafting(self) -> tuple[SequenceDelta, ...]:
+        """What a draft model has to do for the drafts since the last call."""
+        return ()
 
     def verified(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
         """So many of the guesses were right; those tokens are the sequence's now."""
@@ -70,30 +108,3 @@ class Speculator(ABC):
     @abstractmethod
     def forget(self, sequence: Sequence) -> None:
         """It is computed no more, or from its beginning."""
-
-
-class PromptLookup(Speculator):
-    """Guesses that what followed the last tokens before follows them again (prompt lookup): in
-    summaries, code and repetition it often does. Costs microseconds, here beside the scheduler."""
-
-    def __init__(self, config: Speculation, max_model_len: int) -> None:
-        super().__init__(config, max_model_len)
-        self._indexes: dict[int, NGramIndex] = {}  # by seq_id
-
-    def draft(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        index = self._indexes.get(sequence.seq_id)
-        if index is None:
-            shortest, longest = self.config.prompt_lookup_min, self.config.prompt_lookup_max
-            index = self._indexes[sequence.seq_id] = NGramIndex(shortest, longest)
-        index.extend(sequence.token_ids)
-        return index.continuation(sequence.token_ids, most)
-
-    def forget(self, sequence: Sequence) -> None:
-        self._indexes.pop(sequence.seq_id, None)
-
-
-def make_speculator(config: Speculation | None, max_model_len: int) -> Speculator | None:
-    """None: nothing is guessed."""
-    if config is None:
-        return None
-    return PromptLookup(config, max_model_len)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from pdserve.common.config.node import EngineConfig
-from pdserve.common.core.errors import InvalidRequest
+from pdserve.common.core.errors import ConfigError, InvalidRequest
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.request import GenerateJob
 from pdserve.common.core.sampling import MAX_CHOICES, check_range, check_sampling, check_token_ids
@@ -25,6 +25,7 @@ class ModelFacts:
     revision: str
     dtype: str
     device: str  # "cpu" or "cuda", of all ranks
+    draft: ModelSpec | None = None  # the model that guesses
 
     @classmethod
     def read(cls, engine: EngineConfig) -> ModelFacts:
@@ -48,6 +49,7 @@ class ModelFacts:
             revision=weights_revision(folder, config.load_format, config.seed),
             dtype=dtype_name(dtype),
             device=device,
+            draft=_draft(engine, spec),
         )
 
     def kv_identity(self, block_size: int) -> dict[str, str]:
@@ -61,6 +63,33 @@ class ModelFacts:
             "kv_heads": str(self.spec.num_kv_heads),
             "head_dim": str(self.spec.head_dim),
         }
+
+
+def _draft(engine: EngineConfig, spec: ModelSpec) -> ModelSpec | None:
+    """Raises ConfigError when the draft model of the options cannot guess for this one."""
+    config, parallel = engine.speculation.speculation, engine.parallel
+    if config is None or config.model is None:
+        return None
+    what = f"--speculative-config: draft model {config.model}"
+    if parallel.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"{what}: its guesses must be known to the first of --pipeline-parallel-size "
+            f"{parallel.pipeline_parallel_size} stages; method ngram works with stages"
+        )
+    if not (Path(config.model) / "config.json").is_file():
+        raise ConfigError(f"{what} has no config.json: it must be a checkpoint folder")
+    draft = ModelSpec.from_folder(config.model)
+    if draft.vocab_size != spec.vocab_size:
+        raise ConfigError(
+            f"{what} has a vocabulary of {draft.vocab_size} tokens, the model one of "
+            f"{spec.vocab_size}: both must be made for one tokenizer"
+        )
+    try:
+        draft.validate_tensor_parallel(parallel.tensor_parallel_size)
+        draft.validate_expert_parallel(parallel.tensor_parallel_size, 1)
+    except ConfigError as error:
+        raise ConfigError(f"{what}: {error.message}") from None
+    return draft
 
 
 def check_job(job: GenerateJob, vocab_size: int, max_model_len: int) -> None:

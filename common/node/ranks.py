@@ -14,13 +14,16 @@ from pdserve.common.config.shared import LogConfig
 from pdserve.common.distributed.executor import Executor
 from pdserve.common.distributed.launch import make_executor
 from pdserve.common.engine.block_pool import BlockPool
+from pdserve.common.engine.draft_model import DraftModel
 from pdserve.common.engine.messages import RankReady
+from pdserve.common.engine.ngram import PromptLookup
 from pdserve.common.engine.scheduler import Scheduler
-from pdserve.common.engine.speculation import make_speculator
+from pdserve.common.engine.speculation import Speculator
 from pdserve.common.node.model_facts import ModelFacts
 from pdserve.common.worker.worker import ExtensionConfig, WorkerConfig, worker_specs
 
 RANKS_STOP = 5.0  # seconds ranks get to end by themselves
+DRAFTED_SHARE = 4  # part of --max-num-batched-tokens that a draft model computes of prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +58,22 @@ class Ranks:
             engine.scheduler,
             facts.spec.eos_token_ids,
             micro_batches=parallel.pipeline_parallel_size,
-            speculator=make_speculator(engine.speculation.speculation, facts.max_model_len),
+            speculator=make_speculator(engine, facts, pool),
         )
         return cls(executor, ready, scheduler)
+
+
+def make_speculator(engine: EngineConfig, facts: ModelFacts, pool: BlockPool) -> Speculator | None:
+    """Who guesses tokens, if anybody; a draft model's cache has as many blocks as `pool`."""
+    config = engine.speculation.speculation
+    if config is None:
+        return None
+    if facts.draft is None:
+        return PromptLookup(config, facts.max_model_len)
+    longest = min(facts.max_model_len, facts.draft.max_position_embeddings)
+    own = BlockPool(pool.num_blocks, pool.block_size, pool.prefix_caching)
+    chunk = max(1, engine.scheduler.max_num_batched_tokens // DRAFTED_SHARE)
+    return DraftModel(config, longest, own, chunk)
 
 
 async def start_replicas(

@@ -202,7 +202,7 @@ class _SequenceState:
             raise ValueError(f"its step begins at {delta.start}, the last ended at {self._next}")
         if delta.num_blocks != len(self._table):
             raise ValueError(f"it has {delta.num_blocks} blocks, {len(self._table)} are known")
-        self._next, self._num_drafts = delta.start + len(delta.token_ids), len(delta.drafts)
+        self._next, self._num_drafts = delta.start + len(delta.token_ids), delta.num_drafts
         self._table.extend(delta.new_block_ids)
         if (end := self._next + self._num_drafts) > len(self._table) * block_size:
             raise ValueError(f"{len(self._table)} blocks do not hold {end} tokens")
@@ -217,7 +217,7 @@ class _SequenceState:
             banned_token_ids=self._banned() if delta.samples else (),
             seed=self._new.seed,
             drafts=delta.drafts,
-            drafts_banned=tuple([self._banned(1 + i) for i in range(self._num_drafts)]),
+            drafts_banned=tuple([self._banned(1 + i) for i in range(len(delta.drafts))]),
         )
 
     def _remember(self, delta: SequenceDelta) -> None:

@@ -137,29 +137,29 @@ def _allocate_shared(shape: CacheShape) -> tuple[int, torch.Tensor]:
     return fd, tensor.view(dimensions(shape))
 
 
-def build_cache(
+def choose_num_blocks(
     engine: EngineConfig,
-    shape: CacheShape,
+    block_bytes: int,
     max_model_len: int,
     room: int,
     group: GroupCoordinator,
     device: torch.device,
-    guests: bool = False,
-    spare: int = 0,
-) -> KVCache:
-    """As many blocks as the rank of the node with the least room has; `guests` and `spare` as in
-    `KVCache.allocate`."""
-    num_blocks = plan_num_blocks(engine, cache_bytes(shape), max_model_len, room, device.type)
+) -> int:
+    """As many blocks as the rank of the node with the least room has; each takes `block_bytes`,
+    with what a draft model's cache has of it."""
+    num_blocks = plan_num_blocks(engine, block_bytes, max_model_len, room, device.type)
     everywhere = group.all_gather(torch.tensor([num_blocks], device=device), dim=0)
     num_blocks = int(everywhere.min())
     check_num_blocks(engine, num_blocks, max_model_len)
-    shape = resized(shape, num_blocks)
+    size = num_blocks * block_bytes
     if device.type == "cpu":
-        check_ram(cache_bytes(shape))
+        check_ram(size)
     if group.rank == 0:
-        tokens, size = num_blocks * shape.block_size, format_bytes(cache_bytes(shape))
-        logger.info("# KV blocks: %d (= %d tokens, %s per rank)", num_blocks, tokens, size)
-    return KVCache.allocate(shape, device, guests, spare)
+        tokens = num_blocks * engine.cache.block_size
+        logger.info(
+            "# KV blocks: %d (= %d tokens, %s per rank)", num_blocks, tokens, format_bytes(size)
+        )
+    return num_blocks
 
 
 # ---- how much memory it may take, measured once the weights are loaded ----
@@ -172,12 +172,13 @@ def available_bytes(
     max_model_len: int,
     device: torch.device,
     link: StageLink,
+    draft_bytes: int = 0,
 ) -> int:
-    """For a cache of blocks of `shape`. On a CPU a share of the available RAM; on a GPU what
-    --gpu-memory-utilization leaves beside other processes, the weights and the largest step's
-    activations."""
+    """For a cache of blocks of `shape`, and `draft_bytes` of a draft model's for each. On a CPU a
+    share of the available RAM; on a GPU what --gpu-memory-utilization leaves beside other
+    processes, the weights and the largest step's activations."""
     if device.type == "cpu":
-        sequence = blocks_per_sequence(config, max_model_len) * cache_bytes(shape)
+        sequence = blocks_per_sequence(config, max_model_len) * (cache_bytes(shape) + draft_bytes)
         return cpu_cache_bytes(available_ram(), config.parallel.world_size_across_dp, sequence)
     peak = _peak_of_largest_step(config, model, shape, device, link)
     free, total = torch.cuda.mem_get_info(device)
@@ -219,7 +220,7 @@ def _peak_of_largest_step(
 ) -> int:
     """Bytes torch holds at most, weights included, during the largest step there can be; and the
     graphs of smaller ones beside it."""
-    step = (config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs)
+    step = (config.scheduler.max_num_batched_tokens, config.max_num_rows)
     blocks = num_dummy_blocks(*step, block_size=shape.block_size)
     cache = KVCache.allocate(resized(shape, blocks), device)
     torch.cuda.reset_peak_memory_stats(device)

@@ -35,9 +35,17 @@ from pdserve.common.model.loader import load_model
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.stages import stages_of
 from pdserve.common.planning.kv_budget import format_bytes
+from pdserve.common.worker.drafter import Drafter, load_draft_model
 from pdserve.common.worker.graphs import build_graphs, graph_sizes
 from pdserve.common.worker.input_batch import InputBatch
-from pdserve.common.worker.kv_cache import KVCache, available_bytes, build_cache, cache_shape
+from pdserve.common.worker.kv_cache import (
+    KVCache,
+    available_bytes,
+    cache_bytes,
+    cache_shape,
+    choose_num_blocks,
+    resized,
+)
 from pdserve.common.worker.peaks import peaks_of
 from pdserve.common.worker.runner import ModelRunner, StageLink
 
@@ -113,19 +121,29 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     kernels = choose_kernels(engine.parallel.cpu_kernels, device, spec.rank)
     sharding = Sharding(state.tp, device, dtype, all2all, kernels=kernels)
     model = load_model(model_spec, engine.model, sharding, stage, _LoadingLog(spec.rank))
+    draft_model = load_draft_model(engine, sharding)
     peaks = peaks_of(engine.machine, device, dtype, model.weights_bytes)
     link = StageLink(state, model_spec.hidden_size, dtype)
     shape = cache_shape(model, engine, state.tp)
-    room = available_bytes(engine, model, shape, max_model_len, device, link)
+    draft_shape = cache_shape(draft_model, engine, state.tp) if draft_model else None
+    draft_bytes = cache_bytes(draft_shape) if draft_shape else 0
+    room = available_bytes(engine, model, shape, max_model_len, device, link, draft_bytes)
+    block_bytes = cache_bytes(shape) + draft_bytes
+    num_blocks = choose_num_blocks(engine, block_bytes, max_model_len, room, state.world, device)
     guests = extension_config is not None and extension_config.guests
     spare = int(bool(graph_sizes(model, engine)))  # a block that graphs are filled up on
-    cache = build_cache(engine, shape, max_model_len, room, state.world, device, guests, spare)
+    cache = KVCache.allocate(resized(shape, num_blocks), device, guests, spare)
     samples = spec.rank == spec.answer_rank
     runner = ModelRunner(model, cache.computed, device, samples, link)
     _warm_up(runner, engine)
     runner.graphs = build_graphs(model, cache.computed, engine, max_model_len)
+    drafter = None
+    if draft_model is not None and draft_shape is not None:
+        draft_cache = KVCache.allocate(resized(draft_shape, num_blocks), device)
+        drafter = Drafter(draft_model, draft_cache, device, state.tp)
+        _warm_up(drafter.runner, engine)
     extension = _build_extension(extension_config, cache, spec.rank, emit)
-    return ModelWorker(spec.rank, state, runner, cache, peaks, extension)
+    return ModelWorker(spec.rank, state, runner, cache, peaks, extension, drafter)
 
 
 class ModelWorker:
@@ -139,6 +157,7 @@ class ModelWorker:
         cache: KVCache,
         peaks: Peaks,
         extension: Extension | None,
+        drafter: Drafter | None = None,
     ) -> None:
         self._rank = rank
         self._state = state
@@ -146,6 +165,7 @@ class ModelWorker:
         self._cache = cache
         self._peaks = peaks
         self.extension = extension
+        self._drafter = drafter
         self._batch = InputBatch(
             cache.shape.block_size, runner.model.spec.vocab_size, runner.device, runner.samples
         )
@@ -164,12 +184,17 @@ class ModelWorker:
         return self._encoder.encode(ready)
 
     def step(self, message: bytes) -> bytes:
-        batch = self._batch.apply(self._decoder.decode(message))
+        delta = self._decoder.decode(message)
+        if self._drafter is not None:
+            delta = self._drafter.complete(delta)
+        batch = self._batch.apply(delta)
         return self._encoder.encode(self.runner.run(batch))
 
     def close(self) -> None:
         self._state.close()
         self._cache.close()
+        if self._drafter is not None:
+            self._drafter.close()
 
 
 # ---- the stages of build_worker ----
@@ -249,8 +274,7 @@ def _warm_up(runner: ModelRunner, engine: EngineConfig) -> None:
     """On a GPU with the largest step; a CPU has no kernels to choose: a short one shows that
     the ranks compute together."""
     if runner.device.type == "cuda":
-        scheduler = engine.scheduler
-        runner.warm_up(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+        runner.warm_up(engine.scheduler.max_num_batched_tokens, engine.max_num_rows)
     else:
         runner.warm_up(num_tokens=engine.cache.block_size, num_seqs=1)
 

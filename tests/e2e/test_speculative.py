@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import pytest
-from test_failover import CLIENTS, MORE_BLOCKS
+from test_failover import MORE_BLOCKS, greedy, several
 from test_failover import D as SESSION
 
-import reference
 from benchmarks.warm_start import alive
 from cluster import node_metrics
-from exact import Asker, check_exact, prompts
-from warm import WarmCluster, shared
+from exact import check_exact, prompts
+from paths import MODELS
+from warm import WarmCluster, run_roles, shared
 
 MODEL = "llama-gqa"
 NGRAM = {
@@ -25,6 +25,8 @@ NGRAM = {
     "prompt_lookup_max": 4,
     "prompt_lookup_min": 2,
 }
+DRAFT = {"method": "draft_model", "model": str(MODELS / "mistral"), "num_speculative_tokens": 3}
+BOTH = pytest.mark.parametrize("config", [NGRAM, DRAFT], ids=lambda each: str(each["method"]))
 
 
 def option(config: dict[str, Any]) -> dict[str, str]:
@@ -51,10 +53,15 @@ def plain() -> Iterator[WarmCluster]:
         yield made
 
 
-@pytest.fixture(scope="module", params=[NGRAM], ids=lambda config: str(config["method"]))
-def cluster(request: pytest.FixtureRequest) -> Iterator[WarmCluster]:
+@pytest.fixture(scope="module", params=[NGRAM, DRAFT], ids=lambda each: str(each["method"]))
+def guesses(request: pytest.FixtureRequest) -> dict[str, str]:
+    return option(request.param)
+
+
+@pytest.fixture(scope="module")
+def cluster(guesses: dict[str, str]) -> Iterator[WarmCluster]:
     with WarmCluster(MODEL, 1, 0, warm=shared()) as made:
-        made.start_node("decode", **option(request.param))
+        made.start_node("decode", **guesses)
         made.wait_nodes()
         yield made
 
@@ -89,7 +96,7 @@ def rounded(value: Any) -> Any:
 def test_what_is_drawn_is_what_is_drawn_without_it(
     cluster: WarmCluster, plain: WarmCluster, options: dict[str, Any]
 ) -> None:
-    for case in prompts(cluster.model)[3::4]:
+    for case in prompts(cluster.model)[3::6]:
         body = {"max_tokens": 40, "seed": 11, **options}
         mine, theirs = (each.complete(list(case), **body) for each in (cluster, plain))
         assert rounded(mine["choices"]) == rounded(theirs["choices"])
@@ -99,53 +106,76 @@ def test_what_is_drawn_is_what_is_drawn_without_it(
 
 
 @pytest.mark.parametrize(
-    ("model", "role", "config", "layout"),
-    [
-        ("qwen3", "decode", NGRAM, {"tensor_parallel_size": 2}),
-        ("mistral", "decode", NGRAM, {"pipeline_parallel_size": 2}),
-        ("qwen3-moe", "both", NGRAM, {"data_parallel_size": 2}),
-    ],
-    ids=str,
+    ("config", "layout"),
+    [(DRAFT, {"tensor_parallel_size": 2}), (NGRAM, {"pipeline_parallel_size": 2})],
+    ids=["draft_model-tp2", "ngram-pp2"],
 )
-def test_every_layout_gives_the_reference(
-    model: str, role: str, config: dict[str, Any], layout: dict[str, int]
+def test_several_ranks_verify_the_same_guesses(
+    config: dict[str, Any], layout: dict[str, int]
 ) -> None:
-    with WarmCluster(model, int(role == "decode"), 0, warm=shared()) as cluster:
-        cluster.start_node(role, **option(config), **layout)
+    with WarmCluster(MODEL, 1, 0, warm=shared()) as cluster:
+        cluster.start_node("decode", **option(config), **layout)
         cluster.wait_nodes()
         check_exact(cluster, prompts(cluster.model)[2::4], range(0, 4, 3), caching=())
         assert acceptance(cluster)[1] > 0
 
 
-@pytest.mark.parametrize("client", CLIENTS[:5], ids=lambda client: str(client.__name__))
+@pytest.mark.parametrize(("client", "first"), [(greedy, "guessing"), (several, "plain")])
 def test_a_node_that_guesses_and_one_that_does_not_take_over_from_each_other(
-    cluster: WarmCluster, plain: WarmCluster, client: Any
+    cluster: WarmCluster, plain: WarmCluster, guesses: dict[str, str], client: Any, first: str
 ) -> None:
-    """The one that is to die is preferred, and dies in mid-stream."""
+    """The first one is preferred, and dies in mid-stream."""
     expected = client(plain)
-    for where, count in zip((cluster, plain), cycle((3, 6)), strict=False):
-        guesses = option(NGRAM) if where is plain else {}
-        arm = ("mortal:arm", "SIGKILL", f"{SESSION}.sampled", str(count))
-        mortal = where.start_node("decode", arm, num_gpu_blocks_override=MORE_BLOCKS, **guesses)
-        where.wait_nodes()
-        pid = where.pids.pop(mortal)
-        assert client(where) == expected
-        where.wait_for(lambda pid=pid: not alive(pid))
-        where.wait_idle()
+    where, config = (plain, guesses) if first == "guessing" else (cluster, {})
+    arm = ("mortal:arm", "SIGKILL", f"{SESSION}.sampled", "4")
+    mortal = where.start_node("decode", arm, num_gpu_blocks_override=MORE_BLOCKS, **config)
+    where.wait_nodes()
+    pid = where.pids.pop(mortal)
+    assert client(where) == expected
+    where.wait_for(lambda: not alive(pid))
+    where.wait_idle()
 
 
-@pytest.mark.parametrize("config", [NGRAM], ids=lambda config: str(config["method"]))
-def test_preemption_changes_no_token(config: dict[str, Any]) -> None:
+@BOTH
+def test_preemption_changes_no_token(plain: WarmCluster, config: dict[str, Any]) -> None:
+    """On a node of both roles whose blocks do not suffice for six choices."""
+    body = {"n": 6, "seed": 5, "temperature": 0.6, "ignore_eos": True, "max_tokens": 70}
+    prompt = list(prompts(plain.model)[8])
+    expected = plain.complete(prompt, **body)["choices"]
     with WarmCluster(MODEL, 0, 0, warm=shared(), max_model_len=128) as cluster:
         cluster.start_node("both", num_gpu_blocks_override=24, **option(config))
         cluster.wait_nodes()
-        asker, cases = Asker(cluster), prompts(cluster.model)[6:12]
-        with ThreadPoolExecutor(6) as pool:
-            answers = list(pool.map(asker.whole, cases))
-        asker.close()
-        expected = [reference.greedy(cluster.model, case, 36) for case in cases]
-        assert answers == [reference.decode(cluster.model, each) for each in expected]
+        assert cluster.complete(prompt, **body)["choices"] == expected
         (node,) = cluster.nodes()
         assert node_metrics(node)["pdserve_num_preemptions_total"] > 0
         assert acceptance(cluster)[1] > 0
         cluster.wait_idle()
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "clue"),
+    [
+        ({**DRAFT, "model": "/nowhere"}, (), "draft model /nowhere has no config.json"),
+        (DRAFT, ("--pipeline-parallel-size", "2"), "method ngram works with stages"),
+        (DRAFT, ("--tensor-parallel-size", "3"), "3"),
+        ({**NGRAM, "method": "eagle"}, (), "method must be one of ngram, draft_model"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_what_cannot_be_is_refused_at_start(
+    tmp_path: Path, config: dict[str, Any], flags: tuple[str, ...], clue: str
+) -> None:
+    command = ["decode_node", "--model", str(MODELS / MODEL), *flags]
+    command += ["--speculative-config", json.dumps(config)]
+    ((code, log),) = run_roles(tmp_path, [command])
+    assert code == 2 and clue in log, log
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    other = shutil.copytree(MODELS / "mistral", tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "vocab_size": 640}))
+    command = ["decode_node", "--model", str(MODELS / MODEL)]
+    command += ["--speculative-config", json.dumps({**DRAFT, "model": str(other)})]
+    ((code, log),) = run_roles(tmp_path, [command])
+    assert code == 2 and "vocabulary of 640 tokens, the model one of 512" in log, log

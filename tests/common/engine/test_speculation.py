@@ -12,11 +12,11 @@ from pdserve.common.config.sources import parse
 from pdserve.common.config.speculation import Speculation
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.engine.block_pool import BlockPool, hash_blocks
+from pdserve.common.engine.draft_model import DraftModel
 from pdserve.common.engine.messages import SequenceDelta
-from pdserve.common.engine.ngram import INDEXED_AT_ONCE, NGramIndex
+from pdserve.common.engine.ngram import INDEXED_AT_ONCE, NGramIndex, PromptLookup
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.engine.sequence import Sequence
-from pdserve.common.engine.speculation import PromptLookup
 
 NGRAM = Speculation(
     method="ngram", num_speculative_tokens=4, prompt_lookup_min=2, prompt_lookup_max=3
@@ -53,7 +53,7 @@ def test_what_is_left_out_is_as_in_vllm(given: str, found: tuple[int, int]) -> N
     ("given", "clue"),
     [
         ("ngram", "not a JSON object"),
-        ('{"num_speculative_tokens":4}', "method must be one of ngram"),
+        ('{"num_speculative_tokens":4}', "method must be one of ngram, draft_model"),
         ('{"method":"eagle","num_speculative_tokens":4}', "method must be one of"),
         ('{"method":["ngram"],"num_speculative_tokens":4}', "method must be one of"),
         ('{"method":"ngram"}', "num_speculative_tokens must be a whole number"),
@@ -67,6 +67,8 @@ def test_what_is_left_out_is_as_in_vllm(given: str, found: tuple[int, int]) -> N
             '"prompt_lookup_max":4}',
             "prompt_lookup_min 5 is more than prompt_lookup_max 4",
         ),
+        ('{"method":"draft_model","num_speculative_tokens":3}', "needs a model"),
+        ('{"model":"x","num_speculative_tokens":3,"prompt_lookup_min":5}', "is of method ngram"),
     ],
 )
 def test_what_makes_no_sense_is_refused(
@@ -151,7 +153,7 @@ def add(scheduler: Scheduler, seq_id: int = 0, prompt: list[int] = LOOP, **sampl
     assert scheduler.admit() == [sequence]
     batch = scheduler.schedule()
     assert batch is not None and not any(entry.drafts for entry in batch.sequences)
-    scheduler.computed(sequence, len(prompt))
+    scheduler.computed(sequence, sequence.num_pending)
     sequence.append(SampledToken(1))
     return sequence
 
@@ -264,3 +266,74 @@ def test_one_that_is_preempted_or_over_is_forgotten() -> None:
     scheduler.release(sequence)
     assert not scheduler.speculator._indexes
     assert scheduler.pool.num_free == scheduler.pool.num_blocks
+
+
+# ---- the draft model ----
+
+
+def drafted(num_blocks: int = 32, window: int = 64, chunk: int = 8) -> Scheduler:
+    speculation = Speculation.read({"model": "x", "num_speculative_tokens": 3})
+    speculator = DraftModel(speculation, window, BlockPool(num_blocks, 4), chunk)
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64)
+    return Scheduler(BlockPool(32, 4), config, (0,), speculator=speculator)
+
+
+def step(scheduler: Scheduler, sequence: Sequence, *drawn: int) -> tuple[int, SequenceDelta | None]:
+    """How many guesses a step verifies, and what the draft model does for it."""
+    batch = scheduler.schedule()
+    assert batch is not None
+    (entry,), drafting = batch.sequences, batch.drafting
+    assert not entry.drafts, "the ranks know them, not the scheduler"
+    scheduler.computed(sequence, 1)
+    for token in drawn:
+        sequence.append(SampledToken(token))
+    if entry.num_drafts:
+        scheduler.verified(sequence, entry.num_drafts, len(drawn) - 1, len(drawn) - 1)
+    return entry.num_drafts, drafting[0] if drafting else None
+
+
+def test_a_draft_model_computes_the_prompt_itself_in_chunks_and_then_guesses() -> None:
+    scheduler = drafted()
+    sequence = add(scheduler, prompt=list(range(1, 18)))
+    num, chunk = step(scheduler, sequence, 30)
+    assert num == 0 and chunk is not None
+    assert (chunk.token_ids, chunk.start, chunk.samples) == (tuple(range(1, 9)), 0, False)
+    assert chunk.new is not None and chunk.new_block_ids == (0, 1)
+    num, chunk = step(scheduler, sequence, 31)
+    assert num == 0 and chunk is not None and chunk.start == 8 and chunk.new is None
+    num, last = step(scheduler, sequence, 32, 33, 34, 35)  # all right
+    assert num == 3 and last is not None and last.samples and last.num_drafts == 3
+    assert (last.token_ids, last.start) == ((17, 1, 30, 31), 16)
+    num, one = step(scheduler, sequence, 40)  # all wrong
+    assert one is not None and (one.token_ids, one.start) == ((34, 35), 22)
+    num, one = step(scheduler, sequence, 41, 42)
+    assert one is not None and (one.token_ids, one.start) == ((40,), 24)
+    num, one = step(scheduler, sequence, 43)
+    assert one is not None and (one.token_ids, one.start) == ((42,), 26)
+    assert isinstance(scheduler.speculator, DraftModel)
+    pool = scheduler.speculator._pool
+    scheduler.release(sequence)
+    assert pool.num_free == pool.num_blocks
+    known = hash_blocks(sequence.token_ids, 4)
+    assert pool.count_cached(known)[0] == 6, "what a step has filled is known after it"
+
+
+def test_a_draft_model_finds_prefixes_it_has_computed() -> None:
+    scheduler = drafted(chunk=64)
+    first = add(scheduler, prompt=list(range(1, 18)))
+    for _ in range(2):
+        step(scheduler, first, 30)
+    scheduler.release(first)
+    second = add(scheduler, 1, prompt=list(range(1, 18)))
+    num, delta = step(scheduler, second, 30)
+    assert num == 3 and delta is not None and delta.start == 16 and len(delta.token_ids) == 2
+
+
+def test_without_blocks_or_beyond_its_window_a_draft_model_guesses_nothing() -> None:
+    scheduler = drafted(num_blocks=4, chunk=64)
+    sequence = add(scheduler, prompt=list(range(1, 18)))
+    assert step(scheduler, sequence, 30) == (0, None)
+    assert scheduler.num_preemptions == 0 and sequence.num_tokens == 19
+    scheduler = drafted(window=21, chunk=64)
+    sequence = add(scheduler, prompt=list(range(1, 18)))
+    assert [step(scheduler, sequence, 30)[0] for _ in range(4)] == [2, 1, 0, 0]

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections import Counter, deque
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -245,6 +246,18 @@ def test_what_does_not_continue_is_refused(wrong: SequenceDelta, clue: str) -> N
     with pytest.raises(NodeError, match=clue) as caught:
         known.apply(StepDelta(2, (wrong,)))
     assert caught.value.code == "STEP_MISSED"
+
+
+def test_a_step_goes_on_where_drafts_were_right_and_no_further() -> None:
+    for start, good in ((5, True), (7, True), (4, False), (8, False)):
+        known = rank()
+        known.apply(StepDelta(1, (FIRST,)))
+        guessed = SequenceDelta(0, (5,), 4, 1, (8, 9), True, drafts=(6, 7), num_drafts=2)
+        (verified,) = known.apply(StepDelta(2, (guessed,))).sequences
+        assert [row.token_ids for row in verified.rows] == [(5,), (5, 6), (5, 6, 7)]
+        assert [row.drafts for row in verified.rows] == [(6, 7), (7,), ()]
+        with nullcontext() if good else pytest.raises(NodeError, match="the last ended at 5"):
+            known.apply(StepDelta(3, (SequenceDelta(0, (9,), start, 3, (), True),)))
 
 
 def test_what_has_ended_is_not_continued() -> None:
