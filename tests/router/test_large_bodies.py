@@ -209,6 +209,9 @@ BODIES = [
     ("completion", {"prompt": ["once", "upon"], "echo": True, "temperature": 0.5}),
     ("completion", {"prompt": [[3, 4], [5]], "echo": True, "odd": 1, "stream": True}),
     ("completion", {"prompt": [3, 4], "logit_bias": {"3": 1.0}, "user": "me"}),
+    ("completion", {"prompt": [3, 4, 5], "truncate_prompt_tokens": "2", "best_of": 3}),
+    ("responses", {"input": "once", "text": {"format": {"type": "text"}}, "stream": True}),
+    ("messages", {"messages": CHAT, "max_tokens": 5.0, "tool_choice": {"type": "none"}}),
     ("tokenize", {"prompt": "once upon a time"}),
     ("detokenize", {"tokens": [3, 4, 5]}),
 ]
@@ -218,6 +221,8 @@ WRONG = [
     ("completion", {"prompt": [10**6]}),
     ("completion", {"prompt": "a", "suffix": "b"}),
     ("chat", {"messages": []}),
+    ("responses", {"input": [{"type": "item_reference"}]}),
+    ("completion", {"prompt": "a", "prompt_logprobs": 1}),
     ("chat", {"messages": CHAT, "tools": [{"type": "function"}]}),
     ("completion", {"prompt": "a", "user": "x" * 100_000}),
 ]
@@ -233,7 +238,7 @@ async def test_a_process_prepares_as_the_router_does(
         )
         assert [list(ids) for ids in there.prompts] == [list(ids) for ids in here.prompts]
         assert (list(there.texts), there.unknown) == (list(here.texts), here.unknown)
-        left_out = {"prompt", "tokens", *here.unknown}
+        left_out = {"prompt", "tokens", "input", "messages", *here.unknown}
         assert there.body.model_dump(exclude=left_out) == here.body.model_dump(exclude=left_out)
     for kind, body in WRONG:
         with pytest.raises((InvalidRequest, ModelNotFound)) as error:
