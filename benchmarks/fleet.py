@@ -216,7 +216,7 @@ def _held(address: str) -> int:
     values: defaultdict[str, float] = defaultdict(float)
     for name, _, value in lines:
         if "{engine=" in name:
-            values[name.partition("{")[0].removeprefix("pdserve:")] += float(value)
+            values[name.partition("{")[0].removeprefix("pdserve_")] += float(value)
     blocks = values["kv_blocks"] - values["kv_blocks_free"]
     return int(blocks or sum(values[name] for name in BUSY))
 
