@@ -48,10 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _resolve_model(config: ModelConfig) -> ModelConfig:
-    """With no --model: the embedded one. Making it ready needs torch, so it is named here, not
-    imported."""
-    if config.model is not None:
-        return config
+    """The folder that is meant, made ready. For the embedded one that needs torch, so who does it
+    is named here, not imported."""
     resolved: ModelConfig = import_string("pdserve.common.demo_model.embedded:resolve_model")(
         config
     )

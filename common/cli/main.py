@@ -54,7 +54,10 @@ COMMANDS = {
             "pdserve.common.cli.main:bench",
             "step: the engine beside this machine's limit; else the load generator of a checkout",
         ),
-        "model": ("pdserve.common.cli.model:main", "unpack the embedded model, or check a FOLDER"),
+        "model": (
+            "pdserve.common.cli.model:main",
+            "unpack the embedded model, download a NAME, or check a FOLDER",
+        ),
         "version": ("pdserve.common.cli.main:show_version", "print the version"),
     },
 }

@@ -1,4 +1,5 @@
-"""`pdserve model`: makes the embedded model an ordinary checkpoint folder, or checks one."""
+"""`pdserve model`: makes the embedded model, or one of the Hub, an ordinary checkpoint folder, or
+checks one."""
 
 from __future__ import annotations
 
@@ -9,17 +10,28 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
+from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
-from pdserve.common.demo_model.embedded import embedded_folder, ensure_embedded_model
+from pdserve.common.demo_model.embedded import (
+    embedded_folder,
+    ensure_embedded_model,
+    resolve_model,
+)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the folder; PDSERVE_CACHE says where it lies. With a FOLDER, checks that it can be
-    served by this user; if it is where the embedded model belongs, that is unpacked first."""
+    """Prints the folder; PDSERVE_CACHE says where it lies. A model's name is downloaded to the
+    Hub's cache. With a FOLDER, checks that it can be served by this user; if it is where the
+    embedded model belongs, that is unpacked first."""
     if len(argv) > 1 or (argv and argv[0].startswith("-")):
-        raise ConfigError("takes a FOLDER or nothing; PDSERVE_CACHE says where the model is kept")
-    folder = Path(argv[0]) if argv else embedded_folder()
+        raise ConfigError(
+            "takes a FOLDER, a NAME (org/name) or nothing; PDSERVE_CACHE says where the embedded "
+            "model is kept"
+        )
+    folder = embedded_folder()
+    if argv:
+        folder = Path(resolve_model(ModelConfig(model=argv[0])).model or "")
     if folder == embedded_folder():
         unpack(Console(stderr=True))
     check(folder)

@@ -85,15 +85,16 @@ def make_cluster(config: ClusterConfig, console: Console) -> Cluster:
 
 
 def with_model(config: ClusterConfig, console: Console) -> ClusterConfig:
-    """The config with the embedded model filled in when it names none."""
-    if config.engine.model.model is not None:
-        return config
-    # Costs an import of torch, which supervising a cluster does not need.
+    """The config with a folder in place of a model's name or of none: made ready here, once,
+    before roles start."""
+    # Costs imports that --help does not need.
     from pdserve.common.cli.model import unpack
+    from pdserve.common.demo_model.embedded import resolve_model
 
-    path = unpack(console)
-    model = replace(config.engine.model, model=str(path))
-    return replace(config, engine=replace(config.engine, model=model))
+    model = config.engine.model
+    if model.model is None and model.revision is None and model.download_dir is None:
+        unpack(console)
+    return replace(config, engine=replace(config.engine, model=resolve_model(model)))
 
 
 def model_name(config: ClusterConfig) -> str:

@@ -25,11 +25,22 @@ class ModelConfig:
     """Model"""
 
     model: str | None = option(
-        None, "folder of a Hugging Face checkpoint; absent: the embedded SmolLM2-135M-Instruct"
+        None,
+        "folder of a Hugging Face checkpoint, or the name of one on the Hub (org/name); absent: "
+        "the embedded SmolLM2-135M-Instruct",
+    )
+    revision: str | None = option(
+        None, "branch, tag or commit of a model by name (default: main)", metavar="TEXT"
+    )
+    download_dir: str | None = option(
+        None,
+        "cache for models by name (default: HF_HUB_CACHE, else that of huggingface_hub)",
+        metavar="FOLDER",
     )
     served_model_name: list[str] = option(
         [],
-        "names clients may ask for; the first one is that of answers (default: the folder's)",
+        "names clients may ask for; the first one is that of answers (default: the folder's, or "
+        "a model's by name)",
         metavar="NAME",
     )
     tokenizer: str | None = option(None, "folder of the tokenizer (default: the model's)")

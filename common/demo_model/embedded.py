@@ -19,6 +19,7 @@ from pathlib import Path
 from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import default_cache_dir
+from pdserve.common.demo_model.hub import download_model, is_name
 
 OnProgress = Callable[[int, int], None]  # (tensors done, tensors in total)
 
@@ -108,15 +109,20 @@ def _convert(source: Path, folder: Path, on_progress: OnProgress | None) -> None
     convert(source, folder, on_progress)
 
 
-# ---- when no --model is given ----
+# ---- which folder is meant ----
 
 
 def resolve_model(config: ModelConfig) -> ModelConfig:
-    """The config itself, or with no `model` the embedded one, made ready on first use.
+    """The config with a folder: its own, that of a model on the Hub, or with no `model` the
+    embedded one; what is not there yet is made ready.
 
     Raises:
-        ConfigError: the embedded model is not installed.
+        ConfigError: the embedded model is not installed, or the Hub does not have or give it.
     """
+    if config.model is not None and is_name(config.model):
+        return download_model(config)
+    if config.revision is not None or config.download_dir is not None:
+        raise ConfigError("--revision and --download-dir are for a model by name (org/name)")
     if config.model is not None:
         return config
     names = config.served_model_name or [NAME]

@@ -18,6 +18,7 @@ import requests
 
 import reference
 from cluster import DEFAULTS, is_idle
+from hub import running_hub, use
 from paths import MODELS, ROOT
 from pdserve import LLM, SamplingParams
 from pdserve.common.cli.main import main
@@ -25,6 +26,7 @@ from pdserve.common.core.errors import InvalidRequest
 from pdserve.common.offline.batch_file import succeeded
 
 MODEL = MODELS / "llama-gqa"
+NAME = "tiny/llama"
 KEY = "the-test's"
 STORIES = [f"Once upon a time there were {number} cats" for number in range(12)]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -32,8 +34,13 @@ CHAT = [{"role": "user", "content": "Please write about Zoë and the dog."}]
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM(model=MODEL, api_key=KEY, **DEFAULTS) as llm:
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """Of a model by name, so that what is downloaded is served."""
+    cache = tmp_path_factory.mktemp("hub")
+    with pytest.MonkeyPatch.context() as patch, running_hub({NAME: MODEL}) as hub:
+        use(hub, cache, patch)
+        llm = LLM(model=NAME, api_key=KEY, **DEFAULTS)
+    with llm:
         yield llm
     left = [each for each in psutil.Process().children() if "pdserve" in " ".join(each.cmdline())]
     assert left == []
@@ -134,6 +141,12 @@ def test_an_interrupt_ends_the_requests_and_nothing_else(llm: LLM) -> None:
     while not all(map(is_idle, nodes())):
         pass
     assert llm.generate(STORIES[1], GREEDY)[0].outputs[0].text == expected(STORIES[1])
+
+
+def test_the_name_given_is_the_name_served(llm: LLM) -> None:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    (card,) = requests.get(f"{llm.url}/v1/models", headers=headers, timeout=10).json()["data"]
+    assert card["id"] == NAME
 
 
 # ---- run-batch ------------------------------------------------------------------------------
