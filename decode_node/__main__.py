@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
+from pdserve.common.core.host import leave
 from pdserve.common.node.main import run_node
 
 DESCRIPTION = "A decode node: takes KV from prefill nodes and generates tokens."
@@ -15,4 +15,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

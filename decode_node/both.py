@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from pdserve.common.config.node import BothNodeConfig
+from pdserve.common.core.host import leave
 from pdserve.common.node.main import run_node
 
 DESCRIPTION = "A node of both roles: computes prompts, in chunks, and generates tokens beside them."
@@ -17,4 +17,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
+from pdserve.common.core.host import leave
 from pdserve.common.node.main import run_node
 
 DESCRIPTION = "A prefill node: computes prompts and hands their KV to decode nodes."
@@ -15,4 +15,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,7 +11,7 @@ from pdserve.common.config.node import ModelConfig
 from pdserve.common.config.router import RouterConfig
 from pdserve.common.config.sources import parse
 from pdserve.common.core.errors import ConfigError, PdserveError
-from pdserve.common.core.host import host_errors_as_config_errors, raise_open_file_limit
+from pdserve.common.core.host import host_errors_as_config_errors, leave, raise_open_file_limit
 from pdserve.common.core.plugins import import_string
 from pdserve.common.obs.logging import setup_logging
 from pdserve.common.obs.process import exit_within
@@ -57,4 +56,4 @@ def _resolve_model(config: ModelConfig) -> ModelConfig:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

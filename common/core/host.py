@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import ipaddress
+import logging
 import os
 import platform
 import resource
@@ -17,8 +18,9 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NoReturn
 
 from pdserve.common.core.errors import ConfigError
 
@@ -243,6 +245,16 @@ def die_with_parent() -> None:
     """From now on the kernel kills this process when its parent ends, however that ends (Linux)."""
     if _prctl is not None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process now that nothing is left to do but to write its last lines: Python would
+    take half as long to unload torch as it took to load it."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # nobody reads it
+            stream.flush()
+    os._exit(code)
 
 
 # ---- its files ----
