@@ -98,8 +98,9 @@ class FanOutExecutor(Executor):
         return answers
 
     async def _open(self) -> None:
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
+        context = zmq.asyncio.Context()
+        self._socket = context.socket(zmq.ROUTER)
+        self._context = context
         wire.remove_high_water_mark(self._socket)
         await self._launcher.open(self._socket)
         self._reader = self._background(self._read())
@@ -240,7 +241,7 @@ class FanOutExecutor(Executor):
             logger.error("ranks have not ended %.0f s after they were killed", _KILL_TIMEOUT)
         if self._reader is not None:
             self._reader.cancel()
-        if not await _within(_KILL_TIMEOUT, _end(context)):
+        if not await _within(_KILL_TIMEOUT, _end(context, self._socket)):
             logger.error("ZeroMQ has not ended after %.0f s; its threads are left", _KILL_TIMEOUT)
         if not await _within(_KILL_TIMEOUT, self._launcher.close()):
             logger.error("the ranks' places were not given back within %.0f s", _KILL_TIMEOUT)
@@ -270,8 +271,8 @@ async def _within(seconds: float, work: Coroutine[Any, Any, None]) -> bool:
     return True
 
 
-async def _end(context: zmq.asyncio.Context) -> None:
-    """Closes the sockets and waits until libzmq's threads have ended. A thread waits, which nobody
+async def _end(context: zmq.asyncio.Context, socket: zmq.asyncio.Socket) -> None:
+    """Closes the socket and waits until libzmq's threads have ended. A thread waits, which nobody
     joins, so that whoever is tired of waiting can go on."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
@@ -280,8 +281,7 @@ async def _end(context: zmq.asyncio.Context) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody waited any more
             loop.call_soon_threadsafe(ended.set)
 
-    for socket in list(context._sockets):
-        socket.close(linger=0)
+    socket.close(linger=0)
     threading.Thread(target=terminate, name="zmq-end", daemon=True).start()
     await ended.wait()
 

@@ -22,7 +22,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from pdserve.common.core.errors import NodeError
-from pdserve.common.core.host import die_with_parent
+from pdserve.common.core.host import die_with_parent, leave
 from pdserve.common.core.plugins import import_string
 from pdserve.common.distributed import wire
 from pdserve.common.distributed.executor import Worker, WorkerSpec
@@ -35,7 +35,7 @@ FLUSH_MS = 1000
 
 
 class Outbox:
-    """The rank's one way out; any thread may send."""
+    """The rank's one way out; any thread may send. After `close`, nothing leaves any more."""
 
     def __init__(self, socket: zmq.Socket, rank: int) -> None:
         self._socket = socket
@@ -44,10 +44,15 @@ class Outbox:
 
     def send(self, kind: Kind, number: int, body: bytes) -> None:
         with self._lock:
-            self._socket.send_multipart([wire.HEADER.pack(self._rank, kind, number), body])
+            if not self._socket.closed:
+                self._socket.send_multipart([wire.HEADER.pack(self._rank, kind, number), body])
 
     def emit(self, event: bytes) -> None:
         self.send(Kind.EVENT, 0, event)
+
+    def close(self) -> None:
+        with self._lock:
+            self._socket.close()
 
     def fail(self, kind: Kind, number: int, error: Exception) -> None:
         self.send(kind, number, encode_failure(error, self._rank))
@@ -71,8 +76,10 @@ def main(directory: Path, rank: int) -> int:
 
 
 def run_rank(spec: WorkerSpec, node: NodeAddress) -> int:
-    """Is the rank until the node says that it may end; returns its exit status."""
+    """Is the rank until the node says that it may end; returns its exit status. ZeroMQ's sockets
+    are not safe between threads: each is closed by the one that uses it, or under its lock."""
     context = zmq.Context()
+    context.setsockopt(zmq.LINGER, FLUSH_MS)  # of every socket
     steps, calls, outward = (_connect(context, node, spec.rank, link) for link in Link)
     out = Outbox(outward, spec.rank)
     setup_logging(spec.role, spec.log, spec.rank, stream=LogForwarder(out) if node.key else None)
@@ -80,7 +87,9 @@ def run_rank(spec: WorkerSpec, node: NodeAddress) -> int:
         with _exit_with_connection(steps) if node.key else nullcontext():
             return _run(spec, steps, calls, out)
     finally:
-        context.destroy(linger=FLUSH_MS)
+        steps.close()
+        out.close()
+        context.term()  # ends a wait for calls, too
 
 
 def exit_with_node() -> None:
@@ -140,6 +149,7 @@ def _run(spec: WorkerSpec, steps: zmq.Socket, calls: zmq.Socket, out: Outbox) ->
         worker: Worker = import_string(spec.factory)(spec, out.emit)
         out.send(Kind.RESULT, number, worker.ready())
     except Exception as error:  # the boundary: whatever it was, the node hears it
+        calls.close()
         out.fail(Kind.FAILURE, number, error)
         steps.recv_multipart()  # stay until stopped, so that the answer is read before the exit
         return 1
@@ -155,7 +165,8 @@ def _serve_calls(calls: zmq.Socket, worker: Worker, out: Outbox) -> None:
     extension = worker.extension
     handle = extension.handle if extension is not None else _no_extension
     try:
-        deadline = _serve(calls, handle, out, on_error=Kind.FAILURE)
+        with calls:
+            deadline = _serve(calls, handle, out, on_error=Kind.FAILURE)
         if extension is not None:
             extension.close(deadline)
     except Exception:  # a defect: calls would wait for ever, and nobody would notice
@@ -191,4 +202,4 @@ def _serve(
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))
+    leave(main(Path(sys.argv[1]), int(sys.argv[2])))

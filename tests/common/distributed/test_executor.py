@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from pdserve.common.core.errors import Blame, ConfigError, NodeError, TransferEr
 from pdserve.common.distributed import fanout, wire
 from pdserve.common.distributed.executor import Executor, InProcessExecutor
 from pdserve.common.distributed.launch import MultiprocessExecutor, make_executor
+from pdserve.common.distributed.rank_main import Outbox
 from toy_worker import specs
 
 # ---- helpers ----
@@ -209,6 +211,31 @@ def test_make_executor_by_number_of_ranks() -> None:
 
 
 # ---- processes ----
+
+
+def test_threads_that_still_speak_do_not_keep_a_rank_from_its_end() -> None:
+    """ZeroMQ's sockets are not safe between threads, and a context ends when all are closed."""
+    context, spoke = zmq.Context(), threading.Event()
+    with context.socket(zmq.PULL) as node:
+        port = node.bind_to_random_port("tcp://127.0.0.1")
+        socket = context.socket(zmq.PUSH)
+        socket.connect(f"tcp://127.0.0.1:{port}")
+        out = Outbox(socket, 0)
+
+        def speak() -> None:
+            for _ in range(1000):
+                out.emit(b"event")
+                spoke.set()
+
+        with ThreadPoolExecutor(4) as pool:
+            speaking = [pool.submit(speak) for _ in range(4)]
+            spoke.wait()
+            out.close()
+            assert [each.result() for each in speaking] == [None] * 4
+    ending = threading.Thread(target=context.term, daemon=True)
+    ending.start()
+    ending.join(30)
+    assert not ending.is_alive()
 
 
 async def test_killed_rank_fails_what_waits_and_is_reported_once() -> None:
