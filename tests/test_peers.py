@@ -92,6 +92,38 @@ def test_a_server_that_does_not_end_is_killed_with_its_children(
         pass  # nobody_is_left looks
 
 
+def test_an_engine_that_its_server_leaves_is_asked_to_end_and_what_it_shared_is_gone(
+    machine: Machine, tmp_path: Path
+) -> None:
+    """The server ends at once; its engine gives one segment back and forgets the other."""
+    told = tmp_path / "told"
+    engine = f"""
+import pathlib, signal, sys
+from multiprocessing import resource_tracker, shared_memory
+one, other = (shared_memory.SharedMemory(create=True, size=64) for _ in range(2))
+resource_tracker.unregister(other._name, "shared_memory")
+def end(*_):
+    one.unlink()
+    pathlib.Path({str(told)!r}).touch()
+    sys.exit()
+signal.signal(signal.SIGTERM, end)
+print(one.name, other.name, flush=True)
+signal.pause()
+"""
+    script = (
+        "import subprocess, sys\n"
+        f"engine = subprocess.Popen([sys.executable, '-c', {engine!r}], stdout=subprocess.PIPE)\n"
+        "print(engine.stdout.readline().decode(), end='', flush=True)"
+    )
+    server = Server("careless", lambda port: [sys.executable, "-c", script])
+    log = tmp_path / "careless.log"
+    with pytest.raises(Absent, match="ended with 0"), running(server, machine, tmp_path):
+        pass
+    names = log.read_text().split()
+    assert told.exists() and len(names) == 2
+    assert not [name for name in names if Path("/dev/shm", name).exists()]
+
+
 def test_ratios_are_of_the_first_server() -> None:
     results = Results()
     for tok_s in (10.0, 40.0, 30.0):

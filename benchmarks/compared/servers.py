@@ -127,14 +127,45 @@ def running(server: Server, machine: Machine, logs: Path) -> Iterator[Running]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """With all that it started."""
-    with suppress(ProcessLookupError):
-        process.send_signal(signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_TIMEOUT)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # its session is its own
+    """With all that it started: first it is asked to end, then whoever of its session it left
+    behind (as vLLM its engine), then those that are left are killed. What they shared in /dev/shm
+    and did not give back is removed."""
+    shared = {file for each in _session(process) for file in _shared_files(each)}
+    with suppress(subprocess.TimeoutExpired):
+        process.terminate()
+        process.wait(STOP_TIMEOUT)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + STOP_TIMEOUT
+        for each in _session(process):
+            with suppress(psutil.NoSuchProcess):
+                each.send_signal(number)
+        while _session(process) and time.monotonic() < deadline:
+            time.sleep(0.05)
     process.wait()
+    for file in shared:
+        file.unlink(missing_ok=True)
+
+
+def _session(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """Those of it that run: it has one of its own."""
+
+    def belongs(each: psutil.Process) -> bool:
+        try:
+            return os.getsid(each.pid) == process.pid and each.status() != psutil.STATUS_ZOMBIE
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            return False
+
+    return [each for each in psutil.process_iter() if belongs(each)]
+
+
+def _shared_files(process: psutil.Process) -> set[Path]:
+    """Those of /dev/shm that it has in its memory, by names that are still there."""
+    try:
+        lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+    except OSError:  # it has ended
+        return set()
+    names = (line[line.find("/dev/shm/") :] for line in lines if " /dev/shm/" in line)
+    return {Path(name) for name in names if not name.endswith(" (deleted)")}
 
 
 # ---- which there are ----
