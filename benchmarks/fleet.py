@@ -11,7 +11,7 @@ import signal
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from http.client import HTTPException
@@ -27,6 +27,7 @@ from pdserve.common.config.node import TransferConfig
 FAST = {"heartbeat_interval": 0.2, "heartbeat_timeout": 1.5, "queue_timeout": 30}
 START_TIMEOUT = 120.0  # seconds
 STOP_TIMEOUT = 20.0
+SHARES = 16  # of the ports, one for each of so many processes
 TRANSFER = {each.name for each in fields(TransferConfig)}
 BUSY = ("num_requests_running", "num_requests_waiting", "num_requests_remote")
 
@@ -223,14 +224,24 @@ def _held(address: str) -> int:
 
 def free_port(host: str = "127.0.0.1") -> int:
     """Below those that the kernel hands out, so that no other process gets it by chance before it
-    is taken."""
-    handed_out = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
-    lowest = int(handed_out[0])
+    is taken. Neighbouring processes draw from different ports, and one draws none twice before it
+    has drawn them all: a port of the dead is not the next one's."""
     while True:
-        port = lowest - 1 - secrets.randbelow(min(16_000, lowest - 1024))
+        port = next(_ports)
         with socket.socket() as probe, suppress(OSError):
             probe.bind((host, port))
             return port
+
+
+def _all_ports() -> Iterator[int]:
+    handed_out = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    highest = int(handed_out[0]) - 1
+    mine = range(highest - os.getpid() % SHARES, max(1024, highest - 16_000), -SHARES)
+    start = secrets.randbelow(len(mine))
+    return itertools.cycle([*mine[start:], *mine[:start]])
+
+
+_ports = _all_ports()
 
 
 def flags(options: Mapping[str, Any]) -> list[str]:

@@ -41,26 +41,26 @@ async def eventually(condition: Callable[[], Any], seconds: float = 30.0) -> Non
             await asyncio.sleep(0.01)
 
 
-def node_config(replicas: int = 1) -> WorkerNodeConfig:
+def node_config(replicas: int = 1, stall: float = 20.0) -> WorkerNodeConfig:
     return WorkerNodeConfig(
         node=NodeConfig(router="127.0.0.1:9"),
         engine=EngineConfig(
             model=ModelConfig(model=str(MODEL), dtype="float32"),
             parallel=ParallelConfig(device="cpu", cpu_threads=1, data_parallel_size=replicas),
             cache=CacheConfig(num_gpu_blocks_override=256),
-            scheduler=SchedulerConfig(engine_stall_timeout=0.8),
+            scheduler=SchedulerConfig(engine_stall_timeout=stall),
         ),
     )
 
 
 @asynccontextmanager
 async def decode_node(
-    replicas: int = 1,
+    replicas: int = 1, stall: float = 20.0
 ) -> AsyncIterator[tuple[DecodeNode, asyncio.Task[int], list[Gate]]]:
     """The node, what it serves in, and a gate for each replica. Nobody is at its router's
-    address."""
+    address. A step that takes `stall` seconds is one that stalls."""
     torch_threads = torch.get_num_threads()
-    node = DecodeNode(node_config(replicas))
+    node = DecodeNode(node_config(replicas, stall))
     serving = asyncio.create_task(node.serve())
     await eventually(lambda: node.server._metrics or serving.done(), 30)
     gates = [Gate(replica.ranks.executor) for replica in node.replicas]

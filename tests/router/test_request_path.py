@@ -172,9 +172,9 @@ async def test_a_node_that_says_nothing_is_waited_for_until_the_deadline(
 
 async def test_progress_moves_the_deadline(tmp_path: Path) -> None:
     async def slow(context: Any) -> None:
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.3)
 
-    async with fake_cluster(tmp_path, ("p0", "d0"), request_timeout=0.6) as cluster:
+    async with fake_cluster(tmp_path, ("p0", "d0"), request_timeout=1.8) as cluster:
         cluster["d0"].on_token = dict.fromkeys(range(8), slow)
         await cluster.ask()
 
@@ -423,7 +423,7 @@ async def test_what_comes_after_the_end_is_nobodys(four: FakeCluster) -> None:
 async def test_a_pair_that_is_cut_is_remembered_and_the_decode_node_prefills(
     tmp_path: Path, error: PdserveError
 ) -> None:
-    async with fake_cluster(tmp_path, ("p0", "d0"), queue_timeout=1.0) as cluster:
+    async with fake_cluster(tmp_path, ("p0", "d0")) as cluster:
         cluster["p0"].on_run = fails(error)
         answers = await asyncio.gather(*(cluster.ask() for _ in range(20)))
         assert max(stats.timeline.migrations for stats in answers) <= 2
@@ -471,8 +471,8 @@ async def test_a_node_that_freezes_while_it_drains_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It sends no heartbeats any more, so only its silence towards the router tells."""
-    monkeypatch.setattr(registry_service, "PROBE_TIMEOUT", 0.2)
-    names, beats = ("p0", "d0", "d1"), {"heartbeat_interval": 0.1, "heartbeat_timeout": 1.0}
+    monkeypatch.setattr(registry_service, "PROBE_TIMEOUT", 0.5)
+    names, beats = ("p0", "d0", "d1"), {"heartbeat_interval": 0.1, "heartbeat_timeout": 2.0}
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it accepts, and says nothing
         async with fake_cluster(tmp_path, names, watched=True, **beats) as cluster:
 

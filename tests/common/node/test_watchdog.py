@@ -45,6 +45,7 @@ IDLE = EngineProgress(
     free_blocks=8,
     total_blocks=8,
 )
+STALL = 1.2  # seconds
 QUEUED = replace(IDLE, waiting=2, needed_blocks=5, free_blocks=3)
 
 
@@ -280,7 +281,7 @@ async def test_a_node_whose_step_stalls_says_so_and_recovers(
 ) -> None:
     caplog.set_level("INFO")
     async with (
-        decode_node() as (node, _, [gate]),
+        decode_node(stall=STALL) as (node, _, [gate]),
         grpc.aio.insecure_channel(node.address) as channel,
     ):
         pool = node.replicas[0].scheduler.pool
@@ -305,7 +306,10 @@ async def test_a_node_whose_step_stalls_says_so_and_recovers(
 
 
 async def test_a_node_without_memory_says_so_and_recovers() -> None:
-    async with decode_node() as (node, _, _), grpc.aio.insecure_channel(node.address) as channel:
+    async with (
+        decode_node(stall=STALL) as (node, _, _),
+        grpc.aio.insecure_channel(node.address) as channel,
+    ):
         pool = node.replicas[0].scheduler.pool
         taken = pool.allocate(pool.num_blocks)
         waiting = asyncio.create_task(generate(channel))
