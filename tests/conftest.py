@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections import Counter
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -11,20 +13,34 @@ from xdist.scheduler import LoadScopeScheduling
 # fork and exec, where nothing needs gRPC; `pdserve up`, which forks too, has none in its process.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
-
-collect_ignore = ["clients"]  # they have an environment of their own: make test-clients
+# Files that take longest come first, so that the others fill up what is left.
+LONGEST = (
+    *("test_failover", "test_ray", "test_conformance", "test_partition", "test_shared"),
+    *("test_lifecycle", "test_ray_nodes", "test_chaos", "test_exact", "test_rollout"),
+    *("test_embedded", "test_wheel", "test_cluster_check", "test_bench_interference"),
+)
+FAMILY = re.compile(r"test_exact\.py::(?!test_the_demo_model).*\[([a-z0-9]+(?:-moe|-gqa)?)[-\]]")
 
 
 class ByFile(LoadScopeScheduling):
-    """A file stays in one process, since its tests share clusters; but for the topologies of
-    `test_exact.py`, which have a cluster each. (Its demo model's answers are worked out once.)
-    xdist hands out what has the fewest tests last, so that these fill up what is left."""
+    """A file stays in one process, since its tests share clusters; but for `test_exact.py`, whose
+    topologies have a cluster each: there a family does, whose answers are worked out once."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        alone = file.endswith("test_exact.py") and "demo_model" not in nodeid
-        return nodeid if alone else file
+        file, found = nodeid.partition("::")[0], FAMILY.search(nodeid)
+        return f"{file}::{found[1]}" if found else file
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFile:
+    config.option.loadscopereorder = False  # the order below holds
     return ByFile(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    sizes = Counter(item.path for item in items)
+
+    def place(item: pytest.Item) -> tuple[int, int]:
+        longest = item.path.stem in LONGEST
+        return (LONGEST.index(item.path.stem), 0) if longest else (len(LONGEST), -sizes[item.path])
+
+    items.sort(key=place)

@@ -12,7 +12,7 @@ import pytest
 import reference
 from callers import KINDS, call, fresh_prompt, storm
 from cluster import Cluster, ended, node_metrics, text_of
-from paths import HELPERS
+from warm import IMPORTS, WarmCluster, shared
 
 MODEL = "llama-gqa"
 DELAY = 0.1  # seconds before a run of blocks is delivered; a run is at most 64 tokens
@@ -23,7 +23,6 @@ NUM_TOKENS = 12
 def slow(**config: Any) -> dict[str, Any]:
     """Options of a cluster whose KV travels with tests/helpers/slow_connector.py."""
     return {
-        "environment": {"PYTHONPATH": str(HELPERS)},
         "kv_connector": "slow_connector:SlowTCP",
         "kv_connector_config": json.dumps(config),
     }
@@ -33,7 +32,7 @@ def slow(**config: Any) -> dict[str, Any]:
 def cluster() -> Iterator[Cluster]:
     routing = {"max_concurrent_requests": PLACES, "max_client_share": 1}  # one client asks it all
     options = {"num_gpu_blocks_override": 512, **routing}
-    with Cluster(MODEL, **options, **slow(delay=DELAY)) as cluster:
+    with Cluster(MODEL, IMPORTS, **options, **slow(delay=DELAY)) as cluster:
         yield cluster
 
 
@@ -138,7 +137,7 @@ def test_a_prefill_node_that_dies_in_mid_transfer(cluster: Cluster) -> None:
 def test_a_connector_that_fails() -> None:
     """No KV ever arrives: after two failures the decode node computes the prompt itself."""
     options = slow(delay=0.2, breaks=True)
-    with Cluster(MODEL, breaker_failures=100, **options) as cluster:
+    with WarmCluster(MODEL, router={"breaker_failures": 100}, warm=shared(), **options) as cluster:
         prompt = fresh_prompt(40)
         choice = cluster.complete(prompt, max_tokens=8, ignore_eos=True)["choices"][0]
         expected = reference.greedy(cluster.model, tuple(prompt), 8)

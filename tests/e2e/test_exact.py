@@ -55,6 +55,10 @@ LAYOUTS = [
 ]
 
 
+def layouts_of(model: str) -> list[Layout]:
+    return [each for each in LAYOUTS if model in SPARSE or each.ep == 1]
+
+
 CONNECTORS = ("shm", "tcp")
 EXCHANGES = ("alltoallv", "allgather_reducescatter", "replicated")
 
@@ -62,7 +66,7 @@ EXCHANGES = ("alltoallv", "allgather_reducescatter", "replicated")
 def topologies() -> Iterator[tuple[str, Layout, Layout, str, str]]:
     """(model, prefill layout, decode layout, connector, exchange of tokens between experts)."""
     for number, model in enumerate(DENSE + SPARSE):
-        layouts = [each for each in LAYOUTS if model in SPARSE or each.ep == 1]
+        layouts = layouts_of(model)
         for index, prefill in enumerate(layouts):
             decode = layouts[(index + 1 + number) % len(layouts)]
             turn = index + number
@@ -80,7 +84,8 @@ def test_the_demo_model_equals_transformers(connector: str) -> None:
         pytest.skip(str(error))
     options = {"kv_connector": connector, "max_model_len": 1024}
     with WarmCluster(folder, warm=shared(), **options) as cluster:
-        check_exact(cluster, [*prompts(folder)[1::3], prompts(folder)[-1]], range(0, 6, 3))
+        cases = [*prompts(folder)[1::3], prompts(folder)[-1]]
+        check_exact(cluster, cases, range(0, 6, 3), at_once=len(cases), num_tokens=16)
 
 
 @pytest.mark.parametrize(
@@ -93,8 +98,10 @@ def test_greedy_output_equals_transformers(
         cluster.start_node("prefill", **prefill.flags(exchange))
         cluster.start_node("decode", **decode.flags(exchange))
         cluster.wait_nodes()
-        # Each family has every prompt alone in some layout, short and long ones in each.
-        check_exact(cluster, prompts(cluster.model), range(LAYOUTS.index(prefill) % 4, 16, 4))
+        # Each family has every prompt alone in some layout.
+        layouts = layouts_of(model)
+        alone = range(layouts.index(prefill), 16, len(layouts))
+        check_exact(cluster, prompts(cluster.model), alone)
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ from itertools import islice
 from typing import Any
 
 import grpc
-import psutil
 import pytest
 import requests
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import reference
-from cluster import Cluster, node_metrics, text_of
+from cluster import node_metrics, text_of
+from warm import WarmCluster, ranks_of, shared
 
 MODEL = "mistral"
 PROMPT = "Once upon a time there was a girl who lived in an old mill"
@@ -39,33 +39,34 @@ def serves(address: str) -> bool:
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-def node(cluster: Cluster) -> dict[str, Any]:
+def node(cluster: WarmCluster) -> dict[str, Any]:
     (found,) = cluster.nodes("decode")
     return found
 
 
-def expected(cluster: Cluster, num_tokens: int) -> str:
+def expected(cluster: WarmCluster, num_tokens: int) -> str:
     ids = tuple(reference.encode(cluster.model, PROMPT))
     return reference.decode(cluster.model, reference.greedy(cluster.model, ids, num_tokens))
 
 
-def complete(cluster: Cluster) -> str:
+def complete(cluster: WarmCluster) -> str:
     answer = cluster.complete(PROMPT, max_tokens=NUM_TOKENS, ignore_eos=True)
     return str(answer["choices"][0]["text"])
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster(MODEL, decode_tp=2, engine_stall_timeout=STALL) as cluster:
+def cluster() -> Iterator[WarmCluster]:
+    with WarmCluster(MODEL, 1, 0, warm=shared(), engine_stall_timeout=STALL) as cluster:
+        cluster.start_node("decode", tensor_parallel_size=2)
+        cluster.wait_nodes()
         yield cluster
 
 
 @contextmanager
-def standing_still(cluster: Cluster, rank: int) -> Iterator[None]:
+def standing_still(cluster: WarmCluster, rank: int) -> Iterator[None]:
     """A rank of the decode node that does nothing, as on a host that swaps."""
-    decode = cluster.node_process("decode")
-    assert decode is not None
-    process: psutil.Process = decode.children()[rank]
+    (decode,) = cluster.names("decode")
+    process = ranks_of(cluster.pids[decode])[rank]
     process.suspend()
     try:
         yield
@@ -73,7 +74,7 @@ def standing_still(cluster: Cluster, rank: int) -> Iterator[None]:
         process.resume()
 
 
-def check_red(cluster: Cluster, cause: str) -> None:
+def check_red(cluster: WarmCluster, cause: str) -> None:
     """Everybody who asks hears the reason, in time; what the rank may touch stays held."""
     since, decode = time.monotonic(), node(cluster)
     cluster.wait_for(lambda: not is_ready(decode["metrics_address"])[0])
@@ -88,7 +89,7 @@ def check_red(cluster: Cluster, cause: str) -> None:
     assert metrics["pdserve_kv_blocks_free"] < metrics["pdserve_kv_blocks"]
 
 
-def check_green(cluster: Cluster, node_id: str) -> None:
+def check_green(cluster: WarmCluster, node_id: str) -> None:
     """The same node serves again, and rightly."""
     cluster.wait_ready()
     decode = node(cluster)
@@ -100,7 +101,7 @@ def check_green(cluster: Cluster, node_id: str) -> None:
     assert node_metrics(decode)["pdserve_healthy"] == 1
 
 
-def test_a_rank_that_answers_nothing(cluster: Cluster) -> None:
+def test_a_rank_that_answers_nothing(cluster: WarmCluster) -> None:
     node_id = node(cluster)["node_id"]
     with ThreadPoolExecutor(1) as pool:
         with standing_still(cluster, rank=1):
@@ -111,7 +112,7 @@ def test_a_rank_that_answers_nothing(cluster: Cluster) -> None:
     assert cluster.log().count("unhealthy: rank 1") == cluster.log().count("healthy again: ok") == 1
 
 
-def test_a_step_that_does_not_return(cluster: Cluster) -> None:
+def test_a_step_that_does_not_return(cluster: WarmCluster) -> None:
     node_id = node(cluster)["node_id"]
     stream = cluster.stream(PROMPT, max_tokens=LONG, ignore_eos=True)
     begin = list(islice(stream, 5))

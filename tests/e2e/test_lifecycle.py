@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -14,9 +15,9 @@ import pytest
 
 import reference
 from callers import storm
-from cluster import Cluster, Roles, Service, ended, text_of
+from cluster import Cluster, Service, text_of
 from paths import MODELS
-from warm import run_roles
+from warm import WarmCluster, run_roles, shared
 
 MODEL = "mistral"
 PROMPT = "Once upon a time there was a naïve girl named Zoë. She lived in an old mill"
@@ -69,34 +70,45 @@ class LongStream:
 
 
 @pytest.fixture(scope="module")
-def roles() -> Iterator[Roles]:
+def roles() -> Iterator[WarmCluster]:
     """Nodes first, router last."""
-    with Roles(MODEL) as roles:
-        roles.start_node("decode", "decode")
-        roles.start_node("prefill", "prefill")
-        roles.wait_for(lambda: roles.log().count("trying again") == 2, 60)
-        roles.start_router(**ROUTING)
-        roles.wait_ready()
+    with WarmCluster(MODEL, 0, 0, router=ROUTING, warm=shared()) as roles:
+        roles.kill("router")
+        roles.start_node("decode")
+        roles.start_node("prefill")
+        roles.wait_for(lambda: roles.log().count("trying again") == 2)
+        roles.start_router()
+        roles.wait_nodes()
         yield roles
 
 
-def test_nodes_wait_for_their_router(roles: Roles) -> None:
+def drain(roles: WarmCluster, role: str) -> int:
+    """Tells the one node of a role to end; its pid."""
+    (name,) = roles.names(role)
+    return roles.drain(name)
+
+
+def ended(roles: WarmCluster, pid: int) -> int:
+    """The exit code, once there is one."""
+    roles.wait_for(lambda: roles.exit_code(pid) is not None)
+    return int(roles.exit_code(pid) or 0)
+
+
+def test_nodes_wait_for_their_router(roles: WarmCluster) -> None:
     assert {node["role"] for node in roles.nodes()} == {"prefill", "decode"}
     check_exact(roles)
 
 
-def test_a_router_that_restarts_finds_its_nodes_again(roles: Roles) -> None:
+def test_a_router_that_restarts_finds_its_nodes_again(roles: WarmCluster) -> None:
     before = {node["node_id"] for node in roles.nodes()}
-    router = roles.end("router")
-    router.kill()
-    router.wait()
-    roles.start_router(**ROUTING)
-    roles.wait_ready()
+    roles.kill("router")
+    roles.start_router()
+    roles.wait_nodes()
     assert {node["node_id"] for node in roles.nodes()} == before
     check_exact(roles)
 
 
-def test_a_full_queue(roles: Roles) -> None:
+def test_a_full_queue(roles: WarmCluster) -> None:
     stream = LongStream(roles)
     assert check_refused(roles, 429) == "0 requests are waiting already"
     assert stream.text() == expected(roles, LONG)
@@ -104,27 +116,24 @@ def test_a_full_queue(roles: Roles) -> None:
 
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])
-def test_a_node_drains(roles: Roles, role: str) -> None:
+def test_a_node_drains(roles: WarmCluster, role: str) -> None:
     """Its stream finishes though it got SIGTERM, then it leaves; another one takes over."""
     stream = LongStream(roles)
-    node = roles.end(role)
-    node.send_signal(signal.SIGTERM)
+    pid = drain(roles, role)
     roles.wait_for(lambda: not roles.nodes(role))
     assert stream.text() == expected(roles, LONG)
-    assert ended(node) == 0
+    assert ended(roles, pid) == 0
     assert check_refused(roles, 503) == f"no usable {role} node"
     assert roles.get("/ready").status_code == 503
-    roles.start_node(role, role)
-    roles.wait_ready()
+    roles.start_node(role)
+    roles.wait_nodes()
     check_exact(roles)
 
 
-def test_a_node_of_another_layout_is_never_paired(roles: Roles) -> None:
-    good = roles.end("prefill")
-    good.terminate()
-    assert ended(good) == 0
-    roles.start_node("prefill", "other", block_size=32)
-    roles.wait_for(lambda: roles.nodes("prefill"), 60)
+def test_a_node_of_another_layout_is_never_paired(roles: WarmCluster) -> None:
+    assert ended(roles, drain(roles, "prefill")) == 0
+    roles.start_node("prefill", block_size=32)
+    roles.wait_for(lambda: roles.nodes("prefill"))
     ready = roles.get("/ready")
     assert ready.status_code == 503
     assert "block_size 32 ≠ 16" in ready.json()["error"]["message"]
@@ -133,24 +142,23 @@ def test_a_node_of_another_layout_is_never_paired(roles: Roles) -> None:
     assert (state["ready"], state["pairings"]) == (False, [])
     sizes = {node["role"]: node["fingerprint_parts"]["block_size"] for node in state["nodes"]}
     assert sizes == {"prefill": "32", "decode": "16"}
-    roles.start_node("prefill", "prefill")
-    roles.wait_ready()
+    roles.start_node("prefill")
+    roles.wait_nodes()
     check_exact(roles)
     assert len(roles.get("/v1/cluster").json()["pairings"]) == 1
 
 
-def test_a_second_signal_stops_at_once(roles: Roles) -> None:
+def test_a_second_signal_stops_at_once(roles: WarmCluster) -> None:
     stream = LongStream(roles)
-    node = roles.end("decode")
-    node.send_signal(signal.SIGTERM)
+    pid = drain(roles, "decode")
     roles.wait_for(lambda: not roles.nodes("decode"))
-    node.send_signal(signal.SIGTERM)
+    os.kill(pid, signal.SIGTERM)
     assert stream.error()["code"] == "no_node"
-    assert ended(node) == 0
+    assert ended(roles, pid) == 0
     assert "stopping with work in flight: told twice" in roles.log()
 
 
-def test_all_leave_in_order(roles: Roles) -> None:
+def test_all_leave_in_order(roles: WarmCluster) -> None:
     assert set(roles.stop().values()) == {0}
     assert roles.home.processes() == []
 

@@ -6,14 +6,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from itertools import cycle
 from typing import Any
 
 import pytest
-from test_failover import CLIENTS, NUM_TOKENS, PROMPT, check, greedy
 
 import reference
 from cluster import Cluster, node_metrics
+from deaths import CLIENT, NUM_TOKENS, PROMPT, RESERVATION, SINK, D, at_every_step, check, greedy
 from exact import check_exact, prompts
 from pdserve.common.core.host import host_identity
 from warm import WarmCluster, shared
@@ -59,12 +58,7 @@ def test_tokens_are_transformers(layout: str) -> None:
 
 LEDGER = "pdserve.kv_transfer.connectors.shared.ledger:Ledger"
 BORROWER = "pdserve.kv_transfer.connectors.shared.borrower:Borrower"
-SINK = "pdserve.kv_transfer.control.sink:KVSink"
-RESERVATION = "pdserve.kv_transfer.control.reservation:Reservation"
-HANDOFF = "pdserve.kv_transfer.control.source:Handoff"
 LOANS = "pdserve.kv_transfer.control.loans:Loans"
-CLIENT = "pdserve.kv_transfer.control.sink_client:SinkClient"
-DECODE = "pdserve.decode_node.session:DecodeSession"
 
 STEPS = [
     ("prefill", f"{LEDGER}.open", 1),
@@ -82,7 +76,7 @@ STEPS = [
     ("decode", f"{RESERVATION}._host", 1),
     ("decode", f"{SINK}.give_back", 1),
     ("decode", f"{BORROWER}.give_back", 1),
-    *[("decode", f"{DECODE}.sampled", count) for count in (1, 9, NUM_TOKENS - 1)],
+    *[("decode", f"{D}.sampled", count) for count in (1, 9, NUM_TOKENS - 1)],
 ]
 
 
@@ -94,12 +88,7 @@ def cluster() -> Iterator[WarmCluster]:
         yield made
 
 
-@pytest.mark.parametrize(
-    ("step", "client"),
-    list(zip(STEPS, cycle(CLIENTS), strict=False)),
-    ids=lambda value: value.__name__ if callable(value) else "-".join(map(str, value)),
-)
-@pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])
+@at_every_step(STEPS)
 def test_a_node_fails_at_every_step(
     cluster: WarmCluster, step: tuple[str, str, int], client: Any, number: str
 ) -> None:
@@ -112,7 +101,7 @@ def test_both_nodes_die_with_blocks_lent(cluster: WarmCluster) -> None:
     more = {"num_gpu_blocks_override": 400}
     died = [
         cluster.start_node("prefill", ("mortal:arm", "SIGKILL", f"{LOANS}.settle", "1"), **more),
-        cluster.start_node("decode", ("mortal:arm", "SIGKILL", f"{DECODE}.sampled", "3"), **more),
+        cluster.start_node("decode", ("mortal:arm", "SIGKILL", f"{D}.sampled", "3"), **more),
     ]
     cluster.wait_nodes()
     assert greedy(cluster) == expected

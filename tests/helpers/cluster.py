@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import requests
 
-from benchmarks.fleet import flags, free_port
+from benchmarks.fleet import flags
 from paths import MODELS
 from pdserve.common.obs.process import read_ports
 
@@ -233,37 +233,6 @@ class Cluster(Service):
         return next(
             (child for child in children if f"pdserve.{role}_node" in child.cmdline()), None
         )
-
-
-class Roles(Service):
-    """Roles started one by one, in any order; nodes know the router's port before it runs."""
-
-    def __init__(self, model: str | Path) -> None:
-        super().__init__(model)
-        self.ports = {name: free_port() for name in ("http", "grpc", "registry")}
-
-    def __enter__(self) -> Roles:
-        return self
-
-    def start_router(self, **options: Any) -> None:
-        ports = {
-            "port": self.ports["http"],
-            "grpc_port": self.ports["grpc"],
-            "registry_port": self.ports["registry"],
-        }
-        self._start("router", "router", {"model": self.model, **ports, **options})
-
-    def start_node(self, role: str, name: str, **options: Any) -> None:
-        defaults = {"model": self.model, "router": self.registry, **DEFAULTS}
-        self._start(name, f"{role}_node", {**defaults, **options})
-
-    def end(self, name: str) -> subprocess.Popen[bytes]:
-        """A process that may end from now on."""
-        return self.processes.pop(name)
-
-    def _start(self, name: str, module: str, options: Mapping[str, Any]) -> None:
-        command = [sys.executable, "-m", f"pdserve.{module}", *flags(options)]
-        self.processes[name] = self.home.start(command, self.log_path)
 
 
 def ended(process: subprocess.Popen[bytes]) -> int:

@@ -31,27 +31,30 @@ def prompts(folder: Path) -> list[tuple[int, ...]]:
 class Asker:
     """Asks one cluster, each time for the same kind of answer in another way."""
 
-    def __init__(self, cluster: Service) -> None:
+    def __init__(self, cluster: Service, num_tokens: int = NUM_TOKENS) -> None:
         self._cluster = cluster
+        self._num_tokens = num_tokens
         self._channel = grpc.insecure_channel(cluster.grpc)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
 
     def whole(self, prompt: tuple[int, ...]) -> str:
-        answer = self._cluster.complete(list(prompt), max_tokens=NUM_TOKENS, ignore_eos=True)
-        assert answer["usage"]["completion_tokens"] == NUM_TOKENS
+        answer = self._cluster.complete(list(prompt), max_tokens=self._num_tokens, ignore_eos=True)
+        assert answer["usage"]["completion_tokens"] == self._num_tokens
         return str(answer["choices"][0]["text"])
 
     def streamed(self, prompt: tuple[int, ...]) -> str:
-        return text_of(self._cluster.stream(list(prompt), max_tokens=NUM_TOKENS, ignore_eos=True))
+        return text_of(
+            self._cluster.stream(list(prompt), max_tokens=self._num_tokens, ignore_eos=True)
+        )
 
     def token_ids(self, prompt: tuple[int, ...]) -> str:
         """Compared as ids, given as their text."""
         ids = self.ids(prompt)
-        assert tuple(ids) == reference.greedy(self._cluster.model, prompt, NUM_TOKENS)
+        assert tuple(ids) == reference.greedy(self._cluster.model, prompt, self._num_tokens)
         return reference.decode(self._cluster.model, ids)
 
     def ids(self, prompt: tuple[int, ...]) -> list[int]:
-        sampling = pb.SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+        sampling = pb.SamplingParams(max_tokens=self._num_tokens, temperature=0, ignore_eos=True)
         request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling=sampling)
         return [token.id for reply in self._stub.Generate(request) for token in reply.tokens]
 
@@ -67,15 +70,17 @@ def check_exact(
     cases: list[tuple[int, ...]],
     alone: range,
     caching: Collection[str] = ("prefill", "decode"),
+    at_once: int = 16,
+    num_tokens: int = NUM_TOKENS,
 ) -> None:
     """`caching`: the roles whose nodes find prefixes in their cache."""
-    folder, asker = cluster.model, Asker(cluster)
+    folder, asker = cluster.model, Asker(cluster, num_tokens)
     expected = [
-        reference.decode(folder, reference.greedy(folder, case, NUM_TOKENS)) for case in cases
+        reference.decode(folder, reference.greedy(folder, case, num_tokens)) for case in cases
     ]
-    # Sixteen at once, with cold prefix caches.
-    numbers = [number % len(cases) for number in range(16)]
-    with ThreadPoolExecutor(16) as pool:
+    # Many at once, with cold prefix caches.
+    numbers = [number % len(cases) for number in range(at_once)]
+    with ThreadPoolExecutor(at_once) as pool:
         answers = pool.map(lambda number: asker.ask(number, cases[number]), numbers)
         assert list(answers) == [expected[number] for number in numbers], cluster.log()[-3000:]
     # Some alone, with warm ones, each in another way than before.

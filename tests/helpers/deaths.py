@@ -1,0 +1,128 @@
+"""Nodes of a warm cluster that die or freeze in the middle of a client's request."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from itertools import cycle
+from typing import Any
+
+import grpc
+import pytest
+
+import reference
+from benchmarks.warm_start import alive
+from pdserve.common.rpc.pb import inference_pb2 as pb
+from pdserve.common.rpc.pb import inference_pb2_grpc as pb_grpc
+from warm import WarmCluster
+
+PROMPT = tuple(range(5, 155))  # three chunks
+NUM_TOKENS = 24
+MORE_BLOCKS = 400  # than the others': least-load placement prefers the node that is to die
+SINK, D = "pdserve.kv_transfer.control.sink:KVSink", "pdserve.decode_node.session:DecodeSession"
+RESERVATION = "pdserve.kv_transfer.control.reservation:Reservation"
+HANDOFF, P = (
+    "pdserve.kv_transfer.control.source:Handoff",
+    "pdserve.prefill_node.session:PrefillSession",
+)
+CLIENT = "pdserve.kv_transfer.control.sink_client:SinkClient"
+
+# ---- the clients: what they ask, and all they were told ----
+
+
+def greedy(cluster: WarmCluster) -> Any:
+    """Streamed, with log-probabilities."""
+    tokens: list[Any] = []
+    text = ""
+    for event in cluster.stream(list(PROMPT), max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2):
+        for choice in event["choices"]:
+            logprobs = choice["logprobs"] or {}
+            tokens += zip(
+                logprobs.get("tokens", ()),
+                (round(value, 2) for value in logprobs.get("token_logprobs", ())),
+                strict=True,
+            )
+            text += choice["text"]
+    return text, choice["finish_reason"], tokens
+
+
+def sampled(cluster: WarmCluster) -> Any:
+    """Whole, drawn with penalties; min_tokens bans the end."""
+    return cluster.complete(
+        list(PROMPT), max_tokens=NUM_TOKENS, temperature=0.9, top_p=0.95, seed=7, min_tokens=20,
+        frequency_penalty=0.4, presence_penalty=0.2, repetition_penalty=1.1,
+    )["choices"]  # fmt: skip
+
+
+def constrained(cluster: WarmCluster) -> Any:
+    """Two choices, drawn without some words and ids."""
+    return cluster.complete(
+        list(PROMPT), max_tokens=NUM_TOKENS, temperature=1.0, seed=9, n=2, ignore_eos=True,
+        bad_words=["the", "and", "mill", "dog", "was", "a"], allowed_token_ids=list(range(9, 500)),
+    )["choices"]  # fmt: skip
+
+
+def several(cluster: WarmCluster) -> Any:
+    """Three choices at once."""
+    return cluster.complete(
+        list(PROMPT), max_tokens=NUM_TOKENS, temperature=0.8, seed=3, n=3, ignore_eos=True
+    )["choices"]
+
+
+def stopped(cluster: WarmCluster) -> Any:
+    """Ends at a stop string that spans tokens, late in the text."""
+    text = reference.decode(cluster.model, reference.greedy(cluster.model, PROMPT, NUM_TOKENS))
+    choice = cluster.complete(
+        list(PROMPT), max_tokens=NUM_TOKENS, ignore_eos=True, stop=[text[-9:-4]]
+    )["choices"][0]
+    assert choice["text"] == text[: text.index(text[-9:-4])]
+    return choice
+
+
+def over_grpc(cluster: WarmCluster) -> Any:
+    """A stream of token ids."""
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=PROMPT),
+        sampling=pb.SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True),
+    )
+    with grpc.insecure_channel(cluster.grpc) as channel:
+        answers = pb_grpc.InferenceStub(channel).Generate(request, timeout=60)
+        tokens = [token.id for answer in answers for token in answer.tokens]
+    assert tuple(tokens) == reference.greedy(cluster.model, PROMPT, NUM_TOKENS)
+    return tokens
+
+
+CLIENTS = (greedy, sampled, over_grpc, several, stopped, constrained)
+
+
+def check(
+    cluster: WarmCluster, client: Any, role: str, number: str, point: str, count: int
+) -> None:
+    """The answer of a cluster whose preferred node dies is that of one where none does."""
+    expected = client(cluster)
+    mortal = cluster.start_node(
+        role, ("mortal:arm", number, point, str(count)), num_gpu_blocks_override=MORE_BLOCKS
+    )
+    cluster.wait_nodes()
+    pid = cluster.pids[mortal]
+    assert client(cluster) == expected
+    if number == "SIGKILL":
+        cluster.wait_for(lambda: not alive(pid))
+    else:
+        cluster.wait_for(lambda: "T (stopped)" in open(f"/proc/{pid}/status").read())  # noqa: SIM115
+        cluster.send(mortal, signal.SIGCONT)  # a zombie now: it must do no harm
+        cluster.wait_idle()
+        os.kill(pid, signal.SIGKILL)
+    del cluster.pids[mortal]
+    cluster.wait_idle()
+
+
+def at_every_step(steps: Sequence[tuple[str, str, int]]) -> pytest.MarkDecorator:
+    """Of a test that takes step (role, point, how many times it is passed), client and number."""
+    cases = [
+        pytest.param(step, client, number, id="-".join(map(str, (*step, client.__name__, number))))
+        for number in ("SIGKILL", "SIGSTOP")
+        for step, client in zip(steps, cycle(CLIENTS), strict=False)
+    ]
+    return pytest.mark.parametrize(("step", "client", "number"), cases)
