@@ -17,6 +17,11 @@ def new_request_id(prefix: str) -> str:
     return f"{prefix}-{secrets.token_hex(12)}"
 
 
+def new_call_id() -> str:
+    """Of a tool call, in OpenAI's form."""
+    return f"call_{secrets.token_hex(12)}"
+
+
 def is_plain_id(given: str) -> bool:
     """Whether an id that others chose is a short word of ASCII: fit for headers, metadata, logs."""
     return _ID.fullmatch(given) is not None

@@ -1,0 +1,1 @@
+"""What a model's text says beside its answer: reasoning and tool calls. Text in, events out."""

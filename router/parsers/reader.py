@@ -1,0 +1,168 @@
+"""Text that comes in pieces, for parsers that are written as if all of it were there.
+
+A parser is a generator. It reads through a `Reader`, whose reads wait for more text by a `yield`,
+so however the text is cut, the parser sees the same. What may be handed out is given to a sink at
+once; what is held back is less than a marker. Every character is looked at a few times, whatever
+comes: nothing here is quadratic, and depth is counted instead of recursed into.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Generator
+from typing import TypeVar
+
+T = TypeVar("T")
+Step = Generator[None, None, T]  # ends with a T, and has to be continued whenever text was fed
+Sink = Callable[[str], None]
+
+ANYTHING = re.compile(r".+", re.DOTALL)
+_SPACE = re.compile(r"\s+")
+_NO_ESCAPE = re.compile(r'[^"\\]+')
+_BETWEEN = re.compile(r"[\w\s:,.+-]+")  # what may stand between brackets and strings in JSON
+_SCALAR = re.compile(r"[\w.+-]+")
+
+
+class Reader:
+    """The text not read yet. `kept` is what was read since `keep`, for parsers that find out
+    later that it meant nothing to them."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._at = 0
+        self._closed = False
+        self._kept: list[str] | None = None
+
+    def __len__(self) -> int:
+        return len(self._text) - self._at
+
+    def feed(self, text: str) -> None:
+        self._text = self._text[self._at :] + text
+        self._at = 0
+
+    def close(self) -> None:
+        """Nothing follows: reads end where the text does."""
+        self._closed = True
+
+    def keep(self, *before: str) -> None:
+        self._kept = list(before)
+
+    def kept(self) -> str:
+        """What was read since `keep`; it is kept no longer."""
+        kept, self._kept = self._kept, None
+        return "".join(kept or ())
+
+    def take(self, length: int) -> str:
+        """The next characters, if there are so many."""
+        taken = self._text[self._at : self._at + length]
+        self._at += len(taken)
+        if self._kept is not None:
+            self._kept.append(taken)
+        return taken
+
+    def peek(self) -> Step[str]:
+        """The next character; empty at the end."""
+        while not len(self) and not self._closed:
+            yield
+        return self._text[self._at : self._at + 1]
+
+    def literal(self, word: str) -> Step[bool]:
+        """Reads the word, or nothing."""
+        while True:
+            begun = self._text[self._at : self._at + len(word)]
+            if begun == word:
+                self.take(len(word))
+                return True
+            if self._closed or not word.startswith(begun):
+                return False
+            yield
+
+    def copy(self, pattern: re.Pattern[str], sink: Sink) -> Step[int]:
+        """Reads as far as the characters match, which are a repeated class; how many."""
+        total = 0
+        while (yield from self.peek()) and (match := pattern.match(self._text, self._at)):
+            sink(self.take(len(match[0])))
+            total += len(match[0])
+        return total
+
+    def space(self) -> Step[None]:
+        yield from self.copy(_SPACE, _nowhere)
+
+    def until(self, marker: str, sink: Sink) -> Step[bool]:
+        """Reads all before the marker, and the marker. Space before it belongs to it: both are
+        kept. False: the text ended without it."""
+        plain = re.compile(rf".[^\s{re.escape(marker[0])}]*", re.DOTALL)
+        space: list[str] = []
+        while True:
+            yield from self.copy(_SPACE, space.append)
+            if (yield from self.literal(marker)):
+                self.keep(*space, marker)
+                return True
+            if not (yield from self.peek()):
+                sink("".join(space))
+                return False
+            match = plain.match(self._text, self._at)
+            assert match is not None, "there is a character"
+            sink("".join([*space, self.take(len(match[0]))]))
+            space.clear()
+
+    # ---- JSON, as models write it ----
+
+    def value(self, sink: Sink) -> Step[bool]:
+        """Reads one value as it is; false: it has no end. Brackets and quotes are what is looked
+        at: the rest is for whoever parses it."""
+        if (yield from self.peek()) == '"':
+            return (yield from self._string(sink))
+        depth = 0
+        while True:
+            char = yield from self.peek()
+            if char == '"':
+                if not (yield from self._string(sink)):
+                    return False
+            elif char in ("{", "["):
+                depth += 1
+                sink(self.take(1))
+            elif depth == 0:
+                return (yield from self.copy(_SCALAR, sink)) > 0
+            elif char in ("}", "]"):
+                depth -= 1
+                sink(self.take(1))
+                if depth == 0:
+                    return True
+            elif not (yield from self.copy(_BETWEEN, sink)):
+                return False
+
+    def string(self) -> Step[str | None]:
+        """Reads a string; None: there is none, or it is broken."""
+        if (yield from self.peek()) != '"':
+            return None
+        parts: list[str] = []
+        whole = yield from self._string(parts.append)
+        text = decode("".join(parts)) if whole else None
+        return text if isinstance(text, str) else None
+
+    def _string(self, sink: Sink) -> Step[bool]:
+        sink(self.take(1))
+        while True:
+            yield from self.copy(_NO_ESCAPE, sink)
+            char = yield from self.peek()
+            if char != "\\":
+                sink(self.take(1))
+                return char == '"'
+            while len(self) < 2 and not self._closed:
+                yield
+            sink(self.take(2))
+
+
+def decode(text: str) -> object:
+    """What a JSON text stands for; None if it is none. Half a character in a string is `?`."""
+    try:
+        value = json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return None
+    return value.encode(errors="replace").decode() if isinstance(value, str) else value
+
+
+def _nowhere(text: str) -> None:
+    pass

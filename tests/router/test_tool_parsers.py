@@ -1,0 +1,230 @@
+"""Tool calls and reasoning in text: each format, whatever the model writes, however it is cut."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.common.core.errors import ConfigError
+from pdserve.router.parsers.formats import (
+    HermesParser,
+    Llama3JSONParser,
+    MistralParser,
+    NamedParser,
+    RequiredParser,
+)
+from pdserve.router.parsers.parser import CallArguments, CallStart, Content, Event
+from pdserve.router.parsers.reasoning import AnswerParser, ReasoningParser, begins_thinking
+from pdserve.router.parsers.tool_parser import ToolParser, tool_parser
+
+FORMATS: list[type[ToolParser]] = [
+    HermesParser, Llama3JSONParser, MistralParser, NamedParser, RequiredParser,
+]  # fmt: skip
+Said = tuple[str, str, list[tuple[str, str]]]  # content, reasoning, calls
+
+
+def said(events: list[Event]) -> Said:
+    content = reasoning = ""
+    calls: list[tuple[str, str]] = []
+    for event in events:
+        if isinstance(event, CallStart):
+            assert event.index == len(calls)
+            calls.append((event.name, ""))
+        elif isinstance(event, CallArguments):
+            assert event.index == len(calls) - 1 and event.text
+            calls[-1] = (calls[-1][0], calls[-1][1] + event.text)
+        elif isinstance(event, Content):
+            content += event.text
+        else:
+            reasoning += event.text
+    return content, reasoning, calls
+
+
+def answer(kind: type[ToolParser] | None, thinking: bool | None = None) -> AnswerParser:
+    names = ["f"] if kind is NamedParser else ["f", "g"]
+    return AnswerParser(
+        None if thinking is None else ReasoningParser(thinking), kind and kind(names)
+    )
+
+
+def parse(kind: type[ToolParser] | None, *pieces: str, thinking: bool | None = None) -> Said:
+    parser = answer(kind, thinking)
+    events = [event for piece in pieces for event in parser.push(piece)]
+    return said(events + parser.push("", final=True))
+
+
+A, B = '{"x": [1, "}", {"y": "\\"é"}]}', "{}"
+F, G = ("f", A), ("g", B)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "content", "calls"),
+    [
+        # -- hermes
+        (HermesParser, "plain < text ", "plain < text ", []),
+        (HermesParser, f'<tool_call>\n{{"name": "f", "arguments": {A}}}\n</tool_call>', "", [F]),
+        (
+            HermesParser,
+            f'Look:\n<tool_call>{{"name":"f","arguments":{A}}}</tool_call>\n'
+            f'<tool_call>{{"name": "g", "arguments": {B}}}</tool_call>\n',
+            "Look:",
+            [F, G],
+        ),
+        (HermesParser, f'<tool_call>{{"arguments": {A}, "name": "f"}}', "", [F]),
+        (HermesParser, '<tool_call>{"name": "g"}</tool_call>', "", [G]),
+        (HermesParser, '<tool_call>{"name": "g", "arguments": null}</tool_call>', "", [G]),
+        (HermesParser, '<tool_call>{"name": "g", "arguments": "{}"}</tool_call>', "", [G]),
+        (HermesParser, f'<tool_call>{{"name": "f", "arguments": {A}</tool_call>ok', "ok", [F]),
+        (HermesParser, '<tool_call>{"name": "f", "arguments": {"a', "", [("f", '{"a')]),
+        (HermesParser, "a <tool_call>{'name': 'f'}</tool_call>", None, []),
+        (HermesParser, '<tool_call>{"name": 1, "arguments": {}}</tool_call>', None, []),
+        (HermesParser, '<tool_call>{"name": "f", "argum', None, []),
+        (HermesParser, "<tool_call>", None, []),
+        (HermesParser, '<tool_call>{"name": "\\ud800", "arguments": {}}', "", [("?", "{}")]),
+        # -- llama3_json
+        (Llama3JSONParser, f'{{"name": "f", "parameters": {A}}}', "", [F]),
+        (
+            Llama3JSONParser,
+            f'<|python_tag|>{{"name": "f", "parameters": {A}}}; {{"name": "g", "arguments": {B}}}',
+            "",
+            [F, G],
+        ),
+        (Llama3JSONParser, '{"name": "Bob", "parameters": {}}', None, []),
+        (Llama3JSONParser, '{"name": "f", "age": 3}', None, []),
+        (Llama3JSONParser, ' Say {"name": "f", "parameters": {}}', None, []),
+        (Llama3JSONParser, f'{{"name": "g", "parameters": {B}}} and more', " and more", [G]),
+        # -- mistral
+        (MistralParser, f'[TOOL_CALLS] [{{"name": "f", "arguments": {A}}}]', "", [F]),
+        (
+            MistralParser,
+            f'Hm [TOOL_CALLS][{{"name": "f", "arguments": {A}, "id": "123456789"}}, '
+            f'{{"name": "g", "arguments": {B}}}]',
+            "Hm",
+            [F, G],
+        ),
+        (MistralParser, f"[TOOL_CALLS]f{A}[TOOL_CALLS]g[ARGS]{B}", "", [F, G]),
+        (MistralParser, f"[TOOL_CALLS]g[CALL_ID]abc[ARGS]{B}", "", [G]),
+        (MistralParser, "[TOOL_CALLS]f no", None, []),
+        (MistralParser, "[TOOL_CALLS][]", None, []),
+        (MistralParser, "[1] [2]", None, []),
+        # -- forced
+        (RequiredParser, f'[{{"name": "f", "parameters": {A}}}, {{"name": "g"}}]', "", [F, G]),
+        (RequiredParser, '[{"name": "f", "param', None, []),
+        (NamedParser, A, "", [F]),
+        (NamedParser, '{"x": tr', "", [("f", '{"x": tr')]),
+    ],
+)
+def test_formats(
+    kind: type[ToolParser], text: str, content: str | None, calls: list[tuple[str, str]]
+) -> None:
+    """Content None: all of the text."""
+    expected = (text if content is None else content, "", calls)
+    assert parse(kind, text) == expected
+    assert parse(kind, *text) == expected
+
+
+@pytest.mark.parametrize(
+    ("thinking", "text", "content", "reasoning"),
+    [
+        (False, "<think>\nhm\n\n</think>\n\nyes", "yes", "hm"),
+        (False, "\n <think>hm", "", "hm"),
+        (False, " <thin>k", " <thin>k", ""),
+        (False, "yes <think>", "yes <think>", ""),
+        (True, "hm, </thin\nk></think>yes", "yes", "hm, </thin\nk>"),
+        (True, "\n<think>\nhm </think>", "", "hm"),
+        (True, "hm\n", "", "hm\n"),
+    ],
+)
+def test_reasoning(thinking: bool, text: str, content: str, reasoning: str) -> None:
+    assert parse(None, text, thinking=thinking) == (content, reasoning, [])
+    assert parse(None, *text, thinking=thinking) == (content, reasoning, [])
+
+
+def test_calls_after_reasoning_are_not_those_within() -> None:
+    call = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
+    assert parse(HermesParser, f"hm {call}</think>\n{call}", thinking=True) == (
+        "", f"hm {call}", [G],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "prompt", "expected"),
+    [
+        ("deepseek_r1", "assistant:", True),
+        ("deepseek_r1", "assistant:</think>", False),
+        ("qwen3", "assistant\n", False),
+        ("qwen3", "assistant\n<think>\n", True),
+        ("qwen3", "assistant\n<think>\n\n</think>\n\n", False),
+    ],
+)
+def test_the_end_of_the_prompt_says_whether_it_thinks(
+    family: str, prompt: str, expected: bool
+) -> None:
+    assert begins_thinking(family, prompt) is expected
+
+
+FRAGMENTS = [
+    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "[ARGS]", "<think>",
+    "</think>", '{"name": "f", "arguments": ', '{"name": "f"', '"arguments"', '"parameters"',
+    '"name"', '"f"', "f", "{", "}", "[", "]", '"', "\\", "\\u12", ":", ",", ";", " ", "\n", "1e5",
+    "null", "é", "<", "text",
+]  # fmt: skip
+texts = st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.text(max_size=4)), max_size=25).map(
+    "".join
+)
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    texts,
+    st.randoms(use_true_random=False),
+    st.sampled_from(FORMATS),
+    st.sampled_from([None, True, False]),
+)
+def test_the_cuts_do_not_matter_and_nothing_is_invented(
+    text: str, rng: random.Random, kind: type[ToolParser], thinking: bool | None
+) -> None:
+    cuts = sorted(rng.randrange(len(text) + 1) for _ in range(rng.randrange(8)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    whole = parse(kind, text, thinking=thinking)
+    assert parse(kind, *pieces, thinking=thinking) == whole
+    assert parse(kind, *text, thinking=thinking) == whole
+    content, reasoning, calls = whole
+    json.dumps(calls).encode()  # every event can be sent
+    assert len(content) + len(reasoning) <= len(text)
+    if not calls and thinking is None:
+        assert content.split() == text.split()
+
+
+def test_calls_after_the_first_are_left_out_unless_parallel() -> None:
+    parser = HermesParser(parallel=False)
+    call = '<tool_call>{"name": "%s", "arguments": {}}</tool_call>'
+    assert said(parser.push(call % "g" + call % "f") + parser.finish()) == ("", "", [G])
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(
+    "unit",
+    ['"a": 1, ', "[", "{", "\\", '"', "  \n", "<tool_call>", "<", "x", '{"name": "f", ', "[1],"],
+)
+def test_little_waits_to_be_read_again(kind: type[ToolParser], unit: str) -> None:
+    """So time grows with the text, whatever it is."""
+    parser = kind(["f"])
+    begins = '{"name": "f", "arguments": {'
+    for marker in ("", "<tool_call>", "[TOOL_CALLS]", "["):
+        parser.push(marker + begins)
+        for _ in range(200):
+            parser.push(unit)
+            assert len(parser.reader) <= len("[TOOL_CALLS]")
+
+
+def test_unknown_names_and_classes_are_refused() -> None:
+    assert tool_parser("mistral") is MistralParser
+    with pytest.raises(ConfigError, match="choose one of: hermes, llama3_json, mistral"):
+        tool_parser("nobody")
+    with pytest.raises(ConfigError, match="no subclass of ToolParser"):
+        tool_parser("json:JSONDecoder")
