@@ -20,7 +20,7 @@ import struct
 import sys
 from array import array
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from io import BufferedIOBase
 from pathlib import Path
@@ -29,6 +29,7 @@ from typing import Any
 import msgspec
 
 from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.router import ChatConfig
 from pdserve.common.config.shared import LogConfig
 from pdserve.common.core import errors
 from pdserve.common.core.errors import InvalidRequest, Overloaded, PdserveError
@@ -36,6 +37,7 @@ from pdserve.common.core.structured import StructuredOutput
 from pdserve.common.obs.logging import setup_logging
 from pdserve.router.fair_share import FairShare
 from pdserve.router.http.preprocess import KINDS, Preprocessed, Preprocessor, parse
+from pdserve.router.http.tools import AnswerPlan
 from pdserve.router.served_model import load_served_model
 
 logger = logging.getLogger(__name__)
@@ -53,8 +55,9 @@ KEEP_MEMORY = 512 * 2**20  # bytes at its peak, above which the process ends aft
 MAX_FIELDS = 64 * 1024  # bytes of JSON that are neither prompt, nor messages, nor template
 _CONSUMED = {
     "prompt", "messages", "input", "instructions", "system", "tokens",
-    "chat_template", "chat_template_kwargs", "tools", "response_format", "structured_outputs",
-    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern",
+    "chat_template", "chat_template_kwargs", "documents", "tools", "response_format",
+    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "guided_whitespace_pattern",
 }  # fmt: skip
 _PLACEHOLDERS: dict[str, dict[str, Any]] = {
     "completion": {"prompt": ""},
@@ -69,7 +72,7 @@ _PLACEHOLDERS: dict[str, dict[str, Any]] = {
 class Spec:
     model: dict[str, Any]  # fields of ModelConfig
     log: dict[str, Any]  # of LogConfig
-    trust_request_chat_template: bool = False
+    chat: dict[str, Any]  # of ChatConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,7 @@ class Reply:
     prompts: tuple[bytes, ...] = ()  # arrays of 32 bits
     texts: tuple[str, ...] = ()
     structured: StructuredOutput | None = None
+    answer: AnswerPlan = field(default_factory=AnswerPlan)
     unknown: tuple[str, ...] = ()
     error: dict[str, Any] | None = None  # the class's name and the arguments of a PdserveError
 
@@ -119,7 +123,9 @@ class PreprocessWorkers:
             raise _error(**reply.error)
         prompts = [_ids(each) for each in reply.prompts]
         body = parse(KINDS[kind][0], reply.body)
-        return Preprocessed(body, prompts, reply.texts, reply.structured, frozenset(reply.unknown))
+        return Preprocessed(
+            body, prompts, reply.texts, reply.structured, reply.answer, frozenset(reply.unknown)
+        )
 
     async def close(self) -> None:
         for task in list(self._work):
@@ -233,7 +239,7 @@ def main(fd: int) -> int:
     spec = msgspec.msgpack.decode(_receive(frames), type=Spec)
     setup_logging("router/text", LogConfig(**spec.log))
     model = load_served_model(ModelConfig(**spec.model))
-    preprocessor = Preprocessor(model, spec.trust_request_chat_template)
+    preprocessor = Preprocessor(model, ChatConfig(**spec.chat))
     try:
         while True:
             kind = _receive(frames).decode()
@@ -256,6 +262,7 @@ def answer(preprocessor: Preprocessor, kind: str, raw: bytes | bytearray) -> Rep
             prompts=tuple(array("I", ids).tobytes() for ids in preprocessed.prompts),
             texts=tuple(preprocessed.texts),
             structured=preprocessed.structured,
+            answer=preprocessed.answer,
             unknown=tuple(name[:64] for name in sorted(preprocessed.unknown)[:100]),
         )
     except PdserveError as error:

@@ -26,6 +26,7 @@ from pdserve.router.http.connection import Limits
 from pdserve.router.http.cors import CORS
 from pdserve.router.http.request import Bodies
 from pdserve.router.http.server import HTTPServer, https_context
+from pdserve.router.parsers.tool_parser import tool_parser
 from pdserve.router.pipeline import Pipeline
 from pdserve.router.preprocess_workers import PreprocessWorkers, Spec
 from pdserve.router.registry import Registry
@@ -84,14 +85,16 @@ class Router:
         metrics.registry.register(PipelineCollector(self._pipeline))
         prefix = config.observability.metrics_prefix
         shown = Exposition(metrics.registry, model.name, prefix, ROUTER_NAMES)
-        trust = server.trust_request_chat_template
-        self._workers = PreprocessWorkers(Spec(asdict(config.model), asdict(config.log), trust))
+        chat = config.chat
+        spec = Spec(asdict(config.model), asdict(config.log), asdict(chat))
+        self._workers = PreprocessWorkers(spec)
         self._serving = Serving(
             pipeline=self._pipeline,
             model=model,
             metrics=metrics,
             keys=APIKeys(server.api_key, salted=server.cache_salt_per_key),
-            trust_request_chat_template=trust,
+            chat=chat,
+            tool_parser=tool_parser(chat.tool_call_parser) if chat.tool_call_parser else None,
             workers=self._workers,
         )
         bodies = Bodies(server.max_body_size, routing.queue_timeout, routing.max_client_share)

@@ -9,12 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pdserve.common.config.router import ChatConfig
 from pdserve.common.core.request import new_request_id
 from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.router.admission import Batch
 from pdserve.router.auth import APIKeys
 from pdserve.router.generation import GenerationRequest
 from pdserve.router.http.preprocess import Preprocessed, Preprocessor
+from pdserve.router.parsers.tool_parser import ToolParser
 from pdserve.router.pipeline import Pipeline
 from pdserve.router.preprocess_workers import PreprocessWorkers
 from pdserve.router.sampling import make_choices, make_sampling, make_stop
@@ -66,7 +68,8 @@ class Serving:
     model: ServedModel
     metrics: RouterMetrics = field(default_factory=RouterMetrics)
     keys: APIKeys = field(default_factory=APIKeys)
-    trust_request_chat_template: bool = False
+    chat: ChatConfig = field(default_factory=ChatConfig)
+    tool_parser: type[ToolParser] | None = None  # --tool-call-parser
     workers: PreprocessWorkers | None = None  # without them threads take large bodies, too
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     cached: Cached = field(default_factory=Cached)
@@ -77,7 +80,7 @@ class Serving:
         Raises:
             PdserveError: as `Preprocessor.preprocess`, or there is no room for it.
         """
-        preprocessor = Preprocessor(self.model, self.trust_request_chat_template)
+        preprocessor = Preprocessor(self.model, self.chat)
         if len(raw) <= INLINE:
             result = preprocessor.preprocess(kind, raw)
         elif len(raw) <= SMALL or self.workers is None:

@@ -163,6 +163,7 @@ class Cluster:
     def _router_spec(self, **changes: Any) -> ChildSpec:
         config = RouterConfig(
             server=replace(self.config.server, **changes),
+            chat=self.config.chat,
             tls=self.config.tls,
             auth=self._auth,
             model=self.config.engine.model,

@@ -12,7 +12,7 @@ from pdserve.common.config.node import (
     SchedulerConfig,
     TransferConfig,
 )
-from pdserve.common.config.router import RoutingConfig, ServerConfig
+from pdserve.common.config.router import ChatConfig, RoutingConfig, ServerConfig
 from pdserve.common.config.shared import (
     AuthConfig,
     LogConfig,
@@ -62,6 +62,7 @@ class ClusterConfig:
     )
     # Nodes learn the port from `up`, so that two clusters need not agree on ports.
     server: ServerConfig = field(default_factory=lambda: ServerConfig(grpc_port=0, registry_port=0))
+    chat: ChatConfig = field(default_factory=ChatConfig)
     tls: TLSConfig = field(default_factory=TLSConfig)
     auth: AuthConfig = field(default_factory=AuthConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

@@ -29,9 +29,6 @@ class ServerConfig:
     registry_port: int = option(
         8002, "gRPC port at which nodes register; not for clients (0: a free one)", **PORT
     )
-    trust_request_chat_template: bool = option(
-        False, "accept `chat_template` in requests (Jinja can use much CPU)"
-    )
     ports_file: str | None = option(
         None, "file to write the ports to once they are open, as JSON", metavar="FILE"
     )
@@ -91,6 +88,40 @@ class ServerConfig:
             raise ConfigError(
                 "--cache-salt-per-key needs --api-key: there are no keys to tell apart"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatConfig:
+    """Chat"""
+
+    chat_template_content_format: str = option(
+        "string",
+        "what the template is given as a message's content: a string, or a list of parts as OpenAI "
+        "has them",
+        choices=("string", "openai"),
+    )
+    trust_request_chat_template: bool = option(
+        False, "accept `chat_template` in requests (Jinja can use much CPU)"
+    )
+    enable_auto_tool_choice: bool = option(
+        False, "let the model decide whether it calls a tool; needs --tool-call-parser"
+    )
+    tool_call_parser: str | None = option(
+        None,
+        "how the model writes tool calls: hermes, llama3_json, mistral, the name of an entry point "
+        "in pdserve.tool_parsers, or module:Class",
+        metavar="NAME",
+    )
+    reasoning_parser: str | None = option(
+        None,
+        "how the model writes what it thinks, which is then `reasoning_content` and no part of the "
+        "content: deepseek_r1 (it always thinks first) or qwen3 (it may)",
+        choices=("deepseek_r1", "qwen3"),
+    )
+
+    def __post_init__(self) -> None:
+        if self.enable_auto_tool_choice and not self.tool_call_parser:
+            raise ConfigError("--enable-auto-tool-choice needs --tool-call-parser")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +190,7 @@ class RouterConfig:
     """The router."""
 
     server: ServerConfig = field(default_factory=ServerConfig)
+    chat: ChatConfig = field(default_factory=ChatConfig)
     tls: TLSConfig = field(default_factory=TLSConfig)
     auth: AuthConfig = field(default_factory=AuthConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -166,6 +166,8 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
+        tools: list[dict[Any, Any] | Callable[..., Any]] | None = None,
+        documents: list[dict[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The text of a conversation. Templates run in transformers' Jinja sandbox.
@@ -185,6 +187,8 @@ class Tokenizer:
             text = self._hf.apply_chat_template(
                 [dict(message) for message in messages],
                 chat_template=chat_template,
+                tools=tools,
+                documents=documents,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tokenize=False,

@@ -7,26 +7,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, Generic, TypeVar, cast
 
 from pydantic import ValidationError
 
+from pdserve.common.config.router import ChatConfig
 from pdserve.common.core.errors import InvalidRequest
 from pdserve.common.core.sampling import MAX_CHOICES, check_range
 from pdserve.common.core.structured import StructuredOutput
 from pdserve.router.http.foreign import ForeignBody, MessagesBody, ResponsesBody
+from pdserve.router.http.conversation import render
 from pdserve.router.http.schema import (
     SHAPES,
     Body,
     ChatBody,
-    ChatTemplateBody,
     CompletionBody,
     DetokenizeBody,
     GenerationBody,
-    Message,
     TokenizeBody,
+)
+from pdserve.router.http.tools import (
+    AnswerPlan,
+    begins_thinking,
+    check_tools,
+    forced_calls,
+    plan_tools,
 )
 from pdserve.router.http.unsupported import unknown_fields
 from pdserve.router.sampling import make_choices
@@ -53,15 +60,16 @@ class Preprocessed(Generic[BodyT]):
     prompts: Sequence[Sequence[int]]  # token ids
     texts: Sequence[str] = ()  # of the prompts where they are echoed, or of the tokens
     structured: StructuredOutput | None = None  # what the answer must be
+    answer: AnswerPlan = field(default_factory=AnswerPlan)
     unknown: frozenset[str] = field(default_factory=frozenset)  # fields no schema has
 
 
 @dataclass(frozen=True, slots=True)
 class Preprocessor:
-    """The model whose tokens and templates they are, and whether clients' templates run, too."""
+    """The model whose tokens and templates they are, and the server's way with chats."""
 
     model: ServedModel
-    trust_request_chat_template: bool = False
+    chat: ChatConfig = field(default_factory=ChatConfig)
 
     def preprocess(self, kind: str, raw: bytes | bytearray) -> Preprocessed[Any]:
         """`kind` is one of `KINDS`.
@@ -77,12 +85,10 @@ class Preprocessor:
         body = parse(schema, raw)
         unknown = unknown_fields(body.model_extra or {})
         self.model.check_name(body.model)
-        asked = as_chat(body) if isinstance(body, ForeignBody) else body
-        structured = structured_of(asked) if isinstance(asked, GenerationBody) else None
-        if structured is not None:
+        made = preprocess(self, as_chat(body) if isinstance(body, ForeignBody) else body)
+        if (structured := made.structured) is not None:
             raise InvalidRequest("structured output is not compiled yet", param=structured.param)
-        prompts, texts = preprocess(self, asked)
-        return Preprocessed(body, prompts, texts, structured, unknown)
+        return replace(made, body=body, unknown=unknown)
 
 
 def parse(schema: type[BodyT], raw: bytes | bytearray) -> BodyT:
@@ -149,11 +155,11 @@ def _count(
 
 # ---- completions ----------------------------------------------------------------------------
 
-Preprocess = Callable[[Preprocessor, Any], tuple[Sequence[Sequence[int]], Sequence[str]]]
+Preprocess = Callable[[Preprocessor, Any], Preprocessed[Any]]
 
 
-def _completion(preprocessor: Preprocessor, body: CompletionBody) -> tuple[Any, Any]:
-    check_generation(body)
+def _completion(preprocessor: Preprocessor, body: CompletionBody) -> Preprocessed[Any]:
+    structured = check_generation(body)
     if body.suffix:
         raise InvalidRequest("suffix is not supported", param="suffix")
     if body.best_of is not None:
@@ -166,12 +172,13 @@ def _completion(preprocessor: Preprocessor, body: CompletionBody) -> tuple[Any, 
             raise InvalidRequest("logprobs of an echoed prompt are not supported", param="echo")
     prompts = [_ids(preprocessor.model, body, one) for one in _prompts(body)]
     if not body.echo:
-        return prompts, ()
+        return Preprocessed(body, prompts, structured=structured)
     given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     if isinstance(given[0], str) and body.truncate_prompt_tokens is None:  # the client's own
-        return prompts, given
+        return Preprocessed(body, prompts, given, structured)
     decode = preprocessor.model.tokenizer.decode
-    return prompts, [decode(ids, skip_special_tokens=False) for ids in prompts]
+    texts = [decode(ids, skip_special_tokens=False) for ids in prompts]
+    return Preprocessed(body, prompts, texts, structured)
 
 
 def _prompts(body: CompletionBody) -> Sequence[str | list[int]]:
@@ -213,84 +220,53 @@ def _truncated(model: ServedModel, body: GenerationBody, token_ids: Sequence[int
     return token_ids[-most:]
 
 
-def check_generation(body: GenerationBody) -> None:
-    """What completions and chat have in common."""
+def check_generation(body: GenerationBody) -> StructuredOutput | None:
+    """What completions and chat have in common; returns what the answer must be."""
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+    return structured_of(body)
 
 
 # ---- chat -----------------------------------------------------------------------------------
 
 
-def _chat(preprocessor: Preprocessor, body: ChatBody) -> tuple[Any, Any]:
-    check_generation(body)
-    if body.tools:
-        raise InvalidRequest("tools are not supported yet", param="tools")
-    if body.tool_choice not in (None, "none", "auto"):
-        raise InvalidRequest("tool_choice is not supported yet", param="tool_choice")
+def _chat(preprocessor: Preprocessor, body: ChatBody) -> Preprocessed[Any]:
+    structured = check_generation(body)
     if body.max_completion_tokens is not None:
         check_range("max_completion_tokens", body.max_completion_tokens, 1, None)
     if body.top_logprobs is not None:
         check_range("top_logprobs", body.top_logprobs, 0, preprocessor.model.max_logprobs)
         if body.top_logprobs and not body.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-    token_ids = _conversation(preprocessor, body, body.messages)
-    return [_truncated(preprocessor.model, body, token_ids)], ()
-
-
-def _conversation(
-    preprocessor: Preprocessor, body: ChatTemplateBody, messages: list[Message]
-) -> tuple[int, ...]:
-    """The conversation as token ids, through the chat template.
-
-    Raises:
-        InvalidRequest: no messages, or the template refuses them.
-    """
-    if not messages:
-        raise InvalidRequest("messages is an empty list", param="messages")
-    if body.chat_template is not None and not preprocessor.trust_request_chat_template:
-        raise InvalidRequest(
-            "this server does not run clients' chat templates "
-            "(--trust-request-chat-template allows them)",
-            param="chat_template",
-        )
-    if body.add_generation_prompt and body.continue_final_message:
-        raise InvalidRequest(
-            "add_generation_prompt and continue_final_message exclude each other",
-            param="continue_final_message",
-        )
-    rendered = preprocessor.model.tokenizer.render_chat_template(
-        [_as_template_message(message) for message in messages],
-        add_generation_prompt=not body.continue_final_message
-        and body.add_generation_prompt is not False,
-        continue_final_message=bool(body.continue_final_message),
-        chat_template=body.chat_template,
-        template_kwargs=body.chat_template_kwargs,
-    )
-    return preprocessor.model.encode(rendered, "messages", bool(body.add_special_tokens))
-
-
-def _as_template_message(message: Message) -> dict[str, Any]:
-    """OpenAI's newer name for `system` is in no open model's template."""
-    role = "system" if message.role == "developer" else message.role
-    return {"content": "", **message.model_dump(exclude_none=True), "role": role}
+    model = preprocessor.model
+    plan = plan_tools(body, preprocessor.chat)
+    structured = forced_calls(body, plan, structured) or structured
+    text = render(model.tokenizer, preprocessor.chat, body, body.messages)
+    if structured is None:  # what must be something from its beginning on has no thought
+        plan = replace(plan, thinking=begins_thinking(body, preprocessor.chat, text))
+    token_ids = model.encode(text, "messages", bool(body.add_special_tokens))
+    prompt = _truncated(model, body, token_ids)
+    return Preprocessed(body, [prompt], structured=structured, answer=plan)
 
 
 # ---- tokens alone ---------------------------------------------------------------------------
 
 
-def _tokenize(preprocessor: Preprocessor, body: TokenizeBody) -> tuple[Any, Any]:
+def _tokenize(preprocessor: Preprocessor, body: TokenizeBody) -> Preprocessed[Any]:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("give either prompt or messages", param="prompt")
     if body.messages is not None:
-        return [_conversation(preprocessor, body, body.messages)], ()
+        check_tools(body.tools or [])
+        text = render(preprocessor.model.tokenizer, preprocessor.chat, body, body.messages)
+        special = bool(body.add_special_tokens)
+        return Preprocessed(body, [preprocessor.model.encode(text, "messages", special)])
     special = body.add_special_tokens is not False
-    return [preprocessor.model.encode(body.prompt or "", "prompt", special)], ()
+    return Preprocessed(body, [preprocessor.model.encode(body.prompt or "", "prompt", special)])
 
 
-def _detokenize(preprocessor: Preprocessor, body: DetokenizeBody) -> tuple[Any, Any]:
+def _detokenize(preprocessor: Preprocessor, body: DetokenizeBody) -> Preprocessed[Any]:
     token_ids = preprocessor.model.check_ids(body.tokens, "tokens")
-    return (), [preprocessor.model.tokenizer.decode(token_ids, False)]
+    return Preprocessed(body, (), [preprocessor.model.tokenizer.decode(token_ids, False)])
 
 
 KINDS: dict[str, tuple[type[Body], Preprocess]] = {

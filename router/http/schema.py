@@ -15,8 +15,8 @@ from pydantic import (
     FailFast,
     Field,
     Strict,
+    StringConstraints,
     create_model,
-    field_validator,
 )
 from typing_extensions import TypeAliasType
 
@@ -37,15 +37,18 @@ Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
 TokenIds = TypeAliasType("TokenIds", Annotated[list[int], FailFast()])
 Prompts = TypeAliasType("Prompts", Annotated[list[TokenIds], FailFast()])
 
+TOOL_NAME = r"^[A-Za-z0-9_.-]{1,128}$"
+
 # What to say of a field that takes several shapes, when it has none of them.
 SHAPES = {
     "prompt": "a string, a list of strings, token ids or a list of lists of token ids",
     "stop": "a string or a list of strings",
     "content": "a string or a list of parts of type text",
-    "tool_choice": "a string or an object",
     "guided_json": "an object or a string",
     "input": "a string or a list of items",
     "system": "a string or a list of blocks of text",
+    "tool_choice": '"none", "auto", "required" or {"type": "function", "function": {"name": …}}',
+    "arguments": "a string of JSON or an object",
 }
 
 
@@ -121,21 +124,55 @@ class TextPart(BaseModel):
     text: str
 
 
-class Message(BaseModel):
-    """One turn. Fields beside these go to the chat template as they are."""
+class _Part(BaseModel):
+    """Of tools and calls. Other fields go to the chat template as they are."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
+
+class Function(_Part):
+    name: Annotated[str, StringConstraints(pattern=TOOL_NAME)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Part):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(_Part):
+    name: str
+
+
+class NamedTool(_Part):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class FunctionCall(_Part):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(_Part):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(_Part):
+    """One turn."""
+
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[TextPart] | None = None
-
-    @field_validator("content")
-    @classmethod
-    def _join_parts(cls, content: str | list[TextPart] | None) -> str | None:
-        return "".join(p.text for p in content) if isinstance(content, list) else content
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
 
 
 Messages = TypeAliasType("Messages", Annotated[list[Message], FailFast()])
+Tools = TypeAliasType("Tools", Annotated[list[Tool], FailFast()])
 
 
 class ChatTemplateBody(Body):
@@ -146,6 +183,8 @@ class ChatTemplateBody(Body):
     add_special_tokens: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
+    documents: list[dict[str, Any]] | None = None
 
 
 class ChatBody(GenerationBody, ChatTemplateBody):
@@ -153,8 +192,7 @@ class ChatBody(GenerationBody, ChatTemplateBody):
     max_completion_tokens: Integer | None = None
     logprobs: bool | None = None
     top_logprobs: Integer | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
 
 

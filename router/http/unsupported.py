@@ -36,7 +36,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "output_config": ({},),
     "output_format": (),
     # vLLM
-    "documents": ([],),
     "early_stopping": (False,),
     "echo": (False,),
     "include_reasoning": (True,),

@@ -20,6 +20,7 @@ from aiohttp import ClientResponse, ClientSession
 from prometheus_client import CollectorRegistry, Counter
 
 from fakes_pipeline import FakeGenerator, byte_fallback_folder, byte_level_folder
+from pdserve.common.config.router import ChatConfig
 from pdserve.common.core.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -80,13 +81,15 @@ class Site:
 
 
 @asynccontextmanager
-async def serve(folder: Path, root_path: str = "", **options: Any) -> AsyncIterator[Site]:
+async def serve(
+    folder: Path, window: int = WINDOW, root_path: str = "", **options: Any
+) -> AsyncIterator[Site]:
     tokenizer = Tokenizer.from_folder(folder)
     generator = FakeGenerator(tokenizer)
     model = ServedModel(
         names=("tiny/model", "alias"),
         root=str(folder),
-        max_model_len=WINDOW,
+        max_model_len=window,
         vocab_size=tokenizer.vocab_size,
         created=1700000000,
         tokenizer=tokenizer,
@@ -357,7 +360,8 @@ async def test_messages_parts_roles_and_continuation(site: Site) -> None:
 async def test_a_clients_template_needs_trust(site: Site, tmp_path: Path) -> None:
     body = {"messages": CHAT, "chat_template": "x{{ y }}", "chat_template_kwargs": {"y": "z"}}
     await check_error(await site.post("/v1/chat/completions", body), 400, "chat_template")
-    async with serve(byte_level_folder(tmp_path), trust_request_chat_template=True) as trusting:
+    chat = ChatConfig(trust_request_chat_template=True)
+    async with serve(byte_level_folder(tmp_path), chat=chat) as trusting:
         await trusting.chat(**body)
         prompt = trusting.generator.requests[0].prompt_token_ids
         assert trusting.tokenizer.decode(prompt) == "xz"
@@ -580,8 +584,6 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"echo": True}, "echo"),
     ({"stream_options": {}}, "stream_options"),
-    ({"tools": [{"type": "function"}]}, "tools"),
-    ({"tool_choice": "required"}, "tool_choice"),
     ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
 ]

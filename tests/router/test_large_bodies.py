@@ -17,6 +17,7 @@ from benchmarks.bench_bodies import KINDS as ATTACKS
 from benchmarks.bench_bodies import MIB, measure, router
 from paths import MODELS
 from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.router import ChatConfig
 from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import (
     InvalidRequest,
@@ -35,6 +36,9 @@ from pdserve.router.served_model import ServedModel, load_served_model
 
 MODEL = MODELS / "llama-gqa"
 CONFIG = ModelConfig(model=str(MODEL))
+CHATS = ChatConfig(
+    enable_auto_tool_choice=True, tool_call_parser="hermes", reasoning_parser="qwen3"
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +48,7 @@ def model() -> ServedModel:
 
 @pytest.fixture
 def text(model: ServedModel) -> Preprocessor:
-    return Preprocessor(model)
+    return Preprocessor(model, CHATS)
 
 
 def encode(**fields: Any) -> bytes:
@@ -190,7 +194,7 @@ async def test_the_bodies_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 async def workers() -> AsyncIterator[PreprocessWorkers]:
-    workers = PreprocessWorkers(Spec(asdict(CONFIG), asdict(LogConfig())), size=1)
+    workers = PreprocessWorkers(Spec(asdict(CONFIG), asdict(LogConfig()), asdict(CHATS)), size=1)
     yield workers
     await workers.close()
     assert not [each for each in psutil.Process().children() if _prepares(each)]
@@ -204,6 +208,7 @@ def _prepares(process: psutil.Process) -> bool:
 
 
 CHAT = [{"role": "user", "content": "Tell me a story."}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 BODIES = [
     ("completion", {"prompt": "once upon", "n": 2, "stop": ["x"], "seed": 3}),
     ("completion", {"prompt": ["once", "upon"], "echo": True, "temperature": 0.5}),
@@ -212,6 +217,7 @@ BODIES = [
     ("completion", {"prompt": [3, 4, 5], "truncate_prompt_tokens": "2", "best_of": 3}),
     ("responses", {"input": "once", "text": {"format": {"type": "text"}}, "stream": True}),
     ("messages", {"messages": CHAT, "max_tokens": 5.0, "tool_choice": {"type": "none"}}),
+    ("chat", {"messages": CHAT, "tools": [TOOL], "parallel_tool_calls": False, "top_logprobs": 0}),
     ("tokenize", {"prompt": "once upon a time"}),
     ("detokenize", {"tokens": [3, 4, 5]}),
 ]
@@ -238,7 +244,8 @@ async def test_a_process_prepares_as_the_router_does(
         )
         assert [list(ids) for ids in there.prompts] == [list(ids) for ids in here.prompts]
         assert (list(there.texts), there.unknown) == (list(here.texts), here.unknown)
-        left_out = {"prompt", "tokens", "input", "messages", *here.unknown}
+        assert there.answer == here.answer
+        left_out = {"prompt", "tokens", "input", "messages", "tools", *here.unknown}
         assert there.body.model_dump(exclude=left_out) == here.body.model_dump(exclude=left_out)
     for kind, body in WRONG:
         with pytest.raises((InvalidRequest, ModelNotFound)) as error:
@@ -279,7 +286,7 @@ def test_large_bodies_leave_the_router_small_and_awake() -> None:
 
 
 async def test_clients_take_turns_at_the_text_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    workers = PreprocessWorkers(Spec(asdict(CONFIG), asdict(LogConfig())), size=1)
+    workers = PreprocessWorkers(Spec(asdict(CONFIG), asdict(LogConfig()), asdict(CHATS)), size=1)
     go, order = asyncio.Event(), []
 
     async def ask(kind: str, raw: bytes) -> Any:

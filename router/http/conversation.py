@@ -1,0 +1,86 @@
+"""Messages to the text a model reads, through its chat template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdserve.common.config.router import ChatConfig
+from pdserve.common.core.errors import InvalidRequest
+from pdserve.common.text.tokenizer import Tokenizer
+from pdserve.router.http.schema import ChatTemplateBody, Message, TextPart, Tool
+from pdserve.router.parsers.reader import decode
+
+
+def render(
+    tokenizer: Tokenizer, config: ChatConfig, body: ChatTemplateBody, messages: list[Message]
+) -> str:
+    """The conversation as the model reads it.
+
+    Raises:
+        InvalidRequest: no messages, or the template refuses them.
+    """
+    if not messages:
+        raise InvalidRequest("messages is an empty list", param="messages")
+    if body.chat_template is not None and not config.trust_request_chat_template:
+        raise InvalidRequest(
+            "this server does not run clients' chat templates "
+            "(--trust-request-chat-template allows them)",
+            param="chat_template",
+        )
+    if body.add_generation_prompt and body.continue_final_message:
+        raise InvalidRequest(
+            "add_generation_prompt and continue_final_message exclude each other",
+            param="continue_final_message",
+        )
+    as_parts = config.chat_template_content_format == "openai"
+    return tokenizer.render_chat_template(
+        [_as_template_message(message, as_parts) for message in messages],
+        add_generation_prompt=not body.continue_final_message
+        and body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+        chat_template=body.chat_template,
+        tools=[_as_template_tool(tool) for tool in body.tools or ()] or None,
+        documents=body.documents or None,
+        template_kwargs=body.chat_template_kwargs,
+    )
+
+
+def text_of(message: Message) -> str:
+    content = message.content or ""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _as_template_message(message: Message, as_parts: bool) -> dict[str, Any]:
+    """As templates want it: OpenAI's newer name for `system` is in none of them, arguments of
+    calls are objects, and what a model thought is under one of its two names."""
+    given = message.model_dump(exclude_none=True)
+    if reasoning := given.pop("reasoning", None):
+        given.setdefault("reasoning_content", reasoning)
+    given["content"] = text_of(message)
+    if as_parts and message.content is not None:
+        parts = message.content
+        if isinstance(parts, str):
+            parts = [TextPart(type="text", text=parts)]
+        given["content"] = [part.model_dump() for part in parts]
+    if not given.get("tool_calls"):
+        given.pop("tool_calls", None)
+    for call in given.get("tool_calls", ()):
+        call["function"]["arguments"] = _as_object(call["function"].get("arguments"))
+    return given | {"role": "system" if message.role == "developer" else message.role}
+
+
+def _as_object(arguments: str | dict[str, Any] | None) -> Any:
+    """What a model once wrote may be no JSON: then it stays as it is."""
+    if not arguments:
+        return {}
+    if isinstance(arguments, str):
+        value = decode(arguments)
+        return value if isinstance(value, dict) else arguments
+    return arguments
+
+
+def _as_template_tool(tool: Tool) -> dict[str, Any]:
+    """Without what is for the server alone."""
+    given = tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}})
+    told = {name: value for name, value in given["function"].items() if value is not None}
+    return given | {"function": told}
