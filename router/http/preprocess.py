@@ -17,8 +17,8 @@ from pdserve.common.config.router import ChatConfig
 from pdserve.common.core.errors import InvalidRequest
 from pdserve.common.core.sampling import MAX_CHOICES, check_range
 from pdserve.common.core.structured import StructuredOutput
-from pdserve.router.http.foreign import ForeignBody, MessagesBody, ResponsesBody
 from pdserve.router.http.conversation import render
+from pdserve.router.http.foreign import ForeignBody, MessagesBody, ResponsesBody
 from pdserve.router.http.schema import (
     SHAPES,
     Body,
