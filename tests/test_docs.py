@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 
 from paths import ROOT
+from pdserve.common.bench.serving.options import parse_args
 from pdserve.common.config.sources import ROLE_CONFIGS, options
 from pdserve.common.obs.metrics import RouterMetrics
 from test_architecture import ALLOWED
@@ -60,14 +61,11 @@ def test_flags_in_the_pages_exist() -> None:
     assert used - known - {"--config"} == set()
 
 
-def test_benchmark_commands_in_the_pages_parse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from serving.options import parse_args
-
-    commands = _commands(r"python benchmarks/bench_serving\.py")
+def test_benchmark_commands_in_the_pages_parse() -> None:
+    commands = _commands(r"pdserve bench serve")
     assert commands
     for command in commands:
-        parse_args(shlex.split(command.replace("\\\n", " "))[2:])
+        parse_args(shlex.split(command.replace("\\\n", " "))[3:])
 
 
 def _commands(start: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""What every server is asked, by the load generator of `bench_serving.py`, and what is measured."""
+"""What every server is asked, by `pdserve bench serve`'s load generator, and what is measured."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import aiohttp
-from serving.client import Client, Record
-from serving.datasets import Prompt, RandomSpec, Vocabulary, random_prompts
-from serving.load import run_load
-from serving.metrics import Summary, summarize
 
 from benchmarks.compared.servers import Running
+from pdserve.common.bench.serving.client import Client, Record
+from pdserve.common.bench.serving.datasets import Prompt, RandomSpec, Vocabulary, random_prompts
+from pdserve.common.bench.serving.load import run_load
+from pdserve.common.bench.serving.metrics import Summary, summarize
 
 WORDS = Vocabulary(as_ids=False)  # text, which all take: about one token a word
 REQUEST_TIMEOUT = 300.0

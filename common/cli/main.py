@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import difflib
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pdserve
 from pdserve.common.config.sources import CONFIG_EXIT_CODE
@@ -52,7 +50,7 @@ COMMANDS = {
         ),
         "bench": (
             "pdserve.common.cli.main:bench",
-            "step: the engine beside this machine's limit; else the load generator of a checkout",
+            "serve: load a server; compare: two results; step: the engine's limits",
         ),
         "model": (
             "pdserve.common.cli.model:main",
@@ -117,22 +115,27 @@ def show_version(argv: Sequence[str] = ()) -> int:
     return 0
 
 
-def bench(argv: Sequence[str]) -> int:
-    """`bench step` measures the engine itself; the rest is the script in `benchmarks/`, which
-    measures a server from outside, beside the source folders but in no wheel.
+BENCHES = {
+    "serve": ("pdserve.common.bench.serving.main:main", "load a server, and time its answers"),
+    "compare": (
+        "pdserve.common.bench.serving.compare:main",
+        "two results of bench serve side by side",
+    ),
+    "step": ("pdserve.common.bench.main:main", "the engine beside this machine's limit"),
+}
 
-    Raises:
-        ConfigError: this is not a source checkout.
-    """
-    if argv[:1] == ["step"]:
-        return int(import_string("pdserve.common.bench.main:main")(argv[1:]))
-    script = Path(__file__).resolve().parents[2] / "benchmarks" / "bench_serving.py"
-    if not script.is_file():
-        raise ConfigError(
-            "the load generator is not installed: run it from a source checkout (pdserve bench "
-            "step measures the engine, anywhere)"
-        )
-    return subprocess.call([sys.executable, str(script), *argv])
+
+def bench(argv: Sequence[str]) -> int:
+    """One of `BENCHES`."""
+    name, *rest = argv or [""]
+    if name in BENCHES:
+        return int(import_string(BENCHES[name][0])(rest))
+    lines = ["usage: pdserve bench COMMAND [options]", ""]
+    lines += [f"  {name:<15}{summary}" for name, (_, summary) in BENCHES.items()]
+    if name in ("-h", "--help"):
+        print("\n".join(lines))
+        return 0
+    raise ConfigError(f"takes one of {', '.join(BENCHES)}; see pdserve bench --help")
 
 
 def _unknown(command: str, known: list[str]) -> str:

@@ -57,13 +57,13 @@ def test_help_of_a_command_says_whose_it_is(
     assert f"usage: pdserve {command} [options]" in capsys.readouterr().out
 
 
-def test_the_benchmark_is_found_in_a_checkout() -> None:
-    """Wherever `pdserve` is imported from: links lead to the folder of this module."""
-    code = "import sys; from pdserve.common.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "bench", "--help"]
-    ended = subprocess.run(command, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    assert "--request-rate" in ended.stdout
+def test_bench_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"  {name} " in text for name in ("serve", "compare", "step"))
+    for argv in (["bench"], ["bench", "--request-rate", "1"]):
+        assert main(argv) == 2
+        assert "takes one of serve, compare, step" in capsys.readouterr().err
 
 
 def test_the_command_imports_no_torch() -> None:

@@ -1,23 +1,28 @@
-"""The flags of `bench_serving.py`. Names follow `vllm bench serve` where it has them."""
+"""The flags of `pdserve bench serve`. Names follow `vllm bench serve` where it has them."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from serving.datasets import FIRST_TOKEN_ID
-from serving.metrics import SLO_METRICS
+from pdserve.common.bench.serving.datasets import FIRST_TOKEN_ID
+from pdserve.common.bench.serving.metrics import SLO_METRICS
+
+DATASETS = ("random", "sharegpt", "prefix_repetition", "trace")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
+        prog="pdserve bench serve",
         description="Load generator for any OpenAI-compatible server.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     _server_options(parser)
     _load_options(parser)
+    _capacity_options(parser)
     _dataset_options(parser)
     _result_options(parser)
     args = parser.parse_args(argv)
@@ -27,7 +32,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _server_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("server").add_argument
-    add("--base-url", default="http://127.0.0.1:8000", help="without the /v1")
+    add("--base-url", "--url", default="http://127.0.0.1:8000", help="without the /v1")
     add("--backend", choices=("openai", "openai-chat"), default="openai", help="endpoint to call")
     add("--model", help="default: the first the server lists")
     add("--timeout", type=_positive_float, default=600.0, help="seconds for one request")
@@ -55,9 +60,28 @@ def _load_options(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0)
 
 
+def _capacity_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group(
+        "capacity", "with a limit: find the highest rate at which enough requests meet it"
+    ).add_argument
+    add("--slo-ttft-ms", type=_positive_float, help="limit of the time to the first token")
+    add(
+        "--slo-itl-ms",
+        type=_positive_float,
+        help="limit of the mean time between a request's tokens (its TPOT)",
+    )
+    add("--slo-attainment", type=_share, default=0.9, help="share of requests that is enough")
+    add(
+        "--capacity-precision",
+        type=_positive_float,
+        default=0.1,
+        help="share by which the rate found may be too low",
+    )
+
+
 def _dataset_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("data set").add_argument
-    add("--dataset-name", choices=("random", "trace"), default="random")
+    add("--dataset-name", choices=DATASETS, default="random")
     add(
         "--prompt-format",
         choices=("ids", "words"),
@@ -68,6 +92,11 @@ def _dataset_options(parser: argparse.ArgumentParser) -> None:
     add("--random-output-len", type=_positive_int, default=128)
     add("--random-range-ratio", type=float, default=0.0, help="lengths vary by ± this share")
     add("--random-prefix-len", type=int, default=0, help="tokens that all prompts share")
+    add("--sharegpt-max-len", type=_positive_int, default=2048, help="longest input and output")
+    add("--prefix-repetition-prefix-len", type=_positive_int, default=256)
+    add("--prefix-repetition-suffix-len", type=_positive_int, default=256)
+    add("--prefix-repetition-num-prefixes", type=_positive_int, default=10)
+    add("--prefix-repetition-output-len", type=_positive_int, default=128)
     add("--dataset-path", type=Path, help="trace: Mooncake's JSONL or Azure's CSV")
     add("--trace-speedup", type=_positive_float, default=1.0, help="replay this much faster")
     add("--trace-length-scale", type=_positive_float, default=1.0, help="times the lengths")
@@ -95,6 +124,13 @@ def _positive_float(text: str) -> float:
     return value
 
 
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not in (0, 1]")
+    return value
+
+
 def _positive_int(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -116,9 +152,26 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("chat takes no token ids: use --prompt-format words")
     if args.dataset_name == "trace" and args.dataset_path is None:
         parser.error("--dataset-name trace needs --dataset-path")
+    if seeks_capacity(args):
+        if args.dataset_name == "trace" or args.max_concurrency is not None:
+            parser.error("the capacity is sought in an open loop of drawn arrivals, uncapped")
+        if args.request_rate is not None and math.isinf(args.request_rate):
+            parser.error("--request-rate is where the search for the capacity starts: finite")
+        if args.goodput:
+            parser.error("--goodput and --slo-… are the same limits: give one kind")
     if not 0 <= args.random_range_ratio < 1:
         parser.error("--random-range-ratio must be in [0, 1)")
     if args.vocab_size <= FIRST_TOKEN_ID:
         parser.error(f"--vocab-size must be greater than {FIRST_TOKEN_ID}")
     if min(args.num_warmups, args.random_prefix_len) < 0:
         parser.error("--num-warmups and --random-prefix-len must not be negative")
+
+
+def seeks_capacity(args: argparse.Namespace) -> bool:
+    return args.slo_ttft_ms is not None or args.slo_itl_ms is not None
+
+
+def limits(args: argparse.Namespace) -> dict[str, float]:
+    """What a good request keeps: metric → milliseconds."""
+    slo = {"ttft": args.slo_ttft_ms, "tpot": args.slo_itl_ms}
+    return dict(args.goodput) | {name: limit for name, limit in slo.items() if limit is not None}

@@ -24,7 +24,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from serving.client import Chunk, Record
+from pdserve.common.bench.serving.client import Chunk, Record
 
 SLO_METRICS = ("ttft", "tpot", "e2el")
 

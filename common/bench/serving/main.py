@@ -1,12 +1,9 @@
-"""Load generator for any OpenAI-compatible server.
-
-    python benchmarks/bench_serving.py --num-prompts 200 --request-rate 4 \\
-        --random-input-len 256 --random-output-len 64 --ignore-eos --goodput ttft:500 tpot:50
+"""`pdserve bench serve`: the load generator, for any OpenAI-compatible server.
 
 A finite --request-rate is an open loop: requests arrive by a random process whether or not
 earlier ones are answered. --max-concurrency alone is a closed loop: a new request for each
-answered one. Flags and JSON keys follow `vllm bench serve` where it has them; what the
-latencies mean is written in `serving/metrics.py`.
+answered one. With --slo-… runs follow each other at other rates: `capacity.py`. Flags and JSON keys
+follow `vllm bench serve` where it has them; what the latencies mean is written in `metrics.py`.
 """
 
 from __future__ import annotations
@@ -16,30 +13,35 @@ import asyncio
 import json
 import math
 import os
-import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from rich.console import Console
-from rich.progress import Progress
-from serving.arrivals import gamma_arrivals, trace_arrivals
-from serving.client import Client, Record
-from serving.datasets import (
+from rich.progress import MofNCompleteColumn, Progress
+
+from pdserve.common.bench.serving.arrivals import gamma_arrivals, trace_arrivals
+from pdserve.common.bench.serving.capacity import find_capacity
+from pdserve.common.bench.serving.client import Client, Record
+from pdserve.common.bench.serving.datasets import (
     DatasetError,
+    PrefixSpec,
     Prompt,
     RandomSpec,
     Vocabulary,
+    prefix_prompts,
     random_prompts,
     read_trace,
+    sharegpt_prompts,
     trace_prompts,
 )
-from serving.load import run_load
-from serving.metrics import summarize
-from serving.options import parse_args
-from serving.report import as_json, plot, print_tables, warn_if_late
+from pdserve.common.bench.serving.load import run_load
+from pdserve.common.bench.serving.metrics import summarize
+from pdserve.common.bench.serving.options import limits, parse_args, seeks_capacity
+from pdserve.common.bench.serving.report import as_json, plot, print_tables, warn_if_late
 
 
 def load_prompts(args: argparse.Namespace) -> tuple[list[Prompt], list[float] | None]:
@@ -50,6 +52,16 @@ def load_prompts(args: argparse.Namespace) -> tuple[list[Prompt], list[float] | 
         rows = read_trace(args.dataset_path, args.num_prompts)
         prompts = trace_prompts(rows, args.trace_length_scale, vocabulary, args.seed)
         offsets = trace_arrivals([row.timestamp for row in rows], args.trace_speedup)
+    elif args.dataset_name == "sharegpt":
+        prompts = sharegpt_prompts(args.num_prompts, vocabulary, args.seed, args.sharegpt_max_len)
+    elif args.dataset_name == "prefix_repetition":
+        shared = PrefixSpec(
+            args.prefix_repetition_prefix_len,
+            args.prefix_repetition_suffix_len,
+            args.prefix_repetition_num_prefixes,
+            args.prefix_repetition_output_len,
+        )
+        prompts = prefix_prompts(shared, args.num_prompts, vocabulary, args.seed)
     else:
         spec = RandomSpec(
             args.random_input_len,
@@ -70,8 +82,9 @@ def _vocabulary(args: argparse.Namespace) -> Vocabulary:
     return Vocabulary((args.prompt_format or default) == "ids", args.vocab_size)
 
 
-async def measure_server(args: argparse.Namespace, console: Console) -> list[Record]:
-    """Warms the server up, then runs the load."""
+async def measure_server(args: argparse.Namespace, console: Console) -> tuple[list[Record], Found]:
+    """Warms the server up, then runs the load, or loads until the capacity is found: the records of
+    the (last good) run, and what was found."""
     prompts, offsets = load_prompts(args)
     async with _session(args) as session:
         client = await _client(session, args)
@@ -80,11 +93,52 @@ async def measure_server(args: argparse.Namespace, console: Console) -> list[Rec
         for record in await run_load(client, warmups, None, args.max_concurrency or 1):
             if record.error is not None:
                 raise DatasetError(f"a warm-up request failed: {record.error}")
-        with Progress(console=console, transient=True) as bar:
-            task = bar.add_task("requests", total=len(prompts))
-            return await run_load(
-                client, prompts, offsets, args.max_concurrency, lambda: bar.advance(task)
-            )
+        if seeks_capacity(args):
+            return await _seek(client, args, console)
+        return await _run(client, prompts, offsets, args, console), {}
+
+
+Found = dict[str, Any]
+
+
+async def _run(
+    client: Client,
+    prompts: list[Prompt],
+    offsets: list[float] | None,
+    args: argparse.Namespace,
+    console: Console,
+    name: str = "requests",
+) -> list[Record]:
+    with Progress(
+        *Progress.get_default_columns(), MofNCompleteColumn(), console=console, transient=True
+    ) as bar:
+        task = bar.add_task(name, total=len(prompts))
+        return await run_load(
+            client, prompts, offsets, args.max_concurrency, lambda: bar.advance(task)
+        )
+
+
+async def _seek(
+    client: Client, args: argparse.Namespace, console: Console
+) -> tuple[list[Record], Found]:
+    """Each run has prompts of its own, so that no prefix cache knows them."""
+    runs: dict[float, list[Record]] = {}
+
+    async def measure(rate: float) -> float:
+        again = argparse.Namespace(**{**vars(args), "seed": args.seed + 2 + len(runs)})
+        again.request_rate = rate
+        prompts, offsets = load_prompts(again)
+        name = f"{rate:.3g} requests/s"
+        runs[rate] = await _run(client, prompts, offsets, args, console, name)
+        share = summarize(runs[rate], limits(args))[0].goodput_share or 0.0
+        console.print(f"{name}: {share:.1%} meet the limits")
+        return share
+
+    start = args.request_rate or 1.0
+    precision = 1 + args.capacity_precision
+    capacity, steps = await find_capacity(measure, start, args.slo_attainment, precision)
+    found = {"capacity": capacity, "steps": [asdict(step) for step in steps]}
+    return runs[capacity or steps[-1].rate], found
 
 
 def _session(args: argparse.Namespace) -> aiohttp.ClientSession:
@@ -112,28 +166,31 @@ async def _client(session: aiohttp.ClientSession, args: argparse.Namespace) -> C
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0 when every request completed, 1 when one failed, 2 for a bad start."""
+    """Exit code 0 when every request completed, 1 when one failed or no rate meets the limits, 2
+    for a bad start."""
     args = parse_args(argv)
     console = Console(stderr=args.json)
     date = datetime.now(UTC).isoformat(timespec="seconds")
     try:
-        records = asyncio.run(measure_server(args, console))
+        records, found = asyncio.run(measure_server(args, console))
     except (DatasetError, OSError, aiohttp.ClientError) as error:
         console.print(f"[red]{error}")
         return 2
-    summary, timings = summarize(records, dict(args.goodput))
-    result = json.dumps(as_json(summary, _config(args), date), indent=2)
+    summary, timings = summarize(records, limits(args))
+    result = json.dumps({**as_json(summary, _config(args), date), **found}, indent=2)
     if args.json:
         print(result)
     else:
         print_tables(summary, console)
-    if args.max_concurrency is None:
+    if found:
+        console.print(f"capacity: {found['capacity']:.3g} requests/s")
+    elif args.max_concurrency is None:
         warn_if_late(summary, console)
     if args.save_result:
         args.save_result.write_text(result + "\n", encoding="utf-8")
     if args.plot:
         plot(timings, summary.slo, args.plot)
-    return 1 if summary.failed else 0
+    return 1 if summary.failed or found.get("capacity") == 0 else 0
 
 
 def _config(args: argparse.Namespace) -> dict[str, Any]:
@@ -142,7 +199,3 @@ def _config(args: argparse.Namespace) -> dict[str, Any]:
     if args.request_rate is not None and math.isinf(args.request_rate):
         config["request_rate"] = "inf"
     return config
-
-
-if __name__ == "__main__":
-    sys.exit(main())

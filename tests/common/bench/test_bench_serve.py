@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from itertools import pairwise
 from pathlib import Path
@@ -14,27 +13,29 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from paths import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import bench_serving
-from serving.arrivals import gamma_arrivals, trace_arrivals
-from serving.client import Chunk, Client, Record, Usage
-from serving.datasets import (
+from pdserve.common.bench.serving import compare
+from pdserve.common.bench.serving import main as serve
+from pdserve.common.bench.serving.arrivals import gamma_arrivals, trace_arrivals
+from pdserve.common.bench.serving.capacity import MAX_RUNS, Step, find_capacity
+from pdserve.common.bench.serving.client import Chunk, Client, Record, Usage
+from pdserve.common.bench.serving.datasets import (
     DatasetError,
+    PrefixSpec,
     Prompt,
     RandomSpec,
     TraceRow,
     Vocabulary,
+    prefix_prompts,
     random_prompts,
     read_trace,
+    sharegpt_prompts,
     trace_prompts,
 )
-from serving.load import run_load
-from serving.metrics import distribution, measure, summarize, tokens_per_chunk
-from serving.options import parse_args
-from serving.report import as_json
+from pdserve.common.bench.serving.load import run_load
+from pdserve.common.bench.serving.metrics import distribution, measure, summarize, tokens_per_chunk
+from pdserve.common.bench.serving.options import parse_args
+from pdserve.common.bench.serving.report import as_json
+from pdserve.common.core.errors import ConfigError
 
 IDS = Vocabulary(as_ids=True)
 WORDS = Vocabulary(as_ids=False)
@@ -71,6 +72,23 @@ def test_equal_timestamps_are_spread_to_the_next_one() -> None:
 
 
 # ---------------------------------------------------------------- data sets
+
+
+def test_prefixes_are_shared_in_turns() -> None:
+    prompts = prefix_prompts(PrefixSpec(8, 4, 3, 7), 9, IDS, seed=1)
+    assert [(p.input_len, len(p.prompt), p.output_len) for p in prompts] == [(12, 12, 7)] * 9
+    assert len({tuple(p.prompt[:8]) for p in prompts}) == 3
+    assert prompts[0].prompt[:8] == prompts[3].prompt[:8] != prompts[1].prompt[:8]
+    assert len({tuple(p.prompt) for p in prompts}) == 9
+
+
+def test_conversations_have_the_published_lengths() -> None:
+    prompts = sharegpt_prompts(4000, IDS, seed=1, longest=100_000)
+    assert all(len(p.prompt) == p.input_len >= 4 for p in prompts)
+    assert sum(p.input_len for p in prompts) / 4000 == pytest.approx(161, rel=0.1)
+    assert sum(p.output_len for p in prompts) / 4000 == pytest.approx(338, rel=0.1)
+    short = sharegpt_prompts(100, WORDS, seed=1, longest=50)
+    assert max(p.output_len for p in short) == 50
 
 
 def test_random_lengths_stay_in_range_and_share_the_prefix() -> None:
@@ -464,7 +482,76 @@ async def test_closed_loop_keeps_the_cap_full(
     assert all(measure(r).delay == 0 for r in records)
 
 
+# ---------------------------------------------------------------- capacity
+
+
+@pytest.mark.parametrize("knee", [0.3, 1.0, 5.0, 37.0])
+async def test_the_capacity_is_found_from_below(knee: float) -> None:
+    async def measure(rate: float) -> float:
+        return 1.0 if rate <= knee else 0.5
+
+    capacity, steps = await find_capacity(measure, 1.0, 0.9, 1.1)
+    assert knee / 1.1 <= capacity <= knee
+    assert len(steps) < 14 and Step(capacity, 1.0) in steps
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+async def test_a_search_without_end_ends(share: float) -> None:
+    """A server that is never good enough, or always."""
+
+    async def measure(rate: float) -> float:
+        return share
+
+    capacity, steps = await find_capacity(measure, 1.0, 0.9, 1.1)
+    assert len(steps) == MAX_RUNS
+    assert capacity == (steps[-1].rate if share else 0.0)
+
+
 # ---------------------------------------------------------------- the command
+
+
+async def test_command_finds_the_capacity(server: FakeServer, tmp_path: Path) -> None:
+    """Of a fake that fails at any rate, which no search makes a success."""
+    server.answer = _error_event
+    path = tmp_path / "r.json"
+    argv = [
+        *("--base-url", server.url, "--num-prompts", "1", "--request-rate", "1e6", "--json"),
+        *("--random-input-len", "5", "--random-output-len", "4", "--save-result", str(path)),
+    ]
+    never = [*argv, "--slo-ttft-ms", "0.001"]
+    assert await asyncio.to_thread(serve.main, never) == 1
+    found = json.loads(path.read_text())
+    assert found["capacity"] == 0 and len(found["steps"]) == MAX_RUNS
+    assert found["slo"] == {"ttft": 0.001}
+    prompts = [tuple(body["prompt"]) for body in server.seen]
+    assert len(set(prompts)) == len(prompts)  # no prefix cache knows them
+
+
+def test_two_results_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = []
+    for number, rate in ((1, 2.0), (2, 3.0)):
+        result = {
+            "config": {"num_prompts": 10 * number, "seed": 0, "base_url": str(number)},
+            "request_throughput": rate, "p99_itl_ms": None, "median_ttft_ms": 0.0,
+        }  # fmt: skip
+        files.append(tmp_path / f"{number}.json")
+        files[-1].write_text(json.dumps(result))
+    argv = list(map(str, files))
+    assert compare.main([*argv, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["metrics"] == {
+        "request_throughput": {"before": 2.0, "after": 3.0, "ratio": 1.5},
+        "median_ttft_ms": {"before": 0.0, "after": 0.0, "ratio": None},
+    }
+    assert found["options"] == {"num_prompts": [10, 20]}
+    assert compare.main(argv) == 0
+    assert "1.50" in (out := capsys.readouterr().out) and "differs: num_prompts 10 → 20" in out
+    for text in ("no JSON", "[]", "{}"):
+        files[1].write_text(text)
+        with pytest.raises(ConfigError, match=r"2\.json"):
+            compare.main(argv)
+    with pytest.raises(ConfigError, match="No such file"):
+        compare.main([argv[0], str(tmp_path / "3.json")])
 
 
 async def test_command_writes_results(
@@ -478,7 +565,7 @@ async def test_command_writes_results(
         *("--extra-body", '{"top_k": 3}'),
         *("--save-result", str(result), "--plot", str(picture)),
     ]
-    assert await asyncio.to_thread(bench_serving.main, argv) == 0
+    assert await asyncio.to_thread(serve.main, argv) == 0
     saved = json.loads(result.read_text())
     assert saved == json.loads(capsys.readouterr().out)
     assert (saved["completed"], saved["failed"]) == (4, 0)
@@ -495,13 +582,13 @@ async def test_command_prints_tables_and_reports_failures(
 ) -> None:
     server.answer = _error_event
     argv = ["--base-url", server.url, "--model", "m", "--num-prompts", "2"]
-    assert await asyncio.to_thread(bench_serving.main, argv) == 1
+    assert await asyncio.to_thread(serve.main, argv) == 1
     out = capsys.readouterr().out
     assert "stream_NODE_FAILED" in out and "TTFT" in out
 
 
 def test_command_says_when_the_server_is_away(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench_serving.main(["--base-url", "http://127.0.0.1:1"]) == 2
+    assert serve.main(["--base-url", "http://127.0.0.1:1"]) == 2
     assert "127.0.0.1" in capsys.readouterr().out
 
 
@@ -516,6 +603,11 @@ def test_command_says_when_the_server_is_away(capsys: pytest.CaptureFixture[str]
         ["--backend", "openai-chat", "--prompt-format", "ids"],
         ["--random-range-ratio", "1.5"],
         ["--vocab-size", "10"],
+        ["--slo-attainment", "1.5"],
+        ["--slo-ttft-ms", "5", "--max-concurrency", "2"],
+        ["--slo-ttft-ms", "5", "--request-rate", "inf"],
+        ["--slo-ttft-ms", "5", "--goodput", "ttft:5"],
+        ["--slo-itl-ms", "5", "--dataset-name", "trace", "--dataset-path", "x"],
     ],
 )
 def test_options_that_make_no_sense_are_refused(argv: list[str]) -> None:
@@ -525,8 +617,8 @@ def test_options_that_make_no_sense_are_refused(argv: list[str]) -> None:
 
 def test_which_loop_the_options_choose(tmp_path: Path) -> None:
     base = ["--num-prompts", "3", "--random-input-len", "4"]
-    assert bench_serving.load_prompts(parse_args([*base, "--max-concurrency", "2"]))[1] is None
-    _, offsets = bench_serving.load_prompts(
+    assert serve.load_prompts(parse_args([*base, "--max-concurrency", "2"]))[1] is None
+    _, offsets = serve.load_prompts(
         parse_args([*base, "--max-concurrency", "2", "--request-rate", "5"])
     )
     assert offsets is not None and offsets[2] > 0
@@ -535,6 +627,6 @@ def test_which_loop_the_options_choose(tmp_path: Path) -> None:
     line = {"input_length": row.input_len, "output_length": row.output_len}
     path.write_text("\n".join(json.dumps({"timestamp": t, **line}) for t in (0, 500, 2000)))
     trace = ["--dataset-name", "trace", "--dataset-path", str(path)]
-    assert bench_serving.load_prompts(parse_args(trace))[1] == [0, 0.5, 2.0]
+    assert serve.load_prompts(parse_args(trace))[1] == [0, 0.5, 2.0]
     closed = [*trace, "--request-rate", "inf", "--max-concurrency", "1"]
-    assert bench_serving.load_prompts(parse_args(closed))[1] is None
+    assert serve.load_prompts(parse_args(closed))[1] is None

@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from serving.metrics import Distribution, Summary, Timing
+from pdserve.common.bench.serving.metrics import Distribution, Summary, Timing
 
 TITLES = {
     "ttft": "TTFT, time to first token (from arrival)",

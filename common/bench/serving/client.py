@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 from aiohttp.http_exceptions import LineTooLong
 
-from serving.datasets import Prompt
+from pdserve.common.bench.serving.datasets import Prompt
 
 # ---- the parts of a stream event that are read ----
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 
-from serving.client import Client, Record
-from serving.datasets import Prompt
+from pdserve.common.bench.serving.client import Client, Record
+from pdserve.common.bench.serving.datasets import Prompt
 
 
 async def run_load(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -21,6 +22,7 @@ import numpy as np
 FIRST_TOKEN_ID = 64
 # Tokens that one hash id of a Mooncake trace stands for.
 TRACE_BLOCK = 512
+SHAREGPT_INPUT, SHAREGPT_OUTPUT, SHAREGPT_SIGMA = 161.0, 338.0, 1.0
 
 COMMON_WORDS = (
     "time year people way day man thing woman life child world school state family student "
@@ -73,6 +75,16 @@ class Vocabulary:
         return parts if self.as_ids else " ".join(parts)
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixSpec:
+    """Lengths of prompts that share a prefix with every `num_prefixes`th other."""
+
+    prefix_len: int
+    suffix_len: int
+    num_prefixes: int
+    output_len: int
+
+
 class TraceRow(NamedTuple):
     """One request of a trace."""
 
@@ -97,6 +109,35 @@ def random_prompts(spec: RandomSpec, count: int, vocabulary: Vocabulary, seed: i
 def _lengths(rng: np.random.Generator, middle: int, ratio: float, count: int) -> list[int]:
     low, high = int(middle * (1 - ratio)), int(middle * (1 + ratio))
     return rng.integers(max(1, low), max(1, high) + 1, count).tolist()
+
+
+def prefix_prompts(spec: PrefixSpec, count: int, vocabulary: Vocabulary, seed: int) -> list[Prompt]:
+    """`count` prompts, their prefixes in turns."""
+    rng = np.random.default_rng(seed)
+    prefixes = [vocabulary.draw(rng, spec.prefix_len) for _ in range(spec.num_prefixes)]
+    return [
+        Prompt(
+            vocabulary.write(prefixes[i % len(prefixes)] + vocabulary.draw(rng, spec.suffix_len)),
+            spec.prefix_len + spec.suffix_len,
+            spec.output_len,
+        )
+        for i in range(count)
+    ]
+
+
+def sharegpt_prompts(count: int, vocabulary: Vocabulary, seed: int, longest: int) -> list[Prompt]:
+    """Random prompts with lengths as those of ShareGPT's conversations: log-normal around the means
+    that are published of them (arXiv:2309.06180, section 6.1), 4 … `longest` tokens."""
+    rng = np.random.default_rng(seed)
+    sigma = SHAREGPT_SIGMA
+    inputs, outputs = (
+        rng.lognormal(math.log(mean) - sigma**2 / 2, sigma, count).clip(4, longest)
+        for mean in (SHAREGPT_INPUT, SHAREGPT_OUTPUT)
+    )
+    return [
+        Prompt(vocabulary.write(vocabulary.draw(rng, n)), n, m)
+        for n, m in zip(map(int, inputs), map(int, outputs), strict=True)
+    ]
 
 
 def read_trace(path: Path, limit: int) -> list[TraceRow]:

@@ -1,0 +1,1 @@
+"""`pdserve bench serve`: when requests arrive, what they ask, how they are timed."""

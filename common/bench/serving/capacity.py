@@ -1,0 +1,48 @@
+"""The highest rate of requests at which enough of them meet the limits of a service: goodput's
+knee, as DistServe measures it (arXiv:2401.09670). Pure, but for the runs that it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+MAX_RUNS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One run: requests a second, and the share of them that met the limits."""
+
+    rate: float
+    share: float
+
+
+Measure = Callable[[float], Awaitable[float]]
+
+
+async def find_capacity(
+    measure: Measure, start: float, enough: float, precision: float
+) -> tuple[float, list[Step]]:
+    """The highest rate found whose share is at least `enough`, and all runs in order; 0.0 if none
+    was low enough. Rates double (or halve) from `start` until the capacity is between two of them,
+    which are then brought within `precision` of each other (1.1: 10 %)."""
+    steps: list[Step] = []
+
+    async def meets(rate: float) -> bool:
+        steps.append(Step(rate, await measure(rate)))
+        return steps[-1].share >= enough
+
+    low, high = 0.0, 0.0
+    rate = start
+    while not (low and high) and len(steps) < MAX_RUNS:
+        if await meets(rate):
+            low, rate = rate, 2 * rate
+        else:
+            high, rate = rate, rate / 2
+    while low and high / low > precision and len(steps) < MAX_RUNS:
+        middle = (low * high) ** 0.5
+        if await meets(middle):
+            low = middle
+        else:
+            high = middle
+    return low, steps
