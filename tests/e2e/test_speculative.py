@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_failover import MORE_BLOCKS, greedy, several
-from test_failover import D as SESSION
 
 from benchmarks.warm_start import alive
 from cluster import node_metrics
+from deaths import MORE_BLOCKS, greedy, several
+from deaths import D as SESSION
 from exact import check_exact, prompts
 from paths import MODELS
 from warm import WarmCluster, run_roles, shared
