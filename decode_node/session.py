@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from pdserve.common.core.errors import PdserveError
 from pdserve.common.core.request import Choice, FinishReason, GenerateJob, TokenEvent
-from pdserve.common.engine.sequence import Sequence, Status
+from pdserve.common.engine.sequence import Sequence, Status, Times
 from pdserve.common.node.replica import Replica
 from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
@@ -49,6 +49,8 @@ class DecodeSession:
         self._arrived = self._admitted_at = monotonic()
         self._admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._begun = asyncio.Event()  # some choice has a token, or has ended
+        self._decodes_since = 0.0  # monotonic
+        self._prefill_steps = 0.0  # seconds
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # What `events` has to tell yet: at most max_tokens for each choice. None: a choice
         # has ended, which went into the stream of tokens.
@@ -74,7 +76,9 @@ class DecodeSession:
             yield pb.DecodeEvent(prefilled=await self._unless_failed(self._prefill(first)))
         else:
             await self._unless_failed(self._admitted)
-            yield pb.DecodeEvent(reserved=await self._unless_failed(self._reserve(first)))
+            ticket = await self._unless_failed(self._reserve(first))
+            ticket.wait_s = monotonic() - self._arrived
+            yield pb.DecodeEvent(reserved=ticket)
             with self._metrics.transfer_errors():
                 landed = await self._next()
             yield pb.DecodeEvent(landed=landed)
@@ -94,7 +98,8 @@ class DecodeSession:
         return pb.Prefilled(
             cached_tokens=sequence.num_cached or 0,
             queue_s=self._admitted_at - self._arrived,
-            compute_s=monotonic() - self._admitted_at,
+            compute_s=self._decodes_since - self._admitted_at,
+            step_s=self._prefill_steps,
         )
 
     async def finish(self, choice: int) -> None:
@@ -157,14 +162,28 @@ class DecodeSession:
 
     def _tell(self, sequence: Sequence, event: TokenEvent) -> None:
         """The router, of tokens that have just been appended to the sequence."""
-        self._begun.set()
+        if not self._begun.is_set():
+            self._begin()
         if self._stream is None:
             self._events.put_nowait(event)
             return
         position = sequence.num_output_tokens - len(event.tokens)
-        self._stream.add(JobTokens.of(self._job_number, position, event))
+        times = self._times(sequence) if self._job.timed else None
+        self._stream.add(JobTokens.of(self._job_number, position, event, times))
         if event.finish_reason is not None:
             self._events.put_nowait(None)
+
+    def _begin(self) -> None:
+        """There is a first token: from now on it decodes."""
+        self._begun.set()
+        if not self._decodes_since:
+            self._decodes_since = monotonic()
+            lead = self._sequences[0]
+            self._prefill_steps, lead.times = lead.times.in_steps, Times()
+
+    def _times(self, sequence: Sequence) -> tuple[float, float, float]:
+        spent = sequence.times
+        return spent.in_steps, spent.preempted, monotonic() - self._decodes_since
 
     async def _unless_failed(self, work: Awaitable[T]) -> T:
         """The result of `work`. It is cancelled when the node fails meanwhile: a rank that stands
@@ -216,6 +235,7 @@ class DecodeSession:
             if sequence.status is not Status.REMOTE:
                 return  # closed meanwhile
             self._transfer_id = self._freed = None
+            self._decodes_since = monotonic()
             self._events.put_nowait(self._activate(sequence, arrival))
             seconds = monotonic() - reserved_at
             self._metrics.observe_transfer(num_bytes=arrival.nbytes, seconds=seconds)

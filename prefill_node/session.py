@@ -131,4 +131,5 @@ class PrefillSession:
             cached_tokens=self._sequence.num_cached or 0,
             queue_s=self._admitted - self._arrived,
             compute_s=monotonic() - self._admitted,
+            step_s=self._sequence.times.in_steps,
         )

@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from time import monotonic
 from typing import Generic, TypeVar
 
 from pdserve.common.core.errors import Cancelled, PdserveError
 from pdserve.common.core.request import FinishReason, Timeline
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.router.admission import Batch
+from pdserve.router.stages import Stages
 
 T = TypeVar("T")
 
@@ -55,6 +57,13 @@ class GenerationStats:
     completion_tokens: int  # over all choices
     cached_tokens: int
     timeline: Timeline
+    stages: Stages = field(default_factory=Stages, compare=False)
+
+    def receipt(self) -> Timeline:
+        """The timeline with all stages until now, when it is written."""
+        end = monotonic()
+        total = end - self.stages.start
+        return replace(self.timeline, total_seconds=total, stages=self.stages.stages(end))
 
 
 class Mailbox(Generic[T]):

@@ -15,11 +15,13 @@ from msgspec.json import encode
 from pdserve.common.core.errors import Cancelled, InvalidRequest, PdserveError
 from pdserve.common.core.request import is_plain_id, new_request_id
 from pdserve.common.obs.logging import request_id_var
+from pdserve.common.obs.tracing import PARENT, plain_parent
 from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc
 from pdserve.common.rpc.status import serving as answering
 from pdserve.router.admission import Batch
+from pdserve.router.arrival import Arrival, arrival_var
 from pdserve.router.auth import HEADER as AUTHORIZATION
 from pdserve.router.generation import (
     GenerationRequest,
@@ -47,6 +49,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Streams deltas; the last response carries usage and timeline only."""
         async with answering(context), self._counted():
             self._authenticate(context)
+            parent = plain_parent(_metadata(context, PARENT))
+            arrival_var.set(Arrival(wants_timeline=request.timeline, traceparent=parent))
             generation = await self._make_request(request, self._client(context))
             public_id = request.request_id or generation.request_id
             request_id_var.set(public_id)
@@ -128,7 +132,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
 
 def _authorization(context: Context) -> str | None:
-    value = dict(context.invocation_metadata() or ()).get(AUTHORIZATION)
+    return _metadata(context, AUTHORIZATION)
+
+
+def _metadata(context: Context, key: str) -> str | None:
+    value = dict(context.invocation_metadata() or ()).get(key)
     return value if isinstance(value, str) else None
 
 
@@ -139,7 +147,9 @@ def _response(request_id: str, update: TextDelta | GenerationStats) -> pb.Genera
             completion_tokens=update.completion_tokens,
             cached_tokens=update.cached_tokens,
         )
-        timeline = convert.timeline_to_pb(update.timeline)
+        arrival = arrival_var.get()
+        timed = arrival is not None and arrival.wants_timeline
+        timeline = convert.timeline_to_pb(update.receipt() if timed else update.timeline)
         return pb.GenerateResponse(request_id=request_id, usage=usage, timeline=timeline)
     return pb.GenerateResponse(
         request_id=request_id,

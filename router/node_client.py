@@ -17,6 +17,7 @@ from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.status import REQUEST_ID_KEY, from_rpc_error
+from pdserve.common.rpc.trace import trace_metadata
 from pdserve.router.registry import Node
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,8 @@ class NodeClient:
         self._node = node
         self._request_id = request_id
         # The client's id, where it gave one, so that one word finds a request in every log.
-        self._metadata = ((REQUEST_ID_KEY, request_id_var.get() or request_id),)
+        own = (REQUEST_ID_KEY, request_id_var.get() or request_id)
+        self._metadata = (own, *trace_metadata())
 
     def prefill(self, request: pb.PrefillRequest) -> NodeStream[pb.PrefillEvent]:
         return NodeStream(pb_grpc.PrefillStub, self._channel, self._node, request, self._metadata)

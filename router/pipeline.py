@@ -28,13 +28,15 @@ from contextlib import suppress
 from typing import Any
 
 from pdserve.common.config.router import RoutingConfig
-from pdserve.common.core.errors import PdserveError, TransferError
+from pdserve.common.core.errors import Cancelled, PdserveError, TransferError
 from pdserve.common.core.request import TokenEvent
 from pdserve.common.obs.metrics import RouterMetrics
+from pdserve.common.obs.tracing import Tracer
 from pdserve.common.rpc import convert
 from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.tokens import JobTokens
+from pdserve.common.rpc.trace import traceparent_var
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.admission import Admission
 from pdserve.router.cluster_view import ClusterView
@@ -44,10 +46,13 @@ from pdserve.router.node_client import DecodeStream, NodeClient, protocol_error
 from pdserve.router.placement import Placement
 from pdserve.router.registry import Node, Registry
 from pdserve.router.request_state import RequestState, bad_token
+from pdserve.router.stages import Phase
 from pdserve.router.token_streams import TokenStreams
+from pdserve.router.trace import RequestTraces
 
 logger = logging.getLogger(__name__)
 
+Times = tuple[float, float, float]  # as `JobTokens.times`
 LAST_TOKENS = 5.0  # seconds that the last tokens may come after the end of `Decode.Run`
 
 
@@ -62,8 +67,10 @@ class Pipeline:
         channels: Channels,
         metrics: RouterMetrics,
         vocab_size: int = 2**32,
+        traces: RequestTraces | None = None,
     ) -> None:
         """`vocab_size`: rows of the model's embedding."""
+        self._traces = traces or RequestTraces(Tracer())
         self._config = config
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -108,6 +115,7 @@ class Pipeline:
         """The whole of a request: its deltas go into `state.deltas`; its outcome is this task's,
         counted and logged once."""
         request = state.request
+        self._trace(state)
         try:
             async with (
                 self.admission.slot(request.batch, len(request.prompt_token_ids), request.n),
@@ -120,11 +128,11 @@ class Pipeline:
                     with suppress(AttemptFailed):  # the next one makes what is left
                         await Attempt(self, state, decode, local_prefill).run()
         except PdserveError as error:
-            self.metrics.observe_error(error)
+            self._failed(state, error)
             logger.warning("%s failed: %s", state.request_id, error)
             raise
         except asyncio.CancelledError:
-            self.metrics.requests.labels("CANCELLED").inc()
+            self._failed(state, Cancelled("the client left"))
             logger.info("%s cancelled by the client", state.request_id)
             raise
         except Exception:
@@ -132,9 +140,23 @@ class Pipeline:
             defect = PdserveError(
                 f"internal error; its log entry is under request id {state.request_id}"
             )
-            self.metrics.observe_error(defect)
+            self._failed(state, defect)
             raise defect from None
         return self._finished(state)
+
+    def _trace(self, state: RequestState) -> None:
+        """Begins the request's span, under which its calls to nodes are."""
+        state.trace = self._traces.begin(state.request, state.arrival, state.stages)
+        if state.trace is not None:
+            state.timed |= state.trace.recording
+            traceparent_var.set(state.trace.parent)
+        elif state.arrival is not None:
+            traceparent_var.set(state.arrival.traceparent)
+
+    def _failed(self, state: RequestState, error: PdserveError) -> None:
+        self.metrics.observe_error(error)
+        if state.trace is not None:
+            state.trace.failed(error)
 
     def _finished(self, state: RequestState) -> GenerationStats:
         state.mark("finished")
@@ -147,6 +169,8 @@ class Pipeline:
             finish_reasons=state.finish_reasons,
         )
         self.metrics.itl.observe_all(state.token_gaps)
+        if state.trace is not None:
+            state.trace.finished(stats, state.finish_reasons)
         logger.info(
             "%s finished: %d prompt tokens (%d cached), %d generated, TTFT %.0f ms, %.0f ms in all",
             state.request_id, stats.prompt_tokens, stats.cached_tokens, stats.completion_tokens,
@@ -214,6 +238,9 @@ class Attempt:
         """
         with self._in_flight(self._decode, prefills=self._local_prefill) as use:
             try:
+                self._state.stages.enter(
+                    Phase.PREFILL if self._local_prefill else Phase.RESERVE, self._decode.id
+                )
                 async with asyncio.TaskGroup() as group:
                     finishing = group.create_task(self._finish_choices())
                     decoding = group.create_task(self._run_decode(group, use))
@@ -241,6 +268,7 @@ class Attempt:
                 while (event := await self._stream.read()) is not None:
                     if event.HasField("reserved"):
                         self._state.mark("reserved")
+                        self._state.stages.told(Phase.RESERVE, decode_slot=event.reserved.wait_s)
                         self._early = []
                         handing_off = group.create_task(self._hand_off(event.reserved))
                     elif event.HasField("prefilled"):
@@ -263,13 +291,28 @@ class Attempt:
 
     def _landed(self, landed: pb.Landed) -> None:
         """The tokens that overtook this, or come now, go on after its first one."""
+        stages = self._state.stages
+        stages.leave(Phase.PREFILL, to=Phase.STREAM)
         self._take_first(landed.first_token)  # the prefill node's may be late
         self._state.landed(landed)
+        if not self._state.finished:
+            stages.enter(Phase.DECODE, self._decode.id)
         self._decoding = self._takes = True
         for tokens in self._early or ():
-            self._take(tokens.event(), tokens.position)
+            self._take(tokens.event(), tokens.position, tokens.times)
 
-    def _take(self, event: TokenEvent, position: int | None = None) -> None:
+    def _take(
+        self, event: TokenEvent, position: int | None = None, times: Times | None = None
+    ) -> None:
+        stages = self._state.stages
+        if stages.phase is Phase.PREFILL:  # the node has computed the prompt itself
+            stages.enter(Phase.DECODE, self._decode.id)
+        if times is not None:
+            in_steps, preempted, total = times
+            queued = total - in_steps - preempted
+            stages.told(
+                Phase.DECODE, decode_compute=in_steps, preempted=preempted, decode_queue=queued
+            )
         self._state.take(event, self._role, self._version, position)
         self._decode_use.progressed()
 
@@ -279,7 +322,7 @@ class Attempt:
         self._stream.heard()
         try:
             if self._takes:
-                self._take(tokens.event(), tokens.position)
+                self._take(tokens.event(), tokens.position, tokens.times)
             elif self._early is not None and len(self._early) < self._state.most_events:
                 self._early.append(tokens)
             else:
@@ -293,6 +336,7 @@ class Attempt:
     async def _hand_off(self, ticket: pb.Ticket | None) -> None:
         """Until the decode node has the KV: from one prefill node, or else from the next."""
         state = self._state
+        state.stages.leave(Phase.RESERVE, to=Phase.QUEUE)
         while ticket is not None:
             self._prefill = await self._pipeline.placement.prefill(state, self._decode)
             if self._prefill is None:
@@ -310,11 +354,16 @@ class Attempt:
         links, link = self._pipeline.registry.links, (prefill.id, self._decode.id)
         links.begun(*link)
         use = self._in_flight(prefill, prefills=True)
+        state, stages = self._state, self._state.stages
         try:
             with use, client.prefill(request) as stream:
+                stages.enter(Phase.PREFILL, prefill.id)
                 first = await stream.expect("first_token")
-                self._state.prefilled(first)
+                stages.leave(Phase.PREFILL, to=Phase.STREAM)
+                state.prefilled(first)
                 self._take_first(first.token)
+                if not state.finished:
+                    stages.leave(Phase.STREAM, to=Phase.HAND_OFF, node=self._decode.id)
                 use.progressed()
                 if not self._state.finished:
                     self._state.handed_off(await stream.expect("handed_off"))
@@ -372,4 +421,6 @@ class Attempt:
             if self._prefill is not None and error.code in LINK_CODES:
                 self._pipeline.registry.links.failed(self._prefill.id, self._decode.id)
         self._pipeline.metrics.migrations.labels(node.role, error.code).inc()
+        if node is self._decode or self._state.stages.phase in (Phase.PREFILL, Phase.HAND_OFF):
+            self._state.stages.failed()
         logger.warning("%s goes on elsewhere: %s", self._state.request_id, error)

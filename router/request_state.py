@@ -14,9 +14,12 @@ from pdserve.common.core.sampling import SampledToken
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.text.stream import TextStream
 from pdserve.common.text.tokenizer import Tokenizer
+from pdserve.router.arrival import arrival_var
 from pdserve.router.generation import GenerationRequest, GenerationStats, Mailbox, TextDelta
 from pdserve.router.node_client import protocol_error
 from pdserve.router.retry import Deadline, Retries
+from pdserve.router.stages import Phase, Stages
+from pdserve.router.trace import RequestTrace
 
 
 class RequestState:
@@ -44,6 +47,10 @@ class RequestState:
         self.token_gaps: list[float] = []
         self._vocab_size = vocab_size
         self._start = monotonic()
+        self.arrival = arrival = arrival_var.get()
+        self.timed = arrival is not None and arrival.wants_timeline
+        self.stages = Stages(arrival)
+        self.trace: RequestTrace | None = None
         self._timeline: dict[str, Any] = {}  # its fields
         self.generated = [0] * request.n  # tokens of each choice
         self._last_token: dict[int, float] = {}
@@ -73,6 +80,7 @@ class RequestState:
             request.sampling,
             tuple(Choice(index, tuple(self._outputs[index])) for index in self._open),
             request.cache_salt,
+            self.timed,
         )
 
     @property
@@ -104,13 +112,20 @@ class RequestState:
         """A node has computed the prompt."""
         line = self._timeline
         line["cached_tokens"] = line.get("cached_tokens") or event.cached_tokens
-        self._add(prefill_queue_seconds=event.queue_s, prefill_seconds=event.compute_s)
+        compute, queue = event.compute_s, event.queue_s
+        if event.HasField("step_s"):
+            compute, queue = event.step_s, event.queue_s + event.compute_s - event.step_s
+        self._add(prefill_queue_seconds=queue, prefill_seconds=compute)
+        self.stages.told(Phase.PREFILL, prefill_queue=queue, prefill_compute=compute)
 
     def landed(self, landed: pb.Landed) -> None:
         """The decode node has all KV."""
         self.mark("transferred")
         self._timeline["decode_cached_tokens"] = landed.cached_tokens
+        exposed = max(0.0, landed.data_s - landed.commit_s)
+        self.stages.told(Phase.HAND_OFF, kv_transfer=exposed, verification=landed.verify_s)
         self._add(
+            exposed_seconds=exposed,
             transfer_bytes=landed.bytes,
             data_seconds=landed.data_s,
             commit_seconds=landed.commit_s,
@@ -144,6 +159,7 @@ class RequestState:
             if event.choice not in self._open and event.finish_reason is None:
                 self.stopped.put_nowait(event.choice)
         if self.finished:
+            self.stages.enter(Phase.STREAM)
             self.ended.set()
 
     def _check(self, event: TokenEvent, role: str, position: int | None) -> None:
@@ -178,12 +194,19 @@ class RequestState:
         return TextDelta(event.choice, output.text, tokens, reason, stop_reason)
 
     def stats(self) -> GenerationStats:
-        timeline = Timeline(**self._timeline, migrations=self.retries.failures)
+        line = self._timeline
+        exposed = line.get("exposed_seconds", 0.0) + line.get("verify_seconds", 0.0)
+        timeline = Timeline(
+            **line,
+            overlapped_seconds=max(0.0, line.get("transfer_seconds", 0.0) - exposed),
+            migrations=self.retries.failures,
+        )
         return GenerationStats(
             prompt_tokens=len(self.request.prompt_token_ids),
             completion_tokens=sum(self.generated),
             cached_tokens=timeline.cached_tokens,
             timeline=timeline,
+            stages=self.stages,
         )
 
     def _count(self, choice: int, num_tokens: int) -> None:

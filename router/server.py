@@ -15,6 +15,7 @@ from pdserve.common.config.router import RouterConfig
 from pdserve.common.obs.exposition import ROUTER_NAMES, Exposition
 from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.common.obs.process import propagate_failure, serve_until_stopped, write_ports
+from pdserve.common.obs.tracing import Tracer
 from pdserve.common.rpc.auth import ROUTER, new_node_id
 from pdserve.common.rpc.channels import Credentials
 from pdserve.common.rpc.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -38,6 +39,7 @@ from pdserve.router.registry_service import (
 )
 from pdserve.router.served_model import load_served_model
 from pdserve.router.serving import Serving
+from pdserve.router.trace import RequestTraces
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +81,10 @@ class Router:
         self._model = model = load_served_model(config.model)
         self._registry = Registry(routing)
         metrics = RouterMetrics(model.max_model_len)
+        self._tracer = Tracer(config.observability.otlp_endpoint, "router", node_id)
         self._pipeline = Pipeline(
-            routing, self._registry, model.tokenizer, self._channels, metrics, model.vocab_size
+            *(routing, self._registry, model.tokenizer, self._channels, metrics, model.vocab_size),
+            RequestTraces(self._tracer, model.name),
         )
         metrics.registry.register(PipelineCollector(self._pipeline))
         prefix = config.observability.metrics_prefix
@@ -181,6 +185,7 @@ class Router:
         await asyncio.gather(self._grpc.stop(_GRPC_GRACE), self._registrations.stop(_GRPC_GRACE))
         await self._channels.close()
         await self._workers.close()
+        await asyncio.to_thread(self._tracer.close)
 
     async def _keep_house(self, period: float) -> None:
         """gRPC health follows /ready; requests on silent nodes move, nodes silent for long are

@@ -98,3 +98,10 @@ class ObservabilityConfig:
         "vllm:NAME, as its dashboards ask; both: both; all else is pdserve_NAME",
         choices=METRICS_PREFIXES,
     )
+    otlp_endpoint: str | None = option(
+        None,
+        "where spans of every request go, as OTLP, e.g. http://localhost:4317; needs the extra "
+        "`otel` (default: nowhere)",
+        short="--otlp-traces-endpoint",
+        metavar="URL",
+    )

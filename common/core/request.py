@@ -51,6 +51,7 @@ class GenerateJob:
     sampling: SamplingParams
     choices: tuple[Choice, ...] = (Choice(),)
     cache_salt: str = ""  # jobs with different salts share no cached blocks
+    timed: bool = False  # its tokens say how long the node has spent on them
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -69,6 +70,16 @@ class TokenEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class Stage:
+    """Where a part of a request's time went. Each stage begins where the one before ends."""
+
+    name: str
+    node: str  # its id, or "router"
+    start: float  # seconds since the request arrived
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Timeline:
     """When things happened to one request; seconds since the router accepted it.
 
@@ -81,8 +92,8 @@ class Timeline:
     transferred: float | None = None  # the decode node holds all KV
     finished: float | None = None
     cached_tokens: int = 0  # prompt tokens that who computed the prompt found in its prefix cache
-    prefill_queue_seconds: float = 0.0  # that the prompt waited for blocks there
-    prefill_seconds: float = 0.0  # that it was computed there, between other prompts
+    prefill_queue_seconds: float = 0.0  # that the prompt waited for blocks or its turn there
+    prefill_seconds: float = 0.0  # that steps computed it there
     decode_cached_tokens: int = 0  # prompt tokens whose KV the decode node had already
     transfer_bytes: int = 0  # KV bytes that crossed between the nodes
     transfer_seconds: float = 0.0  # from the first run sent to the last one landed
@@ -90,3 +101,7 @@ class Timeline:
     commit_seconds: float = 0.0  # from the ticket until the prefill node had committed
     verify_seconds: float = 0.0  # from the later of both until the digests were compared
     migrations: int = 0  # times a node failed and the request went on on others
+    exposed_seconds: float = 0.0  # of the transfer, after the prompt was computed
+    overlapped_seconds: float = 0.0  # of the transfer, while it was computed
+    total_seconds: float = 0.0  # from the request's arrival until this was written
+    stages: tuple[Stage, ...] = ()  # if asked for: they add up to that

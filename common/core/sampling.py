@@ -175,6 +175,10 @@ PARAMETERS: dict[str, Parameter] = {
             meaning="cached prompts are found with the same salt alone (over gRPC, too)",
         ),
         Parameter(
+            "timeline", Kind.BOOLEAN, PDSERVE, default="false",
+            meaning="the answer says [where its time went](#where-the-time-went)",
+        ),
+        Parameter(
             "stream", Kind.BOOLEAN, OPENAI, default="false", meaning="server-sent events"
         ),
         Parameter(

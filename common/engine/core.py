@@ -12,7 +12,8 @@ import itertools
 import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from time import monotonic
 from typing import Protocol
 
 import msgspec
@@ -87,6 +88,7 @@ class _StepInFlight:
     batch: StepDelta
     sequences: dict[int, Sequence]  # by id
     answer: asyncio.Future[bytes]
+    begun: float = field(default_factory=monotonic)
 
 
 class EngineCore:
@@ -259,19 +261,21 @@ class EngineCore:
             raise RuntimeError(f"the ranks answered step {output.step}, not {step.batch.step}")
         done, self._step_done = self._step_done, asyncio.Event()
         done.set()
-        self._apply(step.batch, step.sequences, output)
+        self._apply(step, output)
 
-    def _apply(self, batch: StepDelta, sequences: dict[int, Sequence], output: StepOutput) -> None:
+    def _apply(self, step: _StepInFlight, output: StepOutput) -> None:
+        ended = monotonic()
         if output.experts is not None:
             self._listener.routed(output.experts)
         failed = dict(output.failed)
         drawn: defaultdict[int, list[SampledToken]] = defaultdict(list)
         for seq_id, token in output.tokens:
             drawn[seq_id].append(token)
-        for entry in batch.sequences:
-            sequence = sequences[entry.seq_id]
+        for entry in step.batch.sequences:
+            sequence = step.sequences[entry.seq_id]
             if sequence.cancelled:
                 continue
+            sequence.times.step(step.begun, ended, entry.samples)
             if entry.seq_id in failed:
                 forbidden = entry.seq_id in output.forbidden
                 code = InvalidRequest.default_code if forbidden else "SEQUENCE_FAILED"

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import islice
+from time import monotonic
 
 from pdserve.common.config.node import SchedulerConfig
 from pdserve.common.core.sampling import SampledToken
@@ -305,6 +306,7 @@ class Scheduler:
         sequence.num_computed = sequence.num_scheduled = 0
         sequence.remote = False  # whatever it was, this node computes it again
         sequence.status = Status.WAITING
+        sequence.times.preempt(monotonic())
         self.waiting.appendleft(sequence)
         self.num_preemptions += 1
 

@@ -20,6 +20,30 @@ class Status(Enum):
     DONE = auto()  # owns no blocks, for good
 
 
+@dataclass(slots=True)
+class Times:
+    """How long a sequence has been computed, and how long preempted: from then until it had its
+    next token. Seconds of this process's monotonic clock, no moment in both."""
+
+    in_steps: float = 0.0
+    preempted: float = 0.0
+    _until: float = 0.0  # the end of the last step, which the next may overlap (pipelines)
+    _preempted_at: float | None = None
+
+    def step(self, begun: float, ended: float, samples: bool) -> None:
+        """A step has computed some of it."""
+        if self._preempted_at is None:
+            self.in_steps += ended - max(begun, self._until)
+        elif samples:
+            self.preempted += ended - self._preempted_at
+            self._preempted_at = None
+        self._until = ended
+
+    def preempt(self, now: float) -> None:
+        if self._preempted_at is None:
+            self._preempted_at = now
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """`token_ids` is prompt + output. KV of tokens `[0, num_computed)` exists, steps in flight
@@ -41,6 +65,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[BlockHash] = field(default_factory=list)
     cancelled: bool = False
+    times: Times = field(default_factory=Times)
 
     @property
     def num_tokens(self) -> int:

@@ -30,9 +30,11 @@ from pdserve.common.node.utilisation import Utilisation, UtilisationCollector
 from pdserve.common.obs.exposition import NODE_NAMES, Exposition
 from pdserve.common.obs.metrics import NodeMetrics
 from pdserve.common.obs.process import serve_until_stopped
+from pdserve.common.obs.tracing import Tracer
 from pdserve.common.rpc.auth import new_node_id
 from pdserve.common.rpc.channels import Credentials
 from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.common.rpc.trace import TraceInterceptor
 from pdserve.common.worker.worker import ExtensionConfig
 from pdserve.kv_transfer.commands import Call
 from pdserve.kv_transfer.layout import fingerprint
@@ -73,9 +75,11 @@ class EngineNode(ABC, Generic[S, T]):
         self.node_id = new_node_id(self.blame)
         self.metrics = NodeMetrics()
         hosts = (config.node.host, config.transfer.kv_host)
+        self.tracer = Tracer(config.observability.otlp_endpoint, self.blame, self.node_id)
         self.server = NodeServer(
             config.node,
             Credentials.load(self.blame, self.node_id, config.tls, config.auth, hosts),
+            TraceInterceptor(self.tracer, self.node_id) if self.tracer.enabled else None,
         )
         self.address = ""
         self.draining = False
@@ -195,6 +199,7 @@ class EngineNode(ABC, Generic[S, T]):
             logger.warning("hand-offs did not end within %.0f s", _TRANSFERS_STOP)
         for task in self._tasks:
             task.cancel()
+        await asyncio.to_thread(self.tracer.close)
 
     async def _watch(self) -> None:
         """Once a rank stands still, the sessions of its replica fail, so that routers move them

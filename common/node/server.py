@@ -37,10 +37,15 @@ Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 class NodeServer:
     """Start order: `bind` (the address is known), `start`; later `drain`, `stop`."""
 
-    def __init__(self, config: NodeConfig, credentials: Credentials) -> None:
+    def __init__(
+        self,
+        config: NodeConfig,
+        credentials: Credentials,
+        trace: grpc.aio.ServerInterceptor | None = None,
+    ) -> None:
         self.config = config
         self._auth = credentials.interceptor()
-        self.grpc = GrpcServer(self._auth)
+        self.grpc = GrpcServer(self._auth, trace=trace)
         self.channels = credentials.channels()
         self._tls = credentials.tls
         self._registration: Registration | None = None

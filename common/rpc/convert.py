@@ -71,6 +71,7 @@ def job_to_pb(job: GenerateJob) -> cluster.Job:
             for choice in job.choices
         ],
         cache_salt=job.cache_salt,
+        timed=job.timed,
     )
 
 
@@ -86,6 +87,7 @@ def job_from_pb(message: cluster.Job) -> GenerateJob:
             Choice(choice.index, tuple(choice.output_token_ids)) for choice in message.choices
         ),
         cache_salt=message.cache_salt,
+        timed=message.timed,
     )
 
 

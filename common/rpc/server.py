@@ -56,11 +56,17 @@ Handler = Any  # grpc.RpcMethodHandler, whose types know no asyncio
 class GrpcServer:
     """A grpc.aio server with the standard health service and reflection."""
 
-    def __init__(self, auth: AuthInterceptor | None = None, max_message: int | None = None) -> None:
+    def __init__(
+        self,
+        auth: AuthInterceptor | None = None,
+        max_message: int | None = None,
+        trace: grpc.aio.ServerInterceptor | None = None,
+    ) -> None:
         """Without `auth` everybody may call; `max_message` are bytes."""
         limit = [] if max_message is None else [("grpc.max_receive_message_length", max_message)]
         options = [*_OPTIONS, *limit]
-        self.server = grpc.aio.server(options=options, interceptors=(auth or AuthInterceptor(),))
+        interceptors = [auth or AuthInterceptor(), *filter(None, [trace])]
+        self.server = grpc.aio.server(options=options, interceptors=interceptors)
         self.health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
         self._services: list[str] = []

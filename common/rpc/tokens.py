@@ -29,9 +29,17 @@ class JobTokens(msgspec.Struct, array_like=True, frozen=True, gc=False):
     stop_token_id: int | None = None
     # For each token, if they were asked for: its own, and the most likely ones as (id, logprob).
     logprobs: tuple[tuple[float, tuple[tuple[int, float], ...]], ...] | None = None
+    # Of a timed job, in seconds since it decodes here: in steps; preempted; in all.
+    times: tuple[float, float, float] | None = None
 
     @classmethod
-    def of(cls, job: int, position: int, event: TokenEvent) -> JobTokens:
+    def of(
+        cls,
+        job: int,
+        position: int,
+        event: TokenEvent,
+        times: tuple[float, float, float] | None = None,
+    ) -> JobTokens:
         tokens = event.tokens
         logprobs = None
         if tokens and tokens[0].logprobs is not None:
@@ -46,6 +54,7 @@ class JobTokens(msgspec.Struct, array_like=True, frozen=True, gc=False):
             event.finish_reason,
             event.stop_token_id,
             logprobs,
+            times,
         )
 
     def event(self) -> TokenEvent:

@@ -21,6 +21,7 @@ from pdserve.common.core.errors import Blame, NodeError, PdserveError
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.status import from_rpc_error
+from pdserve.common.rpc.trace import trace_metadata
 from pdserve.kv_transfer.control.ticket import Ticket
 from pdserve.kv_transfer.digest import RunDigest
 
@@ -83,7 +84,8 @@ class SinkClient:
         with self._peers.calling(ticket.address):
             stub = pb_grpc.KVTransferStub(self._channel(ticket.address))
             try:
-                response = await getattr(stub, method)(request, timeout=timeout)
+                call = getattr(stub, method)
+                response = await call(request, timeout=timeout, metadata=trace_metadata())
             except grpc.aio.AioRpcError as error:
                 failure = from_rpc_error(error, Blame.DECODE)
                 lost = failure.code == "PEER_LOST"

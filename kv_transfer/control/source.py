@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from pdserve.common.core.errors import Blame, PdserveError, TransferError
 from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.common.rpc.trace import traceparent_var
 from pdserve.kv_transfer.commands import Call, RankCalls, decode_event, transfer_error
 from pdserve.kv_transfer.connector import BlockRun, Failed, Returned
 from pdserve.kv_transfer.control.announcer import LeaseKeeper, RunAnnouncer
@@ -151,6 +152,7 @@ class Handoff:
         self._nbytes = 0
         self._started: float | None = None
         self._seconds = 0.0
+        self._trace = traceparent_var.get()  # of the request: the commit has another caller
         self._announcer = RunAnnouncer(
             *(source.ranks, pieces, ticket, source.run_blocks, self._lease, lend)
         )
@@ -252,6 +254,7 @@ class Handoff:
     # ---- its actions -------------------------------------------------------------------------
 
     async def _send_commit(self) -> None:
+        traceparent_var.set(self._trace)
         digests = await self._announcer.digests()
         self._keeper.committed = True
         try:

@@ -12,6 +12,8 @@ from prometheus_client.registry import Collector
 from pdserve.common.core.errors import InvalidRequest, PdserveError
 from pdserve.common.core.request import is_plain_id, new_request_id
 from pdserve.common.obs.logging import request_id_var
+from pdserve.common.obs.tracing import PARENT, plain_parent
+from pdserve.router.arrival import Arrival, arrival_var
 from pdserve.router.http import chat, completions, info, messages, openapi, responses
 from pdserve.router.http.connection import connection_of
 from pdserve.router.http.cors import CORS
@@ -121,6 +123,8 @@ def make_app(
 @web.middleware
 async def _identify(request: web.Request, handler: Handler) -> web.StreamResponse:
     given = request.headers.get(REQUEST_ID, "")
+    parent = plain_parent(request.headers.get(PARENT))
+    arrival_var.set(Arrival(traceparent=parent))
     request_id_var.set(given if is_plain_id(given) else new_request_id("req"))
     return await handler(request)
 

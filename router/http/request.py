@@ -6,18 +6,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from time import monotonic
 from typing import Any
 
 from aiohttp import hdrs, web
 
 from pdserve.common.core.errors import Overloaded, Unavailable
 from pdserve.common.core.sampling import PARAMETERS
+from pdserve.router.arrival import Arrival, arrival_var
 from pdserve.router.auth import HEADER as AUTHORIZATION
 from pdserve.router.fair_share import FairShare
 from pdserve.router.http.preprocess import Preprocessed
 from pdserve.router.http.schema import GenerationBody
 from pdserve.router.serving import SMALL, Serving
 
+TIMELINE_HEADER = "X-PDServe-Timeline"
 MAX_WAITING = 256  # bodies; what a connection has received of one that waits is some 100 KiB
 GRACE = 20.0  # seconds a body may take
 RATE = 128 * 1024  # and a second more for so many bytes
@@ -112,9 +115,14 @@ async def preprocess(request: web.Request, kind: str) -> Preprocessed[Any]:
         raise web.HTTPUnsupportedMediaType(text="the Content-Type must be application/json")
     if request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower() not in _ENCODINGS:
         raise unknown_encoding()
-    client = client_of(request)
+    client, arrival = client_of(request), arrival_var.get() or Arrival()
     async with request.app[BODIES].reading(request, client) as raw:
-        return await request.app[SERVING].preprocess(kind, raw, client)
+        arrival.read = monotonic()
+        done = await request.app[SERVING].preprocess(kind, raw, client)
+    asked = request.headers.get(TIMELINE_HEADER, "").lower() in ("1", "true")
+    arrival.operation = "text_completion" if kind == "completion" else "chat"
+    arrival.wants_timeline = asked or bool(getattr(done.body, "timeline", False))
+    return done
 
 
 def unknown_encoding() -> web.HTTPException:

@@ -15,6 +15,7 @@ from aiohttp import web
 
 from pdserve.common.core.errors import PdserveError
 from pdserve.common.core.sampling import SampledToken
+from pdserve.router.arrival import arrival_var
 from pdserve.router.generation import (
     GenerationRequest,
     GenerationStats,
@@ -29,7 +30,6 @@ from pdserve.router.http.encoding import EventStream, as_typed, error_body, json
 from pdserve.router.http.request import SERVING
 from pdserve.router.http.schema import GenerationBody
 
-TIMELINE_HEADER = "X-Pdserve-Timeline"
 _encode = msgspec.json.Encoder().encode
 MIN_LOGPROB = -9999.0  # JSON has no -Infinity
 
@@ -75,7 +75,8 @@ class Response:
         """
         serving = request.app[SERVING]
         self.model = serving.model.name
-        self.include_timeline = request.headers.get(TIMELINE_HEADER) == "1"
+        arrival = arrival_var.get()
+        self.include_timeline = arrival is not None and arrival.wants_timeline
         sources = [serving.pipeline.generate(one) for one in self.requests]
         if self.no_answer:
             sources = [prompt_only(source) for source in sources]
@@ -228,11 +229,12 @@ class Response:
         return _tokens(prompt, completion) | {"prompt_tokens_details": details}
 
     def _extension(self) -> dict[str, Any]:
-        """Our own key, for clients that ask with `X-Pdserve-Timeline: 1`: when things happened
-        to the (first) prompt."""
+        """Our own key, for clients that ask: when things happened to the prompt that was answered
+        last, and where the time went."""
         if not self.include_timeline:
             return {}
-        return {"pdserve": {"timeline": asdict(self.stats[0].timeline)}}
+        last = max(self.stats.values(), key=lambda stats: stats.timeline.finished or 0.0)
+        return {"pdserve": {"timeline": asdict(last.receipt())}}
 
 
 def _tokens(prompt: int, completion: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 
 import reference
 from cluster import Cluster, text_of
-from pdserve.router.http.response import TIMELINE_HEADER
+from pdserve.router.http.request import TIMELINE_HEADER
 
 MODEL = "llama-gqa"
 WINDOW = 1024

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
+import time
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import grpc
 import pytest
 import requests
 
+from cluster import events, node_metrics
+from otlp import Receiver
 from pdserve.common.obs.exposition import NODE_NAMES, ROUTER_NAMES
-from warm import WarmCluster
+from pdserve.common.rpc.pb import inference_pb2, inference_pb2_grpc
+from warm import WarmCluster, shared
 
 MODEL = "llama-gqa"
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[WarmCluster]:
-    with WarmCluster(MODEL, prefill=2, decode=2) as cluster:
+    with WarmCluster(MODEL, prefill=2, decode=2, warm=shared()) as cluster:
         yield cluster
         cluster.wait_idle()
 
@@ -71,3 +80,174 @@ def test_refused_requests_are_counted(cluster: WarmCluster) -> None:
         before = count(code)
         assert requests.post(url, data=body, headers=headers, timeout=30).status_code == status
         assert count(code) == before + 1
+
+
+# ---- where the time went --------------------------------------------------------------------
+
+REQUESTS = 240
+STAGES = {
+    "receive", "tokenize", "queue", "network", "decode_slot", "prefill_queue", "prefill_compute",
+    "first_token", "kv_transfer", "verification", "decode_compute", "decode_queue", "preempted",
+    "migration", "detokenize_stream",
+}  # fmt: skip
+KINDS: list[dict[str, Any]] = [
+    {"max_tokens": 12},
+    {"max_tokens": 12, "stream": True},
+    {"max_tokens": 1},
+    {"max_tokens": 40, "stream": True, "n": 2},
+    {"max_tokens": 40, "stop": ["e"], "ignore_eos": False},
+    {"max_tokens": 6, "prompt": ["One day", "Once upon a time"]},
+]
+
+
+def ask(cluster: WarmCluster, number: int, **more: Any) -> dict[str, Any]:
+    """A request's timeline, checked: its stages follow each other, and are all of its time."""
+    body = {"prompt": f"Day {number}. " * 20, "ignore_eos": True, "timeline": True}
+    body |= KINDS[number % len(KINDS)] | more
+    begun = time.monotonic()
+    answer = requests.post(f"{cluster.url}/v1/completions", json=body, timeout=120)
+    if body.get("stream"):
+        *_, last = events(iter(filter(None, answer.content.splitlines())))
+    else:
+        last = answer.json()
+    wall = time.monotonic() - begun
+    line: dict[str, Any] = last["pdserve"]["timeline"]
+    at = 0.0
+    for stage in line["stages"]:
+        assert stage["name"] in STAGES and stage["seconds"] > 0
+        assert stage["start"] == pytest.approx(at, abs=1e-6)
+        at = stage["start"] + stage["seconds"]
+    assert sum(each["seconds"] for each in line["stages"]) == pytest.approx(
+        line["total_seconds"], abs=1e-3
+    )
+    assert line["finished"] <= line["total_seconds"] <= wall
+    return line
+
+
+def seconds(line: dict[str, Any]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for stage in line["stages"]:
+        found[stage["name"]] += stage["seconds"]
+    return found
+
+
+def test_stages_tile_hundreds_of_requests_whatever_dies(cluster: WarmCluster) -> None:
+    """A node of each role is killed while they are served, and replaced."""
+    with ThreadPoolExecutor(12) as pool:
+        asked = [pool.submit(ask, cluster, number) for number in range(REQUESTS)]
+        for role in ("decode", "prefill"):
+            cluster.kill(cluster.busy(role))
+            cluster.start_node(role)
+            cluster.wait_nodes()
+        lines = [each.result() for each in asked]
+    moved = [line for line in lines if line["migrations"]]
+    # One that a node has handed over already has lost nothing with it.
+    assert any("migration" in seconds(line) for line in moved)
+    assert not any("migration" in seconds(line) for line in lines if not line["migrations"])
+    kept = [line for line in lines if not line["migrations"] and line["transferred"]]
+    for stage in ("receive", "tokenize", "queue", "decode_slot", "prefill_compute"):
+        assert all(seconds(line)[stage] > 0 for line in kept), stage
+    stages = [stage for line in kept for stage in line["stages"]]
+    roles = {each["name"]: each["node"].partition("-")[0] for each in stages}
+    assert roles["prefill_compute"] == "prefill" and roles["tokenize"] == "router"
+    assert roles["decode_slot"] == roles["decode_compute"] == roles["verification"] == "decode"
+
+
+DELAY = 0.4  # seconds, before each run of KV
+
+
+@pytest.fixture(scope="module")
+def receiver() -> Iterator[Receiver]:
+    with Receiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="module")
+def slow(receiver: Receiver) -> Iterator[WarmCluster]:
+    """KV crawls, a decode node has few blocks, and spans are sent."""
+    options = {
+        "otlp_endpoint": receiver.url,
+        "kv_connector": "slow_connector:SlowTCP",
+        "kv_connector_config": json.dumps({"delay": DELAY}),
+        "num_gpu_blocks_override": 26,
+        "max_model_len": 400,
+    }
+    with WarmCluster(
+        MODEL, warm=shared(), router={"otlp_traces_endpoint": receiver.url}, **options
+    ) as cluster:
+        yield cluster
+        cluster.wait_idle()
+
+
+def test_a_slow_link_is_kv_transfer(slow: WarmCluster) -> None:
+    line = ask(slow, 0)
+    found = seconds(line)
+    assert found.pop("kv_transfer") >= 0.9 * DELAY
+    assert all(each < 0.9 * DELAY for each in found.values()), found
+    assert line["exposed_seconds"] >= 0.9 * DELAY
+
+
+def test_too_few_blocks_are_decode_slot_and_preempted(slow: WarmCluster) -> None:
+    """Answers that do not fit together, of which some find no block at first."""
+    before = node_metrics(slow.nodes("decode")[0])["pdserve_num_preemptions_total"]
+    with ThreadPoolExecutor(6) as pool:
+        asked = [pool.submit(ask, slow, number, max_tokens=300) for number in range(6, 42, 6)]
+        lines = [seconds(each.result()) for each in asked]
+    assert node_metrics(slow.nodes("decode")[0])["pdserve_num_preemptions_total"] > before
+    assert any(line["preempted"] > line["decode_compute"] / 10 for line in lines)
+    assert max(line["decode_slot"] for line in lines) > DELAY
+
+
+# ---- spans ----------------------------------------------------------------------------------
+
+CLIENT = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
+
+
+def test_spans_nest_from_the_client_to_the_decode_node(
+    slow: WarmCluster, receiver: Receiver
+) -> None:
+    body = {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 4}
+    url = f"{slow.url}/v1/chat/completions"
+    answer = requests.post(url, json=body, headers=CLIENT, timeout=60).json()
+    trace = slow.wait_for(
+        lambda: receiver.trace("ab" * 16, {"decode", "decode_compute", "prefill", "commit"})
+    )
+    by_name = {span.name: span for span in trace}
+    request = by_name[f"chat {MODEL}"]
+    assert request.parent == "cd" * 8
+    parents = {"prefill": request, "decode": request, "commit": by_name["prefill"]}
+    for name, parent in parents.items():
+        assert by_name[name].parent == parent.id, name
+        assert by_name[name].service == f"pdserve-{'decode' if name == 'commit' else name}"
+    assert {"tokenize", "prefill_compute", "kv_transfer", "decode_compute"} <= by_name.keys()
+    for name in STAGES & by_name.keys():
+        stage = by_name[name]
+        assert stage.parent == request.id and request.start <= stage.start
+    said = request.attributes
+    assert said["gen_ai.operation.name"] == "chat"
+    assert said["gen_ai.response.id"] == answer["id"]
+    assert said["gen_ai.usage.input_tokens"] == answer["usage"]["prompt_tokens"]
+    assert said["gen_ai.usage.output_tokens"] == answer["usage"]["completion_tokens"]
+    assert said["gen_ai.response.finish_reasons"] == [answer["choices"][0]["finish_reason"]]
+    assert {"reserved", "landed"} <= set(by_name["decode"].events)
+
+
+def test_a_client_over_grpc_names_its_span_too(slow: WarmCluster, receiver: Receiver) -> None:
+    with grpc.insecure_channel(slow.grpc) as channel:
+        request = inference_pb2.GenerateRequest(
+            token_ids=inference_pb2.TokenIds(ids=[5, 6, 7]), timeline=True
+        )
+        parent = ("traceparent", f"00-{'12' * 16}-{'34' * 8}-01")
+        generate = inference_pb2_grpc.InferenceStub(channel).Generate
+        *_, last = generate(request, metadata=(parent,), timeout=60)
+    assert sum(each.seconds for each in last.timeline.stages) == pytest.approx(
+        last.timeline.total_seconds, abs=1e-3
+    )
+    trace = slow.wait_for(lambda: receiver.trace("12" * 16, {f"text_completion {MODEL}"}))
+    assert "34" * 8 in {span.parent for span in trace}
+
+
+def test_a_receiver_that_is_away_delays_nobody(slow: WarmCluster, receiver: Receiver) -> None:
+    receiver.stop()
+    found = seconds(ask(slow, 3 * 6))
+    assert found["queue"] + found["detokenize_stream"] < found["kv_transfer"]

@@ -15,7 +15,7 @@ import requests
 
 import reference
 from benchmarks import hosts
-from pdserve.router.http.response import TIMELINE_HEADER
+from pdserve.router.http.request import TIMELINE_HEADER
 from warm import WarmCluster
 
 pytestmark = pytest.mark.skipif(bool(hosts.unavailable()), reason=hosts.unavailable())

@@ -66,6 +66,7 @@ class FakeNode:
         self.committed: dict[bytes, asyncio.Future[pb.TokenEvent]] = {}
         self.token_streams = True  # false: a decode node of an older version
         self.streams = TokenStreams()
+        self.times = (0.0, 0.0, 0.0)  # what its tokens say of timed jobs
         self.position_offset = 0  # what it adds to the positions it streams
         self.tells_tokens: Callable[[Any], Iterable[Any]] = lambda message: (message,)
         self.server = grpc.aio.server(options=[("grpc.http2.max_ping_strikes", 0)])
@@ -132,7 +133,8 @@ class FakeNode:
                 position = sent.get(tokens.choice, 0)
                 sent[tokens.choice] = position + len(tokens.tokens)
                 position += self.position_offset
-                stream.add(JobTokens.of(request.job_number, position, tokens))
+                times = self.times if request.job.timed else None
+                stream.add(JobTokens.of(request.job_number, position, tokens, times))
 
     async def _told(self, events: AsyncIterator[Any]) -> AsyncIterator[Any]:
         async for event in events:

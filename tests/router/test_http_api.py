@@ -383,7 +383,12 @@ async def test_timeline_only_on_request(site: Site) -> None:
         "/v1/chat/completions", {"messages": CHAT}, **{"X-Pdserve-Timeline": "1"}
     )
     assert events[-1]["choices"] == []
-    assert events[-1]["pdserve"]["timeline"] == timeline
+    assert events[-1]["pdserve"]["timeline"]["first_token"] == 0.5
+    in_body = await site.complete(timeline=True)
+    assert in_body["pdserve"]["timeline"].keys() == timeline.keys()
+    assert "pdserve" not in await site.complete(timeline=False)
+    wrong = await site.post("/v1/completions", {"prompt": "a", "timeline": "yes"})
+    assert (wrong.status, (await wrong.json())["error"]["param"]) == (400, "timeline")
 
 
 # ---- streams ------------------------------------------------------------------------------

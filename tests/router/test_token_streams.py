@@ -46,7 +46,7 @@ def test_a_token_is_a_few_bytes() -> None:
 
 
 def test_what_a_later_version_says_is_understood() -> None:
-    words = [[1, 0, 2, [5], "tired", None, None, "new", 8]]
+    words = [[1, 0, 2, [5], "tired", None, None, None, "new", 8]]
     (tokens,) = decode_tokens(msgspec.msgpack.encode(words))
     assert tokens.event() == TokenEvent(0, (SampledToken(5),), FinishReason.STOP)
 

@@ -129,18 +129,20 @@ class DeregisterResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "sampling", "choices", "cache_salt")
+    __slots__ = ("request_id", "prompt_token_ids", "sampling", "choices", "cache_salt", "timed")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    TIMED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _inference_pb2.SamplingParams
     choices: _containers.RepeatedCompositeFieldContainer[Choice]
     cache_salt: str
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[Choice, _Mapping]]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    timed: bool
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[Choice, _Mapping]]] = ..., cache_salt: _Optional[str] = ..., timed: _Optional[bool] = ...) -> None: ...
 
 class Choice(_message.Message):
     __slots__ = ("index", "output_token_ids")
@@ -151,7 +153,7 @@ class Choice(_message.Message):
     def __init__(self, index: _Optional[int] = ..., output_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Ticket(_message.Message):
-    __slots__ = ("transfer_id", "epoch", "lease_s", "address", "fingerprint", "block_size", "num_tokens", "first_block", "endpoints", "digests")
+    __slots__ = ("transfer_id", "epoch", "lease_s", "address", "fingerprint", "block_size", "num_tokens", "first_block", "endpoints", "digests", "wait_s")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
@@ -162,6 +164,7 @@ class Ticket(_message.Message):
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
     transfer_id: bytes
     epoch: int
     lease_s: float
@@ -172,7 +175,8 @@ class Ticket(_message.Message):
     first_block: int
     endpoints: _containers.RepeatedCompositeFieldContainer[RankEndpoint]
     digests: bool
-    def __init__(self, transfer_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., lease_s: _Optional[float] = ..., address: _Optional[str] = ..., fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., first_block: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[RankEndpoint, _Mapping]]] = ..., digests: _Optional[bool] = ...) -> None: ...
+    wait_s: float
+    def __init__(self, transfer_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., lease_s: _Optional[float] = ..., address: _Optional[str] = ..., fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., first_block: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[RankEndpoint, _Mapping]]] = ..., digests: _Optional[bool] = ..., wait_s: _Optional[float] = ...) -> None: ...
 
 class RankEndpoint(_message.Message):
     __slots__ = ("rank", "layer_start", "layer_end", "head_start", "head_end", "endpoint")
@@ -209,16 +213,18 @@ class PrefillEvent(_message.Message):
     def __init__(self, first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., handed_off: _Optional[_Union[HandedOff, _Mapping]] = ...) -> None: ...
 
 class FirstToken(_message.Message):
-    __slots__ = ("token", "cached_tokens", "queue_s", "compute_s")
+    __slots__ = ("token", "cached_tokens", "queue_s", "compute_s", "step_s")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
     token: TokenEvent
     cached_tokens: int
     queue_s: float
     compute_s: float
-    def __init__(self, token: _Optional[_Union[TokenEvent, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ...) -> None: ...
+    step_s: float
+    def __init__(self, token: _Optional[_Union[TokenEvent, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., step_s: _Optional[float] = ...) -> None: ...
 
 class HandedOff(_message.Message):
     __slots__ = ("transfer_s",)
@@ -277,14 +283,16 @@ class DecodeEvent(_message.Message):
     def __init__(self, reserved: _Optional[_Union[Ticket, _Mapping]] = ..., tokens: _Optional[_Union[TokenEvent, _Mapping]] = ..., landed: _Optional[_Union[Landed, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ...) -> None: ...
 
 class Prefilled(_message.Message):
-    __slots__ = ("cached_tokens", "queue_s", "compute_s")
+    __slots__ = ("cached_tokens", "queue_s", "compute_s", "step_s")
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
     cached_tokens: int
     queue_s: float
     compute_s: float
-    def __init__(self, cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ...) -> None: ...
+    step_s: float
+    def __init__(self, cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., step_s: _Optional[float] = ...) -> None: ...
 
 class Landed(_message.Message):
     __slots__ = ("bytes", "cached_tokens", "first_token", "data_s", "commit_s", "verify_s")

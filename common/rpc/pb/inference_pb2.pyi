@@ -100,20 +100,22 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "token_ids", "sampling", "cache_salt")
+    __slots__ = ("request_id", "model", "text", "token_ids", "sampling", "cache_salt", "timeline")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    TIMELINE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
     token_ids: TokenIds
     sampling: SamplingParams
     cache_salt: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    timeline: bool
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., timeline: _Optional[bool] = ...) -> None: ...
 
 class TopLogprob(_message.Message):
     __slots__ = ("token_id", "logprob")
@@ -144,7 +146,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Timeline(_message.Message):
-    __slots__ = ("queued", "reserved", "first_token", "transferred", "finished", "cached_tokens", "transfer_bytes", "transfer_seconds", "migrations", "prefill_queue_seconds", "prefill_seconds", "decode_cached_tokens", "data_seconds", "commit_seconds", "verify_seconds")
+    __slots__ = ("queued", "reserved", "first_token", "transferred", "finished", "cached_tokens", "transfer_bytes", "transfer_seconds", "migrations", "prefill_queue_seconds", "prefill_seconds", "decode_cached_tokens", "data_seconds", "commit_seconds", "verify_seconds", "exposed_seconds", "overlapped_seconds", "total_seconds", "stages")
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -160,6 +162,10 @@ class Timeline(_message.Message):
     DATA_SECONDS_FIELD_NUMBER: _ClassVar[int]
     COMMIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     VERIFY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    EXPOSED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    OVERLAPPED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
     queued: float
     reserved: float
     first_token: float
@@ -175,7 +181,23 @@ class Timeline(_message.Message):
     data_seconds: float
     commit_seconds: float
     verify_seconds: float
-    def __init__(self, queued: _Optional[float] = ..., reserved: _Optional[float] = ..., first_token: _Optional[float] = ..., transferred: _Optional[float] = ..., finished: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., migrations: _Optional[int] = ..., prefill_queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., decode_cached_tokens: _Optional[int] = ..., data_seconds: _Optional[float] = ..., commit_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ...) -> None: ...
+    exposed_seconds: float
+    overlapped_seconds: float
+    total_seconds: float
+    stages: _containers.RepeatedCompositeFieldContainer[Stage]
+    def __init__(self, queued: _Optional[float] = ..., reserved: _Optional[float] = ..., first_token: _Optional[float] = ..., transferred: _Optional[float] = ..., finished: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., migrations: _Optional[int] = ..., prefill_queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., decode_cached_tokens: _Optional[int] = ..., data_seconds: _Optional[float] = ..., commit_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ..., exposed_seconds: _Optional[float] = ..., overlapped_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ..., stages: _Optional[_Iterable[_Union[Stage, _Mapping]]] = ...) -> None: ...
+
+class Stage(_message.Message):
+    __slots__ = ("name", "node", "start", "seconds")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    node: str
+    start: float
+    seconds: float
+    def __init__(self, name: _Optional[str] = ..., node: _Optional[str] = ..., start: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("request_id", "index", "tokens", "text", "finish_reason", "stop_reason", "usage", "timeline")

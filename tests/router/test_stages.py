@@ -1,0 +1,181 @@
+"""A request's stages tile it, and what delays one of them shows in that one alone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fake_nodes import FakeCluster, FakeNode, fake_cluster
+from pdserve.common.core.errors import Blame, NodeError
+from pdserve.common.core.request import Stage, Timeline
+from pdserve.common.rpc import convert
+from pdserve.common.text.stream import TextStream
+from pdserve.router.arrival import Arrival, arrival_var
+from pdserve.router.stages import Phase, Stages
+
+DELAY = 0.2  # seconds
+
+
+def check_tiling(line: Timeline) -> Counter[str]:
+    """Seconds by stage."""
+    seconds: Counter[str] = Counter()
+    at = 0.0
+    for stage in line.stages:
+        assert stage.start == pytest.approx(at, abs=1e-6) and stage.seconds > 0
+        at = stage.start + stage.seconds
+        seconds[stage.name] += stage.seconds  # type: ignore[assignment]
+    assert sum(seconds.values()) == pytest.approx(line.total_seconds, abs=1e-3)
+    return seconds
+
+
+async def pause(context: Any) -> None:
+    await asyncio.sleep(DELAY)
+
+
+def tells(node: FakeNode, field: str, **values: float) -> None:
+    """What the node says of its time in events of this kind."""
+
+    def change(event: Any) -> Iterable[Any]:
+        if event.HasField(field):
+            for name, value in values.items():
+                setattr(getattr(event, field), name, value)
+        return (event,)
+
+    node.tells = change
+
+
+def slow_slot(cluster: FakeCluster) -> None:
+    cluster["d0"].on_run = pause
+    tells(cluster["d0"], "reserved", wait_s=DELAY)
+
+
+def slow_prefill(*, compute_s: float, step_s: float) -> Callable[[FakeCluster], None]:
+    def change(cluster: FakeCluster) -> None:
+        for node in (cluster["p0"], cluster["p1"]):
+            node.on_run = pause
+            tells(node, "first_token", queue_s=0.0, compute_s=compute_s, step_s=step_s)
+
+    return change
+
+
+def slow_transfer(cluster: FakeCluster) -> None:
+    cluster["d0"].on_landed = pause
+    tells(cluster["d0"], "landed", data_s=1.0 + DELAY, commit_s=1.0)
+
+
+def slow_verification(cluster: FakeCluster) -> None:
+    cluster["d0"].on_landed = pause
+    tells(cluster["d0"], "landed", data_s=1.0, commit_s=1.0, verify_s=DELAY)
+
+
+def slow_decode(*times: float) -> Callable[[FakeCluster], None]:
+    def change(cluster: FakeCluster) -> None:
+        cluster["d0"].on_token[3] = pause
+        cluster["d0"].times = (times[0], times[1], times[2])
+
+    return change
+
+
+def lost_prefill(cluster: FakeCluster) -> None:
+    async def late(context: Any) -> None:
+        cluster["p0"].on_run = cluster["p1"].on_run = None
+        await asyncio.sleep(DELAY)
+        raise NodeError("gone", code="RANK_DIED", blame=Blame.PREFILL)
+
+    cluster["p0"].on_run = cluster["p1"].on_run = late
+
+
+SLOW: dict[str, Callable[[FakeCluster], None]] = {
+    "decode_slot": slow_slot,
+    "prefill_queue": slow_prefill(compute_s=DELAY, step_s=0.0),
+    "prefill_compute": slow_prefill(compute_s=DELAY, step_s=DELAY),
+    "first_token": slow_prefill(compute_s=0.0, step_s=0.0),
+    "kv_transfer": slow_transfer,
+    "verification": slow_verification,
+    "decode_compute": slow_decode(DELAY, 0.0, DELAY),
+    "preempted": slow_decode(0.0, DELAY, DELAY),
+    "decode_queue": slow_decode(0.0, 0.0, DELAY),
+    "detokenize_stream": slow_decode(0.0, 0.0, 0.0),  # on its way
+    "migration": lost_prefill,
+}
+
+
+@pytest.mark.parametrize("stage", SLOW)
+async def test_a_delay_shows_in_its_stage_alone(tmp_path: Path, stage: str) -> None:
+    async with fake_cluster(tmp_path, ("p0", "p1", "d0")) as cluster:
+        arrival_var.set(Arrival(wants_timeline=True))
+        for node in ("p0", "p1"):
+            tells(cluster[node], "first_token", queue_s=0.0, compute_s=0.0)
+        SLOW[stage](cluster)
+        await alone(stage, cluster.ask())
+
+
+async def alone(stage: str, asking: Awaitable[Any]) -> None:
+    seconds = check_tiling((await asking).receipt())
+    assert seconds.pop(stage) >= 0.95 * DELAY
+    assert all(each < DELAY / 2 for each in seconds.values()), seconds
+
+
+async def test_waiting_for_a_place_is_queue(tmp_path: Path) -> None:
+    async with fake_cluster(tmp_path, ("p0", "d0"), max_concurrent_requests=1) as cluster:
+        tells(cluster["p0"], "first_token", queue_s=0.0, compute_s=0.0)
+
+        async def hold() -> None:
+            async with cluster.pipeline.admission.slot():
+                await asyncio.sleep(DELAY)
+
+        holding = asyncio.create_task(hold())
+        await asyncio.sleep(0)
+        await alone("queue", cluster.ask())
+        await holding
+
+
+async def test_a_slow_detokenizer_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    push, left = TextStream.push, [DELAY]
+
+    def slow(self: TextStream, *args: Any, **options: Any) -> Any:
+        time.sleep(left.pop() if left else 0.0)
+        return push(self, *args, **options)
+
+    async with fake_cluster(tmp_path, ("p0", "d0")) as cluster:
+        arrival_var.set(Arrival(wants_timeline=True))
+        tells(cluster["p0"], "first_token", queue_s=0.0, compute_s=0.0)
+        monkeypatch.setattr(TextStream, "push", slow)
+        await alone("detokenize_stream", cluster.ask())
+
+
+async def test_before_it_is_a_request_it_is_read_and_tokenized() -> None:
+    arrival = Arrival()
+    arrival.received -= 5.0
+    arrival.read = arrival.received + 3.0
+    stages = Stages(arrival)
+    line = stages.stages(stages.start + 6.0)
+    assert [(each.name, round(each.seconds, 2)) for each in line] == [
+        ("receive", 3.0),
+        ("tokenize", 2.0),
+        ("queue", 1.0),
+    ]
+
+
+def test_what_a_node_tells_never_exceeds_its_phase() -> None:
+    stages = Stages()
+    stages.enter(Phase.PREFILL, "p")
+    stages.told(Phase.PREFILL, prefill_queue=-1.0, prefill_compute=float(10**9))
+    (end,) = (stages.spans[-1].start + 2.0,)
+    assert Stage("prefill_compute", "p", pytest.approx(0, abs=0.1), pytest.approx(2.0)) in (
+        stages.stages(end)
+    )
+
+
+async def test_the_receipt_travels_over_grpc(tmp_path: Path) -> None:
+    async with fake_cluster(tmp_path, ("p0", "d0")) as cluster:
+        line = (await cluster.ask()).receipt()
+        sent = convert.timeline_to_pb(line)
+    assert [each.name for each in sent.stages] == [each.name for each in line.stages]
+    assert sent.total_seconds == line.total_seconds
