@@ -21,7 +21,8 @@ SUPPORTED = (
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Linear layers in `bits` per weight. Embedding, head, norms and biases keep the dtype.
+    """Linear layers in `bits` per weight. Embedding, head, norms and biases keep the dtype; `int8`
+    takes the head as well, and the embedding that is tied to it.
 
     `int8` is made from unquantized weights while they are loaded: a scale for each output
     channel, no zero points. Of `awq` and `gptq` weights, every `group_size` inputs of an output

@@ -19,6 +19,7 @@ from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.attention import AttentionBackend, AttentionContext, AttentionShape
 from pdserve.common.model.device import make_backend
+from pdserve.common.model.kernels.ops import TorchKernels
 from pdserve.common.model.layers import (
     MLP,
     ParallelLMHead,
@@ -183,9 +184,12 @@ class _Head:
 
 
 def _embedding(spec: ModelSpec, sharding: Sharding, stage: Stage) -> VocabParallelEmbedding:
-    multiplied = spec.tie_word_embeddings and stage.last
-    vocab, hidden = spec.vocab_size, spec.hidden_size
-    return VocabParallelEmbedding(EMBEDDING, vocab, hidden, sharding, multiplied=multiplied)
+    """Held as a head is if it is one, too; packed if this stage multiplies by it."""
+    if not spec.tie_word_embeddings:
+        sharding = replace(sharding, quantization=None)
+    if not (spec.tie_word_embeddings and stage.last):
+        sharding = replace(sharding, kernels=TorchKernels())
+    return VocabParallelEmbedding(EMBEDDING, spec.vocab_size, spec.hidden_size, sharding)
 
 
 def _attention_shape(spec: ModelSpec, group: GroupCoordinator) -> AttentionShape:

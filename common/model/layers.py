@@ -18,9 +18,8 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from pdserve.common.core.model_spec import ModelSpec
-from pdserve.common.model.matrix import WeightMatrix
 from pdserve.common.model.sharding import Shard, Sharding, shards_of
-from pdserve.common.model.weights import MatrixPart, make_weight
+from pdserve.common.model.weights import MatrixPart, Table, make_table, make_weight
 
 
 class RMSNorm:
@@ -173,11 +172,9 @@ class _VocabParallel:
         vocab_size: int,
         hidden_size: int,
         sharding: Sharding,
-        weight: WeightMatrix | None = None,
-        multiplied: bool = True,
+        weight: Table | None = None,
     ) -> None:
-        """`weight` is another layer's to share (tied embeddings); absent, this layer owns one.
-        `multiplied`: whether products are formed with it, too."""
+        """`weight` is another layer's to share (tied embeddings); absent, this layer owns one."""
         self.name = name
         self.group = sharding.group
         self.vocab_size = vocab_size
@@ -185,19 +182,13 @@ class _VocabParallel:
         self.start = min(self.group.rank * count, vocab_size)
         self.end = min(self.start + count, vocab_size)
         if weight is None:
-            weight = WeightMatrix(sharding.zeros(count, hidden_size), sharding.kernels)
+            shape, rows = (vocab_size, hidden_size), slice(self.start, self.end)
+            part = MatrixPart(name, shape, rows, slice(0, hidden_size))
+            weight = make_table(part, count, sharding)
         self.weight = weight
-        self._multiplied = multiplied
 
     def shards(self) -> Iterator[Shard]:
-        target = self.weight.tensor[: self.end - self.start]
-        shape = (self.vocab_size, target.shape[1])
-        index = (slice(self.start, self.end), slice(None))
-        yield Shard(f"{self.name}.weight", shape, index, target, finish=self._finish)
-
-    def _finish(self) -> None:
-        if self._multiplied:
-            self.weight.pack()
+        return self.weight.shards()
 
 
 class VocabParallelEmbedding(_VocabParallel):
@@ -216,5 +207,5 @@ class ParallelLMHead(_VocabParallel):
     """`[B, hidden]` → float32 logits `[B, vocab]`, on every rank."""
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        logits = self.group.all_gather(self.weight.linear(hidden), dim=-1)
+        logits = self.group.all_gather(self.weight.linear(hidden, None), dim=-1)
         return logits[:, : self.vocab_size].float()

@@ -77,6 +77,15 @@ def make_weight(parts: Sequence[MatrixPart], sharding: Sharding) -> Weight:
     return GroupedWeight(parts, sharding, quantization)
 
 
+def make_table(part: MatrixPart, rows: int, sharding: Sharding) -> Table:
+    """A rank's `[rows, hidden]` of the vocabulary, of which the last ones may stand for no token.
+    int8 rounds it; AWQ and GPTQ checkpoints leave it as it is."""
+    quantization = sharding.quantization
+    if quantization is not None and quantization.method == "int8":
+        return Int8Weight([part], sharding, rows)
+    return PlainWeight([part], sharding, rows)
+
+
 def _rows(parts: Sequence[MatrixPart]) -> int:
     return sum(part.count for part in parts)
 
@@ -89,10 +98,13 @@ def _columns(parts: Sequence[MatrixPart]) -> slice:
 class PlainWeight:
     """Not quantized."""
 
-    def __init__(self, parts: Sequence[MatrixPart], sharding: Sharding) -> None:
+    def __init__(
+        self, parts: Sequence[MatrixPart], sharding: Sharding, rows: int | None = None
+    ) -> None:
+        """`rows`: how many, if more than the parts'; the others stay 0."""
         self.parts = parts
         columns = _columns(parts)
-        tensor = sharding.zeros(_rows(parts), columns.stop - columns.start)
+        tensor = sharding.zeros(rows or _rows(parts), columns.stop - columns.start)
         self.matrix = WeightMatrix(tensor, sharding.kernels)
 
     def dense(self) -> Tensor:
@@ -101,8 +113,12 @@ class PlainWeight:
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self.matrix.linear(x, bias)
 
+    def rows(self, ids: Tensor) -> Tensor:
+        return self.matrix.rows(ids)
+
     def shards(self) -> Iterator[Shard]:
-        targets = self.matrix.tensor.split([part.count for part in self.parts])
+        counts = [part.count for part in self.parts]
+        targets = self.matrix.tensor[: sum(counts)].split(counts)
         for part, target in zip(self.parts, targets, strict=True):
             index = (part.rows, part.columns)
             name = f"{part.name}.weight"
@@ -116,10 +132,13 @@ class Int8Weight:
     """Unquantized weights, rounded while they are loaded: symmetric, so that the largest of an
     output channel is ±127. Ranks that split a channel's inputs share its scale."""
 
-    def __init__(self, parts: Sequence[MatrixPart], sharding: Sharding) -> None:
+    def __init__(
+        self, parts: Sequence[MatrixPart], sharding: Sharding, rows: int | None = None
+    ) -> None:
+        """`rows` as of `PlainWeight`."""
         self.parts = parts
         columns = _columns(parts)
-        shape = (_rows(parts), columns.stop - columns.start)
+        shape = (rows or _rows(parts), columns.stop - columns.start)
         values = sharding.zeros(*shape, dtype=torch.int8)
         self.matrix = WeightMatrix(values, sharding.kernels)
         self.scales = sharding.zeros(shape[0])
@@ -136,6 +155,9 @@ class Int8Weight:
         product = self.matrix.scaled_linear(x, self.scales, bias)
         return self._converted_linear(x, bias) if product is None else product
 
+    def rows(self, ids: Tensor) -> Tensor:
+        return self.matrix.rows(ids) * self.scales[ids, None]
+
     def _converted_linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if x.dtype == torch.float16:  # which sums of products with ±127 could overflow
             return F.linear(x, self.dense(), bias)
@@ -145,7 +167,8 @@ class Int8Weight:
 
     def shards(self) -> Iterator[Shard]:
         counts, dtype = [part.count for part in self.parts], self.scales.dtype
-        targets = zip(self.matrix.tensor.split(counts), self.scales.split(counts), strict=True)
+        whole = (each[: sum(counts)].split(counts) for each in (self.matrix.tensor, self.scales))
+        targets = zip(*whole, strict=True)
         for part, (values, scales) in zip(self.parts, targets, strict=True):
             name, whole_rows = f"{part.name}.weight", (part.rows, slice(None))
             yield Shard(name, part.shape, whole_rows, scales, partial(channel_scales, dtype=dtype))
@@ -165,6 +188,10 @@ def round_columns(matrix: Tensor, columns: slice, dtype: torch.dtype) -> Tensor:
     rounded to `dtype`, make of them."""
     steps = channel_scales(matrix, dtype).float()[:, None]
     return (matrix[:, columns] / steps).round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
+
+
+Table = PlainWeight | Int8Weight
+"""Weights whose rows are looked up as well."""
 
 
 # ---- AWQ and GPTQ ----

@@ -70,15 +70,26 @@ class Footprint:
     # ---- weights ----
 
     def weights(self, stage: Stage) -> int:
-        spec, vocab_rows = self.spec, -(-self.spec.vocab_size // self.tp)
-        table = vocab_rows * spec.hidden_size * self.item
+        spec, rows = self.spec, self._vocab_rows()
         total = sum(map(self._layer_weights, range(stage.start, stage.end)))
         if stage.first:
-            total += table
+            in_dtype = rows * spec.hidden_size * self.item
+            total += self.head_bytes() if spec.tie_word_embeddings else in_dtype
         if stage.last:
             total += spec.hidden_size * self.item
-            total += 0 if spec.tie_word_embeddings and stage.first else table
+            total += 0 if spec.tie_word_embeddings and stage.first else self.head_bytes()
         return total
+
+    def _vocab_rows(self) -> int:
+        return -(-self.spec.vocab_size // self.tp)
+
+    def head_bytes(self) -> int:
+        """Of the matrix onto the vocabulary, which a tied embedding is as well: int8 rounds it, and
+        no other kind does."""
+        numbers, kind = self._vocab_rows() * self.spec.hidden_size, self.spec.quantization
+        if kind is None or kind.method != "int8":
+            return numbers * self.item
+        return numbers + self._vocab_rows() * self.item
 
     def idle_weights(self) -> int:
         """Of a whole model: those of the experts that a token does not visit."""
@@ -207,7 +218,10 @@ class Footprint:
         return int(max(sizes)) * self.item
 
     def _sampling(self, sequences: int) -> int:
-        return sequences * self.spec.vocab_size * SAMPLER_BYTES
+        """Or a rounded head in the dtype, for its product."""
+        kind, head = self.spec.quantization, self._vocab_rows() * self.spec.hidden_size * self.item
+        rounded = kind is not None and kind.method == "int8"
+        return max(sequences * self.spec.vocab_size * SAMPLER_BYTES, rounded * head)
 
     # ---- communication ----
 

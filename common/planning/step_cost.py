@@ -105,7 +105,7 @@ class StepCost:
 
     def _logits(self, shape: StepShape) -> Cost:
         numbers = -(-self.footprint.spec.vocab_size // self.footprint.tp) * self._hidden
-        read = numbers * self.footprint.item * shape.sampling_steps
+        read = self.footprint.head_bytes() * shape.sampling_steps
         return Cost(2.0 * shape.sampled * numbers, read)
 
     def _experts(self, shape: StepShape) -> Cost:

@@ -271,7 +271,7 @@ def test_a_model_of_packed_matrices_says_the_same(name: str) -> None:
     plain, ours = model_with(TorchKernels(), name), native_model(name)
     layer = ours.layers[0]
     assert layer.attention.qkv_proj.weight.matrix.packed
-    assert ours.head is not None and ours.head.lm_head.weight.packed
+    assert ours.head is not None and ours.head.lm_head.weight.matrix.packed
     if isinstance(layer.mlp, MoE):
         assert not torch.equal(layer.mlp.experts.down_proj, plain.layers[0].mlp.experts.down_proj)
     assert ours.weights_bytes == plain.weights_bytes
@@ -298,5 +298,5 @@ def test_a_stage_packs_what_it_multiplies_by() -> None:
     """A tied embedding of a stage without a head is only looked up."""
     first = native_model("llama-gqa", stage=Stage(0, 2, last=False))
     last = native_model("llama-gqa", stage=Stage(2, 4, first=False))
-    assert first.embedding is not None and not first.embedding.weight.packed
-    assert last.head is not None and last.head.lm_head.weight.packed
+    assert first.embedding is not None and not first.embedding.weight.matrix.packed
+    assert last.head is not None and last.head.lm_head.weight.matrix.packed

@@ -24,6 +24,7 @@ from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.quantization import Quantization
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.decoder import CausalLM
+from pdserve.common.model.device import choose_kernels
 from pdserve.common.model.loader import load_model
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.stages import Stage
@@ -195,6 +196,26 @@ def test_a_split_int8_model_equals_the_whole(size: int) -> None:
     check_split(size, lambda member: load_int8(MODELS / "qwen2", member))
 
 
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen2"])
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_int8_rounds_the_head_and_an_embedding_tied_to_it(name: str, kernels: str) -> None:
+    folder, kind = MODELS / name, choose_kernels(kernels, CPU)
+    config = ModelConfig(model=str(folder), quantization="int8")
+    sharding = Sharding(GroupCoordinator(), CPU, torch.float32, kernels=kind)
+    exact, model = load(folder), load_model(ModelSpec.from_folder(folder), config, sharding)
+    (head, table), (rounded, looked_up) = (
+        (each.head.lm_head.weight.dense(), each.embedding)  # type: ignore[union-attr]
+        for each in (exact, model)
+    )
+    assert table is not None and looked_up is not None and model.head is not None
+    steps = head.abs().amax(1, keepdim=True) / 127
+    assert not torch.equal(rounded, head) and ((rounded - head).abs() <= steps * 0.5001).all()
+    x, ids = torch.randn(3, head.shape[1]), torch.tensor([5, 0, len(head) - 1])
+    torch.testing.assert_close(model.head.lm_head(x), x @ rounded.t(), rtol=1e-4, atol=1e-4)
+    tied = model.spec.tie_word_embeddings
+    torch.testing.assert_close(looked_up(ids), rounded[ids] if tied else table(ids))
+
+
 def check_split(size: int, build: Callable[[Any], CausalLM]) -> None:
     whole = split_logits(1, build)[0]
     for part in split_logits(size, build):
@@ -213,10 +234,12 @@ def test_stages_hold_what_the_whole_does(tmp_path: Path) -> None:
 
 
 def test_weights_stay_small(tmp_path: Path) -> None:
-    """The linear layers: 688,128 weights."""
+    """The linear layers: 688,128 weights. int8 rounds the 512 × 128 of the vocabulary, too."""
     awq = quantize_folder(LLAMA, tmp_path / "awq", Scheme("awq"))
     others = load(LLAMA).weights_bytes - 4 * 688_128
-    assert load_int8(LLAMA).weights_bytes - others == 688_128 + 4 * 4 * (2 * 128 + 2 * 64 + 768)
+    layers, vocabulary = 688_128 + 4 * 4 * (2 * 128 + 2 * 64 + 768), 512 * (128 + 4)
+    rest = others - 4 * 512 * 128
+    assert load_int8(LLAMA).weights_bytes - rest == layers + vocabulary
     assert load(awq).weights_bytes - others == 688_128 // 2 + 688_128 // 32 * 5
 
 

@@ -120,12 +120,12 @@ def test_two_cards_hold_them_and_some_69_000_tokens(qwen: Path) -> None:
 
 def test_one_card_holds_int8_and_int4_weights(qwen: Path) -> None:
     """Every parameter in 8 or 4 bits would be 14.7 and 7.4 GB. Checkpoints keep embeddings and
-    head, a tenth of this model, in 16 bits, and have scales."""
+    head, a tenth of this model, in 16 bits, and have scales; int8 rounds the head."""
     int8, int4 = (qwen_plan(qwen, quantization=name) for name in ("int8", "int4"))
     assert int8.fits and int4.fits
     assert int8.parameter_bytes == pytest.approx(14.7e9, rel=0.01)
     assert int4.parameter_bytes == pytest.approx(7.4e9, rel=0.01)
-    assert int8.weights == pytest.approx(16.3e9, rel=0.01)
+    assert int8.weights == pytest.approx(15.55e9, rel=0.01)
     assert int4.weights == pytest.approx(9.98e9, rel=0.01)
 
 
