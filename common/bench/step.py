@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from pdserve.common.bench.parts import PartTimer
 from pdserve.common.config.bench import BenchStepConfig
+from pdserve.common.config.compilation import CompilationConfig
 from pdserve.common.config.node import CacheConfig, EngineConfig, ParallelConfig
 from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.core.step_shape import StepShape
@@ -145,6 +146,7 @@ def engine_config(config: BenchStepConfig, cells: Iterable[Cell]) -> EngineConfi
             device=config.device,
         ),
         cache=CacheConfig(block_size=config.block_size, num_gpu_blocks_override=blocks),
+        compilation=CompilationConfig(compile=config.compile),
     )
 
 

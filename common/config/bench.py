@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pdserve.common.config.compilation import CompilationConfig
 from pdserve.common.config.node import CacheConfig, ModelConfig, ParallelConfig
 from pdserve.common.config.shared import option, same_option
 from pdserve.common.config.speculation import MAX_DRAFTS
@@ -62,6 +63,7 @@ class BenchStepConfig:
         "torch threads of a rank (0: the cores this process may use, divided by the ranks)",
     )
     cpu_kernels: str = same_option(ParallelConfig, "cpu_kernels")
+    compile: bool = same_option(CompilationConfig, "compile")
     device: str = same_option(ParallelConfig, "device")
     block_size: int = same_option(CacheConfig, "block_size")
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -1,4 +1,4 @@
-"""Options of what is prepared before a GPU computes: CUDA graphs."""
+"""Options of what is prepared before a GPU computes: CUDA graphs, compiled kernels."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ class CompilationConfig:
         "others are padded to the next of them, larger ones run eagerly (default: 1, 2, 4 and "
         "multiples of 8 up to --max-num-seqs, at most 512)",
         metavar="N,N,...",
+    )
+    compile: bool = option(
+        False,
+        "fuse norms and activations by torch.compile, on a GPU or with --cpu-kernels torch; a node "
+        "compiles as it starts, which may take minutes",
     )
 
     def graph_sizes(self, max_num_seqs: int) -> tuple[int, ...]:

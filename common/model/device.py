@@ -13,6 +13,7 @@ from pdserve.common.core.native import BuildError
 from pdserve.common.model.attention import AttentionBackend, AttentionShape
 from pdserve.common.model.attention_native import NativeAttention, can_attend
 from pdserve.common.model.attention_torch import TorchAttention
+from pdserve.common.model.kernels.compiled import CompiledKernels
 from pdserve.common.model.kernels.native import NativeKernels
 from pdserve.common.model.kernels.ops import Kernels, TorchKernels
 
@@ -81,14 +82,22 @@ def cpu_has_fast_bf16() -> bool:
     return not _FAST_BF16_FLAGS.isdisjoint(cpu_flags())
 
 
-def choose_kernels(requested: str, device: torch.device, rank: int = 0) -> Kernels:
-    """`--cpu-kernels` resolved. Rank 0 of a node says why it computes in plain torch.
+def choose_kernels(
+    requested: str, device: torch.device, rank: int = 0, compiled: bool = False
+) -> Kernels:
+    """`--cpu-kernels` and `--compile` resolved. Rank 0 of a node says why it computes in plain
+    torch.
 
     Raises:
-        ConfigError: native ones were asked for and cannot be built.
+        ConfigError: native ones were asked for and cannot be built, or are not what is compiled.
     """
     if device.type != "cpu" or requested == "torch":
-        return TorchKernels()
+        return CompiledKernels() if compiled else TorchKernels()
+    if compiled:
+        raise ConfigError(
+            f"--compile: --cpu-kernels {requested} leaves nothing to compile on a CPU; pass "
+            "--cpu-kernels torch, or leave --compile out, which is faster"
+        )
     try:
         return NativeKernels()
     except BuildError as error:

@@ -118,7 +118,8 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     state.world.agree([dtype_name(dtype), max_model_len], "dtype and context window")
     stage = stages_of(model_spec, engine.parallel)[state.pp.rank]
     all2all = make_all2all(engine.parallel.all2all_backend, state.ep)
-    kernels = choose_kernels(engine.parallel.cpu_kernels, device, spec.rank)
+    compiled = engine.compilation.compile
+    kernels = choose_kernels(engine.parallel.cpu_kernels, device, spec.rank, compiled)
     sharding = Sharding(state.tp, device, dtype, all2all, kernels=kernels)
     model = load_model(model_spec, engine.model, sharding, stage, _LoadingLog(spec.rank))
     draft_model = load_draft_model(engine, sharding)
@@ -277,6 +278,8 @@ def _warm_up(runner: ModelRunner, engine: EngineConfig) -> None:
         runner.warm_up(engine.scheduler.max_num_batched_tokens, engine.max_num_rows)
     else:
         runner.warm_up(num_tokens=engine.cache.block_size, num_seqs=1)
+    if engine.compilation.compile:
+        runner.warm_up(num_tokens=1, num_seqs=1)  # which has a kernel of its own
 
 
 def _build_extension(

@@ -47,6 +47,7 @@ def test_float32_is_exact(model: str, connector: str) -> None:
         {"dtype": "bfloat16", "kv_connector": "tcp"},
         {"dtype": "float16", "kv_connector": "cuda_ipc"},
         {"dtype": "bfloat16", "kv_connector": "tcp", "enforce_eager": True},
+        {"dtype": "bfloat16", "kv_connector": "tcp", "compile": True},
         {"dtype": "bfloat16", "kv_connector": "tcp", "cuda_graph_sizes": "3,64"},
         pytest.param(
             {"dtype": "bfloat16", "kv_connector": "tcp", "prefill_tp": 2, "decode_tp": 2},

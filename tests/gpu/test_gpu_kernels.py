@@ -7,6 +7,8 @@ import torch
 
 from pdserve.common.model.attention import AttentionBatch, AttentionShape
 from pdserve.common.model.attention_torch import TorchAttention
+from pdserve.common.model.kernels.compiled import CompiledKernels
+from pdserve.common.model.kernels.ops import TorchKernels
 from pdserve.common.model.moe import grouped_linear
 
 BLOCK_SIZE = 16
@@ -36,6 +38,20 @@ def test_flashinfer_equals_torch(head_dim: int, heads: tuple[int, int], dtype: t
             outputs.append(backend.forward(0, q, k, v, written[-1], context))
         torch.testing.assert_close(*outputs, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
         torch.testing.assert_close(*written, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_compiled_operations_equal_torch(dtype: torch.dtype) -> None:
+    ours, plain = CompiledKernels(), TorchKernels()
+    weight = torch.rand(256, dtype=dtype, device="cuda")
+    for tokens in (1, 5, 300):
+        x, y = torch.randn(2, tokens, 256, dtype=dtype, device="cuda")
+        for found, expected in (
+            (ours.add_rms_norm(x, y, weight, 1e-5), plain.add_rms_norm(x, y, weight, 1e-5)),
+            (ours.rms_norm(x, weight, 1e-5), plain.rms_norm(x, weight, 1e-5)),
+            (ours.silu_and_mul(x), plain.silu_and_mul(x)),
+        ):
+            torch.testing.assert_close(found, expected)
 
 
 def test_the_grouped_kernel_equals_the_loop() -> None:

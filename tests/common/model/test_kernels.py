@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from pdserve.common.core import native
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.model import device
 from pdserve.common.model.kernels import build
+from pdserve.common.model.kernels.compiled import CompiledKernels
 from pdserve.common.model.kernels.native import NativeKernels
 from pdserve.common.model.kernels.ops import Kernels, TorchKernels
 from tiny_engine import CPU
@@ -58,6 +60,37 @@ def test_without_a_compiler_the_torch_ones_are_used_and_the_log_says_so(
 @pytest.mark.parametrize("requested", ["auto", "native", "torch"])
 def test_a_gpu_needs_no_cpu_kernels(requested: str) -> None:
     assert device.choose_kernels(requested, torch.device("cuda", 0)).name == "torch"
+
+
+def test_what_is_compiled_is_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = object()
+    monkeypatch.setattr(device, "CompiledKernels", lambda: compiled)
+    assert device.choose_kernels("auto", torch.device("cuda", 0), compiled=True) is compiled
+    assert device.choose_kernels("torch", CPU, compiled=True) is compiled
+    for requested in ("auto", "native"):
+        with pytest.raises(ConfigError, match="--cpu-kernels torch"):
+            device.choose_kernels(requested, CPU, compiled=True)
+
+
+def test_one_compilation_is_for_any_number_of_tokens() -> None:
+    """But for one token's. The code generator is left out: it takes minutes where it is cold."""
+    seen: list[int] = []
+
+    def generate(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+        seen.append(len(seen))
+        return graph.forward
+
+    ours, plain, weight = CompiledKernels(generate), TorchKernels(), torch.rand(64)
+    for tokens in (7, 1, 33, 2, 512):
+        x, y = torch.randn(2, tokens, 64)
+        for found, expected in zip(
+            (*ours.add_rms_norm(x, y, weight, 1e-5), ours.rms_norm(x, weight, 1e-5)),
+            (*plain.add_rms_norm(x, y, weight, 1e-5), plain.rms_norm(x, weight, 1e-5)),
+            strict=True,
+        ):
+            torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(ours.silu_and_mul(x), plain.silu_and_mul(x))
+    assert len(seen) == 2 * 3
 
 
 # ---- norms and activations ----
