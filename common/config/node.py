@@ -66,8 +66,8 @@ class ModelConfig:
     quantization: str | None = option(
         None,
         "int8: keep the weights of linear layers and of the head in 8 bits, a scale per output "
-        "channel; of an unquantized checkpoint (default: as the checkpoint is; AWQ and GPTQ need no "
-        "option)",
+        "channel; of an unquantized checkpoint (default: as the checkpoint is; AWQ and GPTQ need "
+        "no option)",
         short="-q",
         choices=("int8",),
     )
