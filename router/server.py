@@ -211,6 +211,7 @@ class PipelineCollector(Collector):
         for name, help, value in (
             ("num_requests_running", "Requests being served", admission.running),
             ("num_requests_waiting", "Requests waiting for a place", admission.waiting),
+            ("ready", "1 while a request could be served", float(self._pipeline.ready()[0])),
         ):
             yield GaugeMetricFamily(f"pdserve_{name}", help, value)
         nodes = GaugeMetricFamily("pdserve_nodes", "Registered nodes", labels=("role", "state"))

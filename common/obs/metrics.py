@@ -36,6 +36,10 @@ CHOICES = (1, 2, 5, 10, 20)
 TRANSFER_SECONDS = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10,
 )  # fmt: skip
+# Alerts ask whether these have grown, which a counter must be there for before it does.
+WATCHED_REQUESTS = ("OK", "CANCELLED", "NO_NODE", "OVERLOADED", "POISON_REQUEST", "QUEUE_TIMEOUT")
+WATCHED_TRANSFERS = ("OK", "CONNECT_FAILED", "LEASE_EXPIRED", "NO_COMMON_CONNECTOR", "PEER_LOST")
+WATCHED_EVENT = "stopped/DIGEST_MISMATCH"
 BALANCEDNESS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
 
 
@@ -113,6 +117,10 @@ class RouterMetrics(_Metrics):
             "Times a request went on on other nodes, by the role and the error of the one it left",
             "role", "code",
         )  # fmt: skip
+        for code in WATCHED_REQUESTS:
+            self.requests.labels(code)
+        for role in ("prefill", "decode", "both"):
+            self.migrations.labels(role, "PROTOCOL_ERROR")
 
     def observe_request(
         self,
@@ -175,6 +183,8 @@ class NodeMetrics(_Metrics):
         self.transfers = self._counter(
             "kv_transfers_total", "KV hand-offs ended: OK, or the error's code", "outcome"
         )
+        for code in WATCHED_TRANSFERS:
+            self.transfers.labels(code)
         self.moe_assignments = self._counter(
             "moe_assignments_total",
             "Visits of tokens to experts, by the expert-parallel rank that holds the expert "
@@ -258,7 +268,7 @@ class TransferEvents(Collector):
         events = CounterMetricFamily(
             "pdserve_kv_transfer_events", "Events of KV hand-offs, late ones too", labels=("event",)
         )
-        for event, count in sorted(self._counts().items()):
+        for event, count in sorted({WATCHED_EVENT: 0, **self._counts()}.items()):
             if event != "bytes":
                 events.add_metric((event,), count)
         yield events

@@ -58,6 +58,7 @@ ROUTES = (
     Route("GET", "/v1/models", info.list_models, "The model, by each of its names"),
     Route("GET", "/v1/models/{model}", info.get_model, "The model by a name", errors=(404,)),
     Route("GET", "/v1/cluster", info.cluster, "Nodes, their load, which pairs fit"),
+    Route("GET", "/v1/cluster/targets", info.targets, "Nodes' metrics, for Prometheus' http_sd"),
     Route(
         "POST", "/reset_prefix_cache", info.reset_prefix_cache,
         "Prompts computed so far are not found in the caches any more", answer="",

@@ -65,6 +65,18 @@ async def cluster(request: web.Request) -> web.Response:
     return json_response(request.app[SERVING].pipeline.cluster())
 
 
+async def targets(request: web.Request) -> web.Response:
+    """Where the nodes' metrics are, as Prometheus' HTTP service discovery reads it."""
+    nodes = request.app[SERVING].pipeline.cluster()["nodes"]
+    return json_response(
+        [
+            {"targets": [node["metrics_address"]], "labels": {"job": f"pdserve-{node['role']}"}}
+            for node in nodes
+            if node.get("metrics_address")
+        ]
+    )
+
+
 async def load(request: web.Request) -> web.Response:
     """Under vLLM's name."""
     return json_response({"server_load": request.app[SERVING].pipeline.load()})
