@@ -22,6 +22,14 @@ LONGEST = (
 FAMILY = re.compile(r"test_exact\.py::(?!test_the_demo_model).*\[([a-z0-9]+(?:-moe|-gqa)?)[-\]]")
 
 
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Executors' ranks start in a moment, where the test is not about how they start."""
+    import forked_ranks
+
+    monkeypatch.setattr("pdserve.common.distributed.launch.spawn", forked_ranks.spawn)
+
+
 class ByFile(LoadScopeScheduling):
     """A file stays in one process, since its tests share clusters; but for `test_exact.py`, whose
     topologies have a cluster each: there a family does, whose answers are worked out once."""

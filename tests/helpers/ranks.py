@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import traceback
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from forked_ranks import warm
 from pdserve.common.distributed.environment import init_distributed_environment
 from pdserve.common.distributed.parallel_state import (
     ParallelState,
@@ -26,10 +26,7 @@ class Ranks:
     """`run` gives what `work` returned on each rank, or fails with the traceback of one."""
 
     def __init__(self, size: int, folder: Path, timeout: float = 20.0) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(
-            ["pdserve.common.distributed.measure"]
-        )  # torch, imported once
+        context = warm()
         self._pipes: list[Connection] = []
         self.processes = []
         for rank in range(size):

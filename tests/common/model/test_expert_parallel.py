@@ -86,6 +86,7 @@ def test_tokens_travel_over_tcp_too(ranks: Ranks) -> None:
         assert found == [alone("mixtral")] * 2
 
 
+@pytest.mark.usefixtures("forked_ranks")
 async def test_the_engine_s_ranks_do_the_same() -> None:
     """Two workers as a node starts them; the one that answers tells the load of each."""
     engine = EngineConfig(

@@ -424,6 +424,7 @@ def peak_of_step(
 # ---- against nodes ----
 
 
+@pytest.mark.usefixtures("forked_ranks")
 async def test_blocks_are_those_of_a_pipeline() -> None:
     """The stage with the most layers decides."""
     config = PlanConfig(
@@ -445,6 +446,7 @@ async def test_blocks_are_those_of_a_pipeline() -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("name", [*NAMES, "qwen2-moe"])
 async def test_blocks_are_those_of_a_node(
     name: str, tp: int, caplog: pytest.LogCaptureFixture

@@ -362,6 +362,7 @@ async def generate(num_blocks: int, **parallel: Any) -> tuple[dict[int, list[int
     return tokens.drawn, scheduler.num_preemptions
 
 
+@pytest.mark.usefixtures("forked_ranks")
 async def test_preemption_and_stages_change_no_token() -> None:
     expected, preemptions = await generate(64)
     assert preemptions == 0 and all(len(drawn) == 24 for drawn in expected.values())

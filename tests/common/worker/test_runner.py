@@ -27,6 +27,9 @@ PROMPT = (5, 17, 33, 60, 12, 9, 41)
 NUM_TOKENS = 12
 
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
+
 async def step(steps: Steps, *sequences: SequenceDelta) -> dict[int, int]:
     drawn = await steps.drawn(*sequences)
     return {seq_id: token.token_id for seq_id, token in drawn.items()}

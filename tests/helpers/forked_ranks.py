@@ -1,0 +1,56 @@
+"""Ranks of executors in the test's own process, forked from one that has imported torch."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+from functools import cache
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+
+from pdserve.common.distributed import rank_main
+
+
+@cache
+def warm() -> ForkServerContext:
+    """Whose processes find torch imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["pdserve.common.worker.worker", "pdserve.common.distributed.measure"]
+    )
+    return context
+
+
+async def spawn(directory: Path, rank: int) -> ForkedRank:
+    """In the place of `pdserve.common.distributed.launch.spawn`."""
+    return ForkedRank(directory, rank)
+
+
+class ForkedRank:
+    """As much of `asyncio.subprocess.Process` as an executor uses."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        theirs, self._stdin = warm().Pipe(duplex=False)
+        self._process: ForkServerProcess = warm().Process(
+            target=_become, args=(directory, rank, theirs)
+        )
+        self._process.start()
+        theirs.close()
+        self.pid = self._process.pid
+
+    async def wait(self) -> int:
+        await asyncio.to_thread(self._process.join)
+        self._stdin.close()
+        assert self._process.exitcode is not None
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _become(directory: Path, rank: int, stdin: Connection) -> None:
+    os.setsid()
+    os.dup2(stdin.fileno(), 0)
+    os._exit(rank_main.main(directory, rank))
