@@ -8,6 +8,7 @@ A part lies between `<!-- begin NAME -->` and `<!-- end NAME -->`.
 from __future__ import annotations
 
 import re
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -16,6 +17,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
+from pdserve.common.cli import chat, top
+from pdserve.common.cli.main import BENCHES
+from pdserve.common.cli.main import COMMANDS as PROGRAMS
 from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.node import BothNodeConfig, SchedulerConfig, WorkerNodeConfig
 from pdserve.common.config.router import RouterConfig, RoutingConfig
@@ -35,7 +39,7 @@ from pdserve.router.registry import Registry
 from pdserve.router.server import PipelineCollector
 
 FOLDER = Path(__file__).parent
-PAGES = ("operate.md", "internals.md", "clients.md")
+PAGES = ("operate.md", "internals.md", "clients.md", "cli.md")
 COMMANDS = {
     "up": ClusterConfig,
     "router": RouterConfig,
@@ -157,6 +161,28 @@ def _bound(value: float) -> str:
     return f"{value:g}".replace("-", "−")
 
 
+# ---- commands ----
+
+
+def command_table() -> Iterator[str]:
+    rows = [
+        (f"`pdserve {name}`", summary)
+        for group in PROGRAMS.values()
+        for name, (_, summary) in group.items()
+    ]
+    rows += [(f"`pdserve bench {name}`", summary) for name, (_, summary) in BENCHES.items()]
+    return _table(("command", "what"), *rows)
+
+
+def flag_table(parser: ArgumentParser) -> Iterator[str]:
+    rows = []
+    for action in parser._actions[1:]:  # but --help
+        names = ", ".join(f"`{name}`" for name in action.option_strings)
+        default = "–" if action.default in (None, False) else f"`{action.default}`"
+        rows.append((names, default, action.help or ""))
+    return _table(("flag", "default", "meaning"), *rows)
+
+
 # ---- metrics ----
 
 
@@ -220,6 +246,9 @@ def _events_of(table: Mapping[Any, Mapping[Any, Any]]) -> type[StrEnum]:
 
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "options": option_tables,
+    "commands": command_table,
+    "chat": lambda: flag_table(chat.make_parser()),
+    "top": lambda: flag_table(top.make_parser()),
     "parameters": parameter_table,
     "unsupported": unsupported_fields,
     "router-metrics": router_metrics,

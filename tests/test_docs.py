@@ -39,7 +39,7 @@ def generate() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["operate.md", "internals.md", "clients.md"])
+@pytest.mark.parametrize("name", ["operate.md", "internals.md", "clients.md", "cli.md"])
 def test_generated_parts_are_up_to_date(generate: ModuleType, name: str) -> None:
     page = (ROOT / "docs" / name).read_text(encoding="utf-8")
     assert "<!-- begin" in page

@@ -22,7 +22,12 @@ COMMANDS = {
             "start a cluster, ask it a question, show the timeline",
         ),
     },
-    "Offline": {
+    "Clients": {
+        "chat": (
+            "pdserve.common.cli.chat:main",
+            "talk to a server, here or through pipes",
+        ),
+        "top": ("pdserve.common.cli.top:main", "the nodes of a cluster, live"),
         "run-batch": (
             "pdserve.common.offline.batch:main",
             "answer a file of requests in OpenAI's batch format",
@@ -56,6 +61,7 @@ COMMANDS = {
             "pdserve.common.cli.model:main",
             "unpack the embedded model, download a NAME, or check a FOLDER",
         ),
+        "completion": ("pdserve.common.cli.completion:main", "of commands and flags, for a shell"),
         "version": ("pdserve.common.cli.main:show_version", "print the version"),
     },
 }
@@ -66,7 +72,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     supervises this process would start it again for ever, PDSERVE_CONFIG_EXIT_CODE takes 2's
     place: a wrong configuration stays wrong."""
     try:
-        return _exit_code(_run(argv))
+        code = _run(argv)
+        sys.stdout.flush()
+        return _exit_code(code)
+    except BrokenPipeError:  # as of `| head`; what is left in the buffer must not fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except SystemExit as stop:  # of the parser of options
         if stop.code == 2:
             raise SystemExit(_exit_code(2)) from stop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -168,6 +169,18 @@ def client_session(
         timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_TIMEOUT),
         headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
     )
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    """Which server a command is about; `session_of` reads them."""
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="the server; its key is OPENAI_API_KEY"
+    )
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one answer")
+
+
+def session_of(options: argparse.Namespace) -> aiohttp.ClientSession:
+    return client_session(key_from_environment(), timeout=options.timeout)
 
 
 def key_from_environment() -> str | None:

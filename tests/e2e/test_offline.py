@@ -1,9 +1,12 @@
-"""Batches on a real cluster: `LLM`, files in OpenAI's format, and the example."""
+"""On one real cluster: `LLM`, files in OpenAI's batch format, the example, and the commands that
+are clients of a server."""
 
 from __future__ import annotations
 
 import json
 import os
+import pty
+import select
 import signal
 import subprocess
 import sys
@@ -275,3 +278,126 @@ class _Open:
 
     def __exit__(self, *error: object) -> None:
         pass
+
+
+# ---- chat, top, bench -----------------------------------------------------------------------
+
+PROGRAM = str(Path(sys.executable).with_name("pdserve"))
+
+
+class Terminal:
+    """A program on a terminal of its own."""
+
+    def __init__(self, *command: str) -> None:
+        pid, self._end = pty.fork()
+        if not pid:
+            os.execv(command[0], command)
+        self._pid = pid
+        self.seen = ""
+
+    def until(self, text: str) -> str:
+        """What came up to the text, which must come within a while; the rest waits."""
+        while text not in self.seen:
+            ready, _, _ = select.select([self._end], [], [], 60)
+            assert ready, self.seen
+            self.seen += os.read(self._end, 65536).decode(errors="replace")
+        before, _, self.seen = self.seen.partition(text)
+        return before
+
+    def type(self, keys: str) -> None:
+        os.write(self._end, keys.encode())
+
+    def wait(self) -> int:
+        code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        os.close(self._end)
+        return code
+
+
+def test_a_conversation_on_a_terminal(llm: LLM, url: str) -> None:
+    terminal = Terminal(PROGRAM, "chat", "--url", url, "--temperature=0", "--max-tokens=12")
+    assert NAME in terminal.until("> ")
+    answer = llm.chat(CHAT, GREEDY)[0].outputs[0].text
+    for _ in range(2):
+        terminal.type(CHAT[0]["content"] + "\r")
+        shown = terminal.until("TTFT")
+        assert answer.split("\n")[0].strip() in shown.replace("\r", "")
+        assert " ms · TPOT " in terminal.until("12 tokens")
+        terminal.until("> ")
+        terminal.type("/reset\r")  # so that the next answer is the first one again
+        terminal.until("a new conversation")
+        terminal.until("> ")
+    terminal.type("/help\r")
+    terminal.until("/system TEXT")
+    terminal.type("\x04")
+    assert terminal.wait() == 0
+
+
+def test_an_answer_may_be_cut_short(url: str) -> None:
+    """By Ctrl-C, and the conversation goes on; at the prompt it drops the line."""
+    terminal = Terminal(PROGRAM, "chat", "--url", url, "--max-tokens=900")
+    terminal.until("> ")
+    terminal.type("half a question\x03")
+    terminal.until("> ")
+    terminal.type("Please write about Zoë.\r")
+    terminal.until("\n")
+    terminal.until("Once")
+    terminal.type("\x03")
+    assert "tokens" not in terminal.until("…")
+    terminal.until("> ")
+    terminal.type("/quit\r")
+    assert terminal.wait() == 0
+
+
+def test_chat_through_pipes(llm: LLM, url: str) -> None:
+    """Standard output is the answer; a server that refuses is a line and exit code 1."""
+    flags = ["--url", url, "--temperature=0", "--max-tokens=12"]
+    text = CHAT[0]["content"]
+    answer = llm.chat(CHAT, GREEDY)[0].outputs[0].text
+    ended = subprocess.run(
+        [PROGRAM, "chat", *flags], input=text.encode(), capture_output=True, check=True
+    )
+    assert (ended.stdout.decode(), ended.stderr) == (answer + "\n", b"")
+    system = [{"role": "system", "content": "Be brief."}, *CHAT]
+    quick = [PROGRAM, "chat", *flags, "--system", "Be brief.", "-q", text]
+    ended = subprocess.run(quick, capture_output=True, check=True)
+    assert ended.stdout.decode() == llm.chat(system, GREEDY)[0].outputs[0].text + "\n"
+    ended = subprocess.run([*quick, "--model", "another"], capture_output=True)
+    assert ended.returncode == 1 and ended.stdout == b""
+    assert ended.stderr.startswith(b"pdserve chat: error: The model `another` does not exist")
+
+
+def test_top(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "--url", url]) == 0  # no terminal: once
+    text = capsys.readouterr().out
+    assert "\x1b" not in text
+    assert "prefill" in text and "decode" in text and text.count("ready") == 2
+    assert main(["top", "--url", url, "--once", "--json"]) == 0
+    state = json.loads(capsys.readouterr().out)
+    assert state["ready"] and {node["role"] for node in state["nodes"]} == {"prefill", "decode"}
+    terminal = Terminal(PROGRAM, "top", "--url", url, "--interval", "0.05")
+    for _ in range(3):  # it is drawn again and again
+        terminal.until("decode")
+    terminal.type("\x03")
+    assert terminal.wait() == 0
+    assert main(["top", "--url", "http://127.0.0.1:9"]) == 1
+    assert "does not answer" in capsys.readouterr().err
+
+
+def test_bench_serve(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [
+        "bench",
+        "serve",
+        "--url",
+        url,
+        "--num-prompts",
+        "4",
+        "--max-concurrency",
+        "2",
+        "--json",
+    ]
+    argv += ["--dataset-name", "prefix_repetition", "--prefix-repetition-num-prefixes", "1"]
+    argv += ["--prefix-repetition-prefix-len=64", "--prefix-repetition-suffix-len=8"]
+    assert main([*argv, "--prefix-repetition-output-len=8", "--ignore-eos"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["completed"], result["total_output_tokens"]) == (4, 32)
+    assert result["total_cached_tokens"] >= 64  # of those that came after the first two

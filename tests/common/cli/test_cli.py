@@ -10,6 +10,7 @@ import pytest
 
 from paths import HELPERS
 from pdserve.common.cli import cluster
+from pdserve.common.cli.completion import _bash, words
 from pdserve.common.cli.demo import main as demo
 from pdserve.common.cli.main import COMMANDS, main
 
@@ -64,6 +65,43 @@ def test_bench_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     for argv in (["bench"], ["bench", "--request-rate", "1"]):
         assert main(argv) == 2
         assert "takes one of serve, compare, step" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line", ["pdserve ch", "pdserve bench serve --request-r", "pdserve top --o"]
+)
+def test_bash_completes(line: str, completion: str) -> None:
+    *before, last = line.split()
+    script = f"""{completion}
+    COMP_WORDS=({line}); COMP_CWORD={len(before)}; _pdserve; echo "${{COMPREPLY[@]}}" """
+    said = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    expected = {"ch": "chat", "--request-r": "--request-rate", "--o": "--once"}
+    assert said.stdout.split() == [expected[last]]
+
+
+@pytest.fixture(scope="module")
+def completion() -> str:
+    return _bash(words())
+
+
+def test_completion_has_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for shell in ("zsh", "fish"):
+        assert main(["completion", shell]) == 0
+        text = capsys.readouterr().out
+        assert all(name in text for group in COMMANDS.values() for name in group)
+        assert "kv-connector" in text
+    assert main(["completion", "--help"]) == 0
+    assert "bash-completion" in capsys.readouterr().out
+    assert main(["completion", "cmd"]) == 2
+
+
+def test_a_reader_who_leaves_is_no_failure_to_tell() -> None:
+    """As in `pdserve … | head -1`."""
+    program = "import sys; from pdserve.common.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    for argv in ("--help", "version", "bench --help"):
+        command = f'{sys.executable} -c "{program}" {argv} | true'
+        said = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+        assert said.stderr == ""
 
 
 def test_the_command_imports_no_torch() -> None:
