@@ -10,7 +10,7 @@ from pdserve.common.core.sampling import PARAMETERS
 
 # What is about the request and its answer's form.
 _OURS = {"model", "stream", "stream_options", "user", "return_token_ids"}
-_OURS |= {"return_tokens_as_token_ids"}
+_OURS |= {"return_tokens_as_token_ids", "timeline"}
 _NAMES = [each.name for each in PARAMETERS.values() if each.http and each.name not in _OURS]
 _Fields: Any = make_dataclass(
     "_Fields",
