@@ -31,6 +31,7 @@ from pdserve.router.generation import (
     merge,
 )
 from pdserve.router.serving import DEFAULT_MAX_TOKENS, Serving
+from pdserve.router.structured import structured_from_pb
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -104,10 +105,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._model.check_name(request.model or None)
         token_ids = await self._prompt(request, client)
         given = convert.fields_set(request.sampling)
+        if "grammar" in given:
+            raise InvalidRequest("grammar is not for clients", param="grammar")
         if "structured_outputs" in given:
-            raise InvalidRequest(
-                "structured output is not compiled yet", param="structured_outputs"
-            )
+            structured = structured_from_pb(given["structured_outputs"])
+            given["grammar"] = await self._serving.grammar(structured, client)
         max_tokens = self._model.fit_max_tokens(
             len(token_ids), given.get("max_tokens"), DEFAULT_MAX_TOKENS, "prompt"
         )

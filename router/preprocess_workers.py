@@ -3,6 +3,8 @@
     router ── spec ──▶ worker               once: the model's options
            ── kind, raw body ──▶            preprocesses it
            ◀── what it asks, as token ids, or a typed error ──
+           ── "grammar", a constraint ──▶   compiles it in a child
+           ◀── grammar, or an error ──
 
 Frames are eight bytes of length and as many bytes. A worker (`python -m
 pdserve.router.preprocess_workers FD`) ends with its router, or when a body has cost it much memory,
@@ -36,6 +38,7 @@ from pdserve.common.core.errors import InvalidRequest, Overloaded, PdserveError
 from pdserve.common.core.structured import StructuredOutput
 from pdserve.common.obs.logging import setup_logging
 from pdserve.router.fair_share import FairShare
+from pdserve.router.grammar_compiler import Compiled, compile_apart
 from pdserve.router.http.preprocess import KINDS, Preprocessed, Preprocessor, parse
 from pdserve.router.http.tools import AnswerPlan
 from pdserve.router.served_model import load_served_model
@@ -53,6 +56,7 @@ _MAX_REPLY = 2**30  # bytes
 MAX_MEMORY = 2 * 2**30  # bytes of data; a body that needs more kills this process only
 KEEP_MEMORY = 512 * 2**20  # bytes at its peak, above which the process ends after its answer
 MAX_FIELDS = 64 * 1024  # bytes of JSON that are neither prompt, nor messages, nor template
+_GRAMMAR = "grammar"  # what is asked beside the kinds of bodies
 _CONSUMED = {
     "prompt", "messages", "input", "instructions", "system", "tokens",
     "chat_template", "chat_template_kwargs", "documents", "tools", "response_format",
@@ -86,6 +90,7 @@ class Reply:
     structured: StructuredOutput | None = None
     answer: AnswerPlan = field(default_factory=AnswerPlan)
     unknown: tuple[str, ...] = ()
+    compiled: Compiled | None = None
     error: dict[str, Any] | None = None  # the class's name and the arguments of a PdserveError
 
 
@@ -110,6 +115,21 @@ class PreprocessWorkers:
             Overloaded: too many bodies wait.
             PdserveError: also when the process died of this body, or needs too long for it.
         """
+        reply = await self._ask_in_turn(kind, raw, client)
+        prompts = [_ids(each) for each in reply.prompts]
+        body = parse(KINDS[kind][0], reply.body)
+        return Preprocessed(
+            body, prompts, reply.texts, reply.structured, reply.answer, frozenset(reply.unknown)
+        )
+
+    async def compile(self, structured: StructuredOutput, client: str = "") -> Compiled:
+        """As `compile_apart`, in another process; raises as `preprocess`."""
+        raw = msgspec.msgpack.encode(structured)
+        reply = await self._ask_in_turn(_GRAMMAR, raw, client)
+        assert reply.compiled is not None
+        return reply.compiled
+
+    async def _ask_in_turn(self, kind: str, raw: bytes | bytearray, client: str) -> Reply:
         waiting, own = self._free.waiting, self._free.waiting_of(client)
         if waiting >= MAX_WAITING or own >= MAX_CLIENT_WAITING:
             raise Overloaded(f"{waiting} large bodies are waiting already", retry_after=1.0)
@@ -121,11 +141,7 @@ class PreprocessWorkers:
         reply = await asyncio.shield(work)
         if reply.error is not None:
             raise _error(**reply.error)
-        prompts = [_ids(each) for each in reply.prompts]
-        body = parse(KINDS[kind][0], reply.body)
-        return Preprocessed(
-            body, prompts, reply.texts, reply.structured, reply.answer, frozenset(reply.unknown)
-        )
+        return reply
 
     async def close(self) -> None:
         for task in list(self._work):
@@ -255,6 +271,9 @@ def main(fd: int) -> int:
 
 def answer(preprocessor: Preprocessor, kind: str, raw: bytes | bytearray) -> Reply:
     try:
+        if kind == _GRAMMAR:
+            structured = msgspec.msgpack.decode(raw, type=StructuredOutput)
+            return Reply(compiled=compile_apart(structured, preprocessor.model))
         preprocessed = preprocessor.preprocess(kind, raw)
         return Reply(
             last=_peak_memory() > KEEP_MEMORY,

@@ -72,7 +72,7 @@ def _encode_words(model: ServedModel, words: tuple[str, ...]) -> tuple[tuple[int
 
 def _for_nodes(parameter: Parameter, value: Any) -> Any:
     """The value as SamplingParams holds it."""
-    if isinstance(value, Collection):
+    if isinstance(value, Collection) and not isinstance(value, str):
         parameter.check_count(value)  # before anything is made of them: they may be millions
     if parameter.kind is Kind.TOKEN_IDS:
         return tuple(value)

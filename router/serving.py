@@ -6,15 +6,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pdserve.common.config.router import ChatConfig
 from pdserve.common.core.request import new_request_id
+from pdserve.common.core.structured import StructuredOutput
 from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.router.admission import Batch
 from pdserve.router.auth import APIKeys
 from pdserve.router.generation import GenerationRequest
+from pdserve.router.grammar_compiler import Compiled, GrammarCompiler, compile_here
 from pdserve.router.http.preprocess import Preprocessed, Preprocessor
 from pdserve.router.parsers.tool_parser import ToolParser
 from pdserve.router.pipeline import Pipeline
@@ -73,6 +75,15 @@ class Serving:
     workers: PreprocessWorkers | None = None  # without them threads take large bodies, too
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     cached: Cached = field(default_factory=Cached)
+    grammar: GrammarCompiler = field(init=False)
+
+    def __post_init__(self) -> None:
+        compile = self._compile if self.workers is None else self.workers.compile
+        observe = self.metrics.grammar_seconds.observe
+        object.__setattr__(self, "grammar", GrammarCompiler(compile, observe))
+
+    async def _compile(self, structured: StructuredOutput, client: str) -> Compiled:
+        return await asyncio.to_thread(compile_here, structured, self.model)
 
     async def preprocess(self, kind: str, raw: bytes | bytearray, client: str) -> Preprocessed[Any]:
         """A JSON body, of one of `pdserve.router.http.preprocess.KINDS`, as what it asks.
@@ -88,7 +99,9 @@ class Serving:
         else:
             result = await self.workers.preprocess(kind, raw, client)
         self.unknown_fields.note(set(result.unknown))
-        return result
+        if result.structured is None:
+            return result
+        return replace(result, grammar=await self.grammar(result.structured, client))
 
     def make_request(
         self,

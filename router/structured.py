@@ -27,6 +27,8 @@ def structured_of(body: GenerationBody) -> StructuredOutput | None:
     """
     if body.guided_decoding_backend not in (None, *_BACKENDS):
         raise _wrong("guided_decoding_backend", f"must be one of {', '.join(_BACKENDS)}")
+    if body.guided_whitespace_pattern is not None and body.guided_json is None:
+        raise _wrong("guided_whitespace_pattern", "needs guided_json")
     found = [
         each
         for each in (
@@ -65,9 +67,11 @@ def _of_response_format(given: Mapping[str, Any] | None) -> StructuredOutput | N
 
 
 def _of_structured_outputs(given: Mapping[str, Any] | None) -> StructuredOutput | None:
+    return None if given is None else _of_parameters(given)
+
+
+def _of_parameters(given: Mapping[str, Any]) -> StructuredOutput:
     """vLLM's `StructuredOutputsParams`; a null is absent there, too."""
-    if given is None:
-        return None
     name = "structured_outputs"
     present = {key: value for key, value in given.items() if value is not None}
     kinds = {each.value for each in ConstraintKind} | {"json_object"}
@@ -100,12 +104,12 @@ def _of_guided(body: GenerationBody, kind: ConstraintKind) -> StructuredOutput |
     return _make(kind, value, name, whitespace_pattern=body.guided_whitespace_pattern)
 
 
-def structured_from_pb(message: pb.StructuredOutputs) -> StructuredOutput | None:
+def structured_from_pb(message: pb.StructuredOutputs) -> StructuredOutput:
     """gRPC's; raises InvalidRequest as `structured_of`."""
     if (kind := message.WhichOneof("constraint")) is None:
         raise _wrong("structured_outputs", "has no constraint")
     value = getattr(message, kind)
-    return _of_structured_outputs(
+    return _of_parameters(
         {
             kind: list(value.texts) if kind == "choice" else value,
             "disable_any_whitespace": message.disable_any_whitespace,

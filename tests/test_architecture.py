@@ -26,8 +26,8 @@ ALLOWED = {
     "common.planning": {"common.core", "common.config", "common.model"},
     "common.engine": {"common.core", "common.config", "common.distributed"},
     "common.worker": {
-        "common.core", "common.config", "common.distributed", "common.model", "common.planning",
-        "common.engine",
+        "common.core", "common.config", "common.text", "common.distributed", "common.model",
+        "common.planning", "common.engine",
     },
     "common.demo_model": {"common.core", "common.config"},
     "common.bench": {

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 from pdserve.common.core.errors import InvalidRequest
+from pdserve.common.core.structured import MAX_GRAMMAR
 
 MAX_TOKENS = 2**31 - 1  # to ask for; a context window is shorter
 MAX_CHOICES = 128  # of one prompt
@@ -70,6 +71,8 @@ class Parameter:
         if self.kind is Kind.BIASES:
             for bias in value.values():
                 self.check_range(bias)
+        if self.kind is Kind.TEXT and len(value) > self.longest:
+            raise InvalidRequest(f"{self.name} is longer than {self.longest}", param=self.name)
         if self.kind is Kind.TOKEN_ID_LISTS:
             self.check_count(value)
             for token_ids in value:
@@ -194,6 +197,10 @@ PARAMETERS: dict[str, Parameter] = {
             "structured_outputs", Kind.OBJECT, VLLM, 20, default="–",
             meaning="`json`, `regex`, `choice`, `grammar` …: see below",
         ),
+        Parameter(
+            "grammar", Kind.TEXT, PDSERVE, 21, longest=MAX_GRAMMAR, default="–", http=False,
+            meaning="what the router makes of `structured_outputs` for the nodes; not for clients",
+        ),
         Parameter("guided_json", Kind.OBJECT_OR_TEXT, VLLM, default="–", meaning=_GUIDED),
         Parameter("guided_regex", Kind.TEXT, VLLM, default="–", meaning=_GUIDED),
         Parameter("guided_choice", Kind.TEXTS, VLLM, default="–", meaning=_GUIDED),
@@ -238,6 +245,7 @@ class SamplingParams:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None: not even of the chosen token
+    grammar: str = ""  # of the whole output, as `common/text/grammar.py` words it; none: any
 
     @property
     def greedy(self) -> bool:
@@ -254,7 +262,7 @@ class SamplingParams:
     @property
     def needs_history(self) -> bool:
         """Whether choosing a token needs the tokens before it."""
-        return self.penalised or bool(self.bad_words_token_ids)
+        return self.penalised or bool(self.bad_words_token_ids or self.grammar)
 
     @property
     def speculates(self) -> bool:

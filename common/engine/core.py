@@ -281,6 +281,10 @@ class EngineCore:
                 code = InvalidRequest.default_code if forbidden else "SEQUENCE_FAILED"
                 self._fail(sequence, failed[entry.seq_id], code)
                 continue
+            if entry.seq_id in output.deferred:
+                self.scheduler.defer(sequence, len(entry.token_ids))
+                self._notify(sequence, self._listener.computed)
+                continue
             self.scheduler.computed(sequence, len(entry.token_ids))
             self._notify(sequence, self._listener.computed)
             if entry.samples and not sequence.cancelled:

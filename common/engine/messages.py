@@ -38,6 +38,7 @@ class SequenceDelta:
     new: NewSequence | None = None  # None: the ranks know it
     drafts: tuple[int, ...] = ()
     num_drafts: int = 0  # of `drafts`, or of those that the draft model makes of them
+    again: bool = False  # its last token was computed before, and deferred
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class StepOutput:
     experts: ExpertLoad | None = None  # None: the answering rank has no layer with experts
     failed: tuple[tuple[int, str], ...] = ()
     forbidden: tuple[int, ...] = ()  # of the failed: those whose own parameters forbid every token
+    deferred: tuple[int, ...] = ()  # seq_ids that have neither: to be asked again
 
 
 @dataclass(frozen=True, slots=True)

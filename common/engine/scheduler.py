@@ -74,6 +74,7 @@ class Scheduler:
         self.computed_steps = StepShape()  # all that was told to the ranks
         self._step = 0
         self._known_blocks: dict[int, int] = {}  # to the ranks, by seq_id; all are running
+        self._again: set[int] = set()  # seq_ids whose next token the ranks have had already
         self._ended: list[int] = []  # seq_ids that the ranks still know
 
     # ---- entering and leaving -------------------------------------------------------------
@@ -190,6 +191,14 @@ class Scheduler:
             hashes = sequence.hashes(self.pool.block_size)
             for index in range(first_new, full):
                 self.pool.register(sequence.block_table[index], hashes[index])
+
+    def defer(self, sequence: Sequence, num_tokens: int) -> None:
+        """A step took its next `num_tokens` tokens and could not draw one yet: the next one takes
+        the last of them again."""
+        self.generation_tokens -= 1
+        sequence.num_scheduled -= 1
+        self.computed(sequence, num_tokens - 1)
+        self._again.add(sequence.seq_id)
 
     def verified(self, sequence: Sequence, num_drafts: int, num_accepted: int, kept: int) -> None:
         """Of a step's drafts so many were right; the sequence has got `kept` of those tokens,
@@ -315,6 +324,8 @@ class Scheduler:
         sequence.num_scheduled += count
         known = self._known_blocks.get(sequence.seq_id)
         self._known_blocks[sequence.seq_id] = len(sequence.block_table)
+        again = sequence.seq_id in self._again
+        self._again.discard(sequence.seq_id)
         return SequenceDelta(
             seq_id=sequence.seq_id,
             token_ids=tuple(sequence.token_ids[start : start + count]),
@@ -325,6 +336,7 @@ class Scheduler:
             new=self._new(sequence) if known is None else None,
             drafts=draft.token_ids,
             num_drafts=draft.size,
+            again=again,
         )
 
     def _new(self, sequence: Sequence) -> NewSequence:
@@ -342,6 +354,7 @@ class Scheduler:
     def _stop_running(self, sequence: Sequence) -> None:
         """No later step takes it, unless it is admitted again."""
         self.running.remove(sequence)
+        self._again.discard(sequence.seq_id)
         if self._known_blocks.pop(sequence.seq_id, None) is not None:
             self._ended.append(sequence.seq_id)
         if self.speculator is not None:

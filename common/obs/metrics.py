@@ -111,7 +111,11 @@ class RouterMetrics(_Metrics):
         self.requests = self._counter(
             "requests_total", "Requests ended: OK, or the error's code, refused ones too", "code"
         )
-
+        self.grammar_seconds = self._histogram(
+            "grammar_compilation_time_seconds",
+            "CPU time to compile what an answer must be, for those not compiled lately",
+            TRANSFER_SECONDS,
+        )
         self.migrations = self._counter(
             "request_migrations_total",
             "Times a request went on on other nodes, by the role and the error of the one it left",

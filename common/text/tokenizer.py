@@ -13,12 +13,16 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-import tokenizers
 from jinja2 import TemplateError, TemplateSyntaxError
-from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from pdserve.common.core.errors import ConfigError, InvalidRequest
+from pdserve.common.text.tokenizer_file import (
+    byte_level_alphabet,
+    byte_tokenizer,
+    has_tokenizer,
+    no_tokenizer,
+)
 
 _RESERVED = frozenset(signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
 _MAX_TEXTS = 2**16
@@ -66,11 +70,8 @@ class Tokenizer:
             ConfigError: `tokenizer.json` is missing or cannot be read.
         """
         folder = Path(folder)
-        if not (folder / "tokenizer.json").is_file():
-            raise ConfigError(
-                f"{folder} holds no tokenizer.json; give the folder that does with --tokenizer "
-                "(save a slow tokenizer once with `PreTrainedTokenizerFast.save_pretrained`)"
-            )
+        if not has_tokenizer(folder):
+            raise no_tokenizer(folder)
         try:
             hf = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
         except Exception as error:  # the reader's own errors have no common class
@@ -79,21 +80,8 @@ class Tokenizer:
 
     @classmethod
     def of_bytes(cls, vocab_size: int, eos_token_ids: Sequence[int]) -> Tokenizer:
-        """One token per byte, for dummy weights that come without a tokenizer: token b is byte
-        b, and tokens from 256 on read `<256>`.
-
-        Raises:
-            ConfigError: the vocabulary has no room for all bytes.
-        """
-        if vocab_size < 256:
-            raise ConfigError(
-                f"a vocabulary of {vocab_size} tokens cannot hold every byte: give a --tokenizer"
-            )
-        vocab = {char: byte[0] for char, byte in _byte_level_alphabet().items()}
-        vocab |= {f"<{token_id}>": token_id for token_id in range(256, vocab_size)}
-        backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        backend.decoder = decoders.ByteLevel()
+        """`byte_tokenizer`'s. Raises ConfigError: the vocabulary has no room for all bytes."""
+        backend = byte_tokenizer(vocab_size)
         hf = PreTrainedTokenizerFast(tokenizer_object=backend)
         hf.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
         return cls(hf, eos_token_ids)
@@ -132,6 +120,10 @@ class Tokenizer:
                 self._texts.clear()
             text = self._texts[token_id] = self.decode((token_id,), skip_special_tokens=False)
         return text
+
+    def to_json(self) -> str:
+        """The content of a `tokenizer.json`."""
+        return str(self._backend.to_str())
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
@@ -213,14 +205,5 @@ def _eos_from_config(folder: Path) -> tuple[int, ...] | None:
 def _decoder_alphabet(decoder: str) -> dict[str, bytes]:
     """Which characters of a vocabulary entry stand for other bytes, from the decoder's repr."""
     if "ByteLevel" in decoder:
-        return _byte_level_alphabet()
+        return byte_level_alphabet()
     return {"▁": b" "} if "▁" in decoder else {}
-
-
-def _byte_level_alphabet() -> dict[str, bytes]:
-    """GPT-2's printable stand-ins: a printable Latin-1 byte is itself, the others are counted
-    up from U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    table = {chr(byte): bytes([byte]) for byte in printable}
-    return table | {chr(0x100 + i): bytes([byte]) for i, byte in enumerate(others)}

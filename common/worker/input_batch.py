@@ -14,6 +14,7 @@ from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.engine.messages import NewSequence, SequenceDelta, StepDelta
 from pdserve.common.model.attention import BlockIds
 from pdserve.common.model.staging import upload
+from pdserve.common.worker.grammar import Grammars, Mask, RowGrammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,8 @@ class StepSequence:
     seed: int = 0
     drafts: tuple[int, ...] = ()
     drafts_banned: tuple[tuple[int, ...], ...] = ()  # `banned_token_ids` after each of the drafts
+    grammar: RowGrammar | None = None  # has no drafts
+    mask: Mask | None = None  # what the grammar allows now
 
     @property
     def num_tokens(self) -> int:
@@ -125,13 +128,20 @@ class InputBatch:
     """
 
     def __init__(
-        self, block_size: int, vocab_size: int, device: torch.device, samples: bool
+        self,
+        block_size: int,
+        vocab_size: int,
+        device: torch.device,
+        samples: bool,
+        grammars: Grammars | None = None,
     ) -> None:
-        """Only a rank that `samples` counts tokens; they are counted on its `device`."""
+        """Only a rank that `samples` counts tokens, which it does on its `device`, and needs
+        `grammars`."""
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._device = device
         self._samples = samples
+        self._grammars = grammars
         self._states: dict[int, _SequenceState] = {}
         self._step = 0
 
@@ -166,8 +176,8 @@ class InputBatch:
         if not (self._samples and new.sampling.needs_history):
             return _SequenceState(new, start, None)
         if len(new.history) < start:
-            raise _step_missed("a sequence with penalties or bad words came without its history")
-        history = _History(new.sampling, self._vocab_size, self._device)
+            raise _step_missed("a sequence whose tokens depend on others came without its history")
+        history = _History(new.sampling, self._vocab_size, self._device, self._grammars)
         history.add(new.history[: new.num_prompt_tokens], new.history[new.num_prompt_tokens :])
         return _SequenceState(new, start, history)
 
@@ -175,14 +185,26 @@ class InputBatch:
 class _History:
     """What the choice of a token must know of those before it."""
 
-    def __init__(self, params: SamplingParams, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        vocab_size: int,
+        device: torch.device,
+        grammars: Grammars | None,
+    ) -> None:
         self.counts = TokenCounts(vocab_size, device) if params.penalised else None
         self.words = BadWords(params.bad_words_token_ids)
+        self.grammar: RowGrammar | None = None
+        if params.grammar:
+            assert grammars is not None, "a rank that samples has grammars"
+            self.grammar = grammars.begin(params.grammar)
 
     def add(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         if self.counts is not None:
             self.counts.add(prompt, output)
         self.words.add(output)
+        if self.grammar is not None:
+            self.grammar.advance(output)
 
 
 class _SequenceState:
@@ -198,6 +220,7 @@ class _SequenceState:
 
     def advance(self, delta: SequenceDelta, block_size: int) -> StepSequence:
         """Raises ValueError if there is a gap."""
+        self._next -= delta.again
         if not self._next <= delta.start <= self._next + self._num_drafts:
             raise ValueError(f"its step begins at {delta.start}, the last ended at {self._next}")
         if delta.num_blocks != len(self._table):
@@ -218,6 +241,7 @@ class _SequenceState:
             seed=self._new.seed,
             drafts=delta.drafts,
             drafts_banned=tuple([self._banned(1 + i) for i in range(len(delta.drafts))]),
+            grammar=None if self._history is None else self._history.grammar,
         )
 
     def _remember(self, delta: SequenceDelta) -> None:

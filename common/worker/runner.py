@@ -13,9 +13,10 @@ from pdserve.common.distributed.parallel_state import ParallelState
 from pdserve.common.engine.messages import ExpertLoad, StepOutput
 from pdserve.common.model.attention import AttentionBatch
 from pdserve.common.model.decoder import CausalLM
-from pdserve.common.model.staging import upload_together
+from pdserve.common.model.staging import upload, upload_together
 from pdserve.common.worker.graphs import DecodeGraphs
 from pdserve.common.worker.input_batch import StepBatch, StepSequence
+from pdserve.common.worker.masks import MaskTurns
 from pdserve.common.worker.sampler import FailedRow, sample
 
 
@@ -40,6 +41,7 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         """What computes the steps that it takes, once it is captured."""
         self._link = link
+        self._turns = MaskTurns()
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> StepOutput:
@@ -56,13 +58,16 @@ class ModelRunner:
             return StepOutput(batch.step, (), self._expert_load())
         if not self.samples:
             return StepOutput(batch.step, ())
-        rows = list(verify(inputs.sampled, sample(computed, inputs.sampled)))
+        alone = len(inputs.sampled) == len(batch.sequences)
+        sequences, drawn, deferred = self._draw(computed, inputs.sampled, alone)
+        rows = list(verify(sequences, drawn))
         return StepOutput(
             batch.step,
             tuple((i, row) for i, row in rows if not isinstance(row, FailedRow)),
             self._expert_load(),
             tuple((i, row.reason) for i, row in rows if isinstance(row, FailedRow)),
             tuple(i for i, row in rows if isinstance(row, FailedRow) and row.forbidden),
+            tuple(deferred),
         )
 
     def _compute(self, inputs: FlatBatch) -> torch.Tensor:
@@ -81,6 +86,22 @@ class ModelRunner:
         hidden = model.forward(first, positions, context, self.cache)
         wanted = model.stage.last and inputs.sampled
         return model.compute_logits(hidden[last_rows]) if wanted else hidden
+
+    def _draw(
+        self, logits: Tensor, rows: list[StepSequence], alone: bool
+    ) -> tuple[list[StepSequence], list[SampledToken | FailedRow], list[int]]:
+        """The rows that have a result, these, and the seq_ids of the others, which are deferred.
+        `alone`: nobody else is in the step."""
+        if all(row.grammar is None for row in rows):
+            return rows, sample(logits, rows), []
+        # A GPU computes meanwhile.
+        masked, deferred = self._turns.take(rows, alone)
+        ready = {place: row for place, row in masked.items() if not isinstance(row, FailedRow)}
+        where = torch.tensor(list(ready), dtype=torch.int64)
+        some = logits.index_select(0, upload(where, self.device))
+        tokens = dict(zip(ready, sample(some, list(ready.values())), strict=True)) if ready else {}
+        results = [row if isinstance(row, FailedRow) else tokens[i] for i, row in masked.items()]
+        return [rows[place] for place in masked], results, deferred
 
     def _expert_load(self) -> ExpertLoad | None:
         """Of the step just computed; only the rank that answers tells."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import torch
 
-from pdserve.common.config.node import EngineConfig
+from pdserve.common.config.node import EngineConfig, ModelConfig
 from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import is_loopback, usable_cores
@@ -35,7 +35,10 @@ from pdserve.common.model.loader import load_model
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.stages import stages_of
 from pdserve.common.planning.kv_budget import format_bytes
+from pdserve.common.text.grammar import GrammarTokens
+from pdserve.common.text.tokenizer_file import read_tokenizer_json
 from pdserve.common.worker.drafter import Drafter, load_draft_model
+from pdserve.common.worker.grammar import Grammars
 from pdserve.common.worker.graphs import build_graphs, graph_sizes
 from pdserve.common.worker.input_batch import InputBatch
 from pdserve.common.worker.kv_cache import (
@@ -144,7 +147,8 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
         drafter = Drafter(draft_model, draft_cache, device, state.tp)
         _warm_up(drafter.runner, engine)
     extension = _build_extension(extension_config, cache, spec.rank, emit)
-    return ModelWorker(spec.rank, state, runner, cache, peaks, extension, drafter)
+    grammars = Grammars(lambda: _read_grammar_tokens(engine.model, model_spec))
+    return ModelWorker(spec.rank, state, runner, cache, peaks, extension, grammars, drafter)
 
 
 class ModelWorker:
@@ -158,6 +162,7 @@ class ModelWorker:
         cache: KVCache,
         peaks: Peaks,
         extension: Extension | None,
+        grammars: Grammars,
         drafter: Drafter | None = None,
     ) -> None:
         self._rank = rank
@@ -167,8 +172,13 @@ class ModelWorker:
         self._peaks = peaks
         self.extension = extension
         self._drafter = drafter
+        self._grammars = grammars
         self._batch = InputBatch(
-            cache.shape.block_size, runner.model.spec.vocab_size, runner.device, runner.samples
+            cache.shape.block_size,
+            runner.model.spec.vocab_size,
+            runner.device,
+            runner.samples,
+            grammars,
         )
         self._decoder = msgspec.msgpack.Decoder(StepDelta)
         self._encoder = msgspec.msgpack.Encoder()
@@ -192,6 +202,7 @@ class ModelWorker:
         return self._encoder.encode(self.runner.run(batch))
 
     def close(self) -> None:
+        self._grammars.close()
         self._state.close()
         self._cache.close()
         if self._drafter is not None:
@@ -255,6 +266,15 @@ def _read_model(engine: EngineConfig) -> tuple[ModelSpec, int]:
     max_model_len = engine.model.max_model_len or spec.max_position_embeddings
     spec.check_max_model_len(max_model_len)
     return spec, max_model_len
+
+
+def _read_grammar_tokens(config: ModelConfig, spec: ModelSpec) -> GrammarTokens:
+    """Of the tokenizer that the router uses."""
+    assert config.model is not None, "it was loaded"
+    text = read_tokenizer_json(
+        config.model, config.tokenizer, spec.vocab_size if config.load_format == "dummy" else None
+    )
+    return GrammarTokens(text, spec.vocab_size, spec.eos_token_ids)
 
 
 class _LoadingLog:

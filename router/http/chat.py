@@ -46,7 +46,8 @@ async def begin(request: web.Request, kind: str, prefix: str) -> tuple[ChatReque
     asked, (token_ids,), plan = preprocessed.body, preprocessed.prompts, preprocessed.answer
     body = as_chat(asked, messages=False) if isinstance(asked, ForeignBody) else asked
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    given = given_by(body, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    given = given_by(body, grammar=preprocessed.grammar, logprobs=logprobs)
     if body.skip_special_tokens is None and plan.shows_special_tokens(serving.tool_parser):
         given["skip_special_tokens"] = False
     generation = serving.make_request(

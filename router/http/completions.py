@@ -32,7 +32,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         logprobs, n = logprobs or 0, body.best_of
     requests = [
         serving.make_request(
-            given_by(body, logprobs=logprobs, n=n),
+            given_by(body, grammar=preprocessed.grammar, logprobs=logprobs, n=n),
             request_id=response_id if len(prompts) == 1 else f"{response_id}-{i}",
             prompt_token_ids=token_ids,
             max_tokens=serving.model.fit_max_tokens(

@@ -59,9 +59,10 @@ class Preprocessed(Generic[BodyT]):
     body: BodyT
     prompts: Sequence[Sequence[int]]  # token ids
     texts: Sequence[str] = ()  # of the prompts where they are echoed, or of the tokens
-    structured: StructuredOutput | None = None  # what the answer must be
+    structured: StructuredOutput | None = None  # what the answer must be,
     answer: AnswerPlan = field(default_factory=AnswerPlan)
     unknown: frozenset[str] = field(default_factory=frozenset)  # fields no schema has
+    grammar: str = ""  # and what becomes of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +87,6 @@ class Preprocessor:
         unknown = unknown_fields(body.model_extra or {})
         self.model.check_name(body.model)
         made = preprocess(self, as_chat(body) if isinstance(body, ForeignBody) else body)
-        if (structured := made.structured) is not None:
-            raise InvalidRequest("structured output is not compiled yet", param=structured.param)
         return replace(made, body=body, unknown=unknown)
 
 

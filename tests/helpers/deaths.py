@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Sequence
 from itertools import cycle
@@ -93,7 +94,18 @@ def over_grpc(cluster: WarmCluster) -> Any:
     return tokens
 
 
-CLIENTS = (greedy, sampled, over_grpc, several, stopped, constrained)
+def structured(cluster: WarmCluster) -> Any:
+    """Two choices that keep to a grammar, whose matchers are made anew on another node."""
+    choices = cluster.complete(
+        list(PROMPT), max_tokens=NUM_TOKENS, temperature=1.0, seed=4, n=2,
+        structured_outputs={"regex": "([A-Z][a-z]{2,8} (likes|is) [0-9]{1,3}[.;] ){2,}"},
+    )["choices"]  # fmt: skip
+    for choice in choices:
+        assert re.match("[A-Z][a-z]{2,8} (likes|is) [0-9]{1,3}[.;] ", choice["text"]), choice
+    return choices
+
+
+CLIENTS = (greedy, sampled, over_grpc, several, stopped, constrained, structured)
 
 
 def check(

@@ -16,10 +16,11 @@ from benchmarks import warm_ranks
 from benchmarks.fleet import Fleet
 from benchmarks.warm_start import WarmStart
 from cluster import DEFAULTS, START_TIMEOUT, Service
-from paths import EXAMPLE, HELPERS
+from paths import EXAMPLE, HELPERS, ROOT
 
-# Where the processes find connectors that tests name as module:Class.
-IMPORTS = {"PYTHONPATH": os.pathsep.join(map(str, (HELPERS, EXAMPLE / "src")))}
+# Where the processes find connectors that tests name as module:Class, and this checkout's code,
+# whichever is installed.
+IMPORTS = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, HELPERS, EXAMPLE / "src")))}
 
 
 @cache

@@ -517,8 +517,8 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"stop": ["a" * i for i in range(1, 258)]}, "stop"),
     ({"stop": ""}, "stop"),
     ({"stop": ["x" * 999 + str(i) for i in range(9)]}, "stop"),
-    ({"structured_outputs": {"regex": "a"}}, "structured_outputs.regex"),
-    ({"guided_json": {}}, "guided_json"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+    ({"guided_json": {"type": "banana"}}, "guided_json"),
     ({"prompt_logprobs": 0}, "prompt_logprobs"),
     ({"priority": 1}, "priority"),
     ({"use_beam_search": True}, "use_beam_search"),
@@ -567,7 +567,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True}, "logprobs"),
     ({"logprobs": 1, "echo": True}, "echo"),
     ({"suffix": "x"}, "suffix"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
     ({"stream": "yes"}, "stream"),
 ]
 

@@ -32,6 +32,7 @@ WIRE_TYPES: dict[Kind, tuple[bool, set[int]]] = {  # repeated?, of which types
     Kind.INTEGER: (False, {Field.TYPE_UINT32, Field.TYPE_INT32, Field.TYPE_UINT64}),
     Kind.NUMBER: (False, {Field.TYPE_FLOAT}),
     Kind.BOOLEAN: (False, {Field.TYPE_BOOL}),
+    Kind.TEXT: (False, {Field.TYPE_STRING}),
     Kind.TEXT_OR_TEXTS: (True, {Field.TYPE_STRING}),
     Kind.TEXTS: (True, {Field.TYPE_STRING}),
     Kind.TOKEN_ID_LISTS: (True, {Field.TYPE_MESSAGE}),
@@ -105,6 +106,8 @@ def out_of_range(parameter: Parameter) -> list[Any]:
         case Kind.TOKEN_ID_LISTS:
             long = (1,) * (parameter.longest + 1)
             return [((VOCAB,),), ((1,), (-1,)), ((),), (long,), ((1,),) * (parameter.most + 1)]
+        case Kind.TEXT:
+            return ["x" * (parameter.longest + 1)]
         case _:
             return []
 
@@ -137,7 +140,7 @@ FULL = SamplingParams(
     max_tokens=9, min_tokens=2, temperature=0.5, top_p=0.25, top_k=7, min_p=0.125, seed=2**63 - 1,
     presence_penalty=-1.5, frequency_penalty=1.5, repetition_penalty=2.0, ignore_eos=True,
     logit_bias={3: -1.5, 4: 100.0}, stop_token_ids=(5, 6), allowed_token_ids=(7,), logprobs=0,
-    bad_words_token_ids=((8,), (9, 10)),
+    bad_words_token_ids=((8,), (9, 10)), grammar='start: "a"',
 )  # fmt: skip
 
 

@@ -97,6 +97,9 @@ class Life:
     def _land(self, delta: StepDelta) -> None:
         running = {each.seq_id: each for each in self.scheduler.running}
         for entry in delta.sequences:
+            if entry.samples and self.rng.random() < 0.2:
+                self.scheduler.defer(running[entry.seq_id], len(entry.token_ids))
+                continue
             self.scheduler.computed(running[entry.seq_id], len(entry.token_ids))
             if entry.samples:
                 running[entry.seq_id].append(self._token())
@@ -142,7 +145,8 @@ def completions(words: tuple[tuple[int, ...], ...], output: list[int]) -> set[in
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(8))
 def test_a_rank_knows_what_the_scheduler_knows(stages: int, seed: int) -> None:
-    """Through admissions, preemptions, KV from elsewhere and several steps in flight."""
+    """Through admissions, preemptions, KV from elsewhere, several steps in flight and rows that are
+    deferred."""
     life, known = Life(f"{seed} {stages}", stages), rank()
     for delta, running in life.steps():
         for entry in known.apply(over_the_wire(delta)).sequences:

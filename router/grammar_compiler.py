@@ -1,0 +1,159 @@
+"""Constraints are compiled before a request goes on, where a hostile one hurts nobody.
+
+    router ── StructuredOutput ──▶ preprocess worker ── fork ──▶ compiles it, dies
+           ◀── grammar, or why there is none ──
+
+A constraint of a few kilobytes may take minutes and gigabytes to compile, or overflow the stack of
+what compiles it. So a process of its own does it, with as much CPU time and memory as an honest one
+needs a part of; nodes compile only what has come through here, within the same.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from time import process_time
+
+import msgspec
+
+from pdserve.common.core.errors import InvalidRequest
+from pdserve.common.core.host import die_with_parent
+from pdserve.common.core.structured import ConstraintKind, StructuredOutput
+from pdserve.common.text.grammar import GrammarError, GrammarTokens, check_grammar, to_grammar
+from pdserve.router.served_model import ServedModel
+
+CPU_SECONDS = 0.5  # on which nodes rely: there it takes as long again
+WALL_SECONDS = 20
+MEMORY = 512 * 2**20  # bytes beyond what its process had
+MAX_KNOWN = 64  # verdicts, each of some 100 KiB at most
+
+_ANY_OBJECT = '{"type":"object"}'
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A verdict."""
+
+    grammar: str = ""
+    error: str = ""  # not empty: there is no grammar
+    seconds: float = 0.0  # of CPU
+
+
+class GrammarCompiler:
+    """The router's: remembers verdicts."""
+
+    def __init__(
+        self,
+        compile: Callable[[StructuredOutput, str], Awaitable[Compiled]],
+        observe: Callable[[float], None],
+    ) -> None:
+        """`compile` has one compiled, for a client; `observe` is told how long each took."""
+        self._compile = compile
+        self._observe = observe
+        self._known: OrderedDict[StructuredOutput, Compiled] = OrderedDict()
+
+    async def __call__(self, structured: StructuredOutput, client: str) -> str:
+        """The grammar for nodes.
+
+        Raises:
+            InvalidRequest: there is none for it; `param` is the field the client gave it in.
+            PdserveError: nobody could be asked.
+        """
+        compiled = self._known.get(structured)
+        if compiled is None:
+            compiled = await self._ask(structured, client)
+            self._known[structured] = compiled
+            if len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+        else:
+            self._known.move_to_end(structured)
+        if compiled.error:
+            raise InvalidRequest(compiled.error, param=structured.param)
+        return compiled.grammar
+
+    async def _ask(self, structured: StructuredOutput, client: str) -> Compiled:
+        is_any_object = structured.kind is ConstraintKind.JSON and structured.text == _ANY_OBJECT
+        if is_any_object and structured.whitespace_pattern is None:
+            return Compiled(to_grammar(structured))  # harmless
+        compiled = await self._compile(structured, client)
+        self._observe(compiled.seconds)
+        return compiled
+
+
+# ---- where it is compiled -----------------------------------------------------------------------
+
+
+def compile_here(structured: StructuredOutput, model: ServedModel) -> Compiled:
+    """Without any bound of time or memory."""
+    start = process_time()
+    try:
+        tokens = _tokens(model)
+        start = process_time()
+        grammar = to_grammar(structured)
+        check_grammar(structured, grammar, tokens)
+        return Compiled(grammar, seconds=process_time() - start)
+    except InvalidRequest as error:
+        return Compiled(error=error.message, seconds=process_time() - start)
+    except GrammarError as error:
+        return Compiled(error=f"{structured.param} is not supported: {error}")
+
+
+def compile_apart(structured: StructuredOutput, model: ServedModel) -> Compiled:
+    """In a child of this process, which must have a single thread."""
+    with suppress(GrammarError):
+        _tokens(model)  # once, for all children
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _compile_and_exit(structured, model, theirs)
+    os.close(theirs)
+    with open(ours, "rb") as pipe:
+        reply = pipe.read()
+    _, status, usage = os.wait4(child, 0)
+    if reply and status == 0:
+        return msgspec.msgpack.decode(reply, type=Compiled)
+    return Compiled(
+        error=f"{structured.param} cannot be compiled: it takes more than {CPU_SECONDS} s of CPU "
+        f"time or {MEMORY >> 20} MiB",
+        seconds=usage.ru_utime + usage.ru_stime,
+    )
+
+
+def _compile_and_exit(structured: StructuredOutput, model: ServedModel, pipe: int) -> None:
+    """The child's life. The timers' signals end it wherever it is."""
+    status = 1
+    try:
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+        signal.alarm(WALL_SECONDS)
+        die_with_parent()
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + MEMORY, hard))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library's last words
+        reply = msgspec.msgpack.encode(compile_here(structured, model))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        with open(pipe, "wb") as file:
+            file.write(reply)
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _data_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("VmData:")[2].split()[0])
+
+
+@lru_cache(maxsize=1)
+def _tokens(model: ServedModel) -> GrammarTokens:
+    tokenizer = model.tokenizer
+    return GrammarTokens(tokenizer.to_json(), model.vocab_size, tokenizer.eos_token_ids)

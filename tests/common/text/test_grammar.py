@@ -1,0 +1,264 @@
+"""Grammars: what becomes of constraints, which tokens may come next, and those that cannot be."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+import tokenizers
+from tokenizers import decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from paths import MODELS
+from pdserve.common.core.errors import InvalidRequest
+from pdserve.common.core.structured import MAX_CONSTRAINT, ConstraintKind, StructuredOutput
+from pdserve.common.text.grammar import (
+    GrammarError,
+    GrammarTokens,
+    Matcher,
+    check_grammar,
+    to_grammar,
+)
+from pdserve.common.text.tokenizer import Tokenizer
+from pdserve.common.text.tokenizer_file import byte_tokenizer, read_tokenizer_json
+
+VOCAB = 512
+EOS = (0, 2)
+JSON, REGEX, CHOICE = ConstraintKind.JSON, ConstraintKind.REGEX, ConstraintKind.CHOICE
+GRAMMAR, TAG = ConstraintKind.GRAMMAR, ConstraintKind.STRUCTURAL_TAG
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "likes": {"type": "array", "items": {"enum": ["dogs", "cats", 7, None]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "likes"],
+    "additionalProperties": False,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokens() -> GrammarTokens:
+    return GrammarTokens(read_tokenizer_json(str(MODELS / "qwen3"), None, None), VOCAB, EOS)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_folder(MODELS / "qwen3")
+
+
+def want(kind: ConstraintKind, value: Any, **options: Any) -> StructuredOutput:
+    if isinstance(value, str):
+        return StructuredOutput(kind, value, "field", **options)
+    return StructuredOutput.of_json(kind, value, "field", **options)
+
+
+def matcher(tokens: GrammarTokens, kind: ConstraintKind, value: Any, **options: Any) -> Matcher:
+    structured = want(kind, value, **options)
+    grammar = to_grammar(structured)
+    check_grammar(structured, grammar, tokens)
+    return Matcher.compile(tokens, grammar)
+
+
+def allowed(mask: bytes) -> list[int]:
+    bits = int.from_bytes(mask, "little")
+    return [token for token in range(8 * len(mask)) if bits >> token & 1]
+
+
+def walk(of: Matcher, seed: int, most: int = 200) -> list[int] | None:
+    """Random tokens until the end; None: it did not come."""
+    rng, drawn = random.Random(seed), []
+    while len(drawn) < most:
+        choices = allowed(of.mask())
+        token = rng.choice([*choices, *(set(choices) & set(EOS))])
+        of.advance([token])
+        if token in EOS:
+            return drawn
+        drawn.append(token)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "pattern"),
+    [
+        (REGEX, r"[0-9]{3}-(a|é🐶)+", r"[0-9]{3}-(a|é🐶)+"),
+        (CHOICE, ["yes", "no", "né\n\"\\'🐶"], "yes|no|né\n\"\\\\'🐶"),
+        (GRAMMAR, 'root ::= "a" [0-9]+ tail\ntail ::= "b" | "c"', "a[0-9]+[bc]"),
+        (GRAMMAR, 'start: "a" /[0-9]+/ tail\ntail: "b" | "c"', "a[0-9]+[bc]"),
+        (
+            TAG,
+            {"structures": [{"begin": "<f>", "schema": {"enum": [1]}, "end": "</f>"}],
+             "triggers": ["<f"]},
+            r"((?!<f).|\n|<f>1</f>)*",
+        ),
+    ],
+)  # fmt: skip
+def test_a_random_walk_is_a_text_of_the_grammar(
+    tokens: GrammarTokens, tokenizer: Tokenizer, kind: ConstraintKind, value: Any, pattern: str
+) -> None:
+    begin = matcher(tokens, kind, value)
+    walks = [walk(begin.copy(), seed) for seed in range(6)]
+    texts = [tokenizer.decode(drawn) for drawn in walks if drawn is not None]
+    assert texts
+    assert all(re.fullmatch(pattern, text, re.DOTALL) for text in texts), texts
+
+
+def test_a_random_walk_validates(tokens: GrammarTokens, tokenizer: Tokenizer) -> None:
+    begin = matcher(tokens, JSON, PERSON, any_whitespace=False)
+    for seed in range(20):
+        drawn = walk(begin.copy(), seed)
+        assert drawn is not None
+        value = json.loads(text := tokenizer.decode(drawn))
+        jsonschema.validate(value, PERSON)
+        assert json.dumps(value, separators=(",", ":"), ensure_ascii=False) == text or "\\" in text
+
+
+def test_a_matcher_made_anew_goes_on_alike(tokens: GrammarTokens) -> None:
+    grammar = to_grammar(want(JSON, PERSON))
+    drawn = walk(Matcher.compile(tokens, grammar), 3)
+    assert drawn
+    first = Matcher.compile(tokens, grammar)
+    for count in range(len(drawn)):
+        other = Matcher.compile(tokens, grammar)
+        other.advance(drawn[:count])
+        assert other.mask() == first.mask()
+        first.advance(drawn[count : count + 1])
+
+
+def test_the_end_comes_when_the_text_is_whole_and_nothing_after_it(tokens: GrammarTokens) -> None:
+    of = matcher(tokens, REGEX, "a(b)?")
+    assert not set(EOS) & set(allowed(of.mask()))
+    of.advance([token_of(tokens, "a")])
+    assert set(EOS) < set(allowed(of.mask())) and not of.complete and of.accepts
+    early = of.copy()
+    of.advance([token_of(tokens, "b")])
+    early.advance([EOS[1], 77])  # ignored by the engine: whatever follows, it is over
+    for each in (of, early):
+        assert each.complete and allowed(each.mask()) == list(EOS)
+    with pytest.raises(GrammarError):
+        of.advance([token_of(tokens, "b")])
+
+
+def token_of(tokens: GrammarTokens, text: str) -> int:
+    (token,) = tokens.library.tokenize_str(text)
+    return int(token)
+
+
+# ---- vocabularies ----
+
+
+def sentencepiece_like() -> str:
+    """Metaspace and byte fallback, as Llama 2 has them."""
+    words = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁the", "é", "ab"]
+    model = models.BPE(
+        {word: i for i, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True
+    )
+    made = tokenizers.Tokenizer(model)
+    made.add_special_tokens(["<unk>", "</s>"])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return str(made.to_str())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(read_tokenizer_json(str(MODELS / name), None, None) for name in ("llama-gqa", "mistral")),
+        str(byte_tokenizer(300).to_str()),
+        sentencepiece_like(),
+    ],
+    ids=["llama", "mistral", "bytes", "fallback"],
+)
+def test_tokens_are_the_bytes_that_the_router_makes_of_them(text: str) -> None:
+    ours = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer.from_str(text)))
+    made = GrammarTokens(text, ours.vocab_size + 9, (1,))  # some rows are only padding
+    for token in range(ours.vocab_size):
+        # Special ones are no text; nor is 0xFF, which llguidance has a use for.
+        if not ours.is_special(token) and ours.token_bytes(token) != b"\xff":
+            assert made.library.decode_bytes([token]) == ours.token_bytes(token), token
+    of = Matcher.compile(made, to_grammar(want(CHOICE, ["é the ab"])))
+    drawn = walk_with(of, 1)
+    assert ours.decode(drawn) == "é the ab"
+
+
+def walk_with(of: Matcher, eos: int) -> list[int]:
+    drawn: list[int] = []
+    while (choices := allowed(of.mask())) != [eos]:
+        drawn.append(max(choices))
+        of.advance(drawn[-1:])
+    return drawn
+
+
+def test_a_model_without_an_end_has_no_grammars() -> None:
+    with pytest.raises(GrammarError, match="no token that ends"):
+        GrammarTokens(str(byte_tokenizer(300).to_str()), 300, ())
+
+
+# ---- what cannot be ----
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "message"),
+    [
+        (JSON, {"type": "banana"}, r"Invalid type: banana \(at \$\)"),
+        (
+            JSON,
+            {"properties": {"a": {"anyOf": [{}, {"uniqueItems": True}]}}},
+            r"uniqueItems.*\(at \$\.properties\.a\.anyOf\[1\]\)",
+        ),
+        (JSON, {"$ref": "#"}, "no text matches"),
+        (JSON, {"$ref": "file:///etc/passwd"}, "not present in a registry"),
+        (JSON, {"type": "integer", "minimum": 5, "maximum": 4}, "nsatisfiable|minimum"),
+        (REGEX, "(a", "unclosed group"),
+        (REGEX, "[b-a]", "range"),
+        (GRAMMAR, "start: foo", 'unknown name: "foo"'),
+        (GRAMMAR, "root ::= (", "GBNF"),
+        (GRAMMAR, "start: " + "(" * 5000 + '"a"' + ")" * 5000, "nested"),
+        (CHOICE, '["a"', "delimiter|JSON"),
+        (TAG, {"structures": [], "triggers": []}, "list of structures"),
+        (TAG, {"structures": [{"begin": "x", "end": "", "schema": {}}], "triggers": ["y"]},
+         "no trigger begins 'x'"),
+        (TAG, {"structures": [7], "triggers": ["y"]}, "structure has"),
+        (JSON, {"const": "\ud800"}, "not JSON"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_compiled_says_why_and_where(
+    tokens: GrammarTokens, kind: ConstraintKind, value: Any, message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        matcher(tokens, kind, value)
+    assert caught.value.param == "field"
+    assert len(caught.value.message) <= 1100
+
+
+def test_a_constraint_has_a_bound() -> None:
+    with pytest.raises(InvalidRequest, match=f"at most {MAX_CONSTRAINT}"):
+        want(REGEX, "é" * (MAX_CONSTRAINT // 2 + 1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "text"),
+    [
+        (REGEX, "((a{1,1000}){1,1000}){1,1000}", "aaaa" * 9),
+        (REGEX, "|".join(f".*a.{{{n}}}" for n in range(1500)), "a banana a a b b b c"),
+        (REGEX, r"\w?" * 300, "abc"),
+        (GRAMMAR, "start: A\nA: " + " & ".join(f"/.*a.{{{n}}}.*/" for n in range(3, 9)), "ab" * 9),
+        (JSON, {"anyOf": [{"pattern": f".*a.{{{n}}}b"} for n in range(500)]}, '"abababa'),
+    ],
+    ids=["repeats", "tails", "nullable", "intersections", "patterns"],
+)  # fmt: skip
+def test_a_bomb_goes_off_in_its_own_matcher(
+    tokens: GrammarTokens, kind: ConstraintKind, value: Any, text: str
+) -> None:
+    """With an error, before it has cost much: the limits hold in the middle of a text, too."""
+    with pytest.raises((GrammarError, InvalidRequest)):
+        of = matcher(tokens, kind, value)
+        for token in tokens.library.tokenize_str(text):
+            of.advance([token])
+            of.mask()

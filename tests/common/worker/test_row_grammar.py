@@ -1,0 +1,313 @@
+"""Grammars on the rank that draws: compiled beside the steps, masks within a budget, rows that are
+deferred, and what a sampler makes of a mask."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from paths import MODELS
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.sampling import SamplingParams
+from pdserve.common.core.structured import ConstraintKind, StructuredOutput
+from pdserve.common.text.grammar import GrammarError, GrammarTokens, Matcher, to_grammar
+from pdserve.common.text.tokenizer_file import read_tokenizer_json
+from pdserve.common.worker import grammar as rank_grammar
+from pdserve.common.worker import masks
+from pdserve.common.worker.grammar import MAX_COMPILED, Grammars, Mask, RowGrammar
+from pdserve.common.worker.input_batch import StepSequence
+from pdserve.common.worker.masks import MaskTurns
+from pdserve.common.worker.sampler import FailedRow, sample
+
+VOCAB, EOS = 512, (0, 2)
+LOGITS = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
+
+
+def regex(pattern: str) -> str:
+    return to_grammar(StructuredOutput(ConstraintKind.REGEX, pattern))
+
+
+@pytest.fixture(scope="module")
+def tokens() -> GrammarTokens:
+    return GrammarTokens(read_tokenizer_json(str(MODELS / "qwen3"), None, None), VOCAB, EOS)
+
+
+@pytest.fixture
+def grammars(tokens: GrammarTokens) -> Grammars:
+    return Grammars(lambda: tokens)
+
+
+def row(grammar: RowGrammar | None = None, seq_id: int = 1, **params: object) -> StepSequence:
+    sampling = SamplingParams(**{"temperature": 0.0, **params})  # type: ignore[arg-type]
+    return StepSequence(seq_id, (5,), 7, (0,), sampling, grammar=grammar)
+
+
+def ready(grammars: Grammars, pattern: str) -> RowGrammar:
+    made = grammars.begin(regex(pattern))
+    assert made.waits_for is not None
+    made.waits_for.exception(timeout=30)
+    return made
+
+
+def text_of(tokens: GrammarTokens, token: int) -> str:
+    return str(tokens.library.decode_str([token]))
+
+
+# ---- a sequence's grammar ----
+
+
+def test_grammars_used_last_are_kept(grammars: Grammars, tokens: GrammarTokens) -> None:
+    first = grammars.get(regex("a"))
+    assert grammars.get(regex("a")) is first
+    for number in range(MAX_COMPILED):
+        grammars.get(regex(f"b{number}"))
+    assert grammars.get(regex("a")) is not first
+
+
+def test_one_that_could_not_be_compiled_is_tried_again(tokens: GrammarTokens) -> None:
+    answers = [ConfigError("no tokenizer here"), tokens]
+
+    def load() -> GrammarTokens:
+        answer = answers.pop(0)
+        if isinstance(answer, ConfigError):
+            raise answer
+        return answer
+
+    grammars = Grammars(load)
+    (failed,) = MaskTurns().take([row(ready(grammars, "a"))], alone=True)[0].values()
+    assert isinstance(failed, FailedRow) and "no tokenizer here" in failed.reason
+    assert not failed.forbidden, "the node's fault"
+    (good,) = MaskTurns().take([row(ready(grammars, "a"))], alone=True)[0].values()
+    assert isinstance(good, StepSequence)
+
+
+def test_sequences_share_what_is_compiled_but_not_where_they_are(
+    grammars: Grammars, tokens: GrammarTokens
+) -> None:
+    one, two = ready(grammars, "ab"), ready(grammars, "ab")
+    (a,) = tokens.library.tokenize_str("a")
+    before = two.mask()
+    one.advance([a])
+    assert before is not None and (one.mask() != before).any()
+    assert (two.mask() == before).all()
+
+
+def test_what_others_have_used_up_is_made_anew(
+    grammars: Grammars, tokens: GrammarTokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The matcher of a sequence fails where one that is compiled for it alone does not."""
+    a = tokens.library.tokenize_str("a")
+    mine = ready(grammars, "a{3,9}")
+    shared = grammars.get(regex("a{3,9}"))
+    mine.advance(a)
+    expected = Matcher.compile(tokens, regex("a{3,9}"))
+    expected.advance(a)
+    mask = Matcher.mask
+    failures = iter([GrammarError("lexer error: too many states")])
+
+    def fail_once(self: Matcher) -> bytes:
+        for failure in failures:
+            raise failure
+        return mask(self)
+
+    monkeypatch.setattr(Matcher, "mask", fail_once)
+    assert mine.mask() is None
+    assert grammars.get(regex("a{3,9}")) is not shared, "others begin anew, too"
+    assert mine.waits_for is not None
+    mine.waits_for.result(timeout=30)
+    again = mine.mask()
+    assert again is not None and again.tobytes() == mask(expected)
+    assert mine.seconds > rank_grammar.RENEWAL
+
+
+def test_one_that_fails_by_itself_has_failed(
+    grammars: Grammars, tokens: GrammarTokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = ready(grammars, "a{3,9}")
+    monkeypatch.setattr(Matcher, "mask", lambda self: (_ for _ in ()).throw(GrammarError("boom")))
+    assert mine.mask() is None
+    assert mine.waits_for is not None
+    mine.waits_for.result(timeout=30)
+    with pytest.raises(GrammarError, match="boom"):
+        mine.mask()
+
+
+def test_tokens_that_are_not_its_end_a_row(grammars: Grammars, tokens: GrammarTokens) -> None:
+    """As of a node with another tokenizer."""
+    mine = ready(grammars, "ab")
+    mine.advance(tokens.library.tokenize_str("x"))
+    assert MaskTurns().take([row(mine)], alone=True) == ({}, [1])
+    assert mine.waits_for is not None
+    mine.waits_for.exception(timeout=30)
+    (failed,) = MaskTurns().take([row(mine)], alone=True)[0].values()
+    assert isinstance(failed, FailedRow) and failed.forbidden
+
+
+def test_masks_have_an_allowance(grammars: Grammars) -> None:
+    mine = ready(grammars, "a*")
+    mine.seconds = rank_grammar.ALLOWANCE + 0.001
+    with pytest.raises(GrammarError, match="too complex"):
+        mine.mask()
+    mine.seconds = rank_grammar.ALLOWANCE - 0.001
+    assert mine.mask() is not None
+
+
+# ---- a step's rows ----
+
+
+def test_rows_that_are_not_ready_are_deferred(grammars: Grammars) -> None:
+    waiting = RowGrammar(grammars, regex("a"))
+    waiting._compiling = Future()
+    free, good = row(seq_id=1), row(ready(grammars, "b"), seq_id=3)
+    done, deferred = MaskTurns().take([free, row(waiting, seq_id=2), good], alone=False)
+    assert (list(done), deferred) == ([0, 2], [2])
+    assert done[0] is free
+    assert isinstance(done[2], StepSequence) and done[2].mask is not None
+
+
+def test_a_step_for_nobody_else_waits_a_little(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = RowGrammar(grammars, regex("a"))
+    answer: Future[Matcher] = Future()
+    waiting._compiling = answer
+    waits: list[object] = []
+
+    def compiled_meanwhile(futures: list[Future[Matcher]], **options: object) -> None:
+        waits.append(futures)
+        answer.set_result(grammars.get(regex("a")).result())
+
+    monkeypatch.setattr(masks, "wait", compiled_meanwhile)
+    assert MaskTurns().take([row(waiting), row(seq_id=2)], alone=True)[1] == [1], (
+        "one is for somebody"
+    )
+    assert MaskTurns().take([row(waiting)], alone=False)[1] == [1]
+    assert not waits
+    assert MaskTurns().take([row(waiting)], alone=True)[1] == []
+    assert waits == [[answer]]
+
+
+class Timed(RowGrammar):
+    """A grammar each of whose masks takes so many seconds; no others go by."""
+
+    time = 0.0
+
+    def __init__(self, seconds: float) -> None:
+        self.takes = seconds
+        self.seconds = self.last_seconds = 0.0
+        self.masks = 0
+
+    waits_for = None
+    complete = False
+
+    def mask(self) -> Mask:
+        Timed.time += self.takes
+        self.last_seconds = self.takes
+        self.seconds += self.takes
+        self.masks += 1
+        return np.full(16, -1, np.int32)
+
+
+def run_turns(grammars: list[Timed], steps: int, step_seconds: float = 0.001) -> float:
+    """How long the longest step was, beside a row without a grammar."""
+    turns = MaskTurns(lambda: Timed.time)
+    rows = [row(seq_id=0), *(row(each, 1 + i) for i, each in enumerate(grammars))]
+    longest = 0.0
+    for _ in range(steps):
+        start = Timed.time
+        done, deferred = turns.take(rows, alone=True)
+        assert len(done) + len(deferred) == len(rows) and 0 in done
+        longest = max(longest, Timed.time - start)
+        Timed.time += step_seconds
+    return longest
+
+
+def test_dear_masks_slow_others_by_a_third_at_most() -> None:
+    dear, cheap = [Timed(0.008) for _ in range(5)], [Timed(0.000_03) for _ in range(60)]
+    for each in dear:
+        each.last_seconds = each.takes
+    begin = Timed.time
+    assert run_turns([*dear, *cheap], 1000) < 0.008 + 60 * 0.000_03 + 0.000_01
+    taken = [each.masks for each in dear]
+    assert [each.masks for each in cheap] == [1000] * 60, "they are in every step"
+    assert max(taken) - min(taken) <= 1, "they take turns"
+    assert sum(each.seconds for each in dear) < (Timed.time - begin) / 4 + 0.008
+
+
+def test_masks_of_many_fit_a_step_or_come_later() -> None:
+    many = [Timed(0.000_9) for _ in range(30)]
+    assert run_turns(many, 300) < 0.005 + 31 * 0.000_05 + 0.000_91
+    assert max(each.masks for each in many) - min(each.masks for each in many) <= 1
+
+
+def test_dear_ones_among_themselves_wait_for_no_turn() -> None:
+    turns = MaskTurns(lambda: Timed.time)
+    rows = [row(Timed(0.008), 1), row(Timed(0.008), 2)]
+    for _ in range(20):
+        turns.take(rows, alone=True)
+    assert [each.grammar.masks for each in rows] == [10, 10]  # type: ignore[union-attr]
+
+
+# ---- the sampler ----
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_only_what_the_mask_allows_is_drawn_and_logprobs_stay_the_model_s(
+    grammars: Grammars, tokens: GrammarTokens, temperature: float
+) -> None:
+    options = {"temperature": temperature, "logprobs": 3}
+    done, _ = MaskTurns().take(
+        [row(ready(grammars, "[a-f]+"), 1, **options), row(seq_id=2, **options)], alone=True
+    )
+    rows = [each for each in done.values() if isinstance(each, StepSequence)]
+    first, second = sample(LOGITS[:2], rows)
+    assert not isinstance(first, FailedRow) and not isinstance(second, FailedRow)
+    assert set(text_of(tokens, first.token_id)) <= set("abcdef")
+    (free,) = sample(LOGITS[1:2], [row(seq_id=2, **options)])
+    assert free == second, "its neighbour's mask is not its own"
+    raw = LOGITS[0].log_softmax(-1)
+    assert first.logprobs is not None
+    assert first.logprobs.logprob == pytest.approx(float(raw[first.token_id]))
+    assert [i for i, _ in first.logprobs.top] == raw.topk(3).indices.tolist()
+
+
+def test_the_most_likely_allowed_token_is_the_greedy_one(grammars: Grammars) -> None:
+    done, _ = MaskTurns().take([row(ready(grammars, "(the |dog|[a-z]| )+"))], alone=True)
+    (masked,) = done.values()
+    assert isinstance(masked, StepSequence) and masked.mask is not None
+    bits = np.unpackbits(masked.mask.view(np.uint8), bitorder="little")[:VOCAB].astype(bool)
+    expected = LOGITS[:1].masked_fill(~torch.from_numpy(bits), -torch.inf).argmax()
+    (token,) = sample(LOGITS[:1], [masked])
+    assert not isinstance(token, FailedRow) and token.token_id == int(expected)
+
+
+def test_vocabularies_that_pad_and_masks_that_are_shorter() -> None:
+    mask = np.full(1, -1, np.int32)  # of 32 tokens: the others have no bit
+    (token,) = sample(LOGITS[:1], [replace(row(), mask=mask)])
+    assert not isinstance(token, FailedRow)
+    assert token.token_id == int(LOGITS[0, :32].argmax())
+
+
+def test_a_mask_without_a_token_fails_its_row() -> None:
+    (failed,) = sample(LOGITS[:1], [replace(row(), mask=np.zeros(16, np.int32))])
+    assert isinstance(failed, FailedRow) and failed.forbidden
+
+
+def test_min_tokens_yields_to_a_text_that_is_whole(
+    grammars: Grammars, tokens: GrammarTokens
+) -> None:
+    mine = ready(grammars, "ab?")
+    banned = replace(row(mine), banned_token_ids=EOS)
+    mine.advance(tokens.library.tokenize_str("a"))
+    done, _ = MaskTurns().take([banned], alone=True)
+    assert done[0] == replace(banned, mask=done[0].mask)  # type: ignore[union-attr]
+    (token,) = sample(LOGITS[:1], [done[0]])  # type: ignore[list-item]
+    assert not isinstance(token, FailedRow) and text_of(tokens, token.token_id) == "b"
+    mine.advance([token.token_id])
+    done, _ = MaskTurns().take([banned], alone=True)
+    (token,) = sample(LOGITS[:1], [done[0]])  # type: ignore[list-item]
+    assert not isinstance(token, FailedRow) and token.token_id in EOS
