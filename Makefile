@@ -1,4 +1,4 @@
-# make demo | test | test-clients | test-gpu | lint | proto | bench | figures | test-compose | clean
+# make demo | test | test-clients | test-gpu | lint | proto | screenshots | bench | figures | test-compose | clean
 # Everything runs from $(VENV), which is made at first use and again when pyproject.toml changes.
 
 PYTHON ?= python3
@@ -17,7 +17,7 @@ CLIENTS_VENV ?= build/clients
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-clients test-gpu lint format proto docs bench figures test-compose clean
+.PHONY: demo test test-clients test-gpu lint format proto docs screenshots bench figures test-compose clean
 
 demo: $(STAMP)
 	$(BIN)/pdserve demo $(DEMO_ARGS)
@@ -63,6 +63,10 @@ bench: $(STAMP)
 	$(BIN)/pdserve bench step --threads 1 --json $(BENCH_DIR)/step.json
 	$(BIN)/python benchmarks/peers.py --quick --logs $(BENCH_DIR) --json $(BENCH_DIR)/peers.json \
 		--plot $(BENCH_DIR)/peers.png $(BENCH_ARGS)
+
+# The pictures of docs/ui.md, of a real cluster in Chromium (apt-get install chromium).
+screenshots: $(STAMP)
+	$(BIN)/python docs/screenshots.py
 
 # What was measured, into docs/performance.md.
 figures: $(STAMP)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from itertools import product
 from typing import Any
 
@@ -102,7 +103,17 @@ class ClusterView:
             "pairings": [
                 {"prefill": prefill.id, "decode": decode.id} for prefill, decode in self.pairs()
             ],
+            "flows": self._flows(),
         }
+
+    def _flows(self) -> list[dict[str, Any]]:
+        """What has gone between nodes that are registered."""
+        present = {node.id for node in self.registry.nodes()}
+        return [
+            {"prefill": pair[0], "decode": pair[1], **asdict(flow)}
+            for pair, flow in self.registry.flows.items()
+            if present.issuperset(pair)
+        ]
 
     def counts(self) -> Counter[tuple[str, str]]:
         """Nodes by (role, state), for the metrics."""
@@ -123,10 +134,12 @@ class ClusterView:
         return {
             **info,
             "state": self._state(node),
-            "reason": node.unreachable or load.reason,
+            "reason": node.unreachable or self._why_unusable(node) or load.reason,
             "breaker": node.breaker.state.value,
             "in_flight": node.in_flight,
             "prefill_tokens": node.prefill_tokens,
+            "prompt_tokens": node.prompt_tokens,
+            "cached_tokens": node.cached_tokens,
             "running": load.running,
             "waiting": load.waiting,
             "free_blocks": load.free_blocks,

@@ -272,7 +272,7 @@ class Attempt:
                         self._early = []
                         handing_off = group.create_task(self._hand_off(event.reserved))
                     elif event.HasField("prefilled"):
-                        self._state.prefilled(event.prefilled)
+                        self._prefilled(event.prefilled, self._decode)
                     elif event.HasField("landed"):
                         self._landed(event.landed)
                     elif event.HasField("tokens"):
@@ -289,6 +289,10 @@ class Attempt:
             if handing_off is not None:
                 handing_off.cancel()
 
+    def _prefilled(self, event: pb.FirstToken | pb.Prefilled, node: Node) -> None:
+        self._state.prefilled(event)
+        node.prefilled(len(self._state.request.prompt_token_ids), event.cached_tokens)
+
     def _landed(self, landed: pb.Landed) -> None:
         """The tokens that overtook this, or come now, go on after its first one."""
         stages = self._state.stages
@@ -297,6 +301,9 @@ class Attempt:
         self._state.landed(landed)
         if not self._state.finished:
             stages.enter(Phase.DECODE, self._decode.id)
+        if self._prefill is not None:
+            flows = self._pipeline.registry.flows
+            flows.landed(self._prefill.id, self._decode.id, landed.bytes)
         self._decoding = self._takes = True
         for tokens in self._early or ():
             self._take(tokens.event(), tokens.position, tokens.times)
@@ -360,13 +367,15 @@ class Attempt:
                 stages.enter(Phase.PREFILL, prefill.id)
                 first = await stream.expect("first_token")
                 stages.leave(Phase.PREFILL, to=Phase.STREAM)
-                state.prefilled(first)
+                self._prefilled(first, prefill)
                 self._take_first(first.token)
                 if not state.finished:
                     stages.leave(Phase.STREAM, to=Phase.HAND_OFF, node=self._decode.id)
                 use.progressed()
                 if not self._state.finished:
-                    self._state.handed_off(await stream.expect("handed_off"))
+                    handed_off = await stream.expect("handed_off")
+                    self._state.handed_off(handed_off)
+                    self._pipeline.registry.flows.sent(*link, handed_off.transfer_s)
                     links.succeeded(*link)
         except PdserveError as error:
             if not self._state.finished:

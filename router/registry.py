@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pdserve.common.config.router import RoutingConfig
 from pdserve.common.core.errors import Blame, NodeError, Overloaded, PdserveError, Unavailable
 from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.router.flows import Flows
 from pdserve.router.health import AwakeClock, CircuitBreaker, LinkBreakers
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,8 @@ class Node:
     # Tokens that it still has to prefill for each of them, in order of arrival.
     prefilling: dict[object, int] = field(default_factory=dict)
     prefill_tokens: int = 0  # their sum
+    prompt_tokens: int = 0  # tokens of prompts that it has prefilled
+    cached_tokens: int = 0  # of them those that were in its prefix cache
     last_chance: str = ""  # id of the request that has its last chance here
     # What to call when the node is lost: a stalled host breaks no connection.
     on_lost: set[Callable[[PdserveError], None]] = field(default_factory=set)
@@ -64,6 +67,11 @@ class Node:
         """Those that share its load; a node of an older version does not say and has one."""
         return max(1, self.info.data_parallel_size)
 
+    def prefilled(self, num_tokens: int, num_cached: int) -> None:
+        """A prompt of so many tokens, so many of which it had, if that can be."""
+        self.prompt_tokens += num_tokens
+        self.cached_tokens += min(num_tokens, num_cached)
+
 
 class Registry:
     """Nodes by id. A node whose heartbeats stop is not used, and forgotten after ten
@@ -79,6 +87,7 @@ class Registry:
         self._room_for_new = float(NEW_NODES_BURST)  # a token bucket, as of `_filled_at`
         self._filled_at = now()
         self.links = LinkBreakers(now)
+        self.flows = Flows()
 
     # ---- what nodes say of themselves -------------------------------------------------------
 

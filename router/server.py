@@ -109,7 +109,7 @@ class Router:
             server.allow_credentials,
         )
         root_path, limit = server.root_path or "", server.max_body_size
-        self._app = make_app(self._serving, shown, limit, bodies, cors, root_path)
+        self._app = make_app(self._serving, shown, limit, bodies, cors, root_path, server.ui)
         self._grpc = self._inference_server()
         self._registrations = self._registry_server()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()

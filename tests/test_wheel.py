@@ -59,7 +59,7 @@ def files_of(wheel: Path) -> dict[str, bytes]:
 def expected(folders: Sequence[str]) -> set[str]:
     """What a wheel of these source folders has beneath `pdserve/`."""
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*.*")]
-    kinds = {".py", ".pyi", ".cpp", ".h"}
+    kinds = {".py", ".pyi", ".cpp", ".h", ".html", ".css", ".js"}
     names = {f"pdserve/{path.relative_to(ROOT)}" for path in paths if path.suffix in kinds}
     return {"pdserve/__init__.py", "pdserve/py.typed", *names}
 

@@ -69,6 +69,7 @@ class ServerConfig:
         "path under which a proxy shows this server, and which it may leave in requests",
         metavar="/PATH",
     )
+    ui: bool = option(True, "a page at /ui that shows the cluster and talks to it")
     ssl_certfile: str | None = option(
         None, "certificate chain of the HTTP port (PEM); with it HTTP is HTTPS", metavar="FILE"
     )

@@ -14,7 +14,7 @@ from pdserve.common.core.request import is_plain_id, new_request_id
 from pdserve.common.obs.logging import request_id_var
 from pdserve.common.obs.tracing import PARENT, plain_parent
 from pdserve.router.arrival import Arrival, arrival_var
-from pdserve.router.http import chat, completions, info, messages, openapi, responses
+from pdserve.router.http import chat, completions, info, messages, openapi, responses, ui
 from pdserve.router.http.connection import connection_of
 from pdserve.router.http.cors import CORS
 from pdserve.router.http.encoding import (
@@ -32,6 +32,11 @@ from pdserve.router.http.schema import ChatBody, CompletionBody, DetokenizeBody,
 from pdserve.router.serving import Serving
 
 REQUEST_ID = "X-Request-Id"  # the name under which a client knows its request
+_UI = (
+    Route("GET", "/ui", ui.ui_page, "The cluster as a page", answer="text/html", open=True),
+    Route("GET", "/ui/app.js", ui.ui_script, "Of the page", answer="text/javascript", open=True),
+    Route("GET", "/ui/style.css", ui.ui_style, "Of the page", answer="text/css", open=True),
+)
 ROUTES = (
     Route(
         "POST", "/v1/completions", completions.create_completion, "Text goes on", CompletionBody,
@@ -75,6 +80,7 @@ ROUTES = (
     Route("GET", "/version", info.server_version, "The release", open=True),
     Route("GET", "/openapi.json", openapi.openapi, "This description", open=True),
     Route("GET", "/docs", openapi.page, "As a page", answer="text/html", open=True),
+    *_UI,
 )  # fmt: skip
 _OPEN_PATHS = frozenset(route.path for route in ROUTES if route.open)
 
@@ -98,6 +104,7 @@ def make_app(
     bodies: Bodies | None = None,
     cors: CORS | None = None,
     root_path: str = "",
+    with_ui: bool = True,
 ) -> web.Application:
     """The API over `serving`, also under `root_path`. Bodies of more than `max_body_size` bytes
     get 413."""
@@ -110,10 +117,11 @@ def make_app(
     app[REGISTRY] = registry
     app[TRAFFIC] = Traffic()
     app[ALLOWED] = cors or CORS()
-    app[openapi.ROUTES] = ROUTES
+    routes = tuple(route for route in ROUTES if with_ui or route not in _UI)
+    app[openapi.ROUTES] = routes
     app[ROOT_PATH] = root_path
     for prefix in dict.fromkeys(("", root_path)):
-        for route in ROUTES:
+        for route in routes:
             path = prefix + route.path.replace("}", ":.+}")  # names of models have slashes
             add = app.router.add_get if route.method == "GET" else app.router.add_post
             add(path, route.handler)

@@ -43,6 +43,7 @@ def cluster(certs: Path) -> Iterator[Cluster]:
     with Cluster(
         "qwen2",
         environment={"PDSERVE_API_KEY": KEY},
+        no_ui="",
         tls_cert=certs / "cert.pem",
         tls_key=certs / "key.pem",
         tls_ca=certs / "ca.pem",
@@ -94,6 +95,7 @@ def test_without_the_key_there_is_no_answer(cluster: Cluster, certs: Path) -> No
             assert answer.headers["WWW-Authenticate"] == "Bearer"
     for path in ("/health", "/ready", "/metrics"):
         assert requests.get(cluster.url + path, timeout=10).status_code == 200
+    assert requests.get(f"{cluster.url}/ui", timeout=10).status_code == 404  # --no-ui
     with grpc.secure_channel(cluster.grpc, credentials(certs, certs)) as channel:
         with pytest.raises(grpc.RpcError) as caught:
             stub = inference_pb2_grpc.InferenceStub(channel)

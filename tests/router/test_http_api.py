@@ -82,7 +82,7 @@ class Site:
 
 @asynccontextmanager
 async def serve(
-    folder: Path, window: int = WINDOW, root_path: str = "", **options: Any
+    folder: Path, window: int = WINDOW, root_path: str = "", ui: bool = True, **options: Any
 ) -> AsyncIterator[Site]:
     tokenizer = Tokenizer.from_folder(folder)
     generator = FakeGenerator(tokenizer)
@@ -97,7 +97,7 @@ async def serve(
     registry = CollectorRegistry()
     Counter("pdserve_things", "Things", registry=registry).inc()
     serving = Serving(pipeline=generator, model=model, **options)
-    app = make_app(serving, registry, 64 * 1024, root_path=root_path)
+    app = make_app(serving, registry, 64 * 1024, root_path=root_path, with_ui=ui)
     server = await HTTPServer.start(app, "127.0.0.1", 0)
     try:
         async with ClientSession() as session:

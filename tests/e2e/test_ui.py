@@ -1,0 +1,195 @@
+"""The page at `/ui` in Chromium: what somebody sees who kills a node and watches."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import pytest
+
+from warm import WarmCluster, shared
+
+CHROMIUM = shutil.which("chromium")
+if CHROMIUM is None:
+    pytest.skip("no chromium on the path: apt-get install chromium", allow_module_level=True)
+api = pytest.importorskip("playwright.sync_api")
+
+KEY = "k-1"
+EVIL = "<img src=x onerror=\"document.title='ran'\"><script>document.title='ran'</script>"
+TIMEOUT = 30_000  # ms
+FOREVER = {"max_tokens": None, "ignore_eos": True}  # as far as the window goes
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[WarmCluster]:
+    with WarmCluster("llama-gqa", 2, 1, warm=shared()) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[api.Browser]:
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
+        yield browser
+        browser.close()
+
+
+class Page:
+    """The page in a window of its own, and what went wrong in it."""
+
+    def __init__(self, browser: api.Browser, url: str) -> None:
+        self.context = browser.new_context()
+        self.context.set_default_timeout(TIMEOUT)
+        api.expect.set_options(timeout=TIMEOUT)
+        self.page = self.context.new_page()
+        self.errors: list[str] = []
+        self.hosts: set[str] = set()
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("console", self._heard)
+        self.page.on("request", lambda request: self.hosts.add(urlsplit(request.url).netloc))
+        self.url = url
+
+    def _heard(self, message: api.ConsoleMessage) -> None:
+        if message.type == "error":
+            self.errors.append(message.text)
+
+    def open(self) -> api.Page:
+        self.page.goto(f"{self.url}/ui")
+        return self.page
+
+
+@pytest.fixture
+def window(browser: api.Browser, cluster: WarmCluster) -> Iterator[Page]:
+    window = Page(browser, cluster.url)
+    yield window
+    window.context.close()
+    assert not window.errors
+    assert window.hosts == {urlsplit(cluster.url).netloc}
+
+
+def card(page: api.Page, cluster: WarmCluster, name: str) -> api.Locator:
+    def find() -> str | None:
+        nodes = cluster.state()["nodes"]
+        return next((node["node_id"] for node in nodes if node["name"] == name), None)
+
+    return page.locator(".lane > li", has_text=str(cluster.wait_for(find)))
+
+
+def endless(route: api.Route) -> None:
+    route.continue_(post_data={**route.request.post_data_json, **FOREVER})
+
+
+def ask(page: api.Page, question: str) -> api.Locator:
+    """By the keyboard alone; the answer, once it is there."""
+    page.get_by_label("Your message").focus()
+    page.keyboard.type(question)
+    page.keyboard.press("Enter")
+    answer = page.locator("#answers > li").last
+    api.expect(answer.locator(".timeline, .bad")).to_be_visible()
+    return answer
+
+
+def test_an_answer_streams_and_a_killed_node_is_red_until_another_comes(
+    cluster: WarmCluster, window: Page
+) -> None:
+    expect = api.expect
+    page = window.open()
+    expect(page.locator("#status")).to_have_text("ready")
+    expect(page.locator(".lane > li.good")).to_have_count(3)
+    page.get_by_label("At most").fill("8")
+
+    answer = ask(page, "the small fox")
+    expect(answer.locator(".said")).not_to_be_empty()
+    expect(answer.locator("figcaption")).to_contain_text("8 tokens in")
+    stages = answer.locator(".legend li").all_inner_texts()
+    assert any(stage.startswith("prefill compute on prefill-") for stage in stages), stages
+    assert any(stage.startswith("decode compute on decode-") for stage in stages), stages
+    assert answer.locator(".bar span").count() == len(stages)
+    expect(page.locator("#flows td").first).to_contain_text("prefill-")
+    expect(page.locator("#arrows text").first).to_contain_text("GB/s")
+    expect(page.locator("#ttft-now")).to_contain_text(re.compile("[0-9.]+ (ms|s), 95 %"))
+
+    page.route("**/v1/chat/completions", endless)
+    page.get_by_label("Your message").fill("go on")
+    page.keyboard.press("Enter")
+    expect(page.locator("#answers .said").last).not_to_be_empty()
+    expect(page.locator("#stop")).to_be_enabled()  # there is text, and more comes
+    page.keyboard.press("Escape")
+    expect(page.locator("#answers > li").last.get_by_role("alert")).to_have_text("stopped")
+    page.unroute("**/v1/chat/completions")
+    expect(page.locator("#totals")).to_contain_text("0 requests running")
+
+    cluster.kill("prefill-1")
+    dead = card(page, cluster, "prefill-1")
+    expect(dead).to_have_class("bad")
+    expect(dead.locator(".state")).to_have_text(re.compile("^lost: .+"))
+    expect(page.locator("#events .bad").first).to_have_text(re.compile("prefill-.+: lost, .+"))
+    expect(ask(page, "and then").locator(".said")).not_to_be_empty()
+
+    cluster.kill("prefill-2")
+    expect(page.locator("#status")).to_have_class("badge bad")
+    expect(page.locator("#status")).to_contain_text("no usable prefill node")
+    name = cluster.start_node("prefill")
+    expect(card(page, cluster, name)).to_have_class("good")
+    expect(page.locator("#status")).to_have_text("ready")
+    expect(ask(page, "in the end").locator(".said")).not_to_be_empty()
+
+
+def test_what_nodes_and_the_model_say_is_text(cluster: WarmCluster, window: Page) -> None:
+    """However it is put: an answer of the router is replaced by one of an attacker."""
+    page = window.page
+    node = cluster.state()["nodes"][0] | {"node_id": EVIL, "address": EVIL, "model": EVIL}
+    node |= {"state": "lost", "reason": EVIL}
+    flows = [{"prefill": EVIL, "decode": EVIL, "transfers": 1, "bytes": 1, "seconds": 1}]
+    state = {"ready": False, "reason": EVIL, "nodes": [node], "flows": flows}
+    page.route("**/v1/cluster", lambda route: route.fulfill(json=state))
+    window.open()
+    api.expect(page.locator(".lane strong")).to_have_text(EVIL)
+    api.expect(page.locator("#status")).to_contain_text(EVIL)
+    api.expect(page.locator("#flows td").first).to_have_text(EVIL)
+
+    events = [{"choices": [{"delta": {"content": EVIL}}]}, {"error": {"message": EVIL}}]
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(body=body, content_type="text/event-stream"),
+    )
+    answer = ask(page, EVIL)
+    api.expect(page.locator("#answers .said").first).to_have_text(EVIL)
+    api.expect(answer.locator(".said")).to_have_text(EVIL)
+    api.expect(answer.get_by_role("alert")).to_have_text(EVIL)
+    api.expect(page.locator("img, #answers script, .lane script")).to_have_count(0)
+    assert page.title() == "pdserve"
+
+
+def test_it_asks_for_a_key_and_keeps_it_for_the_tab(
+    cluster: WarmCluster, browser: api.Browser
+) -> None:
+    """A router that knows one key; `test_ui.py` of the router has the real one's answers."""
+
+    def guard(route: api.Route) -> None:
+        if route.request.headers.get("authorization") == f"Bearer {KEY}":
+            route.continue_()
+        else:
+            route.fulfill(status=401, json={"error": {"message": "No API key"}})
+
+    window = Page(browser, cluster.url)
+    page = window.page
+    page.route("**/v1/**", guard)
+    window.open()
+    for key in ("wrong", KEY):
+        api.expect(page.get_by_label("Key", exact=True)).to_be_focused()
+        page.keyboard.type(key)
+        page.keyboard.press("Enter")
+    api.expect(page.locator("#status")).to_have_text("ready")
+    page.get_by_label("At most").fill("4")
+    api.expect(ask(page, "a").locator(".timeline")).to_be_visible()
+    page.reload()
+    api.expect(page.locator("#status")).to_have_text("ready")
+    api.expect(page.locator("#ask-key")).to_be_hidden()
+    window.context.close()

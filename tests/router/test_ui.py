@@ -1,0 +1,117 @@
+"""The page at `/ui` over HTTP: who gets its files and under which policy, and what it reads."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+from test_http_api import serve
+from test_router_policy import add
+
+from fakes_pipeline import byte_level_folder
+from paths import ROOT
+from pdserve.common.config.router import RoutingConfig
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.router.auth import APIKeys
+from pdserve.router.cluster_view import ClusterView
+from pdserve.router.flows import MAX_FLOWS, Flow, Flows
+from pdserve.router.registry import Registry
+
+STATIC = ROOT / "router" / "http" / "static"
+FILES = {"/ui": "index.html", "/ui/app.js": "app.js", "/ui/style.css": "style.css"}
+
+
+async def test_everybody_gets_the_files_and_nobody_the_cluster_without_the_key(
+    tmp_path: Path,
+) -> None:
+    folder = byte_level_folder(tmp_path)
+    async with serve(folder, root_path="/llm", keys=APIKeys("secret")) as site:
+        for path, name in FILES.items():
+            for prefix in ("", "/llm"):
+                async with site.session.get(site.url + prefix + path) as response:
+                    assert response.status == 200
+                    assert await response.read() == (STATIC / name).read_bytes()
+                    policy = response.headers["Content-Security-Policy"]
+                    assert policy.startswith("default-src 'none'") and "unsafe" not in policy
+                    assert "http" not in policy and "*" not in policy
+                    assert response.headers["X-Content-Type-Options"] == "nosniff"
+                    assert response.charset == "utf-8"
+            async with site.session.head(site.url + path) as response:
+                assert response.status == 200
+        for path in ("/ui/../v1/cluster", "/ui/%2e%2e/v1/cluster", "/ui/ui.py", "/v1/cluster"):
+            async with site.session.get(site.url + path) as response:
+                assert response.status in (401, 404), path
+
+
+async def test_without_the_page_there_is_no_trace_of_it(tmp_path: Path) -> None:
+    async with serve(byte_level_folder(tmp_path), ui=False) as site:
+        for path in FILES:
+            async with site.session.get(site.url + path) as response:
+                assert response.status == 404
+        async with site.session.get(site.url + "/openapi.json") as response:
+            assert "/ui" not in await response.text()
+
+
+def test_the_page_is_its_three_files_and_makes_no_markup_of_text() -> None:
+    assert {path.name for path in STATIC.iterdir()} == set(FILES.values())
+    page, script, style = (
+        (STATIC / name).read_text() for name in ("index.html", "app.js", "style.css")
+    )
+    assert not re.search(r"https?://|//\w", page + style)
+    assert re.findall(r"https?://[^\"]*", script) == ["http://www.w3.org/2000/svg"]  # a name
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", script)
+    assert not re.search(r"<style|\bstyle=|\bon\w+=", page)  # the policy would refuse them
+    named = set(re.findall(r'\bid="([^"]+)"', page))
+    used = set(re.findall(r'\$\("([\w-]+)"\)', script))
+    assert used <= named
+    assert set(re.findall(r'\bfor="([^"]+)"', page)) <= named
+
+
+# ---- what `/v1/cluster` has for it -----------------------------------------------------------
+
+
+async def test_a_node_that_may_not_be_used_has_a_reason() -> None:
+    now = 0.0
+    registry = Registry(RoutingConfig(), now=lambda: now)
+    add(registry, "p0", pb.ROLE_PREFILL)
+    (node,) = registry.nodes()
+    describe = ClusterView(registry).describe
+    assert describe()["nodes"][0]["reason"] == ""
+    node.lost = True
+    assert describe()["nodes"][0]["reason"] == "it does not answer"
+    node.lost = False
+    for _ in range(3):
+        node.breaker.failed()
+    assert describe()["nodes"][0]["reason"] == "its circuit breaker is open"
+
+
+async def test_flows_are_those_between_nodes_that_are_there() -> None:
+    registry = Registry(RoutingConfig(), now=lambda: 0.0)
+    for name, role in (("p0", pb.ROLE_PREFILL), ("d0", pb.ROLE_DECODE)):
+        add(registry, name, role)
+    for prefill in ("p0", "gone"):
+        registry.flows.landed(prefill, "d0", 1000)
+        for seconds in (0.5, -1.0, math.nan, math.inf):  # a node may say anything
+            registry.flows.sent(prefill, "d0", seconds)
+    expected = {"prefill": "p0", "decode": "d0", "transfers": 1, "bytes": 1000, "seconds": 0.5}
+    assert ClusterView(registry).describe()["flows"] == [expected]
+
+
+def test_flows_are_bounded_and_those_in_use_stay() -> None:
+    flows = Flows()
+    for number in range(3 * MAX_FLOWS):
+        flows.landed("busy", "d", 1)
+        flows.landed(f"p{number}", "d", 1)
+    kept = dict(flows.items())
+    assert len(kept) == MAX_FLOWS
+    assert kept["busy", "d"] == Flow(3 * MAX_FLOWS, 3 * MAX_FLOWS)
+
+
+def test_prefix_hits_are_no_more_than_the_prompt() -> None:
+    registry = Registry(RoutingConfig(), now=lambda: 0.0)
+    add(registry, "p0", pb.ROLE_PREFILL)
+    (node,) = registry.nodes()
+    node.prefilled(10, 4)
+    node.prefilled(10, 2**31)
+    assert (node.prompt_tokens, node.cached_tokens) == (20, 14)
