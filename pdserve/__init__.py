@@ -6,11 +6,7 @@ Importing this imports nothing else until a name is used. What plugins and clien
 packages below is listed in docs/write-a-connector.md and docs/clients.md.
 """
 
-from __future__ import annotations
-
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # as typing has it, which would be an import
 if TYPE_CHECKING:
     from pdserve.common.offline.llm import LLM
     from pdserve.common.offline.outputs import CompletionOutput, RequestOutput
@@ -27,7 +23,9 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
+    from importlib import import_module
+
     if name not in _HOMES:
         raise AttributeError(f"module 'pdserve' has no attribute {name!r}")
     return getattr(import_module(f"pdserve.common.offline.{_HOMES[name]}"), name)
