@@ -170,7 +170,7 @@ def test_what_nodes_and_the_model_say_is_text(cluster: WarmCluster, window: Page
 def test_it_asks_for_a_key_and_keeps_it_for_the_tab(
     cluster: WarmCluster, browser: api.Browser
 ) -> None:
-    """A router that knows one key; `test_ui.py` of the router has the real one's answers."""
+    """A router that knows one key; `test_ui_files.py` has the real one's answers."""
 
     def guard(route: api.Route) -> None:
         if route.request.headers.get("authorization") == f"Bearer {KEY}":
