@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Coroutine
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from threading import Thread
 from typing import Any, TypeVar
@@ -20,6 +21,8 @@ from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.core.errors import NodeError, PdserveError
 
 T = TypeVar("T")
+
+LOOK_UP = 0.2  # seconds
 
 
 class LocalCluster:
@@ -42,6 +45,7 @@ class LocalCluster:
         self._last_words: dict[str, str] = {}
         self._session: aiohttp.ClientSession | None = None
         self._cluster: Cluster | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._loop.run_forever, name="pdserve-cluster", daemon=True)
         self._thread.start()
@@ -70,10 +74,10 @@ class LocalCluster:
             return
         ending = asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
         try:
-            ending.result()
+            _result(ending)
         except BaseException:
             self._loop.call_soon_threadsafe(self._kill)
-            ending.result()
+            _result(ending)
             raise
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -81,12 +85,21 @@ class LocalCluster:
             self._loop.close()
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        running = asyncio.run_coroutine_threadsafe(work, self._loop)
+        running = asyncio.run_coroutine_threadsafe(self._known(work), self._loop)
         try:
-            return running.result()
+            return _result(running)
         except BaseException:
             running.cancel()
             raise
+
+    async def _known(self, work: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            return await work
+        finally:
+            self._tasks.discard(task)
 
     async def _start(self) -> None:
         self._session = own_session(self.config.server)
@@ -106,6 +119,10 @@ class LocalCluster:
         return results[0]
 
     async def _stop(self) -> None:
+        for task in self._tasks:  # one may be starting a process, which it ends when cancelled once
+            if not task.cancelling():
+                task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
         if self._cluster is not None:
@@ -120,3 +137,11 @@ class LocalCluster:
         if line.strip():
             self._last_words[name] = line
         self._log(name, line)
+
+
+def _result(running: Future[T]) -> T:
+    """Looks up now and then: a signal that comes just before this thread waits, or that the system
+    gives to another one, does not wake it."""
+    while not wait([running], timeout=LOOK_UP).done:
+        pass
+    return running.result()
