@@ -6,10 +6,12 @@ import os
 import re
 import signal
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import cycle
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 
 import reference
@@ -117,16 +119,18 @@ def check(
         role, ("mortal:arm", number, point, str(count)), num_gpu_blocks_override=MORE_BLOCKS
     )
     cluster.wait_nodes()
-    pid = cluster.pids[mortal]
-    assert client(cluster) == expected
-    if number == "SIGKILL":
-        cluster.wait_for(lambda: not alive(pid))
-    else:
-        cluster.wait_for(lambda: "T (stopped)" in open(f"/proc/{pid}/status").read())  # noqa: SIM115
-        cluster.send(mortal, signal.SIGCONT)  # a zombie now: it must do no harm
-        cluster.wait_idle()
-        os.kill(pid, signal.SIGKILL)
-    del cluster.pids[mortal]
+    pid = cluster.pids.pop(mortal)  # it may end from now on
+    try:
+        assert client(cluster) == expected
+        if number == "SIGKILL":
+            cluster.wait_for(lambda: not alive(pid))
+        else:
+            cluster.wait_for(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+            os.kill(pid, signal.SIGCONT)  # a zombie now: it must do no harm
+            cluster.wait_idle()
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     cluster.wait_idle()
 
 
