@@ -76,7 +76,12 @@ class MessageShape:
         for call in said.get("tool_calls") or ():
             function = call["function"]
             content.append(_tool_use(call["id"], function["name"], _object(function["arguments"])))
-        return {**self._message, "content": content, **_ending(choice), "usage": _usage(stats)}
+        return {
+            **self._message,
+            "content": content,
+            **_ending(choice, bool(said.get("tool_calls"))),
+            "usage": _usage(stats),
+        }
 
     def begin(self) -> Iterable[Event]:
         return [{"type": "message_start", "message": {**self._message}}]
@@ -98,7 +103,7 @@ class MessageShape:
             if more := function.get("arguments"):
                 yield self._delta({"type": "input_json_delta", "partial_json": more})
         if choice["finish_reason"]:
-            self._message |= _ending(choice)
+            self._message |= _ending(choice, self._open == "tool_use")
             yield from self._close()
 
     def end(self, stats: GenerationStats) -> Iterable[Event]:
@@ -136,11 +141,14 @@ def _object(arguments: str) -> Any:
         return {}
 
 
-def _ending(choice: dict[str, Any]) -> dict[str, Any]:
-    """Of chat's `finish_reason` and `stop_reason`."""
+def _ending(choice: dict[str, Any], used: bool) -> dict[str, Any]:
+    """Of chat's `finish_reason` and `stop_reason`; `used`: it ends with a call, which for chat is
+    no reason where the client named the tool."""
     reason, stop = choice["finish_reason"], choice.get("stop_reason")
     if reason == "stop" and isinstance(stop, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+    if reason == "stop" and used:
+        reason = "tool_calls"
     return {"stop_reason": STOPS.get(reason, reason), "stop_sequence": None}
 
 

@@ -92,7 +92,7 @@ class Reader:
     def until(self, marker: str, sink: Sink) -> Step[bool]:
         """Reads all before the marker, and the marker. Space before it belongs to it: both are
         kept. False: the text ended without it."""
-        plain = re.compile(rf".[^\s{re.escape(marker[0])}]*", re.DOTALL)
+        plain = re.compile(rf".[^{re.escape(marker[0])}]*(?<!\s)", re.DOTALL)
         space: list[str] = []
         while True:
             yield from self.copy(_SPACE, space.append)

@@ -13,7 +13,8 @@ import math
 import random
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -201,14 +202,20 @@ def learning_rate(step: int, steps: int) -> float:
     return LEARNING_RATE * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def batch(stream: torch.Tensor, step: int, rng: random.Random) -> torch.Tensor:
+def batch(stream: torch.Tensor, step: int, rng: random.Random) -> dict[str, torch.Tensor]:
     """Packed windows that start anywhere; every third batch has the full context length."""
     length = LONG_LENGTH if step % 3 == 2 else SHORT_LENGTH
     starts = [rng.randrange(len(stream) - length) for _ in range(TOKENS_PER_STEP // length)]
-    return torch.stack([stream[start : start + length] for start in starts])
+    rows = torch.stack([stream[start : start + length] for start in starts])
+    return {"input_ids": rows, "labels": rows}
 
 
-def fit(name: str, model: PreTrainedModel, stream: torch.Tensor, steps: int) -> None:
+def fit(
+    name: str,
+    model: PreTrainedModel,
+    steps: int,
+    next_batch: Callable[[int, random.Random], dict[str, torch.Tensor]],
+) -> None:
     """Train the model in place."""
     rng = random.Random(SEED)
     optimizer = make_optimizer(model)
@@ -217,9 +224,8 @@ def fit(name: str, model: PreTrainedModel, stream: torch.Tensor, steps: int) -> 
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps)
-        ids = batch(stream, step, rng)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss = model(**next_batch(step, rng), use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -248,7 +254,7 @@ def save(name: str, model: PreTrainedModel, tokenizer: Tokenizer) -> Path:
     model.generation_config = GenerationConfig.from_dict(
         {"eos_token_id": eos_ids, "pad_token_id": eos_ids[0]}
     )
-    model.bfloat16().save_pretrained(folder, max_shard_size=SHARD_SIZES[name])
+    model.bfloat16().save_pretrained(folder, max_shard_size=SHARD_SIZES.get(name, "10MB"))
     save_tokenizer(tokenizer, folder)
     return folder
 
@@ -258,7 +264,7 @@ def train(name: str, tokenizer: Tokenizer, documents: list[str], steps: int) -> 
     torch.manual_seed(SEED)
     model = build(name)
     perturb_vectors(model)
-    fit(name, model, token_stream(tokenizer, documents), steps)
+    fit(name, model, steps, partial(batch, token_stream(tokenizer, documents)))
     folder = save(name, model, tokenizer)
     saved = type(model).from_pretrained(folder, dtype=torch.float32)
     unseen = token_stream(tokenizer, make_corpus(SEED + 1, VALIDATION_DOCUMENTS))

@@ -13,6 +13,8 @@ from test_http_api import Site, check_error, serve
 from fakes_pipeline import byte_level_folder
 from pdserve.common.config.router import ChatConfig
 from pdserve.common.core.errors import ConfigError
+from pdserve.router.http.schema import ChatBody
+from pdserve.router.http.tools import forced_calls, plan_tools
 from pdserve.router.parsers.formats import HermesParser, MistralParser
 from pdserve.router.parsers.tool_parser import ToolParser
 
@@ -252,6 +254,58 @@ async def test_a_parser_of_ones_own(tmp_path: Path) -> None:
     assert choice["message"]["content"] == " it"
 
 
+# ---- calls that are insisted on -----------------------------------------------------------
+
+
+F_NAMED = {"type": "function", "function": {"name": "f"}}
+
+
+def test_what_a_required_call_must_be() -> None:
+    """Schemas are moved with all that they refer to."""
+    refers = {"$defs": {"y": {"type": "null"}}, "properties": {"$ref": {"$ref": "#/$defs/y"}}}
+    tools = [TOOLS[0], tool("h", **refers, anyOf=[{"$ref": "#"}, {"$ref": "https://a/#b"}])]
+    body = ChatBody(messages=[], tools=tools, tool_choice="required", parallel_tool_calls=False)
+    plan = plan_tools(body, ChatConfig())
+    forced = forced_calls(body, plan, None)
+    assert forced and (forced.kind, forced.param) == ("json", "tools")
+    schema = json.loads(forced.text)
+    assert (schema["minItems"], schema["maxItems"]) == (1, 1)
+    names = [call["properties"]["name"] for call in schema["items"]["anyOf"]]
+    assert names == [{"const": "f"}, {"const": "h"}]
+    assert schema["$defs"]["0"] == TOOLS[0]["function"]["parameters"]
+    assert schema["$defs"]["1"] == {
+        "type": "object",
+        "$defs": {"y": {"type": "null"}},
+        "properties": {"$ref": {"$ref": "#/$defs/1/$defs/y"}},
+        "anyOf": [{"$ref": "#/$defs/1"}, {"$ref": "https://a/#b"}],
+    }
+
+
+async def test_required_and_named_calls(site: Site) -> None:
+    says = '[{"name": "f", "parameters": {"x": 1}}, {"name": "g", "parameters": {}}]'
+    choice = await ask(site, says, tools=TOOLS, tool_choice="required")
+    calls = [function("f", '{"x": 1}'), function("g", "{}")]
+    assert (choice["message"]["tool_calls"], choice["finish_reason"]) == (calls, "tool_calls")
+    choice = await ask(site, '{"x": 1}', tools=TOOLS, tool_choice=F_NAMED)
+    assert (choice["message"]["tool_calls"], choice["finish_reason"]) == (calls[:1], "stop")
+    assert choice["message"]["content"] is None
+    assert all(request.sampling.grammar for request in site.generator.requests)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_named_tool_is_used_for_anthropics_clients(site: Site, stream: bool) -> None:
+    site.generator.text = '{"x": 1}'
+    body = {
+        "messages": ASK,
+        "max_tokens": 20,
+        "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+        "tool_choice": {"type": "tool", "name": "f"},
+        "stream": stream,
+    }
+    said = await (await site.post("/v1/messages", body)).text()
+    assert '"stop_reason":"tool_use"' in said and '"name":"f"' in said
+
+
 # ---- refusals -----------------------------------------------------------------------------
 
 
@@ -280,6 +334,9 @@ BAD = [
         "tool_choice",
     ),
     ({"tool_choice": "auto"}, "tool_choice"),
+    ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format"),
+    ({"tools": TOOLS, "tool_choice": F_NAMED, "guided_regex": "a"}, "guided_regex"),
+    ({"tools": [tool("h", properties={"x": {"type": "y"}})], "tool_choice": "required"}, "tools"),
     ({"tool_choice": "required", "tools": []}, "tool_choice"),
     ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
     ({"documents": [1]}, "documents[0]"),

@@ -1,0 +1,154 @@
+"""A model that calls tools, through a real cluster and the `openai` package: nothing is played."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from warm import WarmCluster, shared
+
+MODEL = "tool-caller"
+ROUTER = {
+    "enable_auto_tool_choice": "",
+    "tool_call_parser": "hermes",
+    "reasoning_parser": "qwen3",
+}
+WEATHER = {"Oslo": "snowy, 3 degrees", "Cairo": "sunny, 33 degrees"}
+ASK = {"role": "user", "content": "What is the weather in Oslo and in Cairo?"}
+ANSWER = "It is snowy, 3 degrees in Oslo and sunny, 33 degrees in Cairo."
+
+
+def tool(name: str, **properties: str) -> dict[str, Any]:
+    schema = {
+        "type": "object",
+        "properties": {key: {"type": kind} for key, kind in properties.items()},
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+GET_WEATHER = tool("get_weather", city="string")
+ADD = tool("add", a="integer", b="integer")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[WarmCluster]:
+    with WarmCluster(MODEL, router=ROUTER, warm=shared()) as cluster:
+        yield cluster
+        cluster.wait_idle()
+
+
+@pytest.fixture(scope="module")
+def client(cluster: WarmCluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ask(client: openai.OpenAI, messages: list[Any], stream: bool = False, **options: Any) -> Any:
+    """The completion, by OpenAI's own assembly of it if streamed."""
+    options = {"model": MODEL, "messages": messages, "temperature": 0, **options}
+    if not stream:
+        return client.chat.completions.create(**options)
+    with client.chat.completions.stream(**options) as events:
+        return events.get_final_completion()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_loop_that_calls_and_answers(client: openai.OpenAI, stream: bool) -> None:
+    messages: list[Any] = [ASK]
+    tools = [ADD, GET_WEATHER]
+    completion = ask(client, messages, stream, tools=tools, n=2, logprobs=True)
+    first, second = completion.choices
+    assert first.finish_reason == second.finish_reason == "tool_calls"
+    assert first.message.content in (None, "") and first.logprobs.content
+    calls, others = first.message.tool_calls, second.message.tool_calls
+    assert [call.function for call in calls] == [call.function for call in others]
+    assert len({call.id for call in [*calls, *others]}) == 4
+    messages.append(first.message)
+    for call in calls:
+        assert call.function.name == "get_weather"
+        content = WEATHER[json.loads(call.function.arguments)["city"]]
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
+    (choice,) = ask(client, messages, stream, tools=tools).choices
+    assert (choice.message.content, choice.finish_reason) == (ANSWER, "stop")
+    assert not choice.message.tool_calls
+
+
+def test_only_tools_that_are_there_are_called(client: openai.OpenAI) -> None:
+    for tools in ([], [ADD]):
+        (choice,) = ask(client, [ASK], tools=tools).choices
+        assert choice.message.content == "I do not know."
+    (choice,) = ask(client, [ASK], tools=[GET_WEATHER], parallel_tool_calls=False).choices
+    assert [call.function.arguments for call in choice.message.tool_calls] == ['{"city": "Oslo"}']
+
+
+def test_a_thought_comes_before_the_call(client: openai.OpenAI) -> None:
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}}
+    for stream in (False, True):
+        (choice,) = ask(client, [ASK], stream, tools=[GET_WEATHER], extra_body=thinking).choices
+        thought = "The user asks for the weather in Oslo and in Cairo."
+        assert choice.message.reasoning_content == thought
+        assert len(choice.message.tool_calls) == 2 and not choice.message.content
+    (choice,) = ask(client, [ASK], tools=[ADD], extra_body=thinking).choices
+    assert choice.message.content == "I do not know."
+    (choice,) = ask(client, [ASK], tools=[ADD], extra_body=thinking, max_tokens=4).choices
+    assert choice.finish_reason == "length" and choice.message.content is None
+    assert thought.startswith(choice.message.reasoning_content)
+
+
+def test_a_large_body_is_the_same(client: openai.OpenAI) -> None:
+    """Above 64 KiB another process prepares it."""
+    described = GET_WEATHER["function"] | {"description": "x" * 100_000}
+    large = {"type": "function", "function": described}
+    (choice,) = ask(client, [ASK], tools=[large]).choices
+    assert len(choice.message.tool_calls) == 2
+
+
+REPORT = tool("report", city="string", degrees="integer")
+REPORT["function"]["parameters"]["$defs"] = {"city": {"enum": ["Oslo", "Cairo"]}}
+REPORT["function"]["parameters"]["properties"]["city"] = {"$ref": "#/$defs/city"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_required_call_always_parses(client: openai.OpenAI, stream: bool) -> None:
+    """Even of a model that draws wildly, and tools it has never seen."""
+    options = {"temperature": 2.0, "seed": 7, "n": 3, "max_tokens": 400}
+    tools = [ADD, REPORT]
+    given = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+    for choice in ask(client, [ASK], stream, **given, **options).choices:
+        (call,) = choice.message.tool_calls
+        arguments = json.loads(call.function.arguments)
+        kinds = {"add": {"a": int, "b": int}, "report": {"city": str, "degrees": int}}
+        assert {key: type(value) for key, value in arguments.items()} == kinds[call.function.name]
+        assert arguments.get("city", "Oslo") in WEATHER
+        assert choice.finish_reason == "tool_calls" and not choice.message.content
+
+
+def test_required_may_be_several(client: openai.OpenAI) -> None:
+    (choice,) = ask(client, [ASK], tools=[GET_WEATHER, ADD], tool_choice="required").choices
+    calls = [call.function for call in choice.message.tool_calls]
+    assert [json.loads(call.arguments)["city"] for call in calls] == list(WEATHER)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_named_tool(client: openai.OpenAI, stream: bool) -> None:
+    named = {"type": "function", "function": {"name": "report"}}
+    given = {"tools": [ADD, REPORT], "tool_choice": named, "logprobs": True}
+    (choice,) = ask(client, [ASK], stream, **given).choices
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "report" and choice.finish_reason == "stop"
+    assert set(json.loads(call.function.arguments)) == {"city", "degrees"}
+    (cut,) = ask(client, [ASK], **given, max_tokens=3).choices
+    assert cut.finish_reason == "length" and cut.message.tool_calls
+
+
+def test_a_tool_whose_schema_is_none(client: openai.OpenAI) -> None:
+    odd = tool("odd", x="number-ish")
+    with pytest.raises(openai.BadRequestError) as error:
+        ask(client, [ASK], tools=[odd], tool_choice="required")
+    assert error.value.param == "tools"
