@@ -9,16 +9,18 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import requests
 
-MODEL = "llama-gqa"
+MODEL, TOOL_MODEL = "llama-gqa", "tool-caller"
 MODELS = Path(__file__).parents[1] / "models"
 START_TIMEOUT, STOP_TIMEOUT = 120.0, 30.0  # seconds
 FLAGS = "--dtype float32 --num-gpu-blocks-override 192 --cpu-threads 1 --restart no"
+TOOL_FLAGS = "--enable-auto-tool-choice --tool-call-parser hermes --reasoning-parser qwen3"
 
 
 @dataclass(frozen=True)
@@ -34,16 +36,29 @@ class Server:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("pdserve")
+    with _serve(tmp_path_factory.mktemp("pdserve"), MODEL) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Its model calls tools: `tests/models/tool_dialogues.py` says which and when."""
+    with _serve(tmp_path_factory.mktemp("pdserve"), TOOL_MODEL, TOOL_FLAGS) as server:
+        yield server
+
+
+@contextmanager
+def _serve(folder: Path, model: str, flags: str = "") -> Iterator[Server]:
     ports, log = folder / "ports.json", folder / "log"
-    command = [os.environ.get("PDSERVE", "pdserve"), "up", "--model", str(MODELS / MODEL)]
-    command += ["--port", "0", "--grpc-port", "0", "--ports-file", str(ports), *FLAGS.split()]
+    command = [os.environ.get("PDSERVE", "pdserve"), "up", "--model", str(MODELS / model)]
+    command += ["--port", "0", "--grpc-port", "0", "--ports-file", str(ports)]
+    command += [*FLAGS.split(), *flags.split()]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=output, start_new_session=True, stdin=subprocess.DEVNULL
         )
     try:
-        yield Server(_ready(process, ports, log))
+        yield Server(_ready(process, ports, log), model)
     finally:
         process.terminate()
         try:

@@ -1,0 +1,32 @@
+"""What the tests of tools ask, and what is right: for every client the same."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel
+
+QUESTION = "What is the weather in Oslo and in Cairo?"
+FOUND = {"Oslo": "snowy, 3 degrees", "Cairo": "sunny, 33 degrees"}
+ANSWER = "It is snowy, 3 degrees in Oslo and sunny, 33 degrees in Cairo."
+NEWS = "Lima: foggy, 17 degrees."
+
+
+class Weather(BaseModel):
+    """The weather of a city."""
+
+    city: str
+    sky: Literal["sunny", "rainy", "cloudy", "windy", "snowy", "foggy"]
+    degrees: int
+
+
+NEWS_WEATHER = Weather(city="Lima", sky="foggy", degrees=17)
+
+
+def get_weather(city: str) -> str:
+    """The weather in a city.
+
+    Args:
+        city: its name
+    """
+    return FOUND[city]
