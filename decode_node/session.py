@@ -100,6 +100,7 @@ class DecodeSession:
             queue_s=self._admitted_at - self._arrived,
             compute_s=self._decodes_since - self._admitted_at,
             step_s=self._prefill_steps,
+            prompt_logprobs=convert.prompt_to_pb(sequence.take_prompt_logprobs()),
         )
 
     async def finish(self, choice: int) -> None:

@@ -132,4 +132,5 @@ class PrefillSession:
             queue_s=self._admitted - self._arrived,
             compute_s=monotonic() - self._admitted,
             step_s=self._sequence.times.in_steps,
+            prompt_logprobs=convert.prompt_to_pb(self._sequence.take_prompt_logprobs()),
         )

@@ -10,6 +10,7 @@ from time import monotonic
 from typing import Generic, TypeVar
 
 from pdserve.common.core.errors import Cancelled, PdserveError
+from pdserve.common.core.prompt_logprobs import PromptLogprobs
 from pdserve.common.core.request import FinishReason, Timeline
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.router.admission import Batch
@@ -64,6 +65,10 @@ class GenerationStats:
         end = monotonic()
         total = end - self.stages.start
         return replace(self.timeline, total_seconds=total, stages=self.stages.stages(end))
+
+
+Update = PromptLogprobs | TextDelta | GenerationStats
+"""What a generation yields: first what is wanted of its prompt, if anything is."""
 
 
 class Mailbox(Generic[T]):
@@ -156,38 +161,39 @@ async def _pump(
 
 
 async def prompt_only(
-    source: AsyncGenerator[TextDelta | GenerationStats, None],
-) -> AsyncGenerator[TextDelta | GenerationStats, None]:
+    source: AsyncGenerator[Update, None],
+) -> AsyncGenerator[Update, None]:
     """A generation of one token as what a client gets that wants none: what is computed of the
     prompt comes with the first token."""
     async with aclosing(source):
         async for update in source:
             if isinstance(update, GenerationStats):
                 yield replace(update, completion_tokens=0)
+            elif isinstance(update, PromptLogprobs):
+                yield update
             elif update.finish_reason is not None:
                 yield TextDelta(update.choice, "", (), FinishReason.LENGTH)
 
 
-def coalesced(
-    updates: Updates[TextDelta | GenerationStats],
-) -> Updates[TextDelta | GenerationStats]:
+def coalesced(updates: Updates[Update]) -> Updates[Update]:
     """The same with fewer deltas, where the client is slower than the nodes: those of a choice
     are joined, as far as one message should go."""
     if len(updates) == 1:
         return updates
     parts: list[tuple[int, list[TextDelta]]] = []
     growing: dict[tuple[int, int], list[TextDelta]] = {}
-    rest: Updates[TextDelta | GenerationStats] = []
+    prompts: Updates[Update] = []
+    rest: Updates[Update] = []
     for index, update in updates:
-        if isinstance(update, GenerationStats):
-            rest.append((index, update))
+        if not isinstance(update, TextDelta):
+            (prompts if isinstance(update, PromptLogprobs) else rest).append((index, update))
             continue
         part = growing.get((index, update.choice), [])
         if not part or len(part) == MAX_JOINED or len(part[-1].text) > MAX_JOINED_TEXT:
             part = growing[index, update.choice] = []
             parts.append((index, part))
         part.append(update)
-    return [*((index, join(part)) for index, part in parts), *rest]
+    return [*prompts, *((index, join(part)) for index, part in parts), *rest]
 
 
 def join(deltas: Sequence[TextDelta]) -> TextDelta:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 from urllib.parse import unquote
@@ -13,7 +13,9 @@ import grpc
 from msgspec.json import encode
 
 from pdserve.common.core.errors import Cancelled, InvalidRequest, PdserveError
+from pdserve.common.core.prompt_logprobs import PromptLogprobs
 from pdserve.common.core.request import is_plain_id, new_request_id
+from pdserve.common.core.sampling import SampledToken
 from pdserve.common.obs.logging import request_id_var
 from pdserve.common.obs.tracing import PARENT, plain_parent
 from pdserve.common.rpc import convert
@@ -37,6 +39,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 logger = logging.getLogger(__name__)
 
+MAX_ENTRIES = 2**15  # of a prompt's log-probabilities in one message: clients take 4 MiB
+
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """`pdserve.v1.Inference`. Calls show the API key as HTTP requests do, in their metadata."""
@@ -58,7 +62,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             async with aclosing(merge([self._serving.pipeline.generate(generation)])) as updates:
                 async for batch in updates:
                     for _, update in coalesced(batch):
-                        await self._write(context, _response(public_id, update))
+                        if isinstance(update, PromptLogprobs):
+                            for part in _prompt_parts(generation.prompt_token_ids, update):
+                                response = await asyncio.to_thread(
+                                    _prompt_response, public_id, part
+                                )
+                                await self._write(context, response)
+                        else:
+                            await self._write(context, _response(public_id, update))
 
     @asynccontextmanager
     async def _counted(self) -> AsyncIterator[None]:
@@ -140,6 +151,27 @@ def _authorization(context: Context) -> str | None:
 def _metadata(context: Context, key: str) -> str | None:
     value = dict(context.invocation_metadata() or ()).get(key)
     return value if isinstance(value, str) else None
+
+
+def _prompt_parts(
+    token_ids: Sequence[int], found: PromptLogprobs
+) -> Iterator[tuple[Sequence[int], PromptLogprobs | None]]:
+    """The first token, then the others in parts of MAX_ENTRIES at most."""
+    yield token_ids[:1], None
+    for part in found.split(max(1, MAX_ENTRIES // (1 + found.num_top))):
+        yield token_ids[part.start : part.start + len(part)], part
+
+
+def _prompt_response(
+    request_id: str, part: tuple[Sequence[int], PromptLogprobs | None]
+) -> pb.GenerateResponse:
+    token_ids, found = part
+    tokens = (
+        [SampledToken(each) for each in token_ids] if found is None else found.tokens(token_ids)
+    )
+    return pb.GenerateResponse(
+        request_id=request_id, prompt_logprobs=[convert.token_to_pb(each) for each in tokens]
+    )
 
 
 def _response(request_id: str, update: TextDelta | GenerationStats) -> pb.GenerateResponse:

@@ -40,7 +40,7 @@ from pdserve.common.rpc.trace import traceparent_var
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.admission import Admission
 from pdserve.router.cluster_view import ClusterView
-from pdserve.router.generation import GenerationRequest, GenerationStats, TextDelta
+from pdserve.router.generation import GenerationRequest, GenerationStats, Update
 from pdserve.router.in_flight import LINK_CODES, InFlight
 from pdserve.router.node_client import DecodeStream, NodeClient, protocol_error
 from pdserve.router.placement import Placement
@@ -87,10 +87,9 @@ class Pipeline:
             config.max_client_share,
         )
 
-    async def generate(
-        self, request: GenerationRequest
-    ) -> AsyncGenerator[TextDelta | GenerationStats, None]:
-        """Yields deltas of all choices, interleaved, then one GenerationStats.
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Update, None]:
+        """Yields what is wanted of the prompt, deltas of all choices, interleaved, then one
+        GenerationStats.
 
         `aclose()`, or cancelling the task that iterates, aborts the work on every node.
 
@@ -222,8 +221,11 @@ class Attempt:
         self._prefill: Node | None = None  # the one at work
         self._first: pb.TokenEvent | None = None
         self._decoding = False  # the decode node has all KV
-        self._takes = local_prefill  # tokens may come: it has the first one
-        self._early: list[JobTokens] | None = None  # after `reserved`: those that overtook `landed`
+        # Tokens may come: it has the first one, and the client what is wanted of the prompt.
+        self._takes = local_prefill and state.prompt_scored
+        # Those that overtook `landed`, after `reserved`, or `prefilled`, where that tells of the
+        # prompt.
+        self._early: list[JobTokens] | None = [] if local_prefill else None
         self._stream: DecodeStream
         self._decode_use: InFlight
 
@@ -273,7 +275,10 @@ class Attempt:
                         handing_off = group.create_task(self._hand_off(event.reserved))
                     elif event.HasField("prefilled"):
                         self._prefilled(event.prefilled, self._decode)
+                        self._take_early()
                     elif event.HasField("landed"):
+                        # What is wanted of the prompt is with the prefill node's first token alone.
+                        await self._state.until_prompt_scored()
                         self._landed(event.landed)
                     elif event.HasField("tokens"):
                         self._take(convert.event_from_pb(event.tokens))
@@ -290,7 +295,7 @@ class Attempt:
                 handing_off.cancel()
 
     def _prefilled(self, event: pb.FirstToken | pb.Prefilled, node: Node) -> None:
-        self._state.prefilled(event)
+        self._state.prefilled(event, node.role)
         node.prefilled(len(self._state.request.prompt_token_ids), event.cached_tokens)
 
     def _landed(self, landed: pb.Landed) -> None:
@@ -304,8 +309,13 @@ class Attempt:
         if self._prefill is not None:
             flows = self._pipeline.registry.flows
             flows.landed(self._prefill.id, self._decode.id, landed.bytes)
-        self._decoding = self._takes = True
-        for tokens in self._early or ():
+        self._decoding = True
+        self._take_early()
+
+    def _take_early(self) -> None:
+        self._takes = True
+        early, self._early = self._early, None
+        for tokens in early or ():
             self._take(tokens.event(), tokens.position, tokens.times)
 
     def _take(
@@ -389,6 +399,8 @@ class Attempt:
             return await self._decode_client.retarget(ticket.transfer_id)
         except PdserveError as error:
             if error.code == "ALREADY_LANDED":
+                if not self._state.prompt_scored:  # lost with the prefill node
+                    raise AttemptFailed from error
                 return None
             self._note_failure(error, self._decode, computing=False)
             raise AttemptFailed from error

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from time import monotonic
 from typing import Any
 
 from pdserve.common.config.router import RoutingConfig
 from pdserve.common.core.errors import NodeError
+from pdserve.common.core.prompt_logprobs import PromptLogprobs
 from pdserve.common.core.request import Choice, FinishReason, GenerateJob, Timeline, TokenEvent
 from pdserve.common.core.sampling import SampledToken
+from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.text.stream import TextStream
 from pdserve.common.text.tokenizer import Tokenizer
@@ -36,13 +39,16 @@ class RequestState:
         self.retries = Retries(config.migration_limit)
         self.deadline = Deadline(config.queue_timeout, config.request_timeout)
         # What the client has not read yet: at most max_tokens for each choice. None: the end.
-        self.deltas: Mailbox[TextDelta | None] = Mailbox()
+        self.deltas: Mailbox[TextDelta | PromptLogprobs | None] = Mailbox()
         self.ended = asyncio.Event()  # every choice has finished
         # Choices that a stop string has ended, each once: nodes do not know.
         self.stopped: asyncio.Queue[int] = asyncio.Queue()
         # Fingerprint of the nodes that have made the tokens so far: an answer is never made of
         # two versions of a model.
         self.version: str | None = None
+        self._prompt_scored = asyncio.Event()  # the client has the prompt's log-probabilities
+        if request.sampling.prompt_logprobs is None:
+            self._prompt_scored.set()
         self.finish_reasons: list[FinishReason] = []
         self.token_gaps: list[float] = []
         self._vocab_size = vocab_size
@@ -77,7 +83,9 @@ class RequestState:
         return GenerateJob(
             request.request_id,
             tuple(request.prompt_token_ids),
-            request.sampling,
+            replace(request.sampling, prompt_logprobs=None)
+            if self._prompt_scored.is_set()
+            else request.sampling,
             tuple(Choice(index, tuple(self._outputs[index])) for index in self._open),
             request.cache_salt,
             self.timed,
@@ -108,8 +116,23 @@ class RequestState:
         self.deadline.progress()
         self._timeline.setdefault(moment, monotonic() - self._start)
 
-    def prefilled(self, event: pb.FirstToken | pb.Prefilled) -> None:
-        """A node has computed the prompt."""
+    @property
+    def prompt_scored(self) -> bool:
+        """Whether the client has the prompt's log-probabilities, or wants none. They come before
+        all tokens."""
+        return self._prompt_scored.is_set()
+
+    async def until_prompt_scored(self) -> None:
+        await self._prompt_scored.wait()
+
+    def prefilled(self, event: pb.FirstToken | pb.Prefilled, role: str) -> None:
+        """A node of this role has computed the prompt.
+
+        Raises:
+            NodeError: its log-probabilities are not what was asked for.
+        """
+        if not self._prompt_scored.is_set():
+            self._take_prompt(event, role)
         line = self._timeline
         line["cached_tokens"] = line.get("cached_tokens") or event.cached_tokens
         compute, queue = event.compute_s, event.queue_s
@@ -117,6 +140,17 @@ class RequestState:
             compute, queue = event.step_s, event.queue_s + event.compute_s - event.step_s
         self._add(prefill_queue_seconds=queue, prefill_seconds=compute)
         self.stages.told(Phase.PREFILL, prefill_queue=queue, prefill_compute=compute)
+
+    def _take_prompt(self, event: pb.FirstToken | pb.Prefilled, role: str) -> None:
+        found = convert.prompt_from_pb(event.prompt_logprobs)
+        num_top = min(self.request.sampling.prompt_logprobs or 0, self._vocab_size)
+        count = len(self.request.prompt_token_ids) - 1
+        try:
+            found.check(1, count, num_top, self._vocab_size)
+        except ValueError as error:
+            raise protocol_error(role, f"a prompt's log-probabilities: {error}") from None
+        self.deltas.put(found)
+        self._prompt_scored.set()
 
     def landed(self, landed: pb.Landed) -> None:
         """The decode node has all KV."""
@@ -150,6 +184,8 @@ class RequestState:
             NodeError: a token that cannot be, the fault of the node that made it. Once it were
                 among the request's tokens, it would be the client's.
         """
+        if not self.prompt_scored:
+            raise bad_token(role, "the prompt's log-probabilities come first")
         self._check(event, role, position)
         self.version = version
         if event.choice in self._open:

@@ -39,8 +39,8 @@ def make_sampling(given: Mapping[str, Any], model: ServedModel, max_tokens: int)
     }
     if values.get("seed") == -1:
         del values["seed"]
-    if "logprobs" in values:
-        check_range("logprobs", values["logprobs"], 0, model.max_logprobs)
+    for name in {"logprobs", "prompt_logprobs"} & values.keys():
+        check_range(name, values[name], 0, model.max_logprobs)
     if words := given.get("bad_words"):
         BAD_WORDS.check_count(words)
         sequences = _encode_words(model, tuple(words))

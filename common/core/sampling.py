@@ -160,6 +160,11 @@ PARAMETERS: dict[str, Parameter] = {
             meaning="the chosen token and so many of the most likely; over HTTP: see below",
         ),
         Parameter(
+            "prompt_logprobs", Kind.INTEGER, VLLM, 22, low=0, high=MAX_LOGPROBS,
+            meaning="of each token of the prompt but the first, and of so many of the most likely "
+            "in its place; over HTTP not with `stream`",
+        ),
+        Parameter(
             "return_tokens_as_token_ids", Kind.BOOLEAN, VLLM, default="false",
             meaning="tokens of log-probabilities are named `token_id:N`",
         ),
@@ -246,6 +251,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # None: not even of the chosen token
     grammar: str = ""  # of the whole output, as `common/text/grammar.py` words it; none: any
+    prompt_logprobs: int | None = None  # beside each prompt token; None: none of the prompt
 
     @property
     def greedy(self) -> bool:

@@ -115,6 +115,7 @@ class EngineCore:
 
     def new_sequence(self, job: GenerateJob, choice: Choice, *, remote: bool = False) -> Sequence:
         """A sequence of this engine, not yet added."""
+        wanted = job.sampling.prompt_logprobs is not None and choice is job.choices[0]
         return Sequence(
             seq_id=next(self._seq_ids),
             sampling=job.sampling,
@@ -124,6 +125,7 @@ class EngineCore:
             request_id=job.request_id,
             cache_salt=job.cache_salt,
             remote=remote,
+            prompt_logprobs=[] if wanted and not remote else None,
         )
 
     def add(self, sequence: Sequence) -> None:
@@ -267,6 +269,8 @@ class EngineCore:
         ended = monotonic()
         if output.experts is not None:
             self._listener.routed(output.experts)
+        for seq_id, found in output.prompts:
+            step.sequences[seq_id].add_prompt_logprobs(found)
         failed = dict(output.failed)
         drawn: defaultdict[int, list[SampledToken]] = defaultdict(list)
         for seq_id, token in output.tokens:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pdserve.common.core.prompt_logprobs import PromptLogprobs
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 
 
@@ -39,6 +40,8 @@ class SequenceDelta:
     drafts: tuple[int, ...] = ()
     num_drafts: int = 0  # of `drafts`, or of those that the draft model makes of them
     again: bool = False  # its last token was computed before, and deferred
+    # Prompt tokens whose log-probabilities are wanted: those that follow the first of `token_ids`.
+    scored: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ class StepOutput:
     failed: tuple[tuple[int, str], ...] = ()
     forbidden: tuple[int, ...] = ()  # of the failed: those whose own parameters forbid every token
     deferred: tuple[int, ...] = ()  # seq_ids that have neither: to be asked again
+    prompts: tuple[tuple[int, PromptLogprobs], ...] = ()  # of the tokens that were to be scored
 
 
 @dataclass(frozen=True, slots=True)

@@ -235,6 +235,8 @@ class Scheduler:
         # A remote prompt may be cached whole; a local one must compute at least its last
         # token, whose logits choose the next.
         usable = sequence.num_tokens - (0 if sequence.remote else 1)
+        if sequence.prompt_logprobs is not None:
+            usable = 0  # hidden states are in no cache: all of it is computed
         hashes = sequence.hashes(self.pool.block_size)[: usable // self.pool.block_size]
         cached, unheld = self.pool.count_cached(hashes)
         needed = self.pool.blocks_for(sequence.num_tokens) - cached
@@ -337,6 +339,7 @@ class Scheduler:
             drafts=draft.token_ids,
             num_drafts=draft.size,
             again=again,
+            scored=sequence.scored(start, start + count),
         )
 
     def _new(self, sequence: Sequence) -> NewSequence:

@@ -6,6 +6,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from pdserve.common.core.prompt_logprobs import PromptLogprobs, join
 from pdserve.common.core.request import FinishReason
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.engine.block_pool import BlockHash, hash_blocks
@@ -66,6 +67,8 @@ class Sequence:
     block_hashes: list[BlockHash] = field(default_factory=list)
     cancelled: bool = False
     times: Times = field(default_factory=Times)
+    # Of its prompt, as far as computed, in parts; None: nobody wants them (any more).
+    prompt_logprobs: list[PromptLogprobs] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -102,6 +105,23 @@ class Sequence:
                 self.token_ids, block_size, self.block_hashes, self.cache_salt
             )
         return self.block_hashes
+
+    def scored(self, start: int, end: int) -> tuple[int, ...]:
+        """The prompt tokens that follow those at `start … end-1`, if they are to be scored."""
+        if self.prompt_logprobs is None:
+            return ()
+        return tuple(self.token_ids[start + 1 : min(end + 1, self.num_prompt_tokens)])
+
+    def add_prompt_logprobs(self, found: PromptLogprobs) -> None:
+        """A step's. One that was preempted computes them again."""
+        if self.prompt_logprobs is not None:
+            kept = [each for each in self.prompt_logprobs if each.start < found.start]
+            self.prompt_logprobs = [*kept, found]
+
+    def take_prompt_logprobs(self) -> PromptLogprobs | None:
+        """All of them, once; None if nobody wants them."""
+        parts, self.prompt_logprobs = self.prompt_logprobs, None
+        return None if parts is None else join(parts, self.sampling.prompt_logprobs or 0)
 
     def append(self, token: SampledToken) -> None:
         self.token_ids.append(token.token_id)

@@ -10,6 +10,7 @@ import torch
 from pdserve.common.config.node import EngineConfig
 from pdserve.common.core.errors import ConfigError, InvalidRequest
 from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.core.prompt_logprobs import check_size
 from pdserve.common.core.request import GenerateJob
 from pdserve.common.core.sampling import MAX_CHOICES, check_range, check_sampling, check_token_ids
 from pdserve.common.model.checkpoint import weights_revision
@@ -104,6 +105,8 @@ def check_job(job: GenerateJob, vocab_size: int, max_model_len: int) -> None:
     if len(job.choices) > MAX_CHOICES:
         raise InvalidRequest(f"{len(job.choices)} choices are more than {MAX_CHOICES}", param="n")
     check_sampling(job.sampling, vocab_size)
+    if job.sampling.prompt_logprobs is not None:
+        check_size(len(job.prompt_token_ids), job.sampling.prompt_logprobs)
     check_token_ids(job.prompt_token_ids, vocab_size, "prompt")
     for choice in job.choices:
         check_range("choice", choice.index, 0, MAX_CHOICES - 1)

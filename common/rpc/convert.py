@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pdserve.common.core.errors import InvalidRequest
+from pdserve.common.core.prompt_logprobs import PromptLogprobs
 from pdserve.common.core.request import Choice, FinishReason, GenerateJob, Timeline, TokenEvent
 from pdserve.common.core.sampling import (
     SAMPLING_PARAMETERS,
@@ -35,11 +36,12 @@ def sampling_to_pb(params: SamplingParams) -> inference.SamplingParams:
 
 
 def sampling_from_pb(message: inference.SamplingParams) -> SamplingParams:
-    """Every field must be set: routers fill in the defaults, nodes do not guess. `logprobs` is
-    the one that may be absent."""
+    """Every field must be set: routers fill in the defaults, nodes do not guess. Those of
+    log-probabilities alone may be absent."""
     values = {each.name: _from_pb(each, message) for each in SAMPLING_PARAMETERS}
-    if not message.HasField("logprobs"):
-        values["logprobs"] = None
+    for name in ("logprobs", "prompt_logprobs"):
+        if not message.HasField(name):
+            values[name] = None
     return SamplingParams(**values)
 
 
@@ -103,6 +105,29 @@ def token_from_pb(message: inference.Token) -> SampledToken:
         return SampledToken(message.id)
     top = tuple((entry.token_id, entry.logprob) for entry in message.top_logprobs)
     return SampledToken(message.id, TokenLogprobs(message.logprob, top))
+
+
+def prompt_to_pb(found: PromptLogprobs | None) -> cluster.PromptLogprobs | None:
+    if found is None:
+        return None
+    return cluster.PromptLogprobs(
+        num_top=found.num_top,
+        logprobs=found.logprobs,
+        ranks=found.ranks,
+        top_token_ids=found.top_token_ids,
+        top_logprobs=found.top_logprobs,
+    )
+
+
+def prompt_from_pb(message: cluster.PromptLogprobs) -> PromptLogprobs:
+    return PromptLogprobs(
+        start=1,
+        num_top=message.num_top,
+        logprobs=message.logprobs,
+        ranks=message.ranks,
+        top_token_ids=message.top_token_ids,
+        top_logprobs=message.top_logprobs,
+    )
 
 
 def finish_to_pb(reason: FinishReason | None) -> inference.FinishReason:

@@ -35,6 +35,8 @@ class StepSequence:
     drafts_banned: tuple[tuple[int, ...], ...] = ()  # `banned_token_ids` after each of the drafts
     grammar: RowGrammar | None = None  # has no drafts
     mask: Mask | None = None  # what the grammar allows now
+    scored: tuple[int, ...] = ()  # prompt tokens behind the first of `token_ids`: how likely?
+    num_top: int = 0  # of the most likely ones in the place of each
 
     @property
     def num_tokens(self) -> int:
@@ -242,6 +244,8 @@ class _SequenceState:
             drafts=delta.drafts,
             drafts_banned=tuple([self._banned(1 + i) for i in range(len(delta.drafts))]),
             grammar=None if self._history is None else self._history.grammar,
+            scored=delta.scored,
+            num_top=self._new.sampling.prompt_logprobs or 0,
         )
 
     def _remember(self, delta: SequenceDelta) -> None:

@@ -17,6 +17,7 @@ from pdserve.common.model.staging import upload, upload_together
 from pdserve.common.worker.graphs import DecodeGraphs
 from pdserve.common.worker.input_batch import StepBatch, StepSequence
 from pdserve.common.worker.masks import MaskTurns
+from pdserve.common.worker.prompt_scores import Scores, score_prompts
 from pdserve.common.worker.sampler import FailedRow, sample
 
 
@@ -50,12 +51,12 @@ class ModelRunner:
         All ranks must run the same batches in the same order: each is a chain of collectives.
         """
         inputs = flatten(batch.sequences, block_size=self.cache.shape[4])
-        computed = self._compute(inputs)
+        computed, prompts = self._compute(inputs)
         if not self.model.stage.last:
             self._others().send(computed)
             return StepOutput(batch.step, ())
         if not inputs.sampled:
-            return StepOutput(batch.step, (), self._expert_load())
+            return StepOutput(batch.step, (), self._expert_load(), prompts=prompts)
         if not self.samples:
             return StepOutput(batch.step, ())
         alone = len(inputs.sampled) == len(batch.sequences)
@@ -68,24 +69,28 @@ class ModelRunner:
             tuple((i, row.reason) for i, row in rows if isinstance(row, FailedRow)),
             tuple(i for i, row in rows if isinstance(row, FailedRow) and row.forbidden),
             tuple(deferred),
+            prompts=prompts,
         )
 
-    def _compute(self, inputs: FlatBatch) -> torch.Tensor:
+    def _compute(self, inputs: FlatBatch) -> tuple[torch.Tensor, Scores]:
         """Logits of the rows that want a token; hidden states where none does, or another stage
-        comes after this one."""
+        comes after this one. And what is wanted of prompts."""
         model, batch, hidden = self.model, inputs.attention, None
         if not model.stage.first:
             hidden = self._others().receive(len(inputs.token_ids))
         if self.graphs is not None and self.graphs.take(batch, len(inputs.sampled)):
-            return self.graphs.run(inputs.token_ids, batch, hidden)
+            return self.graphs.run(inputs.token_ids, batch, hidden), ()
         lists = inputs.token_ids, inputs.positions, inputs.last_rows
         tensors = [torch.tensor(each, dtype=torch.int64) for each in lists]
         token_ids, positions, last_rows = upload_together(tensors, self.device)
         context = model.attention.prepare(batch)
         first = token_ids if hidden is None else hidden
         hidden = model.forward(first, positions, context, self.cache)
-        wanted = model.stage.last and inputs.sampled
-        return model.compute_logits(hidden[last_rows]) if wanted else hidden
+        if not model.stage.last:
+            return hidden, ()
+        vocab = model.spec.vocab_size
+        prompts = score_prompts(hidden, inputs.scored, model.compute_logits, vocab, self.samples)
+        return model.compute_logits(hidden[last_rows]) if inputs.sampled else hidden, prompts
 
     def _draw(
         self, logits: Tensor, rows: list[StepSequence], alone: bool
@@ -157,6 +162,7 @@ class FlatBatch:
     attention: AttentionBatch
     sampled: list[StepSequence]  # `StepSequence.rows` of those that draw
     last_rows: list[int]  # the row of the last token of each of these
+    scored: list[tuple[int, StepSequence]]  # with the first row of each: prompts to be scored
 
 
 def flatten(sequences: tuple[StepSequence, ...], block_size: int) -> FlatBatch:
@@ -164,7 +170,10 @@ def flatten(sequences: tuple[StepSequence, ...], block_size: int) -> FlatBatch:
     positions: list[int] = []
     sampled: list[StepSequence] = []
     last_rows: list[int] = []
+    scored: list[tuple[int, StepSequence]] = []
     for sequence in sequences:
+        if sequence.scored:
+            scored.append((len(token_ids), sequence))
         token_ids += sequence.token_ids
         token_ids += sequence.drafts
         positions += range(sequence.start, sequence.start + sequence.num_tokens)
@@ -177,7 +186,7 @@ def flatten(sequences: tuple[StepSequence, ...], block_size: int) -> FlatBatch:
         block_tables=[sequence.block_table for sequence in sequences],
         block_size=block_size,
     )
-    return FlatBatch(token_ids, positions, attention, sampled, last_rows)
+    return FlatBatch(token_ids, positions, attention, sampled, last_rows, scored)
 
 
 def verify(

@@ -8,12 +8,14 @@ from typing import Any, ClassVar
 
 from aiohttp import web
 
+from pdserve.common.core.prompt_logprobs import PromptLogprobs
 from pdserve.common.core.request import FinishReason, new_request_id
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.admission import Batch
 from pdserve.router.generation import GenerationRequest, TextDelta
 from pdserve.router.http.foreign import ForeignBody
 from pdserve.router.http.preprocess import as_chat
+from pdserve.router.http.prompt_logprobs import prompt_logprobs
 from pdserve.router.http.request import SERVING, client_of, given_by, preprocess
 from pdserve.router.http.response import MIN_LOGPROB, Response, logprob_of, token_name
 from pdserve.router.http.schema import ChatBody
@@ -80,11 +82,19 @@ class ChatChoices:
         self._plan = plan
         self._tool_parser = tool_parser
         self._parsers: dict[int, AnswerParser | None] = {}  # of the choices that have begun
+        self._prompt = prompt_token_ids
+        self.scored: dict[int, PromptLogprobs] = {}
         self.beside: dict[str, Any] = {}
         if body.return_token_ids:
             self.beside["prompt_token_ids"] = list(prompt_token_ids)
 
     def choice(self, index: int, whole: TextDelta) -> dict[str, Any]:
+        scored = self.scored.pop(index, None)
+        if scored is not None and "prompt_logprobs" not in self.beside:
+            num_top = self._body.prompt_logprobs or 0
+            self.beside["prompt_logprobs"] = prompt_logprobs(
+                self._tokenizer, self._prompt, scored, num_top
+            )
         parser = self._plan.parser(self._tool_parser)
         message: dict[str, Any] = {"role": "assistant", "content": whole.text}
         if parser is not None:

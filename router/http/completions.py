@@ -7,11 +7,13 @@ from typing import Any, ClassVar
 
 from aiohttp import web
 
+from pdserve.common.core.prompt_logprobs import PromptLogprobs
 from pdserve.common.core.request import new_request_id
 from pdserve.common.core.sampling import SampledToken
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.admission import Batch
 from pdserve.router.generation import TextDelta
+from pdserve.router.http.prompt_logprobs import prompt_logprobs
 from pdserve.router.http.request import SERVING, client_of, given_by, preprocess
 from pdserve.router.http.response import MIN_LOGPROB, Response, logprob_of, token_name
 from pdserve.router.http.schema import CompletionBody
@@ -32,7 +34,13 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         logprobs, n = logprobs or 0, body.best_of
     requests = [
         serving.make_request(
-            given_by(body, grammar=preprocessed.grammar, logprobs=logprobs, n=n),
+            given_by(
+                body,
+                grammar=preprocessed.grammar,
+                logprobs=logprobs,
+                n=n,
+                prompt_logprobs=body.prompt_top,
+            ),
             request_id=response_id if len(prompts) == 1 else f"{response_id}-{i}",
             prompt_token_ids=token_ids,
             max_tokens=serving.model.fit_max_tokens(
@@ -64,6 +72,10 @@ class CompletionChoices:
         self._logprobs: dict[int, CompletionLogprobs] = {}
         if body.logprobs is not None:
             self._logprobs = {i: CompletionLogprobs(tokenizer, body) for i in choices}
+        self._tokenizer = tokenizer
+        self._body = body
+        self._prompts = prompts
+        self.scored: dict[int, PromptLogprobs] = {}
         self._token_ids = bool(body.return_token_ids)
         self._prompt_ids: dict[int, Sequence[int]] = {}  # handed out once
         if self._token_ids:
@@ -74,14 +86,17 @@ class CompletionChoices:
             self._echo = {i: texts[i // make_choices(body.n)] for i in choices}
 
     def choice(self, index: int, whole: TextDelta) -> dict[str, Any]:
-        logprobs = self._logprobs.get(index)
+        logprobs, scored = self._logprobs.get(index), self.scored.pop(index, None)
+        prompt = self._prompts[index // make_choices(self._body.n)]
         choice = {
             "index": index,
             "text": self._echo.pop(index, "") + whole.text,
-            "logprobs": logprobs.add(whole.tokens) if logprobs else None,
+            "logprobs": logprobs.add(whole.tokens, prompt, scored) if logprobs else None,
             "finish_reason": whole.finish_reason,
             "stop_reason": whole.stop_reason,
         }
+        if scored is not None and (num_top := self._body.prompt_logprobs) is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(self._tokenizer, prompt, scored, num_top)
         if self._token_ids:
             choice["token_ids"] = [token.token_id for token in whole.tokens]
             if index in self._prompt_ids:
@@ -104,7 +119,17 @@ class CompletionLogprobs:
         self._body = body
         self._offset = 0
 
-    def add(self, tokens: Sequence[SampledToken]) -> dict[str, list[Any]]:
+    def add(
+        self,
+        tokens: Sequence[SampledToken],
+        prompt: Sequence[int] = (),
+        scored: PromptLogprobs | None = None,
+    ) -> dict[str, list[Any]]:
+        """Of more tokens; and before them of the `prompt`, if it is echoed and `scored`."""
+        echoed = scored if self._body.echo else None
+        if echoed is not None:
+            before = echoed.tokens(prompt[1:], self._body.logprobs or 0)
+            tokens = [SampledToken(prompt[0]), *before, *tokens]
         result: dict[str, list[Any]] = {
             "text_offset": [],
             "token_logprobs": [],
@@ -118,6 +143,8 @@ class CompletionLogprobs:
             result["token_logprobs"].append(logprob_of(token))
             result["top_logprobs"].append(self._top(token))
             self._offset += len(text)
+        if echoed is not None:
+            result["token_logprobs"][0] = result["top_logprobs"][0] = None
         return result
 
     def _top(self, token: SampledToken) -> dict[str, float]:

@@ -55,7 +55,7 @@ async def _respond_whole(
         for _, update in batch:
             if isinstance(update, GenerationStats):
                 stats = update
-            else:
+            elif isinstance(update, TextDelta):
                 deltas.append(update)
     if stats is None:
         raise unfinished()
@@ -93,9 +93,9 @@ async def _events(
         for _, update in coalesced(batch):
             if isinstance(update, GenerationStats):
                 stats = update
-                continue
-            for choice in asked.choices.chunks(0, update):
-                events += shape.chunk(choice)
+            elif isinstance(update, TextDelta):
+                for choice in asked.choices.chunks(0, update):
+                    events += shape.chunk(choice)
         return events
 
     try:

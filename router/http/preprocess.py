@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from pdserve.common.config.router import ChatConfig
 from pdserve.common.core.errors import InvalidRequest
+from pdserve.common.core.prompt_logprobs import check_size
 from pdserve.common.core.sampling import MAX_CHOICES, check_range
 from pdserve.common.core.structured import StructuredOutput
 from pdserve.router.http.conversation import render
@@ -167,9 +168,10 @@ def _completion(preprocessor: Preprocessor, body: CompletionBody) -> Preprocesse
             raise InvalidRequest("the best are known at the end: no stream", param="best_of")
     if body.logprobs is not None:
         check_range("logprobs", body.logprobs, 0, preprocessor.model.max_logprobs)
-        if body.echo:
-            raise InvalidRequest("logprobs of an echoed prompt are not supported", param="echo")
     prompts = [_ids(preprocessor.model, body, one) for one in _prompts(body)]
+    if (num_top := body.prompt_top) is not None:
+        check_range("prompt_logprobs", num_top, 0, preprocessor.model.max_logprobs)
+        check_size(sum(map(len, prompts)) * make_choices(body.n), num_top)
     if not body.echo:
         return Preprocessed(body, prompts, structured=structured)
     given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
@@ -223,6 +225,8 @@ def check_generation(body: GenerationBody) -> StructuredOutput | None:
     """What completions and chat have in common; returns what the answer must be."""
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+    if body.stream and body.prompt_logprobs is not None:
+        raise InvalidRequest("prompt_logprobs are not in streams", param="prompt_logprobs")
     return structured_of(body)
 
 
@@ -245,6 +249,9 @@ def _chat(preprocessor: Preprocessor, body: ChatBody) -> Preprocessed[Any]:
         plan = replace(plan, thinking=begins_thinking(body, preprocessor.chat, text))
     token_ids = model.encode(text, "messages", bool(body.add_special_tokens))
     prompt = _truncated(model, body, token_ids)
+    if body.prompt_logprobs is not None:
+        check_range("prompt_logprobs", body.prompt_logprobs, 0, model.max_logprobs)
+        check_size(len(prompt), body.prompt_logprobs)
     return Preprocessed(body, [prompt], structured=structured, answer=plan)
 
 

@@ -14,12 +14,14 @@ import msgspec
 from aiohttp import web
 
 from pdserve.common.core.errors import PdserveError
+from pdserve.common.core.prompt_logprobs import PromptLogprobs
 from pdserve.common.core.sampling import SampledToken
 from pdserve.router.arrival import arrival_var
 from pdserve.router.generation import (
     GenerationRequest,
     GenerationStats,
     TextDelta,
+    Update,
     Updates,
     coalesced,
     join,
@@ -33,7 +35,7 @@ from pdserve.router.http.schema import GenerationBody
 _encode = msgspec.json.Encoder().encode
 MIN_LOGPROB = -9999.0  # JSON has no -Infinity
 
-News = Updates[TextDelta | GenerationStats]  # (prompt's index, what is new of it)
+News = Updates[Update]  # (prompt's index, what is new of it)
 
 
 class ChoiceBuilder(Protocol):
@@ -43,6 +45,9 @@ class ChoiceBuilder(Protocol):
     chunk_object_name: ClassVar[str]
 
     beside: dict[str, Any]  # the choices of an answer, or those of a stream's first event
+
+    scored: dict[int, PromptLogprobs]
+    """By the choice's index what is to be told of its prompt, once. It may be much: on a thread."""
 
     def choice(self, index: int, whole: TextDelta) -> dict[str, Any]:
         """A complete choice; `whole` holds all of its text and tokens."""
@@ -102,6 +107,8 @@ class Response:
             for prompt, update in batch:
                 if isinstance(update, GenerationStats):
                     self.stats[prompt] = update
+                elif isinstance(update, PromptLogprobs):
+                    self._scored(prompt, update)
                 else:
                     deltas.setdefault(self._index(prompt, update), []).append(update)
         body = self._envelope(self.choices.object_name)
@@ -133,7 +140,9 @@ class Response:
         def encode() -> msgspec.Raw:
             return msgspec.Raw(msgspec.json.encode(self.choices.choice(index, join(deltas))))
 
-        if any(token.logprobs for delta in deltas for token in delta.tokens[:1]):
+        if self.choices.scored or any(
+            token.logprobs for delta in deltas for token in delta.tokens[:1]
+        ):
             return await asyncio.to_thread(encode)
         return encode()
 
@@ -162,9 +171,9 @@ class Response:
         """The JSON of all events but [DONE], those together that come together; an error is the
         last one."""
         try:
-            yield self._chunks(first)
+            yield await self._encoded(first)
             async for batch in updates:
-                yield self._chunks(batch)
+                yield await self._encoded(batch)
             usage = self._usage()
             if self.include_usage or self.include_timeline:
                 head = self._envelope(self.choices.chunk_object_name)
@@ -172,9 +181,20 @@ class Response:
         except Exception as error:
             yield [_encode(error_body(as_typed(error)))]
 
+    async def _encoded(self, batch: News) -> list[bytes]:
+        """The JSON of events; a thread encodes those that tell of a prompt, as in `_choice`."""
+        for prompt, update in batch:
+            if isinstance(update, PromptLogprobs):
+                self._scored(prompt, update)
+        if self.choices.scored:
+            return await asyncio.to_thread(self._chunks, batch)
+        return self._chunks(batch)
+
     def _chunks(self, batch: News) -> list[bytes]:
         chunks = []
         for prompt, update in coalesced(batch):
+            if isinstance(update, PromptLogprobs):
+                continue
             if isinstance(update, GenerationStats):
                 self.stats[prompt] = update
                 continue
@@ -206,6 +226,10 @@ class Response:
     @cached_property
     def _chunk_tail(self) -> bytes:
         return b'],"usage":null}' if self.include_usage else b"]}"
+
+    def _scored(self, prompt: int, found: PromptLogprobs) -> None:
+        n = self.best or self.requests[prompt].n
+        self.choices.scored |= dict.fromkeys(range(prompt * n, (prompt + 1) * n), found)
 
     def _index(self, prompt: int, delta: TextDelta) -> int:
         return prompt * self.requests[prompt].n + delta.choice

@@ -116,6 +116,14 @@ class CompletionBody(GenerationBody):
     best_of: Integer | None = None
     suffix: str | None = None
 
+    @property
+    def prompt_top(self) -> int | None:
+        """Of the most likely tokens in the place of each of the prompt's so many are needed; None:
+        nothing of the prompt."""
+        echoed = self.logprobs if self.echo else None
+        asked = [each for each in (echoed, self.prompt_logprobs) if each is not None]
+        return max(asked, default=None)
+
 
 class TextPart(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")

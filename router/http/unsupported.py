@@ -46,7 +46,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "priority": (0,),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "repetition_detection": (),
     "request_id": (),
     "return_token_strs": (False,),

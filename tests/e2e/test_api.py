@@ -237,6 +237,60 @@ def test_echo_repeats_the_prompt(cluster: Cluster) -> None:
     assert text(cluster.complete(PET, max_tokens=0, echo=True)) == PET
 
 
+def test_an_echo_has_logprobs(cluster: Cluster) -> None:
+    """As evaluation harnesses ask: batches of token ids, and what is read of the answer."""
+    ids = tuple(reference.encode(cluster.model, PET))
+    prompts = [ids, ids[:7], ids[3:]]
+    options: dict[str, Any] = {"echo": True, "logprobs": 1}
+    for _ in range(2):  # the second time there is a prefix cache, which knows no logits
+        answer = cluster.complete(prompts, max_tokens=1, seed=1234, **options)
+        for prompt, choice in zip(prompts, answer["choices"], strict=True):
+            check_echo(cluster.model, prompt, choice["logprobs"], more=1)
+            assert len(choice["logprobs"]["top_logprobs"]) == len(prompt) + 1
+    (whole,) = cluster.complete(PET, max_tokens=0, **options)["choices"]
+    check_echo(cluster.model, ids, whole["logprobs"])
+    assert whole["text"] == PET
+    assert "prompt_logprobs" not in whole
+    first, *others = cluster.stream(PET, max_tokens=4, **options)
+    told = first["choices"][0]
+    assert told["text"].startswith(PET)
+    check_echo(cluster.model, ids, told["logprobs"])
+    later = [each["choices"][0]["logprobs"]["tokens"] for each in others]
+    assert len(told["logprobs"]["tokens"]) + sum(map(len, later)) == len(ids) + 4
+
+
+def check_echo(folder: Path, prompt: tuple[int, ...], told: dict[str, Any], more: int = 0) -> None:
+    rows = reference.prompt_logprobs(folder, prompt)
+    end = len(prompt)
+    first, *own = told["token_logprobs"][:end]
+    assert first is None and told["top_logprobs"][0] is None
+    assert len(told["tokens"]) == len(told["text_offset"]) >= end + more
+    expected = [row[token].item() for row, token in zip(rows, prompt[1:], strict=True)]
+    assert own == pytest.approx(expected, abs=1e-3)
+    for name, row, token, top in zip(
+        told["tokens"][1:end], rows, prompt[1:], told["top_logprobs"][1:end], strict=True
+    ):
+        best = max(top, key=lambda each: top[each])
+        assert top[best] == pytest.approx(row.max().item(), abs=1e-3) and name in top
+        if row.topk(2).values.diff().abs().item() > 1e-3:
+            assert (best == name) == (row.argmax().item() == token)
+
+
+def test_chat_has_prompt_logprobs(cluster: Cluster) -> None:
+    prompt = tuple(cluster.post("/tokenize", messages=CHAT).json()["tokens"])
+    answer = cluster.post(
+        "/v1/chat/completions", messages=CHAT, max_tokens=2, n=2, prompt_logprobs=0
+    ).json()
+    first, *told = answer["prompt_logprobs"]
+    rows = reference.prompt_logprobs(cluster.model, prompt)
+    assert first is None and len(answer["choices"]) == 2
+    found = [
+        entries[str(token)]["logprob"] for entries, token in zip(told, prompt[1:], strict=True)
+    ]
+    expected = [row[token].item() for row, token in zip(rows, prompt[1:], strict=True)]
+    assert found == pytest.approx(expected, abs=1e-3)
+
+
 def test_the_end_of_a_prompt_and_token_ids(cluster: Cluster) -> None:
     ids = tuple(reference.encode(cluster.model, PET))
     answer = cluster.complete(

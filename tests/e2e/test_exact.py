@@ -19,7 +19,7 @@ import pytest
 
 import reference
 from cluster import node_metrics
-from exact import NUM_TOKENS, Asker, check_exact, prompts
+from exact import NUM_TOKENS, Asker, check_exact, check_prompt_logprobs, prompts
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc
 from warm import WarmCluster, shared
@@ -114,6 +114,7 @@ def test_a_node_of_both_roles_equals_transformers(model: str, layout: Layout) ->
         cluster.start_node("both", **layout.flags("alltoallv"))
         cluster.wait_nodes()
         check_exact(cluster, prompts(cluster.model), range(0, 16, 4))
+        check_prompt_logprobs(cluster, prompts(cluster.model)[-1], n=2)
 
 
 @pytest.mark.parametrize("model", ["llama-gqa", "qwen3-moe"])
@@ -127,6 +128,8 @@ def test_bad_words_and_allowed_token_ids_are_exact_over_stages(model: str) -> No
             stub = inference_pb2_grpc.InferenceStub(channel)
             for prompt in prompts(cluster.model)[::5]:
                 check_constrained(stub, cluster.model, prompt)
+        for prompt in (prompts(cluster.model)[-1], prompts(cluster.model)[0]):
+            check_prompt_logprobs(cluster, prompt)
 
 
 def check_constrained(

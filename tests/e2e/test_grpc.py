@@ -104,6 +104,17 @@ def test_choices_and_logprobs(stub: pb_grpc.InferenceStub) -> None:
     assert token.logprob <= token.top_logprobs[0].logprob <= 0
 
 
+def test_prompt_logprobs(stub: pb_grpc.InferenceStub, cluster: WarmCluster) -> None:
+    request = pb.GenerateRequest(text=PROMPT, sampling=sampling(prompt_logprobs=2))
+    told = [each for reply in stub.Generate(request, timeout=30) for each in reply.prompt_logprobs]
+    ids = tuple(prompt_ids(cluster))
+    assert tuple(token.id for token in told) == ids and not told[0].HasField("logprob")
+    for token, row in zip(told[1:], reference.prompt_logprobs(cluster.model, ids), strict=True):
+        assert token.logprob == pytest.approx(row[token.id].item(), abs=1e-3)
+        best = [each.logprob for each in token.top_logprobs]
+        assert best == pytest.approx(row.topk(2).values.tolist(), abs=1e-3)
+
+
 def collect(stub: pb_grpc.InferenceStub, request: pb.GenerateRequest) -> dict[int, str]:
     texts: dict[int, str] = {}
     for response in stub.Generate(request, timeout=30):

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
+import pytest
 
 import reference
 from cluster import Service, node_metrics, text_of
@@ -26,6 +27,26 @@ def prompts(folder: Path) -> list[tuple[int, ...]]:
     return [
         tuple(ids[start : start + length]) for start, length in zip(starts, lengths, strict=True)
     ]
+
+
+def check_prompt_logprobs(cluster: Service, prompt: tuple[int, ...], n: int = 1) -> None:
+    """Each token's log-probability and rank, and the three most likely, are transformers'; and it
+    goes on as it would have."""
+    expected = reference.prompt_logprobs(cluster.model, prompt)
+    answer = cluster.complete(list(prompt), max_tokens=8, ignore_eos=True, prompt_logprobs=3, n=n)
+    said = reference.decode(cluster.model, reference.greedy(cluster.model, prompt, 8))
+    assert len(answer["choices"]) == n
+    for choice in answer["choices"]:
+        first, *told = choice["prompt_logprobs"]
+        assert choice["text"] == said and first is None and len(told) == len(expected)
+        for row, token, entries in zip(expected, prompt[1:], told, strict=True):
+            found = {int(other): entry["logprob"] for other, entry in entries.items()}
+            assert found == pytest.approx({other: row[other].item() for other in found}, abs=1e-3)
+            best = sorted(found.values())[-3:]
+            assert best == pytest.approx(sorted(row.topk(3).values.tolist()), abs=1e-3)
+            own, rank = row[token].item(), entries[str(token)]["rank"]
+            least, most = ((row >= own + d).sum().item() for d in (1e-3, -1e-3))
+            assert least <= rank <= most
 
 
 class Asker:

@@ -60,6 +60,14 @@ def greedy(
     return tuple(output[0, len(prompt) :].tolist())
 
 
+@cache
+def prompt_logprobs(folder: Path, prompt: tuple[int, ...]) -> torch.Tensor:
+    """`[len(prompt) - 1, vocab]`: row i is what follows token i."""
+    model, _ = load(folder)
+    with torch.inference_mode():
+        return model(torch.tensor([prompt])).logits[0, :-1].log_softmax(dim=-1)
+
+
 def bad_words(folder: Path, *words: str) -> tuple[tuple[int, ...], ...]:
     """The token ids of words, with and without a leading space."""
     forms = [form for word in words for form in (word, f" {word}")]

@@ -1,0 +1,101 @@
+"""Log-probabilities of a prompt's tokens: a million numbers are a few arrays, from the rank that
+computes them to the router that writes them out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from pdserve.common.core.errors import InvalidRequest
+from pdserve.common.core.sampling import MAX_LOGPROBS, SampledToken, TokenLogprobs
+
+# Of one body: a token and each of the most likely ones beside it is an entry. As JSON some 80 bytes
+# each, between nodes 8: a message stays far below gRPC's limit.
+MAX_ENTRIES = 2**19
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Of the `len()` prompt tokens from position `start` on (the first token of a prompt has none),
+    each given those before it: natural logarithms, of the model's own distribution. Arrays of 32
+    bits in the machine's order, all little-endian ones."""
+
+    start: int
+    num_top: int
+    logprobs: bytes  # float [N]
+    ranks: bytes  # unsigned [N]: how many tokens are at least as likely
+    top_token_ids: bytes  # unsigned [N, num_top], most likely first
+    top_logprobs: bytes  # float [N, num_top]
+
+    def __len__(self) -> int:
+        return len(self.logprobs) // 4
+
+    def check(self, start: int, count: int, num_top: int, vocab_size: int) -> None:
+        """Raises ValueError unless it is of these tokens, and of such a vocabulary."""
+        sizes = [len(self.logprobs), len(self.ranks)]
+        tops = [len(self.top_token_ids), len(self.top_logprobs)]
+        if (self.start, self.num_top) != (start, num_top) or sizes + tops != [
+            *(4 * count,) * 2,
+            *(4 * count * num_top,) * 2,
+        ]:
+            raise ValueError(f"they are not {num_top} for each of {count} tokens")
+        if max(memoryview(self.top_token_ids).cast("I"), default=0) >= vocab_size:
+            raise ValueError("a token is outside the vocabulary")
+
+    def split(self, size: int) -> Iterator[PromptLogprobs]:
+        """In parts of so many tokens at most."""
+        wide = 4 * self.num_top
+        for first in range(0, len(self), size):
+            rows = slice(4 * first, 4 * (first + size))
+            cells = slice(wide * first, wide * (first + size))
+            yield PromptLogprobs(
+                self.start + first,
+                self.num_top,
+                self.logprobs[rows],
+                self.ranks[rows],
+                self.top_token_ids[cells],
+                self.top_logprobs[cells],
+            )
+
+    def tokens(
+        self, token_ids: Sequence[int], num_top: int = MAX_LOGPROBS
+    ) -> Iterator[SampledToken]:
+        """`token_ids`, those that it is of, as if they had been drawn."""
+        for token_id, (logprob, _, top) in zip(token_ids, self.rows(num_top), strict=True):
+            yield SampledToken(token_id, TokenLogprobs(logprob, tuple(top)))
+
+    def rows(self, num_top: int) -> Iterator[tuple[float, int, list[tuple[int, float]]]]:
+        """Of each token its log-probability, its rank, and the `num_top` most likely (or as many as
+        there are) as (token id, log-probability)."""
+        ids = memoryview(self.top_token_ids).cast("I").tolist()
+        values = memoryview(self.top_logprobs).cast("f").tolist()
+        own = memoryview(self.logprobs).cast("f").tolist()
+        ranks = memoryview(self.ranks).cast("I").tolist()
+        wanted = min(num_top, self.num_top)
+        for row, (logprob, rank) in enumerate(zip(own, ranks, strict=True)):
+            first = row * self.num_top
+            top = slice(first, first + wanted)
+            yield logprob, rank, list(zip(ids[top], values[top], strict=True))
+
+
+def join(parts: Sequence[PromptLogprobs], num_top: int) -> PromptLogprobs:
+    """Those of consecutive tokens as one; of none, those of a prompt of one token."""
+    return PromptLogprobs(
+        start=parts[0].start if parts else 1,
+        num_top=num_top,
+        logprobs=b"".join([each.logprobs for each in parts]),
+        ranks=b"".join([each.ranks for each in parts]),
+        top_token_ids=b"".join([each.top_token_ids for each in parts]),
+        top_logprobs=b"".join([each.top_logprobs for each in parts]),
+    )
+
+
+def check_size(num_tokens: int, num_top: int, param: str = "prompt_logprobs") -> None:
+    """Raises InvalidRequest if so many tokens, with so many beside each, are too many to tell."""
+    if num_tokens * (1 + num_top) > MAX_ENTRIES:
+        raise InvalidRequest(
+            f"log-probabilities of {num_tokens} prompt tokens, each with {num_top} of the most "
+            f"likely, are more than {MAX_ENTRIES}: ask for fewer of the most likely, or for fewer "
+            "or shorter prompts",
+            param=param,
+        )
