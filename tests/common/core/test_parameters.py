@@ -139,8 +139,8 @@ def test_a_field_holds_what_its_row_allows(parameter: Parameter) -> None:
 FULL = SamplingParams(
     max_tokens=9, min_tokens=2, temperature=0.5, top_p=0.25, top_k=7, min_p=0.125, seed=2**63 - 1,
     presence_penalty=-1.5, frequency_penalty=1.5, repetition_penalty=2.0, ignore_eos=True,
-    logit_bias={3: -1.5, 4: 100.0}, stop_token_ids=(5, 6), allowed_token_ids=(7,), logprobs=0, prompt_logprobs=4,
-    bad_words_token_ids=((8,), (9, 10)), grammar='start: "a"',
+    logit_bias={3: -1.5, 4: 100.0}, stop_token_ids=(5, 6), allowed_token_ids=(7,), logprobs=0,
+    prompt_logprobs=4, bad_words_token_ids=((8,), (9, 10)), grammar='start: "a"',
 )  # fmt: skip
 
 
