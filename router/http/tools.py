@@ -85,7 +85,8 @@ def forced_calls(
         (schema,) = schemas.values()
     else:
         schema = _list_of_calls(schemas, plan.parallel)
-    return StructuredOutput.of_json(ConstraintKind.JSON, schema, "tools")
+    # Small models go on with white space for ever where they may.
+    return StructuredOutput.of_json(ConstraintKind.JSON, schema, "tools", whitespace_pattern=" ?")
 
 
 def _list_of_calls(schemas: dict[str, Any], parallel: bool) -> dict[str, Any]:
