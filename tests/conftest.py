@@ -13,6 +13,8 @@ from xdist.scheduler import LoadScopeScheduling
 # fork and exec, where nothing needs gRPC; `pdserve up`, which forks too, has none in its process.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
+collect_ignore = ["clients"]  # they have an environment of their own: make test-clients
+
 # Files that take longest come first, so that the others fill up what is left.
 LONGEST = (
     *("test_failover", "test_ray", "test_conformance", "test_partition", "test_shared"),

@@ -36,17 +36,22 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
 CHAT = [{"role": "user", "content": "Please write about Zoë and the dog."}]
 
 
+def _children() -> set[tuple[int, str]]:
+    """Processes of pdserve that this one has started: pid and command."""
+    children = [(each.pid, " ".join(each.cmdline())) for each in psutil.Process().children()]
+    return {(pid, command) for pid, command in children if "pdserve" in command}
+
+
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     """Of a model by name, so that what is downloaded is served."""
-    cache = tmp_path_factory.mktemp("hub")
+    cache, before = tmp_path_factory.mktemp("hub"), _children()
     with pytest.MonkeyPatch.context() as patch, running_hub({NAME: MODEL}) as hub:
         use(hub, cache, patch)
         llm = LLM(model=NAME, api_key=KEY, **DEFAULTS)
     with llm:
         yield llm
-    left = [each for each in psutil.Process().children() if "pdserve" in " ".join(each.cmdline())]
-    assert left == []
+    assert _children() - before == set()
 
 
 @pytest.fixture

@@ -111,7 +111,6 @@ def test_an_answer_streams_and_a_killed_node_is_red_until_another_comes(
     assert any(stage.startswith("decode compute on decode-") for stage in stages), stages
     assert answer.locator(".bar span").count() == len(stages)
     expect(page.locator("#flows td").first).to_contain_text("prefill-")
-    expect(page.locator("#arrows text").first).to_contain_text("GB/s")
     expect(page.locator("#ttft-now")).to_contain_text(re.compile("[0-9.]+ (ms|s), 95 %"))
 
     page.route("**/v1/chat/completions", endless)
@@ -119,6 +118,8 @@ def test_an_answer_streams_and_a_killed_node_is_red_until_another_comes(
     page.keyboard.press("Enter")
     expect(page.locator("#answers .said").last).not_to_be_empty()
     expect(page.locator("#stop")).to_be_enabled()  # there is text, and more comes
+    # An answer may be over before its prefill node has told how long sending took; not this one.
+    expect(page.locator("#arrows text").first).to_contain_text("GB/s")
     page.keyboard.press("Escape")
     expect(page.locator("#answers > li").last.get_by_role("alert")).to_have_text("stopped")
     page.unroute("**/v1/chat/completions")
