@@ -228,7 +228,7 @@ WRONG = [
     ("completion", {"prompt": "a", "suffix": "b"}),
     ("chat", {"messages": []}),
     ("responses", {"input": [{"type": "item_reference"}]}),
-    ("completion", {"prompt": "a", "prompt_logprobs": 1}),
+    ("completion", {"prompt": "a", "use_beam_search": True}),
     ("chat", {"messages": CHAT, "tools": [{"type": "function"}]}),
     ("completion", {"prompt": "a", "user": "x" * 100_000}),
 ]
