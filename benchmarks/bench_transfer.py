@@ -253,7 +253,7 @@ class Bench:
         time.sleep(pause)
         started = time.perf_counter()
         made = self._announce(transfer_id, count, digests)
-        self._control.send_bytes(msgspec.msgpack.encode(Verify(transfer_id, made)))
+        self._control.send_bytes(msgspec.msgpack.encode(Verify(transfer_id, 1, made)))
         borrowed = int(self._control.recv_bytes())
         seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
         call(self._rank, Release(transfer_id))

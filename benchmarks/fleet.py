@@ -105,14 +105,15 @@ class Fleet:
 
     def stop(self, number: int = signal.SIGTERM) -> dict[str, int]:
         """Ends all processes; the exit codes, by name, of those that should have run."""
-        for pid in filter(alive, (*self.pids.values(), *self.drained)):
+        running = [p for p in (*self.pids.values(), *self.drained) if self.exit_code(p) is None]
+        for pid in filter(alive, running):
             os.kill(pid, signal.SIGCONT)
             os.kill(pid, number)
         deadline = time.monotonic() + STOP_TIMEOUT
-        while any(map(alive, self.pids.values())) and time.monotonic() < deadline:
+        while any(map(alive, running)) and time.monotonic() < deadline:
             time.sleep(0.01)
         codes = {name: self.exit_code(pid) for name, pid in self.pids.items()}
-        for pid in filter(alive, self.pids.values()):
+        for pid in filter(alive, running):
             os.kill(pid, signal.SIGKILL)
         if not self._shared:
             self._warm.close()
@@ -224,7 +225,7 @@ def _held(address: str) -> int:
 
 def free_port(host: str = "127.0.0.1") -> int:
     """Below those that the kernel hands out, so that no other process gets it by chance before it
-    is taken. Neighbouring processes draw from different ports, and one draws none twice before it
+    is taken. Processes of one host draw from different ports, and one draws none twice before it
     has drawn them all: a port of the dead is not the next one's."""
     while True:
         port = next(_ports)
@@ -236,9 +237,21 @@ def free_port(host: str = "127.0.0.1") -> int:
 def _all_ports() -> Iterator[int]:
     handed_out = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
     highest = int(handed_out[0]) - 1
-    mine = range(highest - os.getpid() % SHARES, max(1024, highest - 16_000), -SHARES)
-    start = secrets.randbelow(len(mine))
-    return itertools.cycle([*mine[start:], *mine[:start]])
+    with socket.socket(socket.AF_UNIX) as lock:
+        mine = range(highest - _share(lock), max(1024, highest - 16_000), -SHARES)
+        start = secrets.randbelow(len(mine))
+        yield from itertools.cycle([*mine[start:], *mine[:start]])
+
+
+def _share(lock: socket.socket) -> int:
+    """The number of one that no other process has while this one keeps `lock`; any where all are
+    taken. A name in the abstract namespace, which is the network's as ports are, ends with its
+    process."""
+    for share in range(SHARES):
+        with suppress(OSError):
+            lock.bind(f"\0pdserve-test-ports-{share}")
+            return share
+    return os.getpid() % SHARES
 
 
 _ports = _all_ports()

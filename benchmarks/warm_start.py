@@ -6,7 +6,9 @@ like any other; only the seconds that importing torch costs are spared.
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -99,6 +101,7 @@ def main() -> int:
     for module in (*MAINS.values(), *MORE, "benchmarks.warm_ranks"):
         import_module(module)
     signal.signal(signal.SIGCHLD, _reap)
+    faulthandler.register(signal.SIGUSR1)  # who asks all of a cluster for their stacks asks it, too
     answers: dict[str, Callable[..., Any]] = {"start": _start, "exit_code": _exit_code}
     for line in iter(sys.stdin.readline, ""):
         what, arguments = json.loads(line)
@@ -160,6 +163,7 @@ def _become(role: str, flags: list[str], log: str, before: list[str]) -> Any:
     except Exception:
         traceback.print_exc()
     finally:
+        logging.shutdown()
         sys.stderr.flush()
         os._exit(code)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import grpc
 
 from pdserve.common.core.errors import Blame, TransferError
-from pdserve.common.core.sampling import MAX_LOGPROBS
+from pdserve.common.core.parameters import MAX_LOGPROBS
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.status import serving

@@ -24,7 +24,7 @@ from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.tokens import JobTokens
 from pdserve.decode_node.token_streams import TokenStream
-from pdserve.kv_transfer.control.reservation import Arrival
+from pdserve.kv_transfer.control.epoch import Arrival
 from pdserve.kv_transfer.control.sink import KVSink
 
 T = TypeVar("T")
@@ -215,6 +215,7 @@ class DecodeSession:
             block_ids=tuple(sequence.block_table[first_block:]),
             on_freed=lambda: self._release(sequence),
             on_hosted=lambda guests: self._engine.host(sequence, guests, self._sink.give_back),
+            adapter=self._job.adapter,
         )
         self._transfer_id = ticket.transfer_id
         landed = partial(self._landed, sequence, monotonic())

@@ -17,14 +17,15 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
-from pdserve.common.cli import chat, top
+from pdserve.common.cli import chat, top, trace
 from pdserve.common.cli.main import BENCHES
 from pdserve.common.cli.main import COMMANDS as PROGRAMS
 from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.node import BothNodeConfig, SchedulerConfig, WorkerNodeConfig
+from pdserve.common.config.options import Option, options
 from pdserve.common.config.router import RouterConfig, RoutingConfig
-from pdserve.common.config.sources import Option, options
-from pdserve.common.core.sampling import PARAMETERS, Kind, Parameter, SamplingParams
+from pdserve.common.core.parameters import PARAMETERS, Kind, Parameter
+from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.engine.block_pool import BlockPool
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.node.load import SchedulerCollector
@@ -32,14 +33,17 @@ from pdserve.common.node.utilisation import UtilisationCollector
 from pdserve.common.obs.exposition import NODE_NAMES, PREFIX, ROUTER_NAMES
 from pdserve.common.obs.metrics import NodeMetrics, RouterMetrics
 from pdserve.common.rpc.channels import Channels
+from pdserve.common.rpc.status import STATUS
 from pdserve.kv_transfer.control.protocol import SINK, SOURCE
+from pdserve.router.adapters import Adapters, AdaptersCollector
+from pdserve.router.http.encoding import error_body
 from pdserve.router.http.unsupported import UNSUPPORTED, WITHOUT_EFFECT
 from pdserve.router.pipeline import Pipeline
 from pdserve.router.registry import Registry
 from pdserve.router.server import PipelineCollector
 
 FOLDER = Path(__file__).parent
-PAGES = ("operate.md", "internals.md", "clients.md", "cli.md")
+PAGES = ("operate.md", "internals.md", "clients.md", "cli.md", "troubleshooting.md")
 COMMANDS = {
     "up": ClusterConfig,
     "router": RouterConfig,
@@ -161,6 +165,33 @@ def _bound(value: float) -> str:
     return f"{value:g}".replace("-", "−")
 
 
+# ---- errors ----
+
+
+def error_table() -> Iterator[str]:
+    """What a client can meet: neither what ends a process at its start nor what has no answer."""
+    rows = [
+        (
+            f"`{cls.__name__}`",
+            f"[`{cls.default_code}`](#{cls.default_code.lower()})",
+            str(cls.http_status),
+            f"`{error_body(cls(''))['error']['type']}`",
+            f"`{status.name}`",
+            "yes" if cls.default_retryable else "no",
+        )
+        for cls, status in sorted(STATUS.items(), key=lambda item: item[0].http_status)
+    ]
+    head = (
+        "kind",
+        "code, if there is no better one",
+        "HTTP",
+        "`type`",
+        "gRPC",
+        "another try may help",
+    )
+    return _table(head, *rows)
+
+
 # ---- commands ----
 
 
@@ -177,7 +208,7 @@ def command_table() -> Iterator[str]:
 def flag_table(parser: ArgumentParser) -> Iterator[str]:
     rows = []
     for action in parser._actions[1:]:  # but --help
-        names = ", ".join(f"`{name}`" for name in action.option_strings)
+        names = ", ".join(f"`{name}`" for name in action.option_strings or [action.metavar])
         default = "–" if action.default in (None, False) else f"`{action.default}`"
         rows.append((names, default, action.help or ""))
     return _table(("flag", "default", "meaning"), *rows)
@@ -191,6 +222,7 @@ def router_metrics() -> Iterator[str]:
     # Nothing is asked of it but its queue's length, so it needs no tokenizer.
     pipeline = Pipeline(RoutingConfig(), registry, None, Channels(), metrics)  # type: ignore[arg-type]
     metrics.registry.register(PipelineCollector(pipeline))
+    metrics.registry.register(AdaptersCollector(Adapters(), 1))
     return _metric_table(metrics.registry, ROUTER_NAMES)
 
 
@@ -246,9 +278,11 @@ def _events_of(table: Mapping[Any, Mapping[Any, Any]]) -> type[StrEnum]:
 
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "options": option_tables,
+    "errors": error_table,
     "commands": command_table,
     "chat": lambda: flag_table(chat.make_parser()),
     "top": lambda: flag_table(top.make_parser()),
+    "trace": lambda: flag_table(trace.make_parser()),
     "parameters": parameter_table,
     "unsupported": unsupported_fields,
     "router-metrics": router_metrics,

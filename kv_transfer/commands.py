@@ -51,11 +51,12 @@ class Verify(msgspec.Struct, tag=True):
     `left` are for `VerifyMore`."""
 
     transfer_id: bytes
+    epoch: int
     digests: tuple[RunDigest, ...]
 
 
 class VerifyMore(msgspec.Struct, tag=True):
-    """Goes on with the last `Verify`, which was in this epoch."""
+    """Goes on with the last `Verify`."""
 
     transfer_id: bytes
     epoch: int

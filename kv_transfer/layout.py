@@ -205,3 +205,8 @@ def fingerprint(parts: Mapping[str, str]) -> str:
     lines = [f"wire={WIRE_VERSION}", *(f"{key}={parts[key]}" for key in sorted(parts))]
     text = "\n".join(lines)
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+
+
+def adapted(fingerprint: str, adapter: str) -> str:
+    """The fingerprint of KV that a LoRA adapter, by its digest, has had a part in."""
+    return f"{fingerprint}+{adapter}" if adapter else fingerprint

@@ -9,15 +9,24 @@ packages below is listed in docs/write-a-connector.md and docs/clients.md.
 TYPE_CHECKING = False  # as typing has it, which would be an import
 if TYPE_CHECKING:
     from pdserve.common.offline.llm import LLM
+    from pdserve.common.offline.lora import LoRARequest
     from pdserve.common.offline.outputs import CompletionOutput, RequestOutput
     from pdserve.common.offline.params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "LoRARequest",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
 
 _HOMES = {
     "LLM": "llm",
     "CompletionOutput": "outputs",
+    "LoRARequest": "lora",
     "RequestOutput": "outputs",
     "SamplingParams": "params",
 }

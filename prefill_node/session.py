@@ -60,7 +60,9 @@ class PrefillSession:
     async def events(self) -> AsyncGenerator[pb.PrefillEvent, None]:
         """FirstToken, then HandedOff (unless that token ended the job)."""
         with self._metrics.transfer_errors():
-            self._handoff = self._source.begin(self._ticket, self._engine.given_back)
+            self._handoff = self._source.begin(
+                self._ticket, self._engine.given_back, self._job.adapter
+            )
             self._replica.adopt(self._sequence, self)
             self._engine.add(self._sequence)
             event = await self._handoff.watch(self._first_token)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pdserve.common.core.errors import Overloaded, Unavailable
 from pdserve.router.fair_share import FairShare
 
+MIN_PATIENCE = 0.1  # seconds from one look at whether a body proceeds to the next, at least
 MAX_WAITING_TOKENS = 2**22  # prompt tokens in the queue; each takes four bytes
 
 
@@ -23,6 +24,7 @@ class Batch:
     num_tokens: int = 0  # of all prompts
     admitted: bool = False
     running: int = 0  # prompts that have a slot
+    left: float = -math.inf  # when one last gave its slot back (the event loop's clock)
 
 
 class Admission:
@@ -54,15 +56,20 @@ class Admission:
 
     @asynccontextmanager
     async def slot(
-        self, batch: Batch | None = None, num_tokens: int = 0, choices: int = 1
+        self,
+        batch: Batch | None = None,
+        num_tokens: int = 0,
+        choices: int = 1,
+        priority: int = 0,
     ) -> AsyncIterator[None]:
         """Holds a slot for each choice of one prompt, of `num_tokens`, of a batch, as far as the
-        client's share goes: choices are what nodes compute.
+        client's share goes: choices are what nodes compute. Of the client's prompts one of lower
+        `priority` comes first.
 
         Raises:
             Overloaded: the queue is full, or the client's share of it; only a batch's first
                 prompt meets this: a body is admitted as a whole.
-            Unavailable: no prompt of the batch got or had a place in time.
+            Unavailable: no prompt of the batch has had a place for as long as one may wait.
         """
         batch = Batch(num_tokens=num_tokens) if batch is None else batch
         choices = min(choices, self._slots.client_limit)
@@ -70,7 +77,7 @@ class Admission:
             self._check_room(batch, choices)
             batch.admitted = True
         with self._queued(batch.client, num_tokens):
-            await self._acquire(batch, choices)
+            await self._acquire(batch, choices, priority)
         batch.running += 1
         self._running += 1
         try:
@@ -78,6 +85,7 @@ class Admission:
         finally:
             self._running -= 1
             batch.running -= 1
+            batch.left = asyncio.get_running_loop().time()
             self._slots.release(batch.client, choices)
 
     def _check_room(self, batch: Batch, choices: int) -> None:
@@ -112,13 +120,17 @@ class Admission:
                 if not waiting[client]:
                     del waiting[client]
 
-    async def _acquire(self, batch: Batch, choices: int) -> None:
+    async def _acquire(self, batch: Batch, choices: int, priority: int) -> None:
+        now = asyncio.get_running_loop().time
+        until = now() + self._timeout
         while True:
             try:
-                async with asyncio.timeout(self._timeout):
-                    return await self._slots.acquire(batch.client, choices)
+                async with asyncio.timeout_at(until):
+                    return await self._slots.acquire(batch.client, choices, priority)
             except TimeoutError:
-                if not batch.running:  # else the body proceeds, prompt by prompt
+                if batch.running:  # the body proceeds, prompt by prompt
+                    until = now() + max(self._timeout, MIN_PATIENCE)
+                elif (until := batch.left + self._timeout) <= now():
                     raise Unavailable(
                         f"no place came free within {self._timeout:g} s",
                         code="QUEUE_TIMEOUT",

@@ -7,7 +7,7 @@ import ipaddress
 from hashlib import sha256
 
 from pdserve.common.core.errors import ConfigError, Unauthenticated
-from pdserve.common.core.sampling import PARAMETERS
+from pdserve.common.core.parameters import PARAMETERS
 
 HEADER = "authorization"
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict
-from itertools import product
+from itertools import islice, product, starmap
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
@@ -12,6 +13,8 @@ from google.protobuf.json_format import MessageToDict
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.router.health import BreakerState
 from pdserve.router.registry import ROLE_NAMES, Node, Registry
+
+MAX_REASONS = 4  # that a sentence gives
 
 
 class ClusterView:
@@ -32,8 +35,10 @@ class ClusterView:
 
     def pairs(self) -> list[tuple[Node, Node]]:
         """Those that may be given a request now."""
-        usable = self.usable(pb.ROLE_PREFILL), self.usable(pb.ROLE_DECODE)
-        return [pair for pair in product(*usable) if self.can_hand_over(*pair)]
+        return [pair for pair in self._usable_pairs() if self.can_hand_over(*pair)]
+
+    def _usable_pairs(self) -> Iterator[tuple[Node, Node]]:
+        return product(self.usable(pb.ROLE_PREFILL), self.usable(pb.ROLE_DECODE))
 
     def must_prefill(self, decode: Node) -> bool:
         """Whether no prefill node can serve this decode node now, but one that could, lives: its
@@ -45,7 +50,7 @@ class ClusterView:
 
     def ready(self) -> tuple[bool, str]:
         """Whether a new request could be served now; the reason when not, or what is amiss."""
-        if self.pairs():
+        if any(starmap(self.can_hand_over, self._usable_pairs())):
             return True, "ok"
         both, apart = self._nodes(pb.ROLE_BOTH), self._nodes(pb.ROLE_PREFILL, pb.ROLE_DECODE)
         if self.usable(pb.ROLE_BOTH):
@@ -81,15 +86,15 @@ class ClusterView:
         prefills, decodes = self.usable(pb.ROLE_PREFILL), self.usable(pb.ROLE_DECODE)
         if not (prefills and decodes):
             return self._why_missing(pb.ROLE_PREFILL, pb.ROLE_DECODE)
-        reasons = [self._why_apart(*pair) for pair in product(prefills, decodes)]
-        return f"no prefill node pairs with a decode node ({'; '.join(reasons[:4])})"
+        reasons = starmap(self._why_apart, islice(product(prefills, decodes), MAX_REASONS))
+        return f"no prefill node pairs with a decode node ({'; '.join(reasons)})"
 
     def _why_missing(self, *roles: int) -> str:
         """Why some of these roles have no node that may be used."""
         missing = [role for role in roles if not self.usable(role)]
         what = " and ".join(f"no usable {ROLE_NAMES[role]} node" for role in missing)
         why = [text for role in missing for text in self.unusable_reasons(role)]
-        return f"{what} ({'; '.join(why[:4])})" if why else what
+        return f"{what} ({'; '.join(why[:MAX_REASONS])})" if why else what
 
     def _nodes(self, *roles: int) -> list[Node]:
         return [node for node in self.registry.nodes() if node.info.role in roles]
@@ -131,6 +136,8 @@ class ClusterView:
         info = MessageToDict(node.info, preserving_proto_field_name=True)
         info["role"] = node.role
         info.pop("instance", None)  # a secret between the node and this router
+        if node.info.takes_adapters:
+            info["adapters"] = sorted(node.adapters)
         return {
             **info,
             "state": self._state(node),

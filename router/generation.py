@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from time import monotonic
 from typing import Generic, TypeVar
 
@@ -13,11 +14,13 @@ from pdserve.common.core.errors import Cancelled, PdserveError
 from pdserve.common.core.prompt_logprobs import PromptLogprobs
 from pdserve.common.core.request import FinishReason, Timeline
 from pdserve.common.core.sampling import SampledToken, SamplingParams
+from pdserve.router.adapters import Adapter
 from pdserve.router.admission import Batch
 from pdserve.router.stages import Stages
 
 T = TypeVar("T")
 
+MAX_BURST = 32  # generations that begin, or are given up, in one turn of the event loop
 # Items a client may be behind with, each of a few hundred bytes; who is further behind is given up.
 MAX_BEHIND = 16 * 1024
 # Deltas that become one chunk of an answer, and characters of one that is long enough alone.
@@ -35,7 +38,9 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    priority: int = 0  # lower ones are served first
     cache_salt: str = ""  # requests with different salts share no cached blocks
+    adapter: Adapter | None = None  # the LoRA adapter that computes it
     batch: Batch = field(default_factory=Batch, compare=False)  # the body it is part of
 
 
@@ -60,9 +65,10 @@ class GenerationStats:
     timeline: Timeline
     stages: Stages = field(default_factory=Stages, compare=False)
 
-    def receipt(self) -> Timeline:
-        """The timeline with all stages until now, when it is written."""
-        end = monotonic()
+    def receipt(self, end: float | None = None) -> Timeline:
+        """The timeline with all stages until `end` (monotonic), or until now, when it is
+        written."""
+        end = monotonic() if end is None else end
         total = end - self.stages.start
         return replace(self.timeline, total_seconds=total, stages=self.stages.stages(end))
 
@@ -108,16 +114,22 @@ async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[Up
     first error of any source ends all.
 
     A source ends when it has given its last item, whether or not that has been read. However
-    this ends, all sources are closed when it has ended.
+    this ends, all sources that have begun are closed when it has ended.
 
     Raises:
         Cancelled: more than MAX_BEHIND items were not read.
     """
     box: Mailbox[tuple[int, T] | Exception | None] = Mailbox()
-    pumps = [asyncio.create_task(_pump(i, source, box)) for i, source in enumerate(sources)]
+    pumps: list[asyncio.Task[None]] = []
+    to_begin = iter(enumerate(sources))
     try:
-        running = len(pumps)
+        running = len(sources)
         while running:
+            if burst := list(islice(to_begin, MAX_BURST)):
+                pumps += [asyncio.create_task(_pump(i, source, box)) for i, source in burst]
+                await asyncio.sleep(0)
+                if not len(box):
+                    continue
             updates: Updates[T] = []
             failure: Exception | None = None
             for message in await box.take():
@@ -132,9 +144,20 @@ async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[Up
             if failure is not None:
                 raise failure
     finally:
-        for pump in pumps:
-            pump.cancel()
+        await _end(pumps)
+
+
+async def _end(pumps: Sequence[asyncio.Task[None]]) -> None:
+    left = iter(pumps)
+    try:
+        while burst := list(islice(left, MAX_BURST)):
+            for pump in burst:
+                pump.cancel()
+            await asyncio.sleep(0)
         await asyncio.gather(*pumps, return_exceptions=True)
+    finally:  # cancelled once more
+        for pump in left:
+            pump.cancel()
 
 
 async def _pump(

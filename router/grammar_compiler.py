@@ -10,6 +10,7 @@ needs a part of; nodes compile only what has come through here, within the same.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 import signal
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from time import process_time
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -35,6 +37,8 @@ MEMORY = 512 * 2**20  # bytes beyond what its process had
 MAX_KNOWN = 64  # verdicts, each of some 100 KiB at most
 
 _ANY_OBJECT = '{"type":"object"}'
+
+Turn = tuple[StructuredOutput, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,9 @@ class GrammarCompiler:
         self._compile = compile
         self._observe = observe
         self._known: OrderedDict[StructuredOutput, Compiled] = OrderedDict()
+        # Of what is being compiled, and for whom: a client waits for the verdict it has asked for,
+        # but not for another's, whose turn may come late.
+        self._turns: WeakValueDictionary[Turn, asyncio.Lock] = WeakValueDictionary()
 
     async def __call__(self, structured: StructuredOutput, client: str) -> str:
         """The grammar for nodes.
@@ -66,14 +73,13 @@ class GrammarCompiler:
             InvalidRequest: there is none for it; `param` is the field the client gave it in.
             PdserveError: nobody could be asked.
         """
-        compiled = self._known.get(structured)
-        if compiled is None:
-            compiled = await self._ask(structured, client)
+        turn = self._turns.setdefault((structured, client), asyncio.Lock())
+        async with turn:
+            compiled = self._known.get(structured) or await self._ask(structured, client)
             self._known[structured] = compiled
-            if len(self._known) > MAX_KNOWN:
-                self._known.popitem(last=False)
-        else:
-            self._known.move_to_end(structured)
+        self._known.move_to_end(structured)
+        if len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
         if compiled.error:
             raise InvalidRequest(compiled.error, param=structured.param)
         return compiled.grammar

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
+from time import monotonic
 from typing import Any
 from urllib.parse import unquote
 
 import grpc
+from google.protobuf.message import Message
 from msgspec.json import encode
 
 from pdserve.common.core.errors import Cancelled, InvalidRequest, PdserveError
 from pdserve.common.core.prompt_logprobs import PromptLogprobs
 from pdserve.common.core.request import is_plain_id, new_request_id
-from pdserve.common.core.sampling import SampledToken
 from pdserve.common.obs.logging import request_id_var
 from pdserve.common.obs.tracing import PARENT, plain_parent
 from pdserve.common.rpc import convert
@@ -28,11 +30,14 @@ from pdserve.router.auth import HEADER as AUTHORIZATION
 from pdserve.router.generation import (
     GenerationRequest,
     GenerationStats,
-    TextDelta,
     coalesced,
     merge,
 )
-from pdserve.router.serving import DEFAULT_MAX_TOKENS, Serving
+from pdserve.router.grpc_chat import answer, chat_fields
+from pdserve.router.grpc_details import details
+from pdserve.router.http.chat import ChatChoices
+from pdserve.router.preprocess_workers import Pieces
+from pdserve.router.serving import DEFAULT_MAX_TOKENS, INLINE, Serving
 from pdserve.router.structured import structured_from_pb
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -52,15 +57,28 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Streams deltas; the last response carries usage and timeline only."""
-        async with answering(context), self._counted():
+        tell = partial(details, request=request)
+        async with answering(context, details=tell), self._counted():
             self._authenticate(context)
             parent = plain_parent(_metadata(context, PARENT))
-            arrival_var.set(Arrival(wants_timeline=request.timeline, traceparent=parent))
-            generation = await self._make_request(request, self._client(context))
+            arrival_var.set(
+                Arrival(
+                    read=monotonic(),
+                    wants_timeline=request.timeline,
+                    operation="chat" if request.HasField("chat") else "text_completion",
+                    traceparent=parent,
+                )
+            )
+            generation, choices = await self._make_request(request, self._client(context))
             public_id = request.request_id or generation.request_id
             request_id_var.set(public_id)
+            prompt = generation.prompt_token_ids if request.return_token_ids else ()
             async with aclosing(merge([self._serving.pipeline.generate(generation)])) as updates:
                 async for batch in updates:
+                    if prompt:
+                        first = pb.GenerateResponse(request_id=public_id, prompt_token_ids=prompt)
+                        await self._write(context, first)
+                        prompt = ()
                     for _, update in coalesced(batch):
                         if isinstance(update, PromptLogprobs):
                             for part in _prompt_parts(generation.prompt_token_ids, update):
@@ -68,8 +86,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                                     _prompt_response, public_id, part
                                 )
                                 await self._write(context, response)
+                        elif isinstance(update, GenerationStats):
+                            await self._write(context, _last_response(public_id, update))
                         else:
-                            await self._write(context, _response(public_id, update))
+                            await self._write(context, answer(public_id, update, choices))
 
     @asynccontextmanager
     async def _counted(self) -> AsyncIterator[None]:
@@ -89,8 +109,36 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             # It learns of this when it reads again; until then nothing but the call is kept.
             raise Cancelled("the client did not read", code="CLIENT_TOO_SLOW") from None
 
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        async with answering(context, details=partial(details, request=request)):
+            self._authenticate(context)
+            asked: dict[str, Any] = {"model": request.model or None}
+            if request.HasField("add_special_tokens"):
+                asked["add_special_tokens"] = request.add_special_tokens
+            match request.WhichOneof("prompt"):
+                case "text":
+                    body = Pieces(encode({**asked, "prompt": request.text}))
+                case "chat":
+                    body = await _body(request, lambda: asked | chat_fields(request.chat, {}))
+                case _:
+                    raise InvalidRequest("give text or chat", param="prompt")
+            client = self._client(context)
+            (ids,) = (await self._serving.preprocess("tokenize", body, client)).prompts
+        return pb.TokenizeResponse(token_ids=ids, max_model_len=self._model.max_model_len)
+
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, context: Context
+    ) -> pb.DetokenizeResponse:
+        async with answering(context, details=partial(details, request=request)):
+            self._authenticate(context)
+            asked: dict[str, Any] = {"model": request.model or None}
+            body = await _body(request, lambda: asked | {"tokens": list(request.token_ids)})
+            client = self._client(context)
+            (text,) = (await self._serving.preprocess("detokenize", body, client)).texts
+        return pb.DetokenizeResponse(text=text)
+
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
-        async with answering(context):
+        async with answering(context, details=details):
             self._authenticate(context)
         return pb.GetModelResponse(
             id=self._model.name,
@@ -110,38 +158,82 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def _make_request(
         self, request: pb.GenerateRequest, client: str = ""
-    ) -> GenerationRequest:
+    ) -> tuple[GenerationRequest, ChatChoices | None]:
+        """And of a chat what its choices are made of."""
         if request.request_id and not is_plain_id(request.request_id):
             raise InvalidRequest("request_id must be a word of ASCII", param="request_id")
-        self._model.check_name(request.model or None)
-        token_ids = await self._prompt(request, client)
+        self._serving.answering(request.model or None)
         given = convert.fields_set(request.sampling)
         if "grammar" in given:
             raise InvalidRequest("grammar is not for clients", param="grammar")
+        if request.HasField("chat"):
+            return await self._chat(request, given, client)
+        token_ids = self._model.truncate(
+            await self._prompt(request, client),
+            given.get("truncate_prompt_tokens"),
+            given.get("max_tokens"),
+        )
         if "structured_outputs" in given:
             structured = structured_from_pb(given["structured_outputs"])
             given["grammar"] = await self._serving.grammar(structured, client)
         max_tokens = self._model.fit_max_tokens(
             len(token_ids), given.get("max_tokens"), DEFAULT_MAX_TOKENS, "prompt"
         )
+        return self._generation(request, given, token_ids, max_tokens, client), None
+
+    async def _chat(
+        self, request: pb.GenerateRequest, given: dict[str, Any], client: str
+    ) -> tuple[GenerationRequest, ChatChoices]:
+        serving = self._serving
+        body = await _body(request, lambda: chat_fields(request.chat, given))
+        asked = await serving.preprocess("chat", body, client)
+        (token_ids,), plan = asked.prompts, asked.answer
+        given["grammar"] = asked.grammar
+        if "skip_special_tokens" not in given and plan.shows_special_tokens(serving.tool_parser):
+            given["skip_special_tokens"] = False
+        max_tokens = self._model.fit_max_tokens(
+            len(token_ids), given.get("max_tokens"), None, "messages"
+        )
+        generation = self._generation(request, given, token_ids, max_tokens, client)
+        parts = (self._model.tokenizer, asked.body, token_ids, plan, serving.tool_parser)
+        return generation, ChatChoices(*parts)
+
+    def _generation(
+        self,
+        request: pb.GenerateRequest,
+        given: dict[str, Any],
+        token_ids: Sequence[int],
+        max_tokens: int,
+        client: str,
+    ) -> GenerationRequest:
         return self._serving.make_request(
-            {**given, "cache_salt": request.cache_salt or None},
+            {**given, "cache_salt": request.cache_salt or None, "priority": request.priority},
             # The client's id need not be unique; ours names the request on the nodes.
             request_id=new_request_id("gen"),
             prompt_token_ids=token_ids,
             max_tokens=max_tokens,
             batch=Batch(client, len(token_ids)),
+            model=request.model or None,
         )
 
     async def _prompt(self, request: pb.GenerateRequest, client: str) -> Sequence[int]:
         match request.WhichOneof("prompt"):
             case "text":
-                body = encode({"prompt": request.text})
+                body = Pieces(encode({"prompt": request.text}))
                 return (await self._serving.preprocess("tokenize", body, client)).prompts[0]
             case "token_ids":
                 return self._model.check_prompt(request.token_ids.ids, "token_ids")
             case _:
-                raise InvalidRequest("give text or token_ids", param="prompt")
+                raise InvalidRequest("give text, token_ids or chat", param="prompt")
+
+
+async def _body(request: Message, fields: Callable[[], dict[str, Any]]) -> Pieces:
+    """The JSON body that asks the same; of a large message a thread makes it."""
+
+    def make() -> bytes:
+        return encode(fields())
+
+    return Pieces(make() if request.ByteSize() <= INLINE else await asyncio.to_thread(make))
 
 
 def _authorization(context: Context) -> str | None:
@@ -166,30 +258,30 @@ def _prompt_response(
     request_id: str, part: tuple[Sequence[int], PromptLogprobs | None]
 ) -> pb.GenerateResponse:
     token_ids, found = part
-    tokens = (
-        [SampledToken(each) for each in token_ids] if found is None else found.tokens(token_ids)
-    )
-    return pb.GenerateResponse(
-        request_id=request_id, prompt_logprobs=[convert.token_to_pb(each) for each in tokens]
-    )
+    if found is None:
+        tokens = [pb.Token(id=each) for each in token_ids]
+    else:
+        tokens = [
+            pb.Token(
+                id=token_id,
+                logprob=logprob,
+                rank=rank,
+                top_logprobs=[pb.TopLogprob(token_id=i, logprob=p) for i, p in top],
+            )
+            for token_id, (logprob, rank, top) in zip(
+                token_ids, found.rows(found.num_top), strict=True
+            )
+        ]
+    return pb.GenerateResponse(request_id=request_id, prompt_logprobs=tokens)
 
 
-def _response(request_id: str, update: TextDelta | GenerationStats) -> pb.GenerateResponse:
-    if isinstance(update, GenerationStats):
-        usage = pb.Usage(
-            prompt_tokens=update.prompt_tokens,
-            completion_tokens=update.completion_tokens,
-            cached_tokens=update.cached_tokens,
-        )
-        arrival = arrival_var.get()
-        timed = arrival is not None and arrival.wants_timeline
-        timeline = convert.timeline_to_pb(update.receipt() if timed else update.timeline)
-        return pb.GenerateResponse(request_id=request_id, usage=usage, timeline=timeline)
-    return pb.GenerateResponse(
-        request_id=request_id,
-        index=update.choice,
-        tokens=[convert.token_to_pb(token) for token in update.tokens],
-        text=update.text,
-        finish_reason=convert.finish_to_pb(update.finish_reason),
-        stop_reason="" if update.stop_reason is None else str(update.stop_reason),
+def _last_response(request_id: str, stats: GenerationStats) -> pb.GenerateResponse:
+    usage = pb.Usage(
+        prompt_tokens=stats.prompt_tokens,
+        completion_tokens=stats.completion_tokens,
+        cached_tokens=stats.cached_tokens,
     )
+    arrival = arrival_var.get()
+    timed = arrival is not None and arrival.wants_timeline
+    timeline = convert.timeline_to_pb(stats.receipt() if timed else stats.timeline)
+    return pb.GenerateResponse(request_id=request_id, usage=usage, timeline=timeline)

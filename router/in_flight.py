@@ -21,6 +21,8 @@ LOST_CODES = frozenset(
 )
 # Of transfers: the link between two nodes, not either of them.
 LINK_CODES = frozenset({"PEER_LOST", "CONNECT_FAILED", "LEASE_EXPIRED", "NO_COMMON_CONNECTOR"})
+# Another request may do well there.
+SOUND_CODES = frozenset({"SEQUENCE_FAILED", "ADAPTER_NOT_LOADED"})
 
 
 class InFlight:
@@ -75,7 +77,7 @@ class InFlight:
         node = self._node
         self.first_in_line = next(iter(node.prefilling), None) is self
         on_link = isinstance(error, TransferError) and error.code in LINK_CODES
-        if error.blame.value != node.role or on_link or error.code == "SEQUENCE_FAILED":
+        if error.blame.value != node.role or on_link or error.code in SOUND_CODES:
             node.breaker.undecided()
             return
         node.breaker.failed()

@@ -103,6 +103,10 @@ class NodeStream(Generic[EventT]):
         """The node has this call: it speaks of it elsewhere."""
         self._connected = True
 
+    @property
+    def failed(self) -> bool:
+        return self._failed.is_set()
+
     def fail(self, error: Exception) -> None:
         """It is of no use any more: whoever reads it gets this error. The first one counts."""
         self._lost = self._lost or error
@@ -134,8 +138,10 @@ class NodeStream(Generic[EventT]):
         raise self._lost or self._protocol_error("its stream ended before every choice did")
 
     async def expect(self, field: str) -> Any:
-        """What the next event says, which must be of this kind."""
+        """What the next event says, which must be of this kind, unless it is a later version's."""
         event = await self.read()
+        while event is not None and event.WhichOneof("event") is None:
+            event = await self.read()
         if event is None or not event.HasField(field):
             raise self._protocol_error(f"the stream has no {field!r}")
         return getattr(event, field)

@@ -28,32 +28,25 @@ from contextlib import suppress
 from typing import Any
 
 from pdserve.common.config.router import RoutingConfig
-from pdserve.common.core.errors import Cancelled, PdserveError, TransferError
-from pdserve.common.core.request import TokenEvent
+from pdserve.common.core.errors import Cancelled, PdserveError
 from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.common.obs.tracing import Tracer
-from pdserve.common.rpc import convert
 from pdserve.common.rpc.channels import Channels
-from pdserve.common.rpc.pb import cluster_pb2 as pb
-from pdserve.common.rpc.tokens import JobTokens
 from pdserve.common.rpc.trace import traceparent_var
 from pdserve.common.text.tokenizer import Tokenizer
+from pdserve.router.adapters import Adapters
 from pdserve.router.admission import Admission
+from pdserve.router.attempt import Attempt, AttemptFailed, Means
 from pdserve.router.cluster_view import ClusterView
 from pdserve.router.generation import GenerationRequest, GenerationStats, Update
-from pdserve.router.in_flight import LINK_CODES, InFlight
-from pdserve.router.node_client import DecodeStream, NodeClient, protocol_error
 from pdserve.router.placement import Placement
-from pdserve.router.registry import Node, Registry
-from pdserve.router.request_state import RequestState, bad_token
-from pdserve.router.stages import Phase
+from pdserve.router.registry import Registry
+from pdserve.router.request_state import RequestState
+from pdserve.router.timelines import Timelines
 from pdserve.router.token_streams import TokenStreams
 from pdserve.router.trace import RequestTraces
 
 logger = logging.getLogger(__name__)
-
-Times = tuple[float, float, float]  # as `JobTokens.times`
-LAST_TOKENS = 5.0  # seconds that the last tokens may come after the end of `Decode.Run`
 
 
 class Pipeline:
@@ -68,8 +61,10 @@ class Pipeline:
         metrics: RouterMetrics,
         vocab_size: int = 2**32,
         traces: RequestTraces | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         """`vocab_size`: rows of the model's embedding."""
+        self._adapters = adapters or Adapters()
         self._traces = traces or RequestTraces(Tracer())
         self._config = config
         self._tokenizer = tokenizer
@@ -77,9 +72,11 @@ class Pipeline:
         self.registry = registry
         self.channels = channels
         self.metrics = metrics
+        self.timelines = Timelines(config.kept_timelines)
         self.view = ClusterView(registry)
         self.streams = TokenStreams(channels)
         self.placement = Placement(config, self.view)
+        self._means = Means(registry, channels, self.streams, self.placement, metrics)
         self.admission = Admission(
             config.max_concurrent_requests,
             config.max_queued_requests,
@@ -114,18 +111,11 @@ class Pipeline:
         """The whole of a request: its deltas go into `state.deltas`; its outcome is this task's,
         counted and logged once."""
         request = state.request
-        self._trace(state)
+        self.timelines.begun(state)
         try:
-            async with (
-                self.admission.slot(request.batch, len(request.prompt_token_ids), request.n),
-                state.deadline.running(),
-            ):
-                while not state.finished:
-                    await state.retries.backoff(state.deadline)
-                    decode, local_prefill = await self.placement.decode(state)
-                    state.mark("queued")
-                    with suppress(AttemptFailed):  # the next one makes what is left
-                        await Attempt(self, state, decode, local_prefill).run()
+            self._trace(state)
+            with self._adapters.using(request.adapter):
+                await self._make(state)
         except PdserveError as error:
             self._failed(state, error)
             logger.warning("%s failed: %s", state.request_id, error)
@@ -143,6 +133,23 @@ class Pipeline:
             raise defect from None
         return self._finished(state)
 
+    async def _make(self, state: RequestState) -> None:
+        """The whole answer, in as many attempts as it takes."""
+        request = state.request
+        async with (
+            self.admission.slot(
+                request.batch, len(request.prompt_token_ids), request.n, request.priority
+            ),
+            state.deadline.running(),
+        ):
+            with self._adapters.running(request.adapter):
+                while not state.finished:
+                    await state.retries.backoff(state.deadline)
+                    decode, local_prefill = await self.placement.decode(state)
+                    state.mark("queued")
+                    with suppress(AttemptFailed):  # the next one makes what is left
+                        await Attempt(self._means, state, decode, local_prefill).run()
+
     def _trace(self, state: RequestState) -> None:
         """Begins the request's span, under which its calls to nodes are."""
         state.trace = self._traces.begin(state.request, state.arrival, state.stages)
@@ -154,12 +161,14 @@ class Pipeline:
 
     def _failed(self, state: RequestState, error: PdserveError) -> None:
         self.metrics.observe_error(error)
+        self.timelines.ended(state, error)
         if state.trace is not None:
             state.trace.failed(error)
 
     def _finished(self, state: RequestState) -> GenerationStats:
         state.mark("finished")
         stats = state.stats()
+        self.timelines.ended(state)
         self.metrics.observe_request(
             stats.timeline,
             prompt_tokens=stats.prompt_tokens,
@@ -182,7 +191,7 @@ class Pipeline:
         return self.view.ready()
 
     def load(self) -> int:
-        """Choices that are computed, and requests that wait for a place."""
+        """Prompts that are computed, and those that wait for a place."""
         return self.admission.running + self.admission.waiting
 
     def cluster(self) -> dict[str, Any]:
@@ -190,258 +199,3 @@ class Pipeline:
         ready, reason = self.ready()
         load = {"running": self.admission.running, "waiting": self.admission.waiting}
         return {"ready": ready, "reason": reason, **load, **self.view.describe()}
-
-
-class AttemptFailed(Exception):
-    """The decode node is given up. Why has been noted; another attempt follows."""
-
-
-class Attempt:
-    """What one decode node makes of a request, with as many prefill nodes as it takes to hand the
-    KV over to it.
-
-        Decode.Run ──▶ reserved ─┬─▶ Prefill.Run ──▶ first token ──▶ handed off
-                                 │        └─ fails ─▶ Retarget: the next epoch's ticket ─▶ another
-                                 └─▶ landed ──▶ tokens
-
-    The client sees the first token once, whichever node sends it first, and it stands: a prefill
-    node that takes over commits that token and no other.
-    """
-
-    def __init__(
-        self, pipeline: Pipeline, state: RequestState, decode: Node, local_prefill: bool
-    ) -> None:
-        self._pipeline = pipeline
-        self._state = state
-        self._job = convert.job_to_pb(state.job)
-        self._decode = decode
-        self._decode_client = NodeClient(pipeline.channels, decode, state.request_id)
-        self._role, self._version = decode.role, decode.info.fingerprint
-        self._local_prefill = local_prefill
-        self._prefill: Node | None = None  # the one at work
-        self._first: pb.TokenEvent | None = None
-        self._decoding = False  # the decode node has all KV
-        # Tokens may come: it has the first one, and the client what is wanted of the prompt.
-        self._takes = local_prefill and state.prompt_scored
-        # Those that overtook `landed`, after `reserved`, or `prefilled`, where that tells of the
-        # prompt.
-        self._early: list[JobTokens] | None = [] if local_prefill else None
-        self._stream: DecodeStream
-        self._decode_use: InFlight
-
-    # ---- the path, top to bottom ------------------------------------------------------------
-
-    async def run(self) -> None:
-        """Returns when every choice has finished.
-
-        Raises:
-            AttemptFailed: another attempt is to go on.
-            PdserveError: the request cannot go on.
-        """
-        with self._in_flight(self._decode, prefills=self._local_prefill) as use:
-            try:
-                self._state.stages.enter(
-                    Phase.PREFILL if self._local_prefill else Phase.RESERVE, self._decode.id
-                )
-                async with asyncio.TaskGroup() as group:
-                    finishing = group.create_task(self._finish_choices())
-                    decoding = group.create_task(self._run_decode(group, use))
-                    await self._state.ended.wait()
-                    decoding.cancel()
-                    finishing.cancel()
-            except BaseExceptionGroup as failures:
-                if self._state.finished:
-                    return  # the answer is whole: what fails now is nobody's failure
-                task = asyncio.current_task()
-                if task is not None and task.cancelling():  # Python before 3.13 forgets it here
-                    raise asyncio.CancelledError from None
-                raise failures.exceptions[0] from None  # what failed first: all follows from it
-
-    async def _run_decode(self, group: asyncio.TaskGroup, use: InFlight) -> None:
-        """Reads what the decode node says; the hand-off goes on beside it."""
-        request = pb.DecodeRequest(job=self._job, local_prefill=self._local_prefill)
-        handing_off: asyncio.Task[None] | None = None
-        self._decode_use = use
-        try:
-            with (
-                self._pipeline.streams.job(self._decode, request, self) as streamed,
-                self._decode_client.decode(request) as self._stream,
-            ):
-                while (event := await self._stream.read()) is not None:
-                    if event.HasField("reserved"):
-                        self._state.mark("reserved")
-                        self._state.stages.told(Phase.RESERVE, decode_slot=event.reserved.wait_s)
-                        self._early = []
-                        handing_off = group.create_task(self._hand_off(event.reserved))
-                    elif event.HasField("prefilled"):
-                        self._prefilled(event.prefilled, self._decode)
-                        self._take_early()
-                    elif event.HasField("landed"):
-                        # What is wanted of the prompt is with the prefill node's first token alone.
-                        await self._state.until_prompt_scored()
-                        self._landed(event.landed)
-                    elif event.HasField("tokens"):
-                        self._take(convert.event_from_pb(event.tokens))
-                if not self._state.finished:
-                    await self._stream.rest(LAST_TOKENS if streamed else 0.0)
-        except PdserveError as error:
-            use.failed(error)
-            if self._state.finished:
-                return
-            self._note_failure(error, self._decode, self._decoding or use.first_in_line)
-            raise AttemptFailed from error
-        finally:
-            if handing_off is not None:
-                handing_off.cancel()
-
-    def _prefilled(self, event: pb.FirstToken | pb.Prefilled, node: Node) -> None:
-        self._state.prefilled(event, node.role)
-        node.prefilled(len(self._state.request.prompt_token_ids), event.cached_tokens)
-
-    def _landed(self, landed: pb.Landed) -> None:
-        """The tokens that overtook this, or come now, go on after its first one."""
-        stages = self._state.stages
-        stages.leave(Phase.PREFILL, to=Phase.STREAM)
-        self._take_first(landed.first_token)  # the prefill node's may be late
-        self._state.landed(landed)
-        if not self._state.finished:
-            stages.enter(Phase.DECODE, self._decode.id)
-        if self._prefill is not None:
-            flows = self._pipeline.registry.flows
-            flows.landed(self._prefill.id, self._decode.id, landed.bytes)
-        self._decoding = True
-        self._take_early()
-
-    def _take_early(self) -> None:
-        self._takes = True
-        early, self._early = self._early, None
-        for tokens in early or ():
-            self._take(tokens.event(), tokens.position, tokens.times)
-
-    def _take(
-        self, event: TokenEvent, position: int | None = None, times: Times | None = None
-    ) -> None:
-        stages = self._state.stages
-        if stages.phase is Phase.PREFILL:  # the node has computed the prompt itself
-            stages.enter(Phase.DECODE, self._decode.id)
-        if times is not None:
-            in_steps, preempted, total = times
-            queued = total - in_steps - preempted
-            stages.told(
-                Phase.DECODE, decode_compute=in_steps, preempted=preempted, decode_queue=queued
-            )
-        self._state.take(event, self._role, self._version, position)
-        self._decode_use.progressed()
-
-    # ---- as a `Receiver` of tokens -----------------------------------------------------------
-
-    def take_tokens(self, tokens: JobTokens) -> None:
-        self._stream.heard()
-        try:
-            if self._takes:
-                self._take(tokens.event(), tokens.position, tokens.times)
-            elif self._early is not None and len(self._early) < self._state.most_events:
-                self._early.append(tokens)
-            else:
-                raise protocol_error(self._decode.role, "tokens came too early")
-        except Exception as error:  # of this request, and of no other in the message
-            self._stream.fail(error)
-
-    def tokens_lost(self, error: PdserveError) -> None:
-        self._stream.fail(error)
-
-    async def _hand_off(self, ticket: pb.Ticket | None) -> None:
-        """Until the decode node has the KV: from one prefill node, or else from the next."""
-        state = self._state
-        state.stages.leave(Phase.RESERVE, to=Phase.QUEUE)
-        while ticket is not None:
-            self._prefill = await self._pipeline.placement.prefill(state, self._decode)
-            if self._prefill is None:
-                raise AttemptFailed
-            if await self._run_prefill(self._prefill, ticket):
-                return
-            self._prefill = None
-            await state.retries.backoff(state.deadline)
-            ticket = await self._retarget(ticket)
-
-    async def _run_prefill(self, prefill: Node, ticket: pb.Ticket) -> bool:
-        """Whether the prefill node has handed the KV over; why not has been noted."""
-        request = pb.PrefillRequest(job=self._job, ticket=ticket, first_token=self._first)
-        client = NodeClient(self._pipeline.channels, prefill, self._state.request_id)
-        links, link = self._pipeline.registry.links, (prefill.id, self._decode.id)
-        links.begun(*link)
-        use = self._in_flight(prefill, prefills=True)
-        state, stages = self._state, self._state.stages
-        try:
-            with use, client.prefill(request) as stream:
-                stages.enter(Phase.PREFILL, prefill.id)
-                first = await stream.expect("first_token")
-                stages.leave(Phase.PREFILL, to=Phase.STREAM)
-                self._prefilled(first, prefill)
-                self._take_first(first.token)
-                if not state.finished:
-                    stages.leave(Phase.STREAM, to=Phase.HAND_OFF, node=self._decode.id)
-                use.progressed()
-                if not self._state.finished:
-                    handed_off = await stream.expect("handed_off")
-                    self._state.handed_off(handed_off)
-                    self._pipeline.registry.flows.sent(*link, handed_off.transfer_s)
-                    links.succeeded(*link)
-        except PdserveError as error:
-            if not self._state.finished:
-                self._note_failure(error, prefill, use.first_in_line)
-                return False
-        return True
-
-    async def _retarget(self, ticket: pb.Ticket) -> pb.Ticket | None:
-        """A ticket for another prefill node; None when all KV has landed after all."""
-        try:
-            return await self._decode_client.retarget(ticket.transfer_id)
-        except PdserveError as error:
-            if error.code == "ALREADY_LANDED":
-                if not self._state.prompt_scored:  # lost with the prefill node
-                    raise AttemptFailed from error
-                return None
-            self._note_failure(error, self._decode, computing=False)
-            raise AttemptFailed from error
-
-    async def _finish_choices(self) -> None:
-        """Tells the decode node which choices a stop string has ended, so that it computes no more
-        of them."""
-        while True:
-            await self._decode_client.finish_choice(await self._state.stopped.get())
-
-    def _take_first(self, token: pb.TokenEvent) -> None:
-        """The prefill node's token, whoever sends it first."""
-        if self._first is not None:
-            return
-        if len(token.tokens) != 1 or token.choice != self._job.choices[0].index:
-            raise bad_token("prefill", "it is not the one that was asked for")
-        event = convert.event_from_pb(token)
-        self._state.take(event, "prefill", self._version)
-        self._first = token
-
-    # ---- its nodes --------------------------------------------------------------------------
-
-    def _in_flight(self, node: Node, prefills: bool) -> InFlight:
-        state = self._state
-        tokens = state.num_tokens if prefills else 0
-        last_chance = state.request_id if state.retries.last_chance(node.role) else ""
-        return InFlight(self._pipeline.registry, node, tokens, last_chance)
-
-    def _note_failure(self, error: PdserveError, node: Node, computing: bool) -> None:
-        """What a node says of a transfer, or of its peer, is nobody's own failure.
-
-        Raises:
-            PdserveError: `error`, or that the request is poison: another attempt would not help.
-        """
-        if error.blame.value == node.role and not isinstance(error, TransferError):
-            self._state.retries.node_failed(error, node, computing)
-        else:
-            self._state.retries.transfer_failed(error, node)
-            if self._prefill is not None and error.code in LINK_CODES:
-                self._pipeline.registry.links.failed(self._prefill.id, self._decode.id)
-        self._pipeline.metrics.migrations.labels(node.role, error.code).inc()
-        if node is self._decode or self._state.stages.phase in (Phase.PREFILL, Phase.HAND_OFF):
-            self._state.stages.failed()
-        logger.warning("%s goes on elsewhere: %s", self._state.request_id, error)

@@ -21,7 +21,6 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.router.cluster_view import ClusterView
 from pdserve.router.registry import ROLE_NAMES, Node
 from pdserve.router.request_state import RequestState
-from pdserve.router.retry import Deadline
 
 T = TypeVar("T")
 Policy = Callable[[Sequence[Node]], Node]
@@ -75,7 +74,7 @@ class Placement:
         Raises:
             Unavailable: none came.
         """
-        return await self._wait_for(lambda: self._find_decode(request), request.deadline)
+        return await self._wait_for(lambda: self._find_decode(request), request)
 
     async def prefill(self, request: RequestState, decode: Node) -> Node | None:
         """A prefill node for blocks that `decode` holds already; waits as `decode` does. None:
@@ -89,14 +88,14 @@ class Placement:
         def find() -> tuple[Node | None] | None:
             if request.retries.local_prefill:
                 return (None,)
-            prefills = self._view.usable(pb.ROLE_PREFILL)
+            prefills = _adapted(self._view.usable(pb.ROLE_PREFILL), request)
             if fitting := [node for node in prefills if self._view.can_hand_over(node, decode)]:
                 if not (fitting := _isolated(fitting, request, "prefill")):
                     return None
                 return (self._prefill_policy(_without(fitting, request.retries.avoid) or fitting),)
             return (None,) if self._find_decode(request) is not None else None
 
-        (found,) = await self._wait_for(find, request.deadline)
+        (found,) = await self._wait_for(find, request)
         return found
 
     def _find_decode(self, request: RequestState) -> tuple[Node, bool] | None:
@@ -107,7 +106,7 @@ class Placement:
         short = request.num_tokens < self._config.local_prefill_threshold
         if short or request.retries.local_prefill:
             return self._pick(decodes, boths, avoid, local_prefill=True)
-        prefills = view.usable(pb.ROLE_PREFILL)
+        prefills = _adapted(view.usable(pb.ROLE_PREFILL), request)
         for some in (_without(prefills, avoid), prefills):
             paired = [d for d in decodes if any(view.can_hand_over(p, d) for p in some)]
             if _without([*paired, *boths], avoid):
@@ -118,7 +117,8 @@ class Placement:
         return self._pick(alone, [], avoid, local_prefill=True)
 
     def _able(self, role: int, request: RequestState) -> list[Node]:
-        nodes = _isolated(self._view.usable(role), request, ROLE_NAMES[role])
+        usable = _adapted(self._view.usable(role), request)
+        nodes = _isolated(usable, request, ROLE_NAMES[role])
         return [node for node in nodes if request.version in (None, node.info.fingerprint)]
 
     def _pick(
@@ -143,25 +143,39 @@ class Placement:
         )
         return node, local_prefill or node.info.role == pb.ROLE_BOTH
 
-    async def _wait_for(self, find: Callable[[], T | None], deadline: Deadline) -> T:
+    async def _wait_for(self, find: Callable[[], T | None], request: RequestState) -> T:
         if (found := find()) is not None:
             return found
-        with deadline.waiting() as until:
+        with request.deadline.waiting() as until:
             while (found := find()) is None:
                 # Wake up now and then: a breaker that may be tried again announces nothing.
                 patience = min(0.5, until - monotonic())
                 if patience <= 0:
-                    ready, reason = self._view.ready()
-                    reason = "no usable node is of the version that began this" if ready else reason
-                    raise Unavailable(reason, code="NO_NODE", retry_after=2.0)
+                    raise Unavailable(self._why_none(request), code="NO_NODE", retry_after=2.0)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(patience):
                         await self._view.registry.wait_for_change()
         return found
 
+    def _why_none(self, request: RequestState) -> str:
+        ready, reason = self._view.ready()
+        if not ready:
+            return reason
+        if request.begun:
+            return "no usable node is of the version that began this"
+        if request.request.adapter is not None:
+            return "no usable nodes have the adapter"
+        return "the nodes left are kept for a request that has failed on others"
+
 
 def _without(nodes: Sequence[Node], avoid: Collection[str]) -> list[Node]:
     return [node for node in nodes if node.id not in avoid]
+
+
+def _adapted(nodes: Sequence[Node], request: RequestState) -> list[Node]:
+    """Those that have its adapter, if it has one."""
+    adapter = request.request.adapter
+    return [node for node in nodes if adapter is None or adapter.digest in node.adapters]
 
 
 def _isolated(nodes: Sequence[Node], request: RequestState, role: str) -> list[Node]:

@@ -1,100 +1,67 @@
-"""Processes that preprocess large bodies, so that the router's own neither stops nor swells.
-
-    router ── spec ──▶ worker               once: the model's options
-           ── kind, raw body ──▶            preprocesses it
-           ◀── what it asks, as token ids, or a typed error ──
-           ── "grammar", a constraint ──▶   compiles it in a child
-           ◀── grammar, or an error ──
-
-Frames are eight bytes of length and as many bytes. A worker (`python -m
-pdserve.router.preprocess_workers FD`) ends with its router, or when a body has cost it much memory,
-which only the end of a process gives back.
-"""
+"""The processes that preprocess large bodies (`preprocess_worker`): the router's end."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
-import resource
 import socket
-import struct
 import sys
 from array import array
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
-from io import BufferedIOBase
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from pdserve.common.config.node import ModelConfig
-from pdserve.common.config.router import ChatConfig
-from pdserve.common.config.shared import LogConfig
 from pdserve.common.core import errors
-from pdserve.common.core.errors import InvalidRequest, Overloaded, PdserveError
+from pdserve.common.core.errors import PdserveError, Unavailable
 from pdserve.common.core.structured import StructuredOutput
-from pdserve.common.obs.logging import setup_logging
-from pdserve.router.fair_share import FairShare
-from pdserve.router.grammar_compiler import Compiled, compile_apart
-from pdserve.router.http.preprocess import KINDS, Preprocessed, Preprocessor, parse
-from pdserve.router.http.tools import AnswerPlan
-from pdserve.router.served_model import load_served_model
+from pdserve.router.fair_share import Turns
+from pdserve.router.grammar_compiler import Compiled
+from pdserve.router.http.preprocess import KINDS, Preprocessed, parse
+from pdserve.router.preprocess_worker import GRAMMAR, LENGTH, Ask, Head, Reply, Spec
 
 logger = logging.getLogger(__name__)
 
-LENGTH = struct.Struct("!Q")
-# Of the router:
 MAX_WAITING = 256  # bodies, whose bytes `router/http/request.py` bounds
 MAX_CLIENT_WAITING = 192  # of one client
 _TIMEOUT = 60.0  # seconds one body may take
 _STOP_TIMEOUT = 2.0
-_MAX_REPLY = 2**30  # bytes
-# Of a worker:
-MAX_MEMORY = 2 * 2**30  # bytes of data; a body that needs more kills this process only
-KEEP_MEMORY = 512 * 2**20  # bytes at its peak, above which the process ends after its answer
-MAX_FIELDS = 64 * 1024  # bytes of JSON that are neither prompt, nor messages, nor template
-_GRAMMAR = "grammar"  # what is asked beside the kinds of bodies
-_CONSUMED = {
-    "prompt", "messages", "input", "instructions", "system", "tokens",
-    "chat_template", "chat_template_kwargs", "documents", "tools", "response_format",
-    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-    "guided_whitespace_pattern",
-}  # fmt: skip
-_PLACEHOLDERS: dict[str, dict[str, Any]] = {
-    "completion": {"prompt": ""},
-    "chat": {"messages": []},
-    "responses": {"input": ""},
-    "messages": {"messages": []},
-    "detokenize": {"tokens": []},
-}
+_MAX_FRAME = 2**30  # bytes of a reply
+PIECE = 64 * 1024  # bytes that a piece of a body has at least, but for the last
 
 
-@dataclass(frozen=True, slots=True)
-class Spec:
-    model: dict[str, Any]  # fields of ModelConfig
-    log: dict[str, Any]  # of LogConfig
-    chat: dict[str, Any]  # of ChatConfig
+class Pieces:
+    """A body as it comes, in pieces, each of which is freed when it is passed on. A block of a
+    large body's size would be moved when it grows, all of it at once, and leave a hole as large."""
 
+    def __init__(self, whole: bytes = b"") -> None:
+        self._pieces: deque[bytearray] = deque()
+        self._size = 0
+        self.add(whole)
 
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """An answer or an error; `last`: ask another process next time."""
+    def __len__(self) -> int:
+        """Bytes."""
+        return self._size
 
-    last: bool = False
-    body: bytes = b""  # JSON, without what has become token ids or text
-    prompts: tuple[bytes, ...] = ()  # arrays of 32 bits
-    texts: tuple[str, ...] = ()
-    structured: StructuredOutput | None = None
-    answer: AnswerPlan = field(default_factory=AnswerPlan)
-    unknown: tuple[str, ...] = ()
-    compiled: Compiled | None = None
-    error: dict[str, Any] | None = None  # the class's name and the arguments of a PdserveError
+    def add(self, data: bytes) -> None:
+        self._size += len(data)
+        if self._pieces and len(self._pieces[-1]) < PIECE:
+            self._pieces[-1] += data
+        else:
+            self._pieces.append(bytearray(data))
 
+    def whole(self) -> bytes:
+        return b"".join(self._pieces)
 
-# ---- the router ---------------------------------------------------------------------------------
+    def take(self) -> Iterator[bytearray]:
+        """All of them, once."""
+        while self._pieces:
+            yield self._pieces.popleft()
 
 
 class PreprocessWorkers:
@@ -102,65 +69,56 @@ class PreprocessWorkers:
 
     def __init__(self, spec: Spec, size: int = 2) -> None:
         self._spec = msgspec.msgpack.encode(spec)
-        self._free = FairShare(size)
+        self._turns = Turns(size, MAX_WAITING, MAX_CLIENT_WAITING)
         self._idle: list[_Worker] = []
-        self._work: set[asyncio.Task[Reply]] = set()
 
     async def preprocess(
-        self, kind: str, raw: bytes | bytearray, client: str = ""
+        self, kind: str, raw: Pieces, client: str = "", adapters: frozenset[str] = frozenset()
     ) -> Preprocessed[Any]:
-        """As `Preprocessor.preprocess`, in another process; clients take turns.
+        """As `Preprocessor.preprocess`, in another process; clients take turns. `raw` is used up.
 
         Raises:
             Overloaded: too many bodies wait.
             PdserveError: also when the process died of this body, or needs too long for it.
         """
-        reply = await self._ask_in_turn(kind, raw, client)
-        prompts = [_ids(each) for each in reply.prompts]
-        body = parse(KINDS[kind][0], reply.body)
+        reply = await self._ask_in_turn(Ask(kind, adapters), raw, client)
+        body, unknown = parse(KINDS[kind][0], reply.body), frozenset(reply.unknown)
         return Preprocessed(
-            body, prompts, reply.texts, reply.structured, reply.answer, frozenset(reply.unknown)
+            body, reply.prompts, reply.texts, reply.structured, reply.answer, unknown
         )
 
     async def compile(self, structured: StructuredOutput, client: str = "") -> Compiled:
         """As `compile_apart`, in another process; raises as `preprocess`."""
-        raw = msgspec.msgpack.encode(structured)
-        reply = await self._ask_in_turn(_GRAMMAR, raw, client)
+        raw = Pieces(msgspec.msgpack.encode(structured))
+        reply = await self._ask_in_turn(Ask(GRAMMAR), raw, client)
         assert reply.compiled is not None
         return reply.compiled
 
-    async def _ask_in_turn(self, kind: str, raw: bytes | bytearray, client: str) -> Reply:
-        waiting, own = self._free.waiting, self._free.waiting_of(client)
-        if waiting >= MAX_WAITING or own >= MAX_CLIENT_WAITING:
-            raise Overloaded(f"{waiting} large bodies are waiting already", retry_after=1.0)
-        await self._free.acquire(client)
+    async def close(self) -> None:
+        await self._turns.close()
+        await asyncio.gather(*(worker.end() for worker in self._idle))
+        self._idle.clear()
+
+    async def _ask_in_turn(self, ask: Ask, raw: Pieces, client: str) -> Reply:
         # A client that leaves does not end the work: starting a process anew costs more.
-        work = asyncio.create_task(self._ask(kind, raw))
-        self._work.add(work)
-        work.add_done_callback(partial(self._done, client))
-        reply = await asyncio.shield(work)
+        reply = await self._turns.run(client, partial(self._ask, ask, raw))
         if reply.error is not None:
             raise _error(**reply.error)
         return reply
 
-    async def close(self) -> None:
-        for task in list(self._work):
-            task.cancel()
-        await asyncio.gather(*self._work, return_exceptions=True)
-        await asyncio.gather(*(worker.end() for worker in self._idle))
-        self._idle.clear()
+    async def _worker(self) -> _Worker:
+        """One that lives: an idle one may have been killed, as by a host without memory."""
+        while self._idle:
+            if (worker := self._idle.pop()).alive:
+                return worker
+            await worker.end()
+        return await _Worker.start(self._spec)
 
-    def _done(self, client: str, work: asyncio.Task[Reply]) -> None:
-        self._work.discard(work)
-        self._free.release(client)
-        if not work.cancelled():
-            work.exception()  # whoever asked may be gone
-
-    async def _ask(self, kind: str, raw: bytes | bytearray) -> Reply:
-        worker = self._idle.pop() if self._idle else await _Worker.start(self._spec)
+    async def _ask(self, ask: Ask, raw: Pieces) -> Reply:
+        worker = await self._worker()
         try:
             async with asyncio.timeout(_TIMEOUT):
-                reply = await worker.ask(kind, raw)
+                reply = await worker.ask(ask, raw)
         except (OSError, EOFError, msgspec.DecodeError) as error:  # TimeoutError is an OSError
             await worker.end()
             took_long = isinstance(error, TimeoutError)
@@ -178,59 +136,79 @@ class PreprocessWorkers:
 
 
 class _Worker:
-    def __init__(self, process: asyncio.subprocess.Process, connection: socket.socket) -> None:
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
         self._process = process
-        self._connection = connection
+        self._reader = reader
+        self._writer = writer
 
     @classmethod
     async def start(cls, spec: bytes) -> _Worker:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "pdserve.router.preprocess_workers", str(theirs.fileno())),
-                pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.DEVNULL,
-                # The work of one body is one thread's: clients share the cores.
-                env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
-                # Ctrl-C in a terminal is for the router, which ends its processes itself.
-                start_new_session=True,
-            )
-        ours.setblocking(False)
-        worker = cls(process, ours)
-        await worker._send(spec)
-        return worker
+        """Raises Unavailable: the host has no room for a process."""
+        try:
+            with ExitStack() as opened:
+                ours, theirs = map(opened.enter_context, socket.socketpair())
+                process = await asyncio.create_subprocess_exec(
+                    *(
+                        sys.executable,
+                        "-m",
+                        "pdserve.router.preprocess_worker",
+                        str(theirs.fileno()),
+                    ),
+                    pass_fds=[theirs.fileno()],
+                    stdin=asyncio.subprocess.DEVNULL,
+                    # The work of one body is one thread's: clients share the cores.
+                    env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+                    # Ctrl-C in a terminal is for the router, which ends its processes itself.
+                    start_new_session=True,
+                )
+                reader, writer = await asyncio.open_connection(sock=ours.dup())
+        except OSError as error:
+            logger.error("cannot start a process for large bodies: %s", error.strerror)
+            raise Unavailable(
+                f"no process can prepare the body: {error.strerror}",
+                code="PREPARATION_FAILED",
+                retry_after=2.0,
+            ) from None
+        writer.write(LENGTH.pack(len(spec)) + spec)  # if it is gone already, who asks it will see
+        return cls(process, reader, writer)
 
-    async def ask(self, kind: str, raw: bytes | bytearray) -> Reply:
-        await self._send(kind.encode())
+    @property
+    def alive(self) -> bool:
+        return self._process.returncode is None and not self._reader.at_eof()
+
+    async def ask(self, ask: Ask, raw: Pieces) -> Reply:
+        await self._send(Pieces(msgspec.msgpack.encode(ask)))
         await self._send(raw)
-        (length,) = LENGTH.unpack(await self._receive(LENGTH.size))
-        if length > _MAX_REPLY:
-            raise EOFError
-        return msgspec.msgpack.decode(await self._receive(length), type=Reply)
+        head = msgspec.msgpack.decode(await self._receive(), type=Head)
+        prompts = [_ids(await self._receive()) for _ in range(head.num_prompts)]
+        texts = [(await self._receive()).decode() for _ in range(head.num_texts)]
+        return replace(head.reply, prompts=tuple(prompts), texts=tuple(texts))
 
     async def end(self) -> None:
-        self._connection.close()
+        self._writer.transport.abort()
         with suppress(ProcessLookupError):
             self._process.kill()
         with suppress(TimeoutError):
             async with asyncio.timeout(_STOP_TIMEOUT):
                 await self._process.wait()
 
-    async def _send(self, data: bytes | bytearray) -> None:
-        loop = asyncio.get_running_loop()
-        await loop.sock_sendall(self._connection, LENGTH.pack(len(data)))
-        await loop.sock_sendall(self._connection, data)
+    async def _send(self, data: Pieces) -> None:
+        self._writer.write(LENGTH.pack(len(data)))
+        for piece in data.take():
+            self._writer.write(piece)
+            await self._writer.drain()
+            await asyncio.sleep(0)  # a worker that reads as fast makes no pause
 
-    async def _receive(self, length: int) -> bytearray:
-        loop = asyncio.get_running_loop()
-        data = bytearray(length)
-        view = memoryview(data)
-        while view:
-            count = await loop.sock_recv_into(self._connection, view)
-            if not count:
-                raise EOFError
-            view = view[count:]
-        return data
+    async def _receive(self) -> bytes:
+        (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+        if length > _MAX_FRAME:
+            raise EOFError
+        return await self._reader.readexactly(length)
 
 
 def _ids(packed: bytes) -> array[int]:
@@ -243,84 +221,3 @@ def _error(type: str, message: str, code: str, param: str | None) -> PdserveErro
     kind = getattr(errors, type, PdserveError)
     error: PdserveError = kind(message, code=code, param=param)
     return error
-
-
-# ---- a worker -----------------------------------------------------------------------------------
-
-
-def main(fd: int) -> int:
-    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY, MAX_MEMORY))
-    connection = socket.socket(fileno=fd)
-    frames = connection.makefile("rb")
-    spec = msgspec.msgpack.decode(_receive(frames), type=Spec)
-    setup_logging("router/text", LogConfig(**spec.log))
-    model = load_served_model(ModelConfig(**spec.model))
-    preprocessor = Preprocessor(model, ChatConfig(**spec.chat))
-    try:
-        while True:
-            kind = _receive(frames).decode()
-            reply = answer(preprocessor, kind, _receive(frames))
-            frame = msgspec.msgpack.encode(reply)
-            connection.sendall(LENGTH.pack(len(frame)))
-            connection.sendall(frame)
-            if reply.last:
-                return 0
-    except (EOFError, ConnectionError):
-        return 0  # the router is gone
-
-
-def answer(preprocessor: Preprocessor, kind: str, raw: bytes | bytearray) -> Reply:
-    try:
-        if kind == _GRAMMAR:
-            structured = msgspec.msgpack.decode(raw, type=StructuredOutput)
-            return Reply(compiled=compile_apart(structured, preprocessor.model))
-        preprocessed = preprocessor.preprocess(kind, raw)
-        return Reply(
-            last=_peak_memory() > KEEP_MEMORY,
-            body=_fields(kind, preprocessed),
-            prompts=tuple(array("I", ids).tobytes() for ids in preprocessed.prompts),
-            texts=tuple(preprocessed.texts),
-            structured=preprocessed.structured,
-            answer=preprocessed.answer,
-            unknown=tuple(name[:64] for name in sorted(preprocessed.unknown)[:100]),
-        )
-    except PdserveError as error:
-        fields = {name: getattr(error, name) for name in ("message", "code", "param")}
-        return Reply(
-            last=_peak_memory() > KEEP_MEMORY, error={"type": type(error).__name__, **fields}
-        )
-    except MemoryError:
-        message = "preparing the body takes too much memory"
-        fields = {"message": message, "code": "REQUEST_TOO_LARGE", "param": None}
-        return Reply(last=True, error={"type": "RequestTooLarge", **fields})
-
-
-def _fields(kind: str, preprocessed: Preprocessed[Any]) -> bytes:
-    """The body's other fields; those no schema has are left out."""
-    known = set(type(preprocessed.body).model_fields) - _CONSUMED
-    rest = preprocessed.body.model_dump(mode="json", include=known, exclude_none=True)
-    fields = msgspec.json.encode({**rest, **_PLACEHOLDERS.get(kind, {})})
-    if len(fields) > MAX_FIELDS:
-        raise InvalidRequest(f"the parameters take more than {MAX_FIELDS} bytes")
-    return fields
-
-
-def _peak_memory() -> int:
-    """Of this process alone: `ru_maxrss` begins at that of the one which started it."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
-
-
-def _receive(frames: BufferedIOBase) -> bytes:
-    header = frames.read(LENGTH.size)
-    if len(header) < LENGTH.size:
-        raise EOFError
-    (length,) = LENGTH.unpack(header)
-    data = frames.read(length)
-    if len(data) < length:
-        raise EOFError
-    return data
-
-
-if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))

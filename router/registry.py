@@ -45,6 +45,7 @@ class Node:
     prefill_tokens: int = 0  # their sum
     prompt_tokens: int = 0  # tokens of prompts that it has prefilled
     cached_tokens: int = 0  # of them those that were in its prefix cache
+    adapters: frozenset[str] = frozenset()  # digests of the LoRA adapters that it has
     last_chance: str = ""  # id of the request that has its last chance here
     # What to call when the node is lost: a stalled host breaks no connection.
     on_lost: set[Callable[[PdserveError], None]] = field(default_factory=set)
@@ -99,7 +100,7 @@ class Registry:
         """
         known = self._nodes.get(info.node_id)
         if known is not None and known.info.instance == info.instance:
-            known.info, known.load = info, load
+            known.info, known.load, known.adapters = info, load, frozenset(info.adapters)
             known.last_seen, known.lost, known.silent = self.now(), False, False
         else:
             if known is None:
@@ -110,7 +111,9 @@ class Registry:
                 self._config.breaker_failures, self._config.breaker_cooldown, self.now
             )
             now = self.now()
-            self._nodes[info.node_id] = Node(info, load, now, breaker, last_answer=now)
+            self._nodes[info.node_id] = Node(
+                info, load, now, breaker, adapters=frozenset(info.adapters), last_answer=now
+            )
             logger.info(
                 "%s registered: %s, %d KV blocks, tp %d, pp %d, ep %d, dp %d, connectors %s, "
                 "fingerprint %s",
@@ -190,6 +193,11 @@ class Registry:
             node.unreachable = reason
         if late and not node.silent:
             self._fell_silent(node)
+
+    def lacks_adapter(self, node: Node, digest: str) -> None:
+        """Another router had it drop that one: it is to be told again."""
+        node.adapters -= {digest}
+        self.notify()
 
     def sweep(self) -> None:
         """Ends what is in flight on nodes that have fallen silent; drops those that have been

@@ -10,6 +10,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve.common.core.errors import ClusterAuthError, InvalidRequest
+from pdserve.common.core.host import is_address
 from pdserve.common.core.printable import printable
 from pdserve.common.rpc.auth import caller_var
 from pdserve.common.rpc.channels import Channels
@@ -26,8 +27,8 @@ _MAX_LENGTHS = {  # characters
 }  # fmt: skip
 _MAX_PARTS, _MAX_PART_LENGTH = 64, 256
 _MAX_CONNECTORS, _MAX_CONNECTOR_LENGTH = 16, 128
+_MAX_ADAPTERS, _MAX_DIGEST_LENGTH = 2048, 64
 _NODE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_ADDRESS = re.compile(r"[A-Za-z0-9._:%\[\]-]{1,255}:[0-9]{1,5}")
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -97,7 +98,7 @@ def check_shape(node: pb.NodeInfo) -> None:
         raise InvalidRequest("a node must state its id, role and address")
     if not _NODE_ID.fullmatch(node.node_id):
         raise InvalidRequest("a node's id has 1 to 64 letters, digits, dots and dashes")
-    if not _ADDRESS.fullmatch(node.address):
+    if not is_address(node.address):
         raise InvalidRequest("a node's address is HOST:PORT")
     for name, limit in _MAX_LENGTHS.items():
         if len(getattr(node, name)) > limit:
@@ -115,6 +116,13 @@ def check_shape(node: pb.NodeInfo) -> None:
         raise InvalidRequest(
             f"a node has at most {_MAX_CONNECTORS} connectors, with names of at most "
             f"{_MAX_CONNECTOR_LENGTH} characters"
+        )
+    if len(node.adapters) > _MAX_ADAPTERS or any(
+        len(digest) > _MAX_DIGEST_LENGTH for digest in node.adapters
+    ):
+        raise InvalidRequest(
+            f"a node has at most {_MAX_ADAPTERS} adapters, with digests of at most "
+            f"{_MAX_DIGEST_LENGTH} characters"
         )
 
 

@@ -89,6 +89,8 @@ class RequestState:
             tuple(Choice(index, tuple(self._outputs[index])) for index in self._open),
             request.cache_salt,
             self.timed,
+            request.adapter.digest if request.adapter is not None else "",
+            request.priority,
         )
 
     @property

@@ -8,17 +8,15 @@ from functools import lru_cache
 from typing import Any
 
 from pdserve.common.core.errors import InvalidRequest
-from pdserve.common.core.sampling import (
+from pdserve.common.core.parameters import (
     MAX_STOP_TEXT,
     MAX_TOKENS_NAMED,
     PARAMETERS,
-    SAMPLING_PARAMETERS,
     Kind,
     Parameter,
-    SamplingParams,
     check_range,
-    check_sampling,
 )
+from pdserve.common.core.sampling import SAMPLING_PARAMETERS, SamplingParams, check_sampling
 from pdserve.router.served_model import ServedModel
 
 STOP, BAD_WORDS = PARAMETERS["stop"], PARAMETERS["bad_words"]

@@ -13,7 +13,7 @@ from typing import Any
 from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import ConfigError, InvalidRequest, ModelNotFound
 from pdserve.common.core.model_spec import ModelSpec
-from pdserve.common.core.sampling import MAX_LOGPROBS, MAX_TOKENS, PARAMETERS, check_token_ids
+from pdserve.common.core.parameters import MAX_LOGPROBS, MAX_TOKENS, PARAMETERS, check_token_ids
 from pdserve.common.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -86,6 +86,23 @@ class ServedModel:
         if requested is not None:
             return requested
         return room if default is None else min(room, default)
+
+    def truncate(
+        self, token_ids: Sequence[int], most: int | None, max_tokens: int | None
+    ) -> Sequence[int]:
+        """The last of a prompt's tokens, if the client wants no more of them: `most`, or with -1 as
+        many as leave room for `max_tokens`."""
+        if most is None:
+            return token_ids
+        if most == -1:
+            most = max(1, self.max_model_len - (max_tokens or 1))
+        if not 0 < most <= self.max_model_len:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens must be -1, or at least 1 and at most "
+                f"{self.max_model_len}",
+                param="truncate_prompt_tokens",
+            )
+        return token_ids[-most:]
 
     def encode(self, text: str, param: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids of a text. One that cannot fit the window is refused before it costs much:

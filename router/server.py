@@ -20,6 +20,8 @@ from pdserve.common.rpc.auth import ROUTER, new_node_id
 from pdserve.common.rpc.channels import Credentials
 from pdserve.common.rpc.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from pdserve.common.rpc.server import GrpcServer
+from pdserve.router.adapter_sync import AdapterSync
+from pdserve.router.adapters import AdaptersCollector, read_adapters
 from pdserve.router.auth import APIKeys
 from pdserve.router.grpc_service import InferenceServicer
 from pdserve.router.http.app import make_app
@@ -29,7 +31,8 @@ from pdserve.router.http.request import Bodies
 from pdserve.router.http.server import HTTPServer, https_context
 from pdserve.router.parsers.tool_parser import tool_parser
 from pdserve.router.pipeline import Pipeline
-from pdserve.router.preprocess_workers import PreprocessWorkers, Spec
+from pdserve.router.preprocess_worker import Spec
+from pdserve.router.preprocess_workers import PreprocessWorkers
 from pdserve.router.registry import Registry
 from pdserve.router.registry_service import (
     MAX_MESSAGE_NBYTES,
@@ -80,13 +83,17 @@ class Router:
         self._channels = self._credentials.channels()
         self._model = model = load_served_model(config.model)
         self._registry = Registry(routing)
+        adapters = read_adapters(config.lora, model)
         metrics = RouterMetrics(model.max_model_len)
         self._tracer = Tracer(config.observability.otlp_endpoint, "router", node_id)
         self._pipeline = Pipeline(
             *(routing, self._registry, model.tokenizer, self._channels, metrics, model.vocab_size),
             RequestTraces(self._tracer, model.name),
+            adapters,
         )
         metrics.registry.register(PipelineCollector(self._pipeline))
+        if config.lora.enable_lora:
+            metrics.registry.register(AdaptersCollector(adapters, config.lora.max_loras))
         prefix = config.observability.metrics_prefix
         shown = Exposition(metrics.registry, model.name, prefix, ROUTER_NAMES)
         chat = config.chat
@@ -96,8 +103,10 @@ class Router:
             pipeline=self._pipeline,
             model=model,
             metrics=metrics,
+            adapters=adapters,
             keys=APIKeys(server.api_key, salted=server.cache_salt_per_key),
             chat=chat,
+            priorities=routing.scheduling_policy == "priority",
             tool_parser=tool_parser(chat.tool_call_parser) if chat.tool_call_parser else None,
             workers=self._workers,
         )
@@ -109,7 +118,13 @@ class Router:
             server.allow_credentials,
         )
         root_path, limit = server.root_path or "", server.max_body_size
-        self._app = make_app(self._serving, shown, limit, bodies, cors, root_path, server.ui)
+        self._sync = AdapterSync(
+            config.lora, server.runtime_lora_dir, model, adapters, self._registry, self._channels
+        )
+        by_clients = self._sync if server.runtime_lora_dir is not None else None
+        self._app = make_app(
+            *(self._serving, shown, limit, bodies, cors, root_path, server.ui, by_clients)
+        )
         self._grpc = self._inference_server()
         self._registrations = self._registry_server()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -165,6 +180,8 @@ class Router:
             asyncio.create_task(self._keep_house(period)),
             asyncio.create_task(probe_nodes(self._registry, self._channels, period)),
         ]
+        if self._config.lora.enable_lora:
+            self._tasks.append(asyncio.create_task(self._sync.keep()))
         for task in self._tasks:
             propagate_failure(task, self._failed)
         self._ports = ports

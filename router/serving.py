@@ -7,20 +7,26 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from pdserve.common.config.router import ChatConfig
+from pdserve.common.core.errors import InvalidRequest
+from pdserve.common.core.parameters import PARAMETERS
 from pdserve.common.core.request import new_request_id
 from pdserve.common.core.structured import StructuredOutput
 from pdserve.common.obs.metrics import RouterMetrics
+from pdserve.common.text.opening import opened
+from pdserve.router.adapters import Adapters
 from pdserve.router.admission import Batch
 from pdserve.router.auth import APIKeys
+from pdserve.router.fair_share import Turns
 from pdserve.router.generation import GenerationRequest
 from pdserve.router.grammar_compiler import Compiled, GrammarCompiler, compile_here
 from pdserve.router.http.preprocess import Preprocessed, Preprocessor
 from pdserve.router.parsers.tool_parser import ToolParser
 from pdserve.router.pipeline import Pipeline
-from pdserve.router.preprocess_workers import PreprocessWorkers
+from pdserve.router.preprocess_workers import Pieces, PreprocessWorkers
 from pdserve.router.sampling import make_choices, make_sampling, make_stop
 from pdserve.router.served_model import ServedModel
 
@@ -28,7 +34,9 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_TOKENS = 16  # of a completion
 INLINE = 4 * 1024  # bytes of a body that takes less than a few milliseconds
-SMALL = 64 * 1024  # bytes of a body that a thread may take
+SMALL = 64 * 1024  # bytes of a body that a thread may take,
+THREADS = 4  # of so many at a time,
+MAX_WAITING, MAX_CLIENT_WAITING = 4096, 3072  # and so many such bodies may wait for one
 # Clients choose the names: remember no more than these, of so many characters.
 _MAX_NAMES, _MAX_NAME_LENGTH = 1000, 64
 
@@ -71,11 +79,16 @@ class Serving:
     metrics: RouterMetrics = field(default_factory=RouterMetrics)
     keys: APIKeys = field(default_factory=APIKeys)
     chat: ChatConfig = field(default_factory=ChatConfig)
+    priorities: bool = False  # --scheduling-policy priority
     tool_parser: type[ToolParser] | None = None  # --tool-call-parser
     workers: PreprocessWorkers | None = None  # without them threads take large bodies, too
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
+    adapters: Adapters = field(default_factory=Adapters)
     cached: Cached = field(default_factory=Cached)
     grammar: GrammarCompiler = field(init=False)
+    threads: Turns = field(
+        init=False, default_factory=lambda: Turns(THREADS, MAX_WAITING, MAX_CLIENT_WAITING)
+    )
 
     def __post_init__(self) -> None:
         compile = self._compile if self.workers is None else self.workers.compile
@@ -85,23 +98,38 @@ class Serving:
     async def _compile(self, structured: StructuredOutput, client: str) -> Compiled:
         return await asyncio.to_thread(compile_here, structured, self.model)
 
-    async def preprocess(self, kind: str, raw: bytes | bytearray, client: str) -> Preprocessed[Any]:
-        """A JSON body, of one of `pdserve.router.http.preprocess.KINDS`, as what it asks.
+    async def preprocess(self, kind: str, raw: Pieces, client: str) -> Preprocessed[Any]:
+        """A JSON body, of one of `pdserve.router.http.preprocess.KINDS`, as what it asks. `raw` is
+        used up.
 
         Raises:
             PdserveError: as `Preprocessor.preprocess`, or there is no room for it.
         """
-        preprocessor = Preprocessor(self.model, self.chat)
+        adapters = self.adapters.names()
+        preprocessor = Preprocessor(self.model, self.chat, adapters)
         if len(raw) <= INLINE:
-            result = preprocessor.preprocess(kind, raw)
+            result = preprocessor.preprocess(kind, raw.whole())
         elif len(raw) <= SMALL or self.workers is None:
-            result = await asyncio.to_thread(preprocessor.preprocess, kind, raw)
+            work = partial(asyncio.to_thread, preprocessor.preprocess, kind, raw.whole())
+            result = await self.threads.run(client, work)
         else:
-            result = await self.workers.preprocess(kind, raw, client)
+            result = await self.workers.preprocess(kind, raw, client, adapters)
         self.unknown_fields.note(set(result.unknown))
         if result.structured is None:
             return result
-        return replace(result, grammar=await self.grammar(result.structured, client))
+        grammar = await self.grammar(result.structured, client)
+        return replace(result, grammar=opened(grammar, result.answer.opening))
+
+    def answering(self, name: str | None) -> str:
+        """The name of answers to who asks for this one: an adapter's own, or the model's first.
+
+        Raises:
+            ModelNotFound: there is no such model.
+        """
+        if (adapter := self.adapters.find(name)) is not None:
+            return adapter.name
+        self.model.check_name(name)
+        return self.model.name
 
     def make_request(
         self,
@@ -111,12 +139,17 @@ class Serving:
         prompt_token_ids: Sequence[int],
         max_tokens: int,
         batch: Batch,
+        model: str | None = None,
     ) -> GenerationRequest:
         """`given` are the client's parameters by name; one that is None or missing is absent.
+        `model`: which one is asked for.
 
         Raises:
             InvalidRequest: a value is out of range.
+            ModelNotFound: there is no such model, any more.
         """
+        if (adapter := self.adapters.find(model)) is None:
+            self.model.check_name(model)
         return GenerationRequest(
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
@@ -125,8 +158,18 @@ class Serving:
             stop=make_stop(given.get("stop")),
             include_stop_str_in_output=bool(given.get("include_stop_str_in_output")),
             skip_special_tokens=given.get("skip_special_tokens") is not False,
+            priority=self._priority(given.get("priority") or 0),
             cache_salt=self.cached.salt(
                 self.keys.cache_salt(batch.client, given.get("cache_salt"))
             ),
+            adapter=adapter,
             batch=batch,
         )
+
+    def _priority(self, given: int) -> int:
+        PARAMETERS["priority"].check_range(given)
+        if given and not self.priorities:
+            raise InvalidRequest(
+                "priority needs a server with --scheduling-policy priority", param="priority"
+            )
+        return given

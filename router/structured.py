@@ -104,18 +104,21 @@ def _of_guided(body: GenerationBody, kind: ConstraintKind) -> StructuredOutput |
     return _make(kind, value, name, whitespace_pattern=body.guided_whitespace_pattern)
 
 
+def structured_fields(message: pb.StructuredOutputs) -> dict[str, Any]:
+    """gRPC's message as `structured_outputs` of a body."""
+    fields: dict[str, Any] = {
+        "disable_any_whitespace": message.disable_any_whitespace,
+        "whitespace_pattern": message.whitespace_pattern or None,
+    }
+    if (kind := message.WhichOneof("constraint")) is not None:
+        value = getattr(message, kind)
+        fields[kind] = list(value.texts) if kind == "choice" else value
+    return fields
+
+
 def structured_from_pb(message: pb.StructuredOutputs) -> StructuredOutput:
-    """gRPC's; raises InvalidRequest as `structured_of`."""
-    if (kind := message.WhichOneof("constraint")) is None:
-        raise _wrong("structured_outputs", "has no constraint")
-    value = getattr(message, kind)
-    return _of_parameters(
-        {
-            kind: list(value.texts) if kind == "choice" else value,
-            "disable_any_whitespace": message.disable_any_whitespace,
-            "whitespace_pattern": message.whitespace_pattern or None,
-        }
-    )
+    """Raises InvalidRequest as `structured_of`."""
+    return _of_parameters(structured_fields(message))
 
 
 def _make(kind: ConstraintKind, value: Any, param: str, **options: Any) -> StructuredOutput:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from collections import Counter
+from contextlib import suppress
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -12,6 +14,9 @@ from xdist.scheduler import LoadScopeScheduling
 # Tests use gRPC and start processes. Its fork handlers abort one of some thousand children between
 # fork and exec, where nothing needs gRPC; `pdserve up`, which forks too, has none in its process.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+# In the background of a shell the suite ignores SIGINT, and whatever it starts would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 collect_ignore = ["clients"]  # they have an environment of their own: make test-clients
 
@@ -39,6 +44,20 @@ class ByFile(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file, found = nodeid.partition("::")[0], FAMILY.search(nodeid)
         return f"{file}::{found[1]}" if found else file
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """The compiled code is there before the whole suite begins: a slow machine may need longer for
+    it than a test waits for a node."""
+    if hasattr(session.config, "workerinput"):
+        from pdserve.common.core.native import BuildError
+        from pdserve.common.model.kernels import build
+        from pdserve.kv_transfer.native.code import block_code
+
+        block_code()
+        with suppress(BuildError):
+            build.load_library()
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFile:

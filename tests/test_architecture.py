@@ -32,7 +32,7 @@ ALLOWED = {
     "common.demo_model": {"common.core", "common.config"},
     "common.bench": {
         "common.core", "common.config", "common.distributed", "common.model", "common.planning",
-        "common.engine", "common.worker", "common.demo_model",
+        "common.engine", "common.worker", "common.demo_model", "common.client",
     },
     "common.node": {
         "common.core", "common.config", "common.obs", "common.rpc", "common.distributed",

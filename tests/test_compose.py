@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import yaml
 
 from paths import ROOT
 from pdserve.common.config.node import BothNodeConfig, WorkerNodeConfig
+from pdserve.common.config.options import options
 from pdserve.common.config.router import RouterConfig
-from pdserve.common.config.sources import options, parse
+from pdserve.common.config.sources import parse
 
 KEY = "0123456789abcdef0123456789abcdef"  # what an operator has to fill in
 FOLDER = ROOT / "compose"
@@ -201,6 +203,30 @@ def test_gpus_are_not_shared() -> None:
     assert len(set(taken)) == len(taken) == 2
 
 
+def test_the_gpu_image_has_flashinfer_and_the_torch_that_it_names() -> None:
+    service = cluster(gpu=True)["services"]["model"]
+    arguments = service["build"]["args"]
+    assert "cuda" in arguments["EXTRAS"].split(",")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert any("flashinfer" in each for each in extras["optional-dependencies"]["cuda"])
+    assert re.fullmatch(r"torch==\d+\.\d+\.\d+", arguments["TORCH"])
+    assert arguments["FLASHINFER_INDEX"].endswith("/cu130")
+    dockerfile = (FOLDER / "Dockerfile.node").read_text()
+    installs = [
+        line for line in dockerfile.replace("\\\n", "").splitlines() if "pip install" in line
+    ]
+    for line in installs:  # later ones may not bring another
+        assert '"${TORCH}"' in line
+
+
+def test_ranks_of_gpu_nodes_may_pin_memory_and_meet() -> None:
+    services = cluster(gpu=True, NCCL_IB_DISABLE="1")["services"]
+    for name in NODES:
+        assert services[name]["ulimits"]["memlock"] == -1
+        assert services[name]["shm_size"] == "1gb", "Docker's 64 MB are too little for NCCL"
+        assert services[name]["environment"]["NCCL_IB_DISABLE"] == 1
+
+
 @pytest.mark.parametrize("gpu", [False, True])
 def test_images_are_built_from_files_that_exist(gpu: bool) -> None:
     allowed = (ROOT / ".dockerignore").read_text().splitlines()
@@ -208,6 +234,9 @@ def test_images_are_built_from_files_that_exist(gpu: bool) -> None:
     built = [service for service in services if "build" in service]
     assert len({service["image"] for service in built}) == len(built), "each image once"
     assert {service["image"] for service in services} == {service["image"] for service in built}
+    # They are on no registry: what another service builds must not be asked for there.
+    pulled = [each for each in services if "build" not in each]
+    assert all(each["pull_policy"] == "never" for each in pulled)
     for service in built:
         context = (FOLDER / service["build"]["context"]).resolve()
         dockerfile = (context / service["build"]["dockerfile"]).read_text()
@@ -235,11 +264,15 @@ def test_docker_compose_accepts_the_files() -> None:
         pytest.skip("docker is not installed")
     if subprocess.run(["docker", "compose", "version"], capture_output=True).returncode:
         pytest.skip("docker has no compose v2 plugin")
-    for files in ([FILES[0]], FILES):
-        flags = [flag for name in files for flag in ("-f", str(FOLDER / name))]
+    environ = {name: value for name, value in os.environ.items() if name not in knobs()}
+    for more in ([], FILES[1:], ["observability/docker-compose.yml"]):
+        flags = [flag for name in [FILES[0], *more] for flag in ("-f", str(FOLDER / name))]
         command = ["docker", "compose", *flags, "config", "--quiet"]
-        result = subprocess.run(command, capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr
+        for key in (KEY, ""):
+            env = environ | {"PDSERVE_CLUSTER_KEY": key}
+            result = subprocess.run(command, env=env, capture_output=True, text=True)
+            assert (result.returncode == 0) is bool(key), result.stderr
+            assert ("openssl rand -hex 32" in result.stderr) is not bool(key)
 
 
 def test_dockerfiles_are_clean() -> None:

@@ -155,14 +155,14 @@ class Sink:
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         with ours, contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            ours.settimeout(5.0)
+            ours.settimeout(60.0)
             ours.sendall(stream)
             if fd is not None:
                 socket.send_fds(ours, [b"F"], [fd])
             ours.shutdown(socket.SHUT_WR)
             while ours.recv(1 << 16):  # whatever it answers
                 pass
-        thread.join(5.0)
+        thread.join(60.0)
         assert not thread.is_alive(), "the connection's thread hangs"
         assert self.ended() == before + 1
 
@@ -333,7 +333,8 @@ ENDPOINTS = st.builds(
 TICKETS = st.builds(
     cluster_pb2.Ticket,
     transfer_id=st.just(ID) | st.binary(max_size=20),
-    epoch=U32, lease_s=st.just(1.0) | st.floats(), address=st.text(), fingerprint=st.text(),
+    epoch=U32, lease_s=st.just(1.0) | st.floats(),
+    address=st.just("h:1") | st.text(), fingerprint=st.text(),
     block_size=ints(2**32 - 1), num_tokens=ints(2**32 - 1),
     first_block=ints(2**32 - 1), endpoints=st.lists(ENDPOINTS, max_size=3),
 )  # fmt: skip
@@ -343,7 +344,7 @@ GOOD = {"rank": 0, "layer_end": 3, "head_end": 2}
 @given(TICKETS)
 @example(
     cluster_pb2.Ticket(
-        transfer_id=ID, lease_s=1, block_size=4, num_tokens=9,
+        transfer_id=ID, lease_s=1, address="h:1", block_size=4, num_tokens=9,
         endpoints=[cluster_pb2.RankEndpoint(**GOOD)],
     )
 )  # fmt: skip
@@ -443,7 +444,7 @@ def site(tokenizer: Tokenizer) -> Iterator[http.client.HTTPConnection]:
     thread.start()
 
     def on_loop(work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, loop).result(10)
+        return asyncio.run_coroutine_threadsafe(work, loop).result(60)
 
     async def start() -> HTTPServer:
         serving = Serving(pipeline=FakeGenerator(tokenizer), model=served(tokenizer))
@@ -452,7 +453,7 @@ def site(tokenizer: Tokenizer) -> Iterator[http.client.HTTPConnection]:
         )
 
     server = on_loop(start())
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     yield connection
     connection.close()
     on_loop(server.stop(0))

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from pdserve.common.bench.ranks import measure_on_ranks
 from pdserve.common.bench.step import Cell
+from pdserve.common.client.terminal import console_of
 from pdserve.common.config.bench import BenchStepConfig
 from pdserve.common.config.sources import parse
 from pdserve.common.core.errors import ConfigError
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(f"--json {config.json}: there is no such folder")
     before = _read(config.baseline)
     result = asyncio.run(measure_on_ranks(config, cells(config)))
-    _show(result, before, Console(highlight=False))
+    _show(result, before, console_of())
     if config.json:
         Path(config.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 0

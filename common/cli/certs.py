@@ -7,6 +7,7 @@ import argparse
 import ipaddress
 import os
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     hosts = (*HOSTS, *options.host)
-    print(" ".join(write(options.folder, hosts, client=options.client)))
+    print(shlex.join(write(options.folder, hosts, client=options.client)))
     return 0
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from pdserve.common.client.server import Server, add_server_options, session_of
+from pdserve.common.client.terminal import console_of
 from pdserve.common.core.errors import NodeError, PdserveError
 from pdserve.common.core.printable import printable
 
@@ -29,7 +30,8 @@ class Answer:
     sent: float = field(default_factory=perf_counter)
     first: float | None = None
     last: float | None = None
-    tokens: int = 0
+    tokens: int = 0  # as the server counted at the end
+    interrupted: bool = False
 
     def figures(self) -> str:
         if self.first is None or self.last is None:
@@ -37,7 +39,9 @@ class Answer:
         figures = [f"TTFT {1000 * (self.first - self.sent):.0f} ms"]
         if self.tokens > 1:
             figures.append(f"TPOT {1000 * (self.last - self.first) / (self.tokens - 1):.1f} ms")
-        return " · ".join([*figures, f"{self.tokens} tokens"])
+        if self.tokens:
+            figures.append(f"{self.tokens} tokens")
+        return " · ".join(figures)
 
 
 class Chat:
@@ -60,7 +64,7 @@ class Chat:
         try:
             asyncio.run(self._stream(answer))
         except KeyboardInterrupt:
-            sys.stdout.write(" …")
+            answer.interrupted = True
         except BaseException:
             self.turns.pop()
             raise
@@ -89,18 +93,15 @@ SAMPLING = ("max_tokens", "temperature", "top_p", "seed")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 1 when the server fails to answer what was asked through a pipe or --quick."""
+    """Exit code 1 when the server fails to answer what was asked through a pipe or --quick, 130
+    when that was interrupted."""
     options = make_parser().parse_args(argv)
-    try:
-        chat = Chat(options, asyncio.run(_model(options)))
-        if options.quick is not None:
-            return _once(chat, options.quick)
-        if not sys.stdin.isatty():
-            return _once(chat, sys.stdin.read())
-        return _repl(chat)
-    except PdserveError as error:
-        print(f"pdserve chat: error: {error.message}", file=sys.stderr)
-        return 1
+    chat = Chat(options, asyncio.run(_model(options)))
+    if options.quick is not None:
+        return _once(chat, options.quick)
+    if not sys.stdin.isatty():
+        return _once(chat, sys.stdin.read())
+    return _repl(chat)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -109,7 +110,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Talk to a server. Through a pipe, all of standard input is one question, and "
         "standard output is the answer and nothing else.",
     )
-    add_server_options(parser)
+    add_server_options(parser, 600.0)
     parser.add_argument("--model", "--model-name", help="default: the first the server lists")
     parser.add_argument("--system", "--system-prompt", metavar="TEXT", help="system prompt")
     parser.add_argument("-q", "--quick", metavar="TEXT", help="ask this alone, and leave")
@@ -133,14 +134,14 @@ def _once(chat: Chat, text: str) -> int:
     sys.stdout.write("\n")
     if sys.stderr.isatty():
         print(answer.figures(), file=sys.stderr)
-    return 0
+    return 130 if answer.interrupted else 0
 
 
 def _repl(chat: Chat) -> int:
     import readline  # noqa: F401  # history and editing; a pipe needs neither
 
-    console = Console(highlight=False)
-    console.print(f"{chat.model}; /help, Ctrl-D to leave", style="dim", markup=False)
+    console = console_of()
+    console.print(f"{chat.model}; /help, Ctrl-D to leave", style="dim")
     while True:
         try:
             text = input("> ").strip()
@@ -156,9 +157,9 @@ def _repl(chat: Chat) -> int:
         elif text:
             try:
                 answer = chat.ask(text)
-                console.print(f"\n{answer.figures()}", style="dim")
+                console.print(f"{' …' * answer.interrupted}\n{answer.figures()}", style="dim")
             except PdserveError as error:
-                console.print(f"error: {error.message}", style="red", markup=False)
+                console.print(f"error: {error.message}", style="red")
 
 
 def _command(chat: Chat, text: str, console: Console) -> bool:
@@ -172,7 +173,7 @@ def _command(chat: Chat, text: str, console: Console) -> bool:
             chat.system = rest.strip() or None
         console.print("a new conversation", style="dim")
     else:
-        console.print(HELP, style="dim", markup=False)
+        console.print(HELP, style="dim")
     return True
 
 

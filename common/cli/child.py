@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from pdserve.common.config.sources import PREFIX
+from pdserve.common.config.options import PREFIX
 from pdserve.common.core.host import die_with_parent
 
 Write = Callable[[str, str], None]

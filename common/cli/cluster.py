@@ -34,9 +34,9 @@ from pdserve.common.config.node import (
     NodeConfig,
     WorkerNodeConfig,
 )
+from pdserve.common.config.options import to_environment, to_flags
 from pdserve.common.config.router import RouterConfig, ServerConfig
 from pdserve.common.config.shared import AuthConfig
-from pdserve.common.config.sources import to_environment, to_flags
 from pdserve.common.core.errors import ConfigError, NodeError, PdserveError
 from pdserve.common.obs.process import read_ports
 
@@ -167,6 +167,7 @@ class Cluster:
             tls=self.config.tls,
             auth=self._auth,
             model=self.config.engine.model,
+            lora=self.config.engine.lora,
             routing=self.config.routing,
             log=self.config.log,
             observability=self.config.observability,

@@ -8,12 +8,14 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
+from urllib.parse import urlsplit
 
 import msgspec
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from pdserve.common.client.terminal import console_of, number, positive
 from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import ConfigError, NodeError
 from pdserve.common.distributed.check import CheckConfig, CheckWorker, Report
@@ -56,24 +58,30 @@ def _parser() -> argparse.ArgumentParser:
         "latency and bandwidth, and say what to mend. Exit code 1: something is wrong. For several "
         "hosts start one command for each rank, with --rank, --world-size and --init-method.",
     )
-    add = parser.add_argument
-    add("--tp", "--tensor-parallel-size", type=int, metavar="N", help="default: 1, or all ranks")
-    add("--pp", "--pipeline-parallel-size", type=int, default=1, metavar="N")
-    add("--world-size", type=int, metavar="N", help="ranks in all (default: tp times pp)")
-    add("--rank", type=int, metavar="R", help="be this rank, and start no others")
+    add, count = parser.add_argument, number(int, 1)
+    add("--tp", "--tensor-parallel-size", type=count, metavar="N", help="default: 1, or all ranks")
+    add("--pp", "--pipeline-parallel-size", type=count, default=1, metavar="N")
+    add("--world-size", type=count, metavar="N", help="ranks in all (default: tp times pp)")
+    add("--rank", type=number(int, 0), metavar="R", help="be this rank, and start no others")
     add("--init-method", metavar="tcp://HOST:PORT", help="with --rank: a free port of rank 0")
     add("--local-rank", type=int, metavar="R", help="with --rank: which GPU (default: the rank)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--device-communicator", default="auto", metavar="NAME", help="as a node's")
-    add("--timeout", type=float, default=30.0, metavar="SECONDS", help="after which a rank is lost")
+    add(
+        "--timeout",
+        type=positive,
+        default=30.0,
+        metavar="SECONDS",
+        help="after which a rank is lost",
+    )
     add("--sizes", type=_sizes, default=SIZES, metavar="N,N,...", help="bytes to measure with")
-    add("--seconds", type=float, default=0.2, help="for each operation and size (default: 0.2)")
+    add("--seconds", type=positive, default=0.2, help="for each operation and size (default: 0.2)")
     add("--json", action="store_true", help="print JSON instead of tables")
     return parser
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    return tuple(map(number(int, 1), text.split(",")))
 
 
 def _choose_device(requested: str) -> str:
@@ -98,7 +106,7 @@ def _spawn(config: CheckConfig, world: int) -> bytes:
 
 
 def _join(config: CheckConfig, world: int, options: argparse.Namespace) -> bytes:
-    if options.world_size is None or not options.init_method:
+    if options.world_size is None or not _is_place(options.init_method or ""):
         raise ConfigError("--rank needs --world-size and --init-method tcp://HOST:PORT")
     if not 0 <= options.rank < world:
         raise ConfigError(f"--rank {options.rank} is not one of {world}: 0 to {world - 1}")
@@ -108,6 +116,14 @@ def _join(config: CheckConfig, world: int, options: argparse.Namespace) -> bytes
         return worker.step(b"")
     finally:
         worker.close()
+
+
+def _is_place(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme == "tcp" and bool(parts.hostname and parts.port)
+    except ValueError:  # of the port
+        return False
 
 
 def _spec(config: CheckConfig, rank: int, world: int, init_method: str = "") -> WorkerSpec:
@@ -132,13 +148,13 @@ def _report(report: Report, options: argparse.Namespace) -> int:
     elif options.json:
         print(json.dumps({"ok": not failed, **msgspec.to_builtins(report)}, indent=2))
     else:
-        _print(Console(highlight=False), report)
+        _print(console_of(), report)
     return 1 if failed else 0
 
 
 def _print(console: Console, report: Report) -> None:
     for name, groups in report.layout.items():
-        console.print(f"{name} groups: {' '.join(map(str, groups))}", markup=False)
+        console.print(f"{name} groups: {' '.join(map(str, groups))}")
     for name, transport in report.transports.items():
         console.print(f"{name} tensors go over {transport}")
     console.print()
@@ -147,11 +163,9 @@ def _print(console: Console, report: Report) -> None:
         console.print(_figures(report))
     for check in report.failures:
         where = f"{check.group} group, rank {check.rank}"
-        console.print(
-            f"WRONG: {check.operation} of {check.dtype} in the {where}: {check.error}", markup=False
-        )
+        console.print(f"WRONG: {check.operation} of {check.dtype} in the {where}: {check.error}")
     for line in report.advice:
-        console.print(f"to mend: {line}", markup=False)
+        console.print(f"to mend: {line}")
     right = len(report.checks) - len(report.failures)
     console.print(f"{right} of {len(report.checks)} checks passed")
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from pdserve.common.cli.cluster import own_session
 from pdserve.common.cli.up import make_cluster, model_name, with_model
 from pdserve.common.client.server import Server
+from pdserve.common.client.terminal import console_of
 from pdserve.common.config.cluster import ClusterConfig, private_cluster
 from pdserve.common.config.shared import option
 from pdserve.common.config.sources import parse
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Start a cluster, ask it one question, show where the time went, stop it.",
         argv=argv,
     )
-    console = Console(highlight=False)
+    console = console_of()
     config = replace(config, cluster=with_model(config.cluster, console))
     return asyncio.run(demo(config, console))
 
@@ -68,7 +69,7 @@ async def demo(config: DemoConfig, console: Console) -> int:
             return 0
         return 130
     except PdserveError as error:
-        console.print(f"pdserve demo: {error}", style="red", markup=False)
+        console.print(f"pdserve demo: {error}", style="red")
         return 1
     finally:
         await cluster.stop()
@@ -77,7 +78,7 @@ async def demo(config: DemoConfig, console: Console) -> int:
 async def show(url: str, config: DemoConfig, console: Console) -> None:
     """Asks, prints the answer token by token, then the timeline."""
     console.print(f"{model_name(config.cluster)} at {url}/v1", style="dim")
-    console.print(f"> {config.prompt}", style="bold", markup=False)
+    console.print(f"> {config.prompt}", style="bold")
     pieces: list[dict[str, Any]] = []
     async for chunk in ask(url, config):
         pieces.append(chunk)

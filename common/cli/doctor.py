@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import resource
@@ -12,40 +11,24 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from enum import StrEnum
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 from packaging.requirements import Requirement
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from pdserve.common.cli.finding import Finding, Verdict
 from pdserve.common.cli.model import check as check_model
+from pdserve.common.client.terminal import console_of, number
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import AMPLE_FILES, bind, memory_left, usable_cores
 
 PORTS = (8000, 8001, 8002)  # the defaults of HTTP, gRPC and the registry
 CONNECT_TIMEOUT = 3.0  # seconds a peer gets
 MIN_SHM = 1 << 30  # bytes of /dev/shm that NCCL and Ray are content with
-
-
-class Verdict(StrEnum):
-    OK = "ok"
-    WARNING = "warning"  # serves, with a disadvantage
-    FAILED = "failed"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What was looked at and seen; of what is not in order also what helps."""
-
-    subject: str
-    verdict: Verdict
-    seen: str
-    mend: str = ""
 
 
 Check = Callable[[], Iterator[Finding]]
@@ -71,7 +54,13 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--gpu", action="store_true", help="GPUs must be there: compute on each and say what is")
     add("--model", metavar="FOLDER", help="a checkpoint folder that this user must be able to read")
-    add("--port", type=int, action="append", metavar="N", help="that must be free, again for more")
+    add(
+        "--port",
+        type=number(int, 0, 65535),
+        action="append",
+        metavar="N",
+        help="that must be free, again for more",
+    )
     add("--peer", action="append", default=[], metavar="HOST:PORT", help="that must be reached")
     add("--json", action="store_true", help="print JSON instead of a table")
     return parser
@@ -84,8 +73,8 @@ def _checks(options: argparse.Namespace) -> Iterator[Check]:
         yield partial(model, Path(options.model))
     yield from (partial(reach, peer) for peer in options.peer)
     if options.gpu:
-        # Costs an import of torch, which a router's host need not have.
-        gpus: Check = importlib.import_module("pdserve.common.cli.doctor_gpu").gpus
+        from pdserve.common.cli.doctor_gpu import gpus  # torch, which a router's host may lack
+
         yield gpus
 
 
@@ -104,7 +93,7 @@ def _show(findings: Sequence[Finding]) -> None:
     for each in findings:
         colour = colours[each.verdict]
         table.add_row(Text(each.verdict, colour), *map(Text, (each.subject, each.seen, each.mend)))
-    Console().print(table)
+    console_of().print(table)
 
 
 # ---- what is installed ----
@@ -231,7 +220,7 @@ def model(folder: Path) -> Iterator[Finding]:
 def reach(peer: str) -> Iterator[Finding]:
     subject = f"peer {peer}"
     host, _, port = peer.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal() or int(port) > 65535:
         yield Finding(subject, Verdict.FAILED, "not HOST:PORT", "for example router-1:8002")
         return
     try:

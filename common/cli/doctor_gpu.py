@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import torch
 
-from pdserve.common.cli.doctor import Finding, Verdict
+from pdserve.common.cli.finding import Finding, Verdict
 from pdserve.common.cli.topology import Topology, read_topology
 
 SIZE = 512  # of the matrices that each GPU multiplies

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import difflib
+import io
 import os
 import sys
 from collections.abc import Sequence
 
 import pdserve
 from pdserve.common.config.sources import CONFIG_EXIT_CODE
-from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.errors import ConfigError, PdserveError
 from pdserve.common.core.host import host_errors_as_config_errors
 from pdserve.common.core.plugins import import_string
 
@@ -28,6 +29,7 @@ COMMANDS = {
             "talk to a server, here or through pipes",
         ),
         "top": ("pdserve.common.cli.top:main", "the nodes of a cluster, live"),
+        "trace": ("pdserve.common.cli.trace:main", "where a request is, or where its time went"),
         "run-batch": (
             "pdserve.common.offline.batch:main",
             "answer a file of requests in OpenAI's batch format",
@@ -71,17 +73,50 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; its exit code, or 2 when the command line makes no sense. Where whoever
     supervises this process would start it again for ever, PDSERVE_CONFIG_EXIT_CODE takes 2's
     place: a wrong configuration stays wrong."""
+    _mend_streams()
     try:
         code = _run(argv)
-        sys.stdout.flush()
-        return _exit_code(code)
-    except BrokenPipeError:  # as of `| head`; what is left in the buffer must not fail again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1 if not _written() else _exit_code(code)
+    except BrokenPipeError:  # as of `| head`
+        _drop_output()
         return 1
     except SystemExit as stop:  # of the parser of options
         if stop.code == 2:
             raise SystemExit(_exit_code(2)) from stop
         raise
+
+
+def _mend_streams() -> None:
+    """Standard streams that whoever started this has closed are empty ones; a character that a
+    stream cannot hold ends nothing."""
+    for name, mode, errors in (
+        ("stdin", "r", "replace"),
+        ("stdout", "w", "backslashreplace"),
+        ("stderr", "w", "backslashreplace"),
+    ):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
+
+
+def _written() -> bool:
+    """Whether what was printed is where it belongs; says why not."""
+    try:
+        sys.stdout.flush()
+        return True
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _drop_output()
+        print(f"pdserve: error: standard output: {error.strerror}", file=sys.stderr)
+        return False
+
+
+def _drop_output() -> None:
+    """What is left in the buffer must not fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _exit_code(code: int) -> int:
@@ -102,9 +137,9 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         with host_errors_as_config_errors():
             return int(import_string(targets[command])(rest))
-    except ConfigError as error:
+    except PdserveError as error:
         print(f"pdserve {command}: error: {error.message}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
 

@@ -3,6 +3,7 @@ checks one."""
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
+from pdserve.common.client.terminal import console_of
 from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
@@ -20,20 +22,26 @@ from pdserve.common.demo_model.embedded import (
 )
 
 
-def main(argv: Sequence[str]) -> int:
-    """Prints the folder; PDSERVE_CACHE says where it lies. A model's name is downloaded to the
-    Hub's cache. With a FOLDER, checks that it can be served by this user; if it is where the
-    embedded model belongs, that is unpacked first."""
-    if len(argv) > 1 or (argv and argv[0].startswith("-")):
-        raise ConfigError(
-            "takes a FOLDER, a NAME (org/name) or nothing; PDSERVE_CACHE says where the embedded "
-            "model is kept"
-        )
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the folder. If it is where the embedded model belongs, that is unpacked first."""
+    parser = argparse.ArgumentParser(
+        prog="pdserve model",
+        description="Prints the folder of a model that this user can serve. The embedded one is "
+        "unpacked first, below PDSERVE_CACHE (default: ~/.cache/pdserve).",
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a folder, which is checked, or a name (org/name), which is downloaded to the Hub's "
+        "cache (default: the embedded model)",
+    )
+    named = parser.parse_args(argv).model
     folder = embedded_folder()
-    if argv:
-        folder = Path(resolve_model(ModelConfig(model=argv[0])).model or "")
+    if named is not None:
+        folder = Path(resolve_model(ModelConfig(model=named)).model or "")
     if folder == embedded_folder():
-        unpack(Console(stderr=True))
+        unpack(console_of(stderr=True))
     check(folder)
     print(folder)
     return 0
@@ -41,11 +49,8 @@ def main(argv: Sequence[str]) -> int:
 
 def check(folder: Path) -> None:
     """Raises ConfigError when `folder` is no checkpoint, or this user may not read it."""
-    if not folder.is_dir():
-        beside = sorted(each.name for each in folder.parent.glob("[!.]*") if each.is_dir())
-        near = f"; {folder.parent} has: {', '.join(beside)}" if beside else ""
-        raise ConfigError(f"there is no folder {folder}{near}")
-    unreadable = [path for path in (folder, *folder.iterdir()) if not os.access(path, os.R_OK)]
+    files = (folder, *folder.iterdir()) if folder.is_dir() else ()
+    unreadable = [path for path in files if not os.access(path, os.R_OK)]
     if unreadable:
         raise ConfigError(
             f"user {os.getuid()}, as whom this runs, may not read {unreadable[0]}: "

@@ -10,9 +10,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from pdserve.common.cli.topology import Topology, read_topology
+from pdserve.common.client.terminal import console_of
 from pdserve.common.config.cluster import PlanConfig
+from pdserve.common.config.lora import LoRAConfig
 from pdserve.common.config.node import (
     CacheConfig,
     EngineConfig,
@@ -49,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if config.json:
         print(json.dumps(as_json(config, plans, topology), indent=2))
     else:
-        _show(Console(highlight=False), plans, topology)
+        _show(console_of(), plans, topology)
     return 0 if all(plan.fits for plan in plans) else 1
 
 
@@ -113,6 +116,11 @@ def _engine(config: PlanConfig, parallel: ParallelConfig) -> EngineConfig:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
         ),
+        lora=LoRAConfig(
+            enable_lora=config.enable_lora,
+            max_loras=config.max_loras,
+            max_lora_rank=config.max_lora_rank,
+        ),
     )
 
 
@@ -130,9 +138,9 @@ def _show(console: Console, plans: Sequence[RolePlan], topology: Topology | None
         for cells in zip(*map(_rows, plans), strict=True):
             table.add_row(cells[0][0], *(value for _, value in cells))
         console.print(table)
-        console.print(FOOTNOTES, soft_wrap=True)
+        console.print(FOOTNOTES)
     for plan in plans:
-        console.print(_verdict(plan), soft_wrap=True)
+        console.print(_verdict(plan))
     if topology is not None:
         _show_topology(console, topology)
 
@@ -154,6 +162,8 @@ def _rows(plan: RolePlan) -> Iterator[tuple[str, str]]:
     yield "− weights", _gb(rank.weights)
     yield "− activations ¹", format_bytes(rank.activations)
     yield "− overhead ²", format_bytes(rank.overhead)
+    if rank.adapters:
+        yield "− LoRA adapters", format_bytes(rank.adapters)
     yield "= left for KV", format_bytes(rank.left_for_kv)
     yield "KV of a token, model", format_bytes(plan.kv_per_token)
     yield "KV of a token, GPU", format_bytes(rank.kv_per_token)
@@ -174,11 +184,12 @@ def _traffic(plan: RolePlan, count: int) -> str:
     return format_bytes(count) if plan.tensor_parallel_size > 1 else "none"
 
 
-def _verdict(plan: RolePlan) -> str:
+def _verdict(plan: RolePlan) -> Text:
     if plan.fits:
-        return f"[green]{plan.role}: fits[/]: {plan.reason}"
+        return Text.assemble((f"{plan.role}: fits", "green"), f": {plan.reason}")
     mends = "; or ".join(plan.mends) or "no single change is enough: combine them, or larger GPUs"
-    return f"[red]{plan.role}: does not fit[/]: {plan.reason}\n  mend: {mends}"
+    told = f": {plan.reason}\n  mend: {mends}"
+    return Text.assemble((f"{plan.role}: does not fit", "red"), told)
 
 
 def _show_topology(console: Console, topology: Topology) -> None:
@@ -186,4 +197,4 @@ def _show_topology(console: Console, topology: Topology) -> None:
         console.print(f"GPU {gpu.index}: {gpu.name}, {format_bytes(gpu.memory)}")
     for link in topology.links:
         console.print(f"GPU {link.gpus[0]} – GPU {link.gpus[1]}: {link.kind}")
-    console.print(f"topology: {topology.advice}", soft_wrap=True)
+    console.print(f"topology: {topology.advice}")

@@ -5,21 +5,47 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
+import msgspec
+from rich.console import JustifyMethod
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pdserve.common.client.server import Server, add_server_options, session_of
+from pdserve.common.client.server import LOOK_TIMEOUT, Server, add_server_options, session_of
+from pdserve.common.client.terminal import console_of, number
 from pdserve.common.core.errors import NodeError, PdserveError
 from pdserve.common.core.printable import printable
 
 STATES = {"ready": "green", "unhealthy": "red", "lost": "red", "broken": "yellow"}
-COLUMNS = ("node", "role", "state", "in flight", "running", "waiting", "KV use", "free blocks")
+COLUMNS: dict[str, JustifyMethod] = {
+    **dict.fromkeys(("node", "role", "state"), "left"),
+    **dict.fromkeys(("in flight", "running", "waiting", "KV use"), "right"),
+}
+
+
+class Node(msgspec.Struct):
+    """What is shown of a node of /v1/cluster."""
+
+    node_id: str
+    role: str
+    state: str
+    reason: str
+    in_flight: int
+    running: int
+    waiting: int
+    kv_cache_usage: float
+    total_blocks: int
+
+
+class State(msgspec.Struct):
+    nodes: list[Node]
+    ready: bool
+    reason: str
+    running: int
+    waiting: int
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,82 +56,76 @@ def main(argv: Sequence[str] | None = None) -> int:
         return asyncio.run(_watch(options))
     except KeyboardInterrupt:
         return 0
-    except PdserveError as error:
-        print(f"pdserve top: error: {error.message}", file=sys.stderr)
-        return 1
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pdserve top", description="The nodes of a cluster, live; once where nobody watches."
     )
-    add_server_options(parser)
-    parser.add_argument("--interval", type=_seconds, default=1.0, help="seconds between two looks")
+    add_server_options(parser, LOOK_TIMEOUT)
+    parser.add_argument(
+        "--interval", type=number(float, 0.05, 3600), default=1.0, help="seconds between two looks"
+    )
     parser.add_argument("--once", action="store_true", help="look once")
     parser.add_argument("--json", action="store_true", help="print JSON, a line for each look")
     return parser
 
 
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0.05 <= value <= 3600:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0.05 and 3600")
-    return value
-
-
 async def _watch(options: argparse.Namespace) -> int:
-    console = Console(highlight=False)
+    console = console_of()
     async with session_of(options) as session:
         server = Server(session, options.url)
-        state = await _look(server)
+        found = await server.get("/v1/cluster")
+        state = _read(found, server)
         if options.json:
-            return await _lines(server, state, options)
+            return await _lines(server, found, options)
         if options.once or not console.is_terminal:
             console.print(table(state))
-            return 0 if state["ready"] else 1
+            return 0 if state.ready else 1
         with Live(table(state), console=console, auto_refresh=False) as live:
             while True:
                 await asyncio.sleep(options.interval)
                 try:
-                    live.update(table(await _look(server)), refresh=True)
+                    state = _read(await server.get("/v1/cluster"), server)
+                    live.update(table(state), refresh=True)
                 except PdserveError as error:  # it may come back
                     live.update(Text(error.message, style="red"), refresh=True)
 
 
-async def _lines(server: Server, state: dict[str, Any], options: argparse.Namespace) -> int:
+async def _lines(server: Server, found: Any, options: argparse.Namespace) -> int:
     while True:
-        print(json.dumps(state), flush=True)
+        print(json.dumps(found), flush=True)
         if options.once:
-            return 0 if state["ready"] else 1
+            return 0 if found["ready"] else 1
         await asyncio.sleep(options.interval)
-        state = await _look(server)
+        found = await server.get("/v1/cluster")
 
 
-async def _look(server: Server) -> dict[str, Any]:
-    state = await server.get("/v1/cluster")
-    if not isinstance(state, dict) or not isinstance(state.get("nodes"), list):
-        raise NodeError(f"{server.url} is no router of pdserve")
-    return state
+def _read(found: Any, server: Server) -> State:
+    try:
+        return msgspec.convert(found, State)
+    except msgspec.ValidationError as error:
+        raise NodeError(f"{server.url} is no router of this version: {error}") from error
 
 
-def table(state: dict[str, Any]) -> Table:
+def table(state: State) -> Table:
     """The cluster in a line, and a row for each node, in an order that stays."""
-    title = f"{state.get('running', 0)} running, {state.get('waiting', 0)} waiting"
-    if not state.get("ready"):
-        title = f"not ready: {printable(str(state.get('reason')), 200)}; {title}"
-    found = Table(*COLUMNS, title=title, title_justify="left")
-    for column in found.columns[3:]:
-        column.justify = "right"
-    for node in sorted(state["nodes"], key=lambda node: (node["role"], node["node_id"])):
-        reason = f" ({printable(node['reason'], 80)})" if node["reason"] else ""
+    title = f"{state.running} running, {state.waiting} waiting"
+    if not state.ready:
+        title = f"not ready: {printable(state.reason, 200)}; {title}"
+    found = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for name, justify in COLUMNS.items():
+        # Reasons are long, and give way: whose they are says which log to read.
+        found.add_column(name, justify=justify, no_wrap=name != "state", overflow="fold")
+    for node in sorted(state.nodes, key=lambda node: (node.role, node.node_id)):
+        reason = f" ({printable(node.reason, 80)})" if node.reason not in ("", "ok") else ""
         found.add_row(
-            Text(printable(node["node_id"], 60)),
-            node["role"],
-            Text(node["state"] + reason, style=STATES.get(node["state"], "")),
-            str(node["in_flight"]),
-            str(node["running"]),
-            str(node["waiting"]),
-            f"{node['kv_cache_usage']:.0%}",
-            f"{node['free_blocks']}/{node['total_blocks']}",
+            printable(node.node_id, 60),
+            printable(node.role, 20),
+            Text(printable(node.state, 20) + reason, style=STATES.get(node.state, "")),
+            str(node.in_flight),
+            str(node.running),
+            str(node.waiting),
+            f"{node.kv_cache_usage:.0%} of {node.total_blocks}",
         )
     return found

@@ -16,6 +16,7 @@ from rich.text import Text
 from pdserve.common.cli.child import Write
 from pdserve.common.cli.cluster import Cluster, node_names
 from pdserve.common.cli.host_share import node_shares
+from pdserve.common.client.terminal import console_of
 from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.sources import parse
 from pdserve.common.core.errors import ConfigError, PdserveError
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "do both.",
         argv=argv,
     )
-    console = Console(file=cast(IO[str], LogStream()), highlight=False)
+    console = console_of(file=cast(IO[str], LogStream()))
     return asyncio.run(serve(with_model(config, console), console))
 
 

@@ -11,13 +11,24 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 
+from pdserve.common.client.terminal import positive
 from pdserve.common.core import errors
-from pdserve.common.core.errors import Blame, InvalidRequest, NodeError, PdserveError, Unavailable
+from pdserve.common.core.errors import (
+    Blame,
+    ConfigError,
+    InvalidRequest,
+    NodeError,
+    PdserveError,
+    Unavailable,
+)
 from pdserve.common.core.printable import printable
 
+LOOK_TIMEOUT = 10.0  # seconds a look at a server may take
+DEFAULT_URL, URL_HELP = "http://127.0.0.1:8000", "the server; its key is OPENAI_API_KEY"
 CONNECT_TIMEOUT = 10.0
 MAX_MESSAGE = 2000  # characters of a server's error that are shown
 FIRST_BACKOFF, LAST_BACKOFF = 0.5, 15.0  # seconds
@@ -61,22 +72,24 @@ class Server:
     """The server at `url` (without /v1); `session` is the caller's."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        """Raises ConfigError for what is no URL of a server."""
         self._session = session
         self.url = url.rstrip("/").removesuffix("/v1")
+        if not _is_server(self.url):
+            raise ConfigError(f"{url!r} is no URL of a server, such as {DEFAULT_URL}")
 
-    async def get(self, path: str) -> Any:
-        """The JSON at a path.
+    async def get(self, path: str, *, tries: int = 1) -> Any:
+        """The JSON at a path; what may pass is tried again, after growing pauses.
 
         Raises:
             PdserveError: the server answered with an error, or not at all (Unavailable).
         """
-        async with self._call("GET", path) as response:
-            return _checked(await _answer(response))
+        return _checked(await self._ask("GET", path, None, None, tries))
 
     async def post(
         self, path: str, body: Any, *, tries: int = 1, headers: Mapping[str, str] | None = None
     ) -> Any:
-        """As `get`; what may pass is tried again, after growing pauses."""
+        """As `get`."""
         return _checked(await self.ask(path, body, tries=tries, headers=headers))
 
     async def ask(
@@ -88,10 +101,20 @@ class Server:
             Unavailable: the server cannot be reached.
         """
         data = body if isinstance(body, bytes) else encode(body)
+        return await self._ask("POST", path, data, headers, tries)
+
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        data: bytes | None,
+        headers: Mapping[str, str] | None,
+        tries: int,
+    ) -> Answer:
         backoff = FIRST_BACKOFF
         for left in reversed(range(tries)):
             try:
-                async with self._call("POST", path, data, headers) as response:
+                async with self._call(method, path, data, headers) as response:
                     answer = await _answer(response)
                 if answer.status < 400 or not answer.error().retryable or not left:
                     return answer
@@ -150,13 +173,23 @@ class Server:
                 yield response
         except (aiohttp.ClientError, ConnectionError) as error:
             reason = str(error) or type(error).__name__
+            began = isinstance(error, aiohttp.ClientPayloadError)
+            what = "broke off its answer" if began else "does not answer"
             raise Unavailable(
-                f"{self.url} does not answer: {printable(reason, 200)}",
-                code="CONNECT_FAILED",
+                f"{self.url} {what}: {printable(reason, 200)}",
+                code="TRUNCATED" if began else "CONNECT_FAILED",
                 blame=Blame.NETWORK,
             ) from error
         except TimeoutError as error:
             raise errors.DeadlineExceeded(f"{self.url} took too long to answer") from error
+
+
+def _is_server(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of the port
+        return False
 
 
 def client_session(
@@ -171,12 +204,10 @@ def client_session(
     )
 
 
-def add_server_options(parser: argparse.ArgumentParser) -> None:
+def add_server_options(parser: argparse.ArgumentParser, timeout: float) -> None:
     """Which server a command is about; `session_of` reads them."""
-    parser.add_argument(
-        "--url", default="http://127.0.0.1:8000", help="the server; its key is OPENAI_API_KEY"
-    )
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one answer")
+    parser.add_argument("--url", default=DEFAULT_URL, help=URL_HELP)
+    parser.add_argument("--timeout", type=positive, default=timeout, help="seconds for one answer")
 
 
 def session_of(options: argparse.Namespace) -> aiohttp.ClientSession:
@@ -184,8 +215,15 @@ def session_of(options: argparse.Namespace) -> aiohttp.ClientSession:
 
 
 def key_from_environment() -> str | None:
-    """As OpenAI's clients have it."""
-    return os.environ.get("OPENAI_API_KEY") or None
+    """As OpenAI's clients have it.
+
+    Raises:
+        ConfigError: no header can hold it.
+    """
+    key = os.environ.get("OPENAI_API_KEY", "").strip()  # of the end of a line of its file
+    if not key.isprintable():
+        raise ConfigError("OPENAI_API_KEY has a character that no key has")
+    return key or None
 
 
 def encode(body: Any) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pdserve.common.config.lora import LoRAConfig
 from pdserve.common.config.node import (
     CacheConfig,
     EngineConfig,
@@ -142,6 +143,9 @@ class PlanConfig:
     block_size: int = same_option(CacheConfig, "block_size")
     max_num_seqs: int = same_option(SchedulerConfig, "max_num_seqs")
     max_num_batched_tokens: int = same_option(SchedulerConfig, "max_num_batched_tokens")
+    enable_lora: bool = same_option(LoRAConfig, "enable_lora")
+    max_loras: int = same_option(LoRAConfig, "max_loras")
+    max_lora_rank: int = same_option(LoRAConfig, "max_lora_rank")
     json: bool = option(False, "print JSON, in bytes, instead of a table")
     topology: bool = option(
         False, "also read how this host's GPUs are connected and advise (alone: without --model)"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.common.config.compilation import CompilationConfig
+from pdserve.common.config.lora import LoRAConfig
 from pdserve.common.config.shared import (
     PORT,
     AuthConfig,
@@ -17,7 +18,7 @@ from pdserve.common.config.shared import (
 )
 from pdserve.common.config.speculation import SpeculationOptions
 from pdserve.common.core.errors import ConfigError
-from pdserve.common.core.sampling import MAX_LOGPROBS
+from pdserve.common.core.parameters import MAX_LOGPROBS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,7 @@ class ModelConfig:
         "auto",
         "compute and KV dtype; auto: the checkpoint's, or float32 on CPUs without fast bf16",
         choices=("auto", "float32", "bfloat16", "float16"),
+        aliases={"half": "float16", "float": "float32"},
     )
     quantization: str | None = option(
         None,
@@ -231,6 +233,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     compilation: CompilationConfig = field(default_factory=CompilationConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
 
     @property

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from pdserve.common.config.lora import LoRAConfig
 from pdserve.common.config.node import ModelConfig
 from pdserve.common.config.shared import (
     PORT,
@@ -70,6 +72,12 @@ class ServerConfig:
         metavar="/PATH",
     )
     ui: bool = option(True, "a page at /ui that shows the cluster and talks to it")
+    runtime_lora_dir: str | None = option(
+        None,
+        "folder whose LoRA adapters clients may load and unload (POST /v1/load_lora_adapter, "
+        "/v1/unload_lora_adapter); absent: they may not",
+        metavar="FOLDER",
+    )
     ssl_certfile: str | None = option(
         None, "certificate chain of the HTTP port (PEM); with it HTTP is HTTPS", metavar="FILE"
     )
@@ -149,6 +157,12 @@ class RoutingConfig:
         minimum=0.01,
         maximum=1.0,
     )
+    scheduling_policy: str = option(
+        "fcfs",
+        "whose turn it is: first come, first served, or of each client's requests those of the "
+        "lowest priority first",
+        choices=("fcfs", "priority"),
+    )
     queue_timeout: float = option(
         30.0,
         "seconds a request waits in all, until its first token, for a place and for nodes; then "
@@ -170,6 +184,12 @@ class RoutingConfig:
         "how many nodes may die in a row while they compute a request, without a new token "
         "between them; one more, and it is poison and fails",
         minimum=0,
+    )
+    kept_timelines: int = option(
+        1000,
+        "requests that are over whose timelines can be asked for (pdserve trace); some 3 kB each",
+        minimum=0,
+        maximum=100_000,
     )
     breaker_failures: int = option(
         3, "failures in a row that open a node's circuit breaker", minimum=1
@@ -195,6 +215,14 @@ class RouterConfig:
     tls: TLSConfig = field(default_factory=TLSConfig)
     auth: AuthConfig = field(default_factory=AuthConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     log: LogConfig = field(default_factory=LogConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
+
+    def __post_init__(self) -> None:
+        folder = self.server.runtime_lora_dir
+        if folder is not None and not self.lora.enable_lora:
+            raise ConfigError("--runtime-lora-dir needs --enable-lora")
+        if folder is not None and not Path(folder).is_dir():
+            raise ConfigError(f"--runtime-lora-dir {folder} is no folder")

@@ -14,8 +14,9 @@ from pdserve.common.core.errors import ConfigError
 
 
 def option(default: Any, help: str, **extra: Any) -> Any:
-    """A dataclass field with its help text; `short`, `choices`, `metavar`, `minimum` and
-    `maximum` (both inclusive) are optional. A `secret` never goes onto a command line."""
+    """A dataclass field with its help text; `short`, `choices` (`aliases` are other names of
+    some), `metavar`, `minimum` and `maximum` (both inclusive) are optional. A `secret` never goes
+    onto a command line."""
     if isinstance(default, (list, dict)):
         kind = type(default)
         return field(default_factory=lambda: kind(default), metadata={"help": help, **extra})

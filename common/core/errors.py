@@ -6,6 +6,7 @@
     │   ├── InvalidRequest       400  `param` names the field
     │   ├── Unauthenticated      401  no API key, or another one
     │   ├── ModelNotFound        404
+    │   ├── RequestNotFound      404
     │   └── RequestTooLarge      413
     ├── Overloaded           429  queues are full; carries `retry_after` (seconds)
     ├── Unavailable          503  no node can serve; carries `retry_after` (seconds)
@@ -30,6 +31,7 @@ class Blame(StrEnum):
 
     CLIENT = "client"
     ROUTER = "router"
+    OPERATOR = "operator"  # who starts a process
     PREFILL = "prefill"
     DECODE = "decode"
     BOTH = "both"  # a node that is prefill and decode node in one
@@ -71,6 +73,7 @@ class ConfigError(PdserveError):
     """This process cannot start as configured; the message says the mend."""
 
     default_code = "BAD_CONFIG"
+    default_blame = Blame.OPERATOR
 
 
 class RequestError(PdserveError):
@@ -91,6 +94,11 @@ class Unauthenticated(RequestError):
 
 class ModelNotFound(RequestError):
     default_code = "MODEL_NOT_FOUND"
+    http_status = 404
+
+
+class RequestNotFound(RequestError):
+    default_code = "REQUEST_NOT_FOUND"
     http_status = 404
 
 
@@ -136,10 +144,7 @@ class ClusterAuthError(NodeError):
 
 
 class TransferError(NodeError):
-    """A KV hand-off failed. Codes: LAYOUT_MISMATCH, FINGERPRINT_MISMATCH, STALE_EPOCH,
-    UNKNOWN_TRANSFER, NO_COMMON_CONNECTOR (none that both nodes speak works between them),
-    LEASE_EXPIRED, EXPIRED, ABORTED, BAD_FRAME, BAD_COMMIT, PEER_LOST, CONNECT_FAILED,
-    CONNECTOR_FAILED, INTERNAL (a defect)."""
+    """A KV hand-off failed; `docs/troubleshooting.md` has the codes."""
 
     default_code = "TRANSFER_FAILED"
     default_blame = Blame.NETWORK

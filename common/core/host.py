@@ -13,6 +13,7 @@ import ipaddress
 import logging
 import os
 import platform
+import re
 import resource
 import signal
 import socket
@@ -25,6 +26,7 @@ from typing import NoReturn
 from pdserve.common.core.errors import ConfigError
 
 CPU_INFO = Path("/proc/cpuinfo")
+_ADDRESS = re.compile(r"[A-Za-z0-9._:%\[\]-]{1,255}:([0-9]{1,5})")
 
 
 def cpu_flags() -> frozenset[str]:
@@ -226,6 +228,12 @@ def host_identity() -> str:
     if not network.exists():
         return socket.gethostname()
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{network.stat().st_ino}"
+
+
+def is_address(text: str) -> bool:
+    """Whether it is HOST:PORT, as roles announce themselves; what a name leads to is not asked."""
+    found = _ADDRESS.fullmatch(text)
+    return found is not None and 0 < int(found[1]) < 1 << 16
 
 
 def is_loopback(host: str) -> bool:

@@ -23,6 +23,7 @@ from pdserve.common.core.moe_spec import (
 )
 from pdserve.common.core.quantization import QUANTIZATIONS, Quantization
 
+MAX_SHOWN = 20  # folders beside one that is not there
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -115,8 +116,10 @@ class ModelSpec:
             ConfigError: a file or key is missing, or the model is of a kind not supported.
         """
         folder = Path(folder)
+        if not folder.is_dir():
+            raise ConfigError(f"there is no folder {folder}{_neighbours(folder)}")
         if not (folder / "config.json").is_file():
-            raise ConfigError(f"{folder} has no config.json: --model must name a checkpoint folder")
+            raise ConfigError(f"{folder} has no config.json: it is no checkpoint folder")
         generation = folder / "generation_config.json"
         return cls.from_config(
             _read_json(folder / "config.json"),
@@ -247,6 +250,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{path} does not hold a JSON object")
     return content
+
+
+def _neighbours(folder: Path) -> str:
+    """What else is there, for whoever has mistyped it."""
+    beside = sorted(each.name for each in folder.parent.glob("[!.]*") if each.is_dir())
+    return f"; {folder.parent} has: {', '.join(beside[:MAX_SHOWN])}" if beside else ""
 
 
 def _family_of(config: Mapping[str, Any]) -> tuple[str, Family]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -18,16 +19,20 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdserve.common.core.host import default_cache_dir
+from pdserve.common.core.host import default_cache_dir, usable_cores
+
+logger = logging.getLogger(__name__)
 
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
-BUILD_TIMEOUT = 120.0  # seconds of a compiler; it takes a few
-LOCK_TIMEOUT = 180.0  # seconds until another process's build is not waited for any longer
+BUILD_TIMEOUT = 300.0  # seconds of a compiler; it takes a few
+LOCK_TIMEOUT = 600.0  # seconds until another process's build is not waited for any longer
 KEPT = 8  # libraries in a folder: of other versions, compilers or hosts that share it
+SCRATCH = ".build-"
 INSTALL = "install a C++ compiler (apt-get install g++), or name one in CXX"
 
 
@@ -116,9 +121,17 @@ def _cpu() -> str:
 
 
 def _build_atomically(library: Library, compiler: str, result: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix=".build-", dir=result.parent) as scratch:
+    """Under the lock: a scratch folder that is there was left by a process that was killed."""
+    for left in result.parent.glob(f"{SCRATCH}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    logger.info("compiling %s for this machine, once", library.name)
+    with (
+        tempfile.TemporaryDirectory(prefix=SCRATCH, dir=result.parent) as scratch,
+        ThreadPoolExecutor(usable_cores()) as threads,
+    ):
         sources = [path for path in library.files if path.suffix == ".cpp"]
-        objects = [_compile(library, compiler, path, scratch) for path in sources]
+        compiling = [threads.submit(_compile, library, compiler, each, scratch) for each in sources]
+        objects = [each.result() for each in compiling]
         made = f"{scratch}/library.so"
         # -z defs: what a linked library lacks fails here, not in the midst of a step.
         _run([compiler, "-shared", "-Wl,-z,defs", "-o", made, *objects, *library.linked])

@@ -24,6 +24,14 @@ def cut(text: str, limit: int) -> str:
     return f"{text[:limit]}… ({len(text) - limit} more characters)"
 
 
+def cut_bytes(text: str, limit: int) -> str:
+    """What of it fits into so many bytes of UTF-8, as text that UTF-8 can hold."""
+    encoded = text.encode(errors="backslashreplace")
+    if len(encoded) <= limit:
+        return encoded.decode()
+    return encoded[: limit - 3].decode(errors="ignore") + "…"
+
+
 def json_printable(text: str) -> str:
     """JSON of the same meaning, as `printable`."""
     if text.isprintable():

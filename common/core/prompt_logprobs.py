@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pdserve.common.core.errors import InvalidRequest
-from pdserve.common.core.sampling import MAX_LOGPROBS, SampledToken, TokenLogprobs
+from pdserve.common.core.parameters import MAX_LOGPROBS
+from pdserve.common.core.sampling import SampledToken, TokenLogprobs
 
 # Of one body: a token and each of the most likely ones beside it is an entry. As JSON some 80 bytes
 # each, between nodes 8: a message stays far below gRPC's limit.

@@ -52,6 +52,8 @@ class GenerateJob:
     choices: tuple[Choice, ...] = (Choice(),)
     cache_salt: str = ""  # jobs with different salts share no cached blocks
     timed: bool = False  # its tokens say how long the node has spent on them
+    adapter: str = ""  # the digest of the LoRA adapter that computes it
+    priority: int = 0  # lower ones come first
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -13,7 +13,17 @@ from typing import Any
 from pdserve.common.core.errors import InvalidRequest
 
 MAX_CONSTRAINT = 64 * 1024  # bytes of a constraint's text
-MAX_GRAMMAR = 4 * MAX_CONSTRAINT  # bytes of what becomes of it
+MAX_GRAMMAR = 4 * MAX_CONSTRAINT  # bytes of what becomes of it, with its opening
+MAX_OPENING = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What may come before the text that must match, or instead of it."""
+
+    thought: tuple[int, int] | None = None  # tokens that begin and end one, before the text
+    thinking: bool = False  # the answer begins within it
+    call: int | None = None  # token that begins tool calls instead of the text
 
 
 class ConstraintKind(StrEnum):

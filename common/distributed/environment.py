@@ -180,15 +180,15 @@ def address_towards(url: str) -> str:
     parsed = urlsplit(url)
     if parsed.hostname is None:
         return LOOPBACK
-    family, kind, _, _, address = socket.getaddrinfo(
-        parsed.hostname, parsed.port or 1, type=socket.SOCK_DGRAM
-    )[0]
-    with socket.socket(family, kind) as probe:
-        try:
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            parsed.hostname, parsed.port or 1, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind) as probe:
             probe.connect(address)
-        except OSError:
-            return LOOPBACK
-        return str(probe.getsockname()[0])
+            return str(probe.getsockname()[0])
+    except OSError:
+        return LOOPBACK
 
 
 def address_of_name() -> str:

@@ -157,6 +157,7 @@ class InProcessExecutor(Executor):
             worker: Worker = import_string(self._spec.factory)(self._spec, emit)
             return worker, worker.ready()
 
+        await self._run(self._calls, lambda: None)  # later there may be no room for a thread
         self._worker, ready = await self._run(self._steps, build)
         return [ready]
 

@@ -9,6 +9,7 @@ start ─ launch all ─ each rank connects and builds ─▶ serving ─ shutdo
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
 from collections.abc import Container, Coroutine, Sequence
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _START_LOG_INTERVAL = 15.0  # seconds between two lines about ranks that are still starting
 _KILL_TIMEOUT = 5.0  # seconds each part of a stop gets once ranks are killed
+MAX_BURST = 32  # messages of ranks taken in one turn of the event loop
 
 
 class Launcher(Protocol):
@@ -163,17 +165,22 @@ class FanOutExecutor(Executor):
         await self._socket.send_multipart(frames)
 
     async def _read(self) -> None:
-        while True:
+        for count in itertools.count(1):
             _, header, body = await self._socket.recv_multipart()
-            rank, kind, number = wire.HEADER.unpack(header)
-            if kind == Kind.BROKEN:
-                self._step_failed(decode_failure(body))
-            elif kind == Kind.LOG:
-                write_log(body.decode(errors="replace"))
-            elif kind != Kind.EVENT:
-                self._resolve(kind, number, body)
-            elif self._event_callback is not None:
-                self._event_callback(rank, body)
+            self._take(header, body)
+            if count % MAX_BURST == 0:
+                await asyncio.sleep(0)  # what is there already comes without a pause otherwise
+
+    def _take(self, header: bytes, body: bytes) -> None:
+        rank, kind, number = wire.HEADER.unpack(header)
+        if kind == Kind.BROKEN:
+            self._step_failed(decode_failure(body))
+        elif kind == Kind.LOG:
+            write_log(body.decode(errors="replace"))
+        elif kind != Kind.EVENT:
+            self._resolve(kind, number, body)
+        elif self._event_callback is not None:
+            self._event_callback(rank, body)
 
     def _step_failed(self, error: PdserveError) -> None:
         """A step failed on a rank. One that lost a peer may say so before the peer's death is
@@ -273,7 +280,8 @@ async def _within(seconds: float, work: Coroutine[Any, Any, None]) -> bool:
 
 async def _end(context: zmq.asyncio.Context, socket: zmq.asyncio.Socket) -> None:
     """Closes the socket and waits until libzmq's threads have ended. A thread waits, which nobody
-    joins, so that whoever is tired of waiting can go on."""
+    joins, so that whoever is tired of waiting can go on: they wait for ever if a wake-up is lost,
+    as one is whose descriptor (an eventfd of libzmq's) somebody else closed and then was given."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
     def terminate() -> None:

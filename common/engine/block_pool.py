@@ -29,11 +29,12 @@ def hash_blocks(
     block_size: int,
     known: Sequence[BlockHash] = (),
     cache_salt: str = "",
+    adapter: str = "",
 ) -> list[BlockHash]:
     """Hashes of all full blocks of `token_ids`; `known` are the hashes of the first blocks
-    when they are already computed."""
+    when they are already computed. `adapter`: the digest of the one that computes their KV."""
     hashes = list(known)
-    parent = hashes[-1] if hashes else _root(cache_salt)
+    parent = hashes[-1] if hashes else _root(cache_salt, adapter)
     for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
         tokens = array("I", token_ids[start : start + block_size]).tobytes()
         parent = hashlib.blake2b(tokens, key=parent, digest_size=16).digest()
@@ -41,10 +42,12 @@ def hash_blocks(
     return hashes
 
 
-def _root(cache_salt: str) -> bytes:
-    if not cache_salt:
+def _root(cache_salt: str, adapter: str) -> bytes:
+    if not (cache_salt or adapter):
         return b""
-    return hashlib.blake2b(cache_salt.encode(), digest_size=16, person=b"cache_salt").digest()
+    return hashlib.blake2b(
+        cache_salt.encode(), digest_size=16, key=adapter.encode(), person=b"cache_salt"
+    ).digest()
 
 
 class BlockPool:

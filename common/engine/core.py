@@ -46,8 +46,8 @@ class EngineListener(Protocol):
 
     def failed(self, sequence: Sequence, reason: str, code: str) -> None:
         """The sequence is HELD and computed no more. `code` is of the error it ends with:
-        SEQUENCE_FAILED, it had no result in a step whose others had one; INTERNAL, a defect in
-        what is made of its results."""
+        SEQUENCE_FAILED, it had no result in a step whose others had one; InvalidRequest's, its own
+        parameters forbid every token; INTERNAL, a defect in what is made of its results."""
 
     def routed(self, load: ExpertLoad) -> None:
         """A step kept a mixture of experts that busy."""
@@ -124,6 +124,8 @@ class EngineCore:
             choice=choice.index,
             request_id=job.request_id,
             cache_salt=job.cache_salt,
+            adapter=job.adapter,
+            priority=job.priority,
             remote=remote,
             prompt_logprobs=[] if wanted and not remote else None,
         )
@@ -303,8 +305,7 @@ class EngineCore:
             tokens = (*tokens, token)
             if (finish := self._check(sequence)) is not None:
                 break
-        if num_drafts:
-            self.scheduler.verified(sequence, num_drafts, len(drawn) - 1, kept=len(tokens) - 1)
+        self.scheduler.drawn(sequence, len(tokens), num_drafts, len(drawn) - 1)
         self._notify(sequence, self._listener.sampled, tokens, finish)
 
     def _notify(self, sequence: Sequence, callback: Callable[..., None], *args: object) -> None:
@@ -318,7 +319,10 @@ class EngineCore:
 
     def _fail(self, sequence: Sequence, reason: str, code: str) -> None:
         sequence.cancelled = True
-        self.scheduler.fail(sequence)
+        if code == InvalidRequest.default_code:
+            self.scheduler.hold(sequence)  # its KV is in order, and the node did its work
+        else:
+            self.scheduler.fail(sequence)
         self._listener.failed(sequence, reason, code)
 
     def _check(self, sequence: Sequence) -> Finish | None:

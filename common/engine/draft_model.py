@@ -97,12 +97,14 @@ class _Drafted:
     def delta(self, sequence: Sequence, count: int, num_drafts: int) -> SequenceDelta:
         """The next `count` tokens, and so many guesses after them."""
         start, known, params = self.num_computed, self.num_known, sequence.sampling
-        new = NewSequence(
+        new = None
+        if known is None:
             # No word of ends and log-probabilities: a guess needs neither.
-            sampling=replace(params, logprobs=None, min_tokens=0),
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            seed=params.seed + sequence.choice,
-        )
+            new = NewSequence(
+                sampling=replace(params, logprobs=None, min_tokens=0),
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                seed=params.seed + sequence.choice,
+            )
         self.num_computed += count
         self.num_known = len(self.block_table)
         return SequenceDelta(
@@ -112,6 +114,6 @@ class _Drafted:
             num_blocks=known or 0,
             new_block_ids=tuple(self.block_table[known or 0 :]),
             samples=num_drafts > 0,
-            new=new if known is None else None,
+            new=new,
             num_drafts=num_drafts,
         )

@@ -22,6 +22,7 @@ class NewSequence:
     seed: int  # sampling.seed + choice
     min_tokens_bans: tuple[int, ...] = ()  # what sampling.min_tokens forbids: EOS, stop ids
     history: tuple[int, ...] = ()  # prompt + output so far, if sampling.needs_history
+    adapter: str = ""  # digest of the LoRA adapter that computes it
 
 
 @dataclass(frozen=True, slots=True)

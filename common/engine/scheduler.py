@@ -5,8 +5,8 @@ prompt never stalls them; what is left goes to prompts, in chunks (chunked prefi
 Sarathi-Serve, OSDI'24), shared so that neither a long one nor many short ones keep others waiting
 (`share_budget`). A sequence is admitted only when blocks for all its present tokens are free;
 while it waits for them, shorter ones may overtake it a little. A decoding sequence that needs one
-more block when none is free preempts the youngest one, which gives its blocks back and computes its
-tokens again later.
+more block when none is free preempts the least urgent one, of equals the youngest, which gives its
+blocks back and computes its tokens again later.
 
 A pipeline has a step for each of its stages in flight (micro-batches, as in GPipe,
 arXiv:1811.06965). A step then takes only its share of what there is to do, or one would take all
@@ -31,9 +31,11 @@ from pdserve.common.config.node import SchedulerConfig
 from pdserve.common.core.sampling import SampledToken
 from pdserve.common.core.step_shape import StepShape
 from pdserve.common.engine.block_pool import BlockPool
-from pdserve.common.engine.messages import NewSequence, SequenceDelta, StepDelta
+from pdserve.common.engine.messages import SequenceDelta, StepDelta
+from pdserve.common.engine.prompt_budget import share_budget
 from pdserve.common.engine.sequence import Sequence, Status
 from pdserve.common.engine.speculation import NO_DRAFT, Draft, Speculator
+from pdserve.common.engine.step_builder import StepBuilder
 
 QUEUE_WINDOW = 64
 """Sequences behind the head of the queue that may be admitted when it does not fit."""
@@ -68,23 +70,24 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_failed = 0  # sequences whose share of a step could not be computed
         self.prompt_tokens = 0  # computed here, recomputation after a preemption included
-        self.generation_tokens = 0  # sampled here
+        self.generation_tokens = 0  # that sequences got here
         self.cache_queries = 0  # prompt tokens looked up in the prefix cache
         self.cache_hits = 0  # prompt tokens found there
-        self.computed_steps = StepShape()  # all that was told to the ranks
-        self._step = 0
-        self._known_blocks: dict[int, int] = {}  # to the ranks, by seq_id; all are running
-        self._again: set[int] = set()  # seq_ids whose next token the ranks have had already
-        self._ended: list[int] = []  # seq_ids that the ranks still know
+        self._steps = StepBuilder(eos_token_ids)
+
+    @property
+    def computed_steps(self) -> StepShape:
+        """All that was told to the ranks, since start."""
+        return self._steps.computed
 
     # ---- entering and leaving -------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
-        """First come, first served; but those that another node has begun come before those
-        that have waited for no token yet."""
+        """By priority; of equals first come, first served, but those that another node has begun
+        come before those that have waited for no token yet."""
         sequence.status = Status.WAITING
-        begun = sum(each.num_output_tokens > 0 for each in self.waiting)
-        self.waiting.insert(begun if sequence.num_output_tokens else len(self.waiting), sequence)
+        ahead = sum(_turn(each) <= _turn(sequence) for each in self.waiting)
+        self.waiting.insert(ahead, sequence)
 
     def admit(self) -> list[Sequence]:
         """Gives blocks to the sequences at the head of the queue, while they last; then to some
@@ -153,34 +156,19 @@ class Scheduler:
         """The next step, or None when there is nothing to compute that is not in flight."""
         tokens = self.config.max_num_batched_tokens
         drafts = self.speculator.budget(self.running, tokens) if self.speculator else 0
-        entries: list[SequenceDelta] = []
+        decodes: list[SequenceDelta] = []
         for sequence in self._decodes():
             guess = self._guess(sequence, drafts)
             drafts -= guess.size
-            entries.append(self._entry(sequence, 1, guess))
-        decodes = len(entries)
-        taken = decodes + sum(entry.num_drafts for entry in entries)
+            decodes.append(self._steps.entry(sequence, 1, guess))
+        taken = len(decodes) + sum(entry.num_drafts for entry in decodes)
         budget = min(tokens - taken, self._prompt_share())
-        entries += [self._entry(sequence, chunk) for sequence, chunk in self._chunks(budget)]
-        if not entries:
+        chunks = [self._steps.entry(sequence, count) for sequence, count in self._chunks(budget)]
+        if not decodes and not chunks:
             return None
-        self._step += 1
-        self.generation_tokens += sum(entry.samples for entry in entries)
-        self.prompt_tokens += sum(len(entry.token_ids) for entry in entries) - decodes
-        self._count(entries, decodes)
-        ended, self._ended = tuple(self._ended), []
+        self.prompt_tokens += sum(len(entry.token_ids) for entry in chunks)
         drafting = self.speculator.drafting() if self.speculator else ()
-        return StepDelta(self._step, tuple(entries), ended, drafting)
-
-    def _count(self, entries: list[SequenceDelta], decodes: int) -> None:
-        single = [each.start for each in entries[:decodes] if not each.num_drafts]
-        chunks = [
-            (each.start, len(each.token_ids) + each.num_drafts)
-            for place, each in enumerate(entries)
-            if place >= decodes or each.num_drafts
-        ]
-        sampled = sum(1 + each.num_drafts for each in entries if each.samples)
-        self.computed_steps.add_step(single, chunks, sampled)
+        return self._steps.build(decodes, chunks, drafting)
 
     def computed(self, sequence: Sequence, num_tokens: int) -> None:
         """A step has written the KV of the sequence's next `num_tokens` tokens."""
@@ -195,19 +183,21 @@ class Scheduler:
     def defer(self, sequence: Sequence, num_tokens: int) -> None:
         """A step took its next `num_tokens` tokens and could not draw one yet: the next one takes
         the last of them again."""
-        self.generation_tokens -= 1
-        sequence.num_scheduled -= 1
+        self._steps.again(sequence)
         self.computed(sequence, num_tokens - 1)
-        self._again.add(sequence.seq_id)
 
-    def verified(self, sequence: Sequence, num_drafts: int, num_accepted: int, kept: int) -> None:
-        """Of a step's drafts so many were right; the sequence has got `kept` of those tokens,
-        fewer if one ended it."""
+    def drawn(
+        self, sequence: Sequence, count: int, num_drafts: int = 0, num_accepted: int = 0
+    ) -> None:
+        """A step has drawn its last `count` tokens, all but one of which were drafts: the first
+        ones of `num_accepted` of the step's that were right, fewer if one ended it."""
+        self.generation_tokens += count
+        if not num_drafts:
+            return
         if self.speculator is not None:
             self.speculator.verified(sequence, num_drafts, num_accepted)
-        self.generation_tokens += kept
-        sequence.num_scheduled += kept
-        self.computed(sequence, kept)
+        sequence.num_scheduled += count - 1
+        self.computed(sequence, count - 1)
 
     # ---- inside ---------------------------------------------------------------------------
 
@@ -268,10 +258,11 @@ class Scheduler:
             self.cache_hits += sequence.num_cached
 
     def _decodes(self) -> Iterator[Sequence]:
-        """A step's share of the sequences that decode, each with a block for its token."""
+        """A step's share of the sequences that decode, each with a block for its token. The most
+        urgent ones first: what a step has taken already cannot be preempted for them."""
         decoding = sum(each.num_scheduled >= each.num_prompt_tokens for each in self.running)
         share = -(-decoding // self.micro_batches)
-        for sequence in tuple(self.running):
+        for sequence in sorted(self.running, key=lambda each: each.priority):
             running = sequence.status is Status.RUNNING  # or preempted for one before it
             if share and running and sequence.decodes and self._grow(sequence):
                 share -= 1
@@ -286,7 +277,7 @@ class Scheduler:
         """The prompts a step takes something of, and how many tokens."""
         prompts = [each for each in self.running if each.num_unscheduled and not each.decodes]
         chunks = share_budget(
-            [each.num_unscheduled for each in prompts], max(budget, 0), self._step
+            [each.num_unscheduled for each in prompts], max(budget, 0), self._steps.step
         )
         return [(each, chunk) for each, chunk in zip(prompts, chunks, strict=True) if chunk]
 
@@ -301,7 +292,8 @@ class Scheduler:
         if self.pool.blocks_for(sequence.num_tokens) <= len(sequence.block_table):
             return True
         while self.pool.num_free == 0:
-            victim = next(each for each in reversed(self.running) if not each.in_flight)
+            idle = (each for each in reversed(self.running) if not each.in_flight)
+            victim = max(idle, key=lambda each: each.priority)  # of equals the youngest
             if victim is sequence and any(each.in_flight for each in self.running):
                 return False
             self._preempt(victim)
@@ -318,72 +310,17 @@ class Scheduler:
         sequence.remote = False  # whatever it was, this node computes it again
         sequence.status = Status.WAITING
         sequence.times.preempt(monotonic())
-        self.waiting.appendleft(sequence)
+        ahead = sum(each.priority < sequence.priority for each in self.waiting)
+        self.waiting.insert(ahead, sequence)
         self.num_preemptions += 1
-
-    def _entry(self, sequence: Sequence, count: int, draft: Draft = NO_DRAFT) -> SequenceDelta:
-        start = sequence.num_scheduled
-        sequence.num_scheduled += count
-        known = self._known_blocks.get(sequence.seq_id)
-        self._known_blocks[sequence.seq_id] = len(sequence.block_table)
-        again = sequence.seq_id in self._again
-        self._again.discard(sequence.seq_id)
-        return SequenceDelta(
-            seq_id=sequence.seq_id,
-            token_ids=tuple(sequence.token_ids[start : start + count]),
-            start=start,
-            num_blocks=known or 0,
-            new_block_ids=tuple(sequence.block_table[known or 0 :]),
-            samples=sequence.num_scheduled == sequence.num_tokens,
-            new=self._new(sequence) if known is None else None,
-            drafts=draft.token_ids,
-            num_drafts=draft.size,
-            again=again,
-            scored=sequence.scored(start, start + count),
-        )
-
-    def _new(self, sequence: Sequence) -> NewSequence:
-        params = sequence.sampling
-        return NewSequence(
-            sampling=params,
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            seed=params.seed + sequence.choice,
-            min_tokens_bans=(*self.eos_token_ids, *params.stop_token_ids)
-            if params.min_tokens
-            else (),
-            history=tuple(sequence.token_ids) if params.needs_history else (),
-        )
 
     def _stop_running(self, sequence: Sequence) -> None:
         """No later step takes it, unless it is admitted again."""
         self.running.remove(sequence)
-        self._again.discard(sequence.seq_id)
-        if self._known_blocks.pop(sequence.seq_id, None) is not None:
-            self._ended.append(sequence.seq_id)
+        self._steps.forget(sequence)
         if self.speculator is not None:
             self.speculator.forget(sequence)
 
 
-def share_budget(left: list[int], budget: int, turn: int = 0) -> list[int]:
-    """How many of `budget` tokens each prompt gets. `left` are the tokens that each still needs,
-    the prompt that was admitted first comes first; `turn` counts steps.
-
-    The oldest one gets half at least, so that nobody starves it; the other half goes to those
-    that need less than it, the shortest first, so that they need not wait for its end. What these
-    leave goes to all in order of age. Everybody becomes the oldest one day: a prompt is computed
-    after at most twice the steps it would take if all older ones came before it. Prompts of one
-    length are computed one after the other, which serves them better than all at once.
-    """
-    shares = [0] * len(left)
-    if not left:
-        return shares
-    shorter = sorted((n, i) for i, n in enumerate(left) if n < left[0])
-    # Of an odd budget, and be it of one token, the odd one goes to either in turn.
-    half = (budget + turn % 2) // 2 if shorter else budget
-    shares[0] = min(left[0], half)
-    budget -= shares[0]
-    for index in (*(i for _, i in shorter), *range(len(left))):
-        more = min(left[index] - shares[index], budget)
-        shares[index] += more
-        budget -= more
-    return shares
+def _turn(sequence: Sequence) -> tuple[int, bool]:
+    return sequence.priority, sequence.num_output_tokens == 0

@@ -57,6 +57,8 @@ class Sequence:
     choice: int = 0
     request_id: str = ""
     cache_salt: str = ""
+    adapter: str = ""  # digest of the LoRA adapter that computes it
+    priority: int = 0  # lower ones come first
     remote: bool = False  # its KV comes from another node
     status: Status = Status.NEW
     num_computed: int = 0
@@ -102,7 +104,7 @@ class Sequence:
         """Hashes of all full blocks of the tokens so far."""
         if (len(self.block_hashes) + 1) * block_size <= len(self.token_ids):
             self.block_hashes = hash_blocks(
-                self.token_ids, block_size, self.block_hashes, self.cache_salt
+                self.token_ids, block_size, self.block_hashes, self.cache_salt, self.adapter
             )
         return self.block_hashes
 

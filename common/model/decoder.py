@@ -22,6 +22,7 @@ from pdserve.common.model.device import make_backend
 from pdserve.common.model.kernels.ops import TorchKernels
 from pdserve.common.model.layers import (
     MLP,
+    LoRA,
     ParallelLMHead,
     QKVParallelLinear,
     RMSNorm,
@@ -57,9 +58,9 @@ class Attention:
                 RMSNorm(f"{prefix}.k_norm", size, eps, sharding),
             )
 
-    def project(self, x: Tensor) -> Tensor:
+    def project(self, x: Tensor, lora: LoRA | None = None) -> Tensor:
         """`[T, hidden]` → `[T, heads + 2 · kv_heads, D]`: queries, keys and values."""
-        return self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
+        return self.qkv_proj(x, lora).view(x.shape[0], -1, self.head_dim)
 
     def shards(self) -> Iterator[Shard]:
         return shards_of(self.qkv_proj, self.o_proj, *(self.qk_norms or ()))
@@ -79,6 +80,10 @@ class DecoderLayer:
             self.mlp = MoE(f"{prefix}.{spec.moe.family.block}", spec, spec.moe, sharding)
         else:
             self.mlp = MLP(f"{prefix}.mlp", spec, spec.intermediate_size, sharding)
+
+    def feed_forward(self, x: Tensor, lora: LoRA | None) -> Tensor:
+        """`[T, hidden]`, of normed rows; experts have no adapters."""
+        return self.mlp(x, lora) if isinstance(self.mlp, MLP) else self.mlp(x)
 
     def shards(self) -> Iterator[Shard]:
         return shards_of(self.input_norm, self.attention, self.mlp_norm, self.mlp)
@@ -112,7 +117,12 @@ class CausalLM:
         )
 
     def forward(
-        self, inputs: Tensor, positions: Tensor, context: AttentionContext, kv_cache: Tensor
+        self,
+        inputs: Tensor,
+        positions: Tensor,
+        context: AttentionContext,
+        kv_cache: Tensor,
+        lora: LoRA | None = None,
     ) -> Tensor:
         """Computes a step's tokens and writes their KV.
 
@@ -123,6 +133,7 @@ class CausalLM:
             context: of `self.attention.prepare`.
             kv_cache: `[layers, 2, num_blocks, kv_heads, block_size, head_dim]` of the stage's
                 layers, in `dtype`.
+            lora: the adapters of its rows, if any has one.
 
         Returns:
             `[T, hidden]`: what the next stage takes; of the last stage pass the rows whose next
@@ -133,11 +144,11 @@ class CausalLM:
         residual = None  # what `hidden` is added to: a sum and the norm after it are one kernel
         for index, layer in enumerate(self.layers):
             residual, normed = layer.input_norm.add(residual, hidden)
-            qkv, norms = layer.attention.project(normed), layer.attention.qk_norms
+            qkv, norms = layer.attention.project(normed, lora), layer.attention.qk_norms
             attended = self.attention.attend(index, qkv, norms, angles, kv_cache, context)
-            hidden = layer.attention.o_proj(attended.flatten(1))
+            hidden = layer.attention.o_proj(attended.flatten(1), lora)
             residual, normed = layer.mlp_norm.add(residual, hidden)
-            hidden = layer.mlp(normed)
+            hidden = layer.feed_forward(normed, lora)
         return hidden if residual is None else residual + hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ nor do the layers know files. How a linear layer's matrix is stored is its `Weig
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor
@@ -20,6 +21,15 @@ from torch import Tensor
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.model.sharding import Shard, Sharding, shards_of
 from pdserve.common.model.weights import MatrixPart, Table, make_table, make_weight
+
+
+class LoRA(ABC):
+    """What the adapters of a step's rows add to linear layers."""
+
+    @abstractmethod
+    def add(self, name: str, x: Tensor, y: Tensor) -> None:
+        """To `y` `[T, out]`, in place, what those of its rows have for input `x` `[T, in]`; the
+        layer's first matrix is called `name`."""
 
 
 class RMSNorm:
@@ -53,8 +63,11 @@ class ColumnParallelLinear:
         self.weight = make_weight(parts, sharding)
         self.bias = sharding.zeros(sum(part.count for part in parts)) if bias else None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.weight.linear(x, self.bias)
+    def __call__(self, x: Tensor, lora: LoRA | None = None) -> Tensor:
+        y = self.weight.linear(x, self.bias)
+        if lora is not None:
+            lora.add(self.parts[0].name, x, y)
+        return y
 
     def shards(self) -> Iterator[Shard]:
         yield from self.weight.shards()
@@ -119,13 +132,16 @@ class RowParallelLinear:
         self.group = sharding.group
         columns = sharding.split(in_features)
         part = MatrixPart(name, (out_features, in_features), slice(0, out_features), columns)
+        self.parts = (part,)
         self.weight = make_weight([part], sharding)
         self.bias = sharding.zeros(out_features) if bias else None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, lora: LoRA | None = None) -> Tensor:
         # One rank adds the bias, or the sum would hold it once per rank.
         bias = self.bias if self.group.rank == 0 else None
         part = self.weight.linear(x, bias)
+        if lora is not None:
+            lora.add(self.name, x, part)
         return self.group.all_reduce(part) if self.reduce_results else part
 
     def shards(self) -> Iterator[Shard]:
@@ -155,8 +171,8 @@ class MLP:
         )
         self.kernels = sharding.kernels
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.kernels.silu_and_mul(self.gate_up_proj(x)))
+    def __call__(self, x: Tensor, lora: LoRA | None = None) -> Tensor:
+        return self.down_proj(self.kernels.silu_and_mul(self.gate_up_proj(x, lora)), lora)
 
     def shards(self) -> Iterator[Shard]:
         return shards_of(self.gate_up_proj, self.down_proj)

@@ -49,7 +49,7 @@ def choose_replica(schedulers: dict[int, Scheduler], job: GenerateJob) -> int:
         return next(iter(schedulers))  # without hashing the prompt
     tokens, pool = job.token_ids, next(iter(schedulers.values())).pool
     hashes = (
-        hash_blocks(tokens, pool.block_size, cache_salt=job.cache_salt)
+        hash_blocks(tokens, pool.block_size, cache_salt=job.cache_salt, adapter=job.adapter)
         if pool.prefix_caching
         else []
     )

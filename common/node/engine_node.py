@@ -20,6 +20,7 @@ from pdserve.common.core.errors import Blame, NodeError, PdserveError, Unavailab
 from pdserve.common.core.request import GenerateJob
 from pdserve.common.demo_model.embedded import resolve_model
 from pdserve.common.engine.messages import RankReady
+from pdserve.common.node.adapters import AdaptersService, NodeAdapters
 from pdserve.common.node.balance import choose_replica
 from pdserve.common.node.load import export, node_load, num_blocks, unhealthy_reasons
 from pdserve.common.node.model_facts import ModelFacts, check_job
@@ -34,6 +35,7 @@ from pdserve.common.obs.tracing import Tracer
 from pdserve.common.rpc.auth import new_node_id
 from pdserve.common.rpc.channels import Credentials
 from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.trace import TraceInterceptor
 from pdserve.common.worker.worker import ExtensionConfig
 from pdserve.kv_transfer.commands import Call
@@ -67,6 +69,7 @@ class EngineNode(ABC, Generic[S, T]):
         engine = replace(config.engine, model=resolve_model(config.engine.model))
         self.config = replace(config, engine=engine)
         self.facts = ModelFacts.read(engine)
+        self.adapters = NodeAdapters(engine.lora, self.facts.spec, self.blame)
         self.kv_identity = self.facts.kv_identity(engine.cache.block_size)
         self.fingerprint = fingerprint(self.kv_identity)  # nodes pair only when theirs are equal
         self.connectors = self.choose_connectors()
@@ -83,6 +86,7 @@ class EngineNode(ABC, Generic[S, T]):
         )
         self.address = ""
         self.draining = False
+        self.info = pb.NodeInfo()  # what the router is told, as it is now
         self._utilisation: list[Utilisation] = []  # of each replica
         self.replicas: list[Replica[S, T]] = []  # from `serve` on at least one
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -171,12 +175,30 @@ class EngineNode(ABC, Generic[S, T]):
         self.metrics.registry.register(UtilisationCollector(self._utilisation))
         self.metrics.healthy.set_function(lambda: float(self.ready()[0]))
         self.add_services()
+        if self.adapters.enabled:
+            await self._serve_adapters()
         for replica in self.replicas:
             self.spawn(replica.engine.run())
         self.spawn(self._watch())
         prefix = self.config.observability.metrics_prefix
         shown = Exposition(self.metrics.registry, self.facts.name, prefix, NODE_NAMES)
-        await self.server.start(self._info(), self.load, shown, self.ready, self.spawn)
+        self.info = self._info()
+        await self.server.start(self.info, self.load, shown, self.ready, self.spawn)
+
+    async def _serve_adapters(self) -> None:
+        await self.adapters.start(
+            [
+                partial(replica.engine.call, rank.rank)
+                for replica in self.replicas
+                for rank in replica.ranks.ready
+            ]
+        )
+
+        def announce() -> None:
+            self.info.adapters[:] = self.adapters.present
+
+        service = AdaptersService(self.adapters, self.spawn, announce, self.blame)
+        self.server.add("Adapters", pb_grpc.add_AdaptersServicer_to_server, service)
 
     async def _drain(self) -> None:
         """The router is told first: what it has placed until then is still taken."""
@@ -252,9 +274,11 @@ class EngineNode(ABC, Generic[S, T]):
         if not able:
             raise self._stalled(unhealthy_reasons(self.replicas))
         check_job(job, self.facts.spec.vocab_size, self.facts.max_model_len)
+        self.adapters.check(job.adapter)
         replica = self.replicas[choose_replica(able, job)]
         session = make(replica)
         replica.sessions.add(session)
+        self.adapters.take(session, job.adapter)
         return session
 
     def close(self, session: S) -> None:
@@ -273,6 +297,7 @@ class EngineNode(ABC, Generic[S, T]):
             ) from error
         finally:
             next(each for each in self.replicas if session in each.sessions).forget(session)
+        self.adapters.give_back(session)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs `work` in the background, until the node stops at the latest. An exception that
@@ -317,4 +342,6 @@ class EngineNode(ABC, Generic[S, T]):
             num_blocks=num_blocks(self.replicas),
             instance=secrets.token_hex(16),
             token_streams=self.token_streams,
+            takes_adapters=self.adapters.enabled,
+            adapters=self.adapters.present,
         )

@@ -10,9 +10,10 @@ import torch
 from pdserve.common.config.node import EngineConfig
 from pdserve.common.core.errors import ConfigError, InvalidRequest
 from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.core.parameters import MAX_CHOICES, check_range, check_token_ids
 from pdserve.common.core.prompt_logprobs import check_size
 from pdserve.common.core.request import GenerateJob
-from pdserve.common.core.sampling import MAX_CHOICES, check_range, check_sampling, check_token_ids
+from pdserve.common.core.sampling import check_sampling
 from pdserve.common.model.checkpoint import weights_revision
 from pdserve.common.model.device import choose_dtype, device_type, dtype_name
 from pdserve.common.model.stages import stages_of
@@ -77,9 +78,10 @@ def _draft(engine: EngineConfig, spec: ModelSpec) -> ModelSpec | None:
             f"{what}: its guesses must be known to the first of --pipeline-parallel-size "
             f"{parallel.pipeline_parallel_size} stages; method ngram works with stages"
         )
-    if not (Path(config.model) / "config.json").is_file():
-        raise ConfigError(f"{what} has no config.json: it must be a checkpoint folder")
-    draft = ModelSpec.from_folder(config.model)
+    try:
+        draft = ModelSpec.from_folder(config.model)
+    except ConfigError as error:
+        raise ConfigError(f"{what}: {error.message}") from None
     if draft.vocab_size != spec.vocab_size:
         raise ConfigError(
             f"{what} has a vocabulary of {draft.vocab_size} tokens, the model one of "

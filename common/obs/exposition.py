@@ -23,6 +23,7 @@ ROUTER_NAMES: Mapping[str, Sequence[str]] = {
     "e2e_request_latency_seconds": (),
     "generation_tokens": (),
     "inter_token_latency_seconds": ("time_per_output_token_seconds",),
+    "lora_requests_info": (),
     "num_requests_running": (),
     "num_requests_waiting": (),
     "prompt_tokens": (),

@@ -90,7 +90,7 @@ class RouterMetrics(_Metrics):
             "request_decode_time_seconds", "First token to last", REQUEST_SECONDS
         )
         self.inference_time = self._histogram(
-            "request_inference_time_seconds", "The two before together", REQUEST_SECONDS
+            "request_inference_time_seconds", "Prefill and decode together", REQUEST_SECONDS
         )
         self.request_prompt_tokens = self._histogram(
             "request_prompt_tokens", "Prompt tokens of a request", tokens
@@ -99,7 +99,7 @@ class RouterMetrics(_Metrics):
             "request_generation_tokens", "Tokens generated for a choice", tokens
         )
         self.max_generation_tokens = self._histogram(
-            "request_max_num_generation_tokens", "Those of a request's longest choice", tokens
+            "request_max_num_generation_tokens", "Tokens of a request's longest choice", tokens
         )
         self.max_tokens = self._histogram(
             "request_params_max_tokens", "A request's max_tokens", tokens

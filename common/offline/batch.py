@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,9 +16,10 @@ from rich.progress import MofNCompleteColumn, Progress
 from pdserve.common.cli.cluster import own_session
 from pdserve.common.cli.up import make_cluster, with_model
 from pdserve.common.client.server import Server, client_session, key_from_environment
+from pdserve.common.client.terminal import console_of
 from pdserve.common.config.batch import BatchConfig
 from pdserve.common.config.sources import parse
-from pdserve.common.core.errors import ConfigError, DeadlineExceeded, PdserveError
+from pdserve.common.core.errors import ConfigError, DeadlineExceeded, NodeError, PdserveError
 from pdserve.common.offline.batch_file import Item, Output, answered, failed, read_items
 from pdserve.common.offline.llm import places
 
@@ -26,6 +28,7 @@ CONCURRENCY = 64  # at a server that we know nothing of
 # Of the server or of us, and so of all requests: no answer to this one.
 _ENDS_RUN = (401, 403, 429, 503)
 
+INTERRUPTED = "interrupted"
 OnDone = Callable[[], None]
 
 
@@ -50,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv=argv,
     )
     config.check()
-    console = Console(stderr=True, highlight=False)
+    console = console_of(stderr=True)
     path = Path(config.input_file or "")
     try:
         count = sum(1 for _ in read_items(path))
@@ -60,24 +63,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     earlier = sum(output.done.has(item) for item in read_items(path))
     ended_by: str | None = None
     try:
+        with closing(output):
+            ended_by = _answer(config, output, count, earlier, console)
+    except OSError as error:
+        ended_by = f"{error.filename or output.path}: {error.strerror}"
+    _report(config, _summary(output, path, earlier, ended_by), console)
+    if ended_by == INTERRUPTED:
+        return 130
+    return 1 if ended_by or output.done.failed else 0
+
+
+def _answer(
+    config: BatchConfig, output: Output, count: int, earlier: int, console: Console
+) -> str | None:
+    """What ended the run before all were answered."""
+    try:
         with Progress(
             *Progress.get_default_columns(), MofNCompleteColumn(), console=console
         ) as bar:
             task = bar.add_task("requests", total=count, completed=earlier)
             finished = asyncio.run(_run(config, output, lambda: bar.advance(task), console))
-        ended_by = None if finished else "interrupted"
+        return None if finished else INTERRUPTED
     except KeyboardInterrupt:
-        ended_by = "interrupted"
+        return INTERRUPTED
     except ConfigError:
         raise
     except PdserveError as error:
-        ended_by = error.message
-    finally:
-        output.close()
-    _report(config, _summary(output, path, earlier, ended_by), console)
-    if ended_by == "interrupted":
-        return 130
-    return 1 if ended_by or output.done.failed else 0
+        return error.message
 
 
 async def _run(config: BatchConfig, output: Output, on_done: OnDone, console: Console) -> bool:
@@ -107,7 +119,7 @@ async def answer_all(
     """Asks for what the output lacks, `limit` at once.
 
     Raises:
-        PdserveError: the server is away, overloaded for long, or wants another key.
+        PdserveError: the server is away, overloaded for long, wants another key, or is none.
     """
     places = asyncio.Semaphore(limit)
 
@@ -137,6 +149,8 @@ async def _line(server: Server, item: Item) -> dict[str, object]:
         return failed(item, error)
     if answer.status in _ENDS_RUN:
         raise answer.error()
+    if answer.status == 200 and not isinstance(answer.body, dict):
+        raise NodeError(f"{server.url}{item.url} answers, but not with JSON", code="INVALID_JSON")
     return answered(item, answer)
 
 
@@ -161,9 +175,11 @@ def _report(config: BatchConfig, summary: Summary, console: Console) -> None:
     missing = summary.requests - summary.answered - summary.failed
     console.print(
         f"{summary.requests} requests: {summary.answered} answered, {summary.failed} failed, "
-        f"{missing} missing ({summary.earlier} were there before); {summary.output_file}"
+        f"{missing} missing ({summary.earlier} were there before); {summary.output_file}",
+        soft_wrap=True,
     )
     if summary.ended_by:
         console.print(
-            f"pdserve run-batch: {summary.ended_by}; the same command goes on", markup=False
+            f"pdserve run-batch: {summary.ended_by}; the same command goes on",
+            soft_wrap=True,
         )

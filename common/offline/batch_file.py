@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,12 +39,23 @@ class Item:
 
 
 def read_items(path: Path) -> Iterator[Item]:
-    """The lines that are not empty, in order; whatever they hold, each gives one item."""
+    """The lines that are not empty, in order; whatever they hold, each gives one item.
+
+    Raises:
+        ConfigError: it is a pipe or a device.
+    """
     seen: set[str] = set()
+    _check_regular(path)
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 yield _item(number, line, seen)
+
+
+def _check_regular(path: Path) -> None:
+    """Of what is read more than once."""
+    if stat.S_ISFIFO(mode := path.stat().st_mode) or stat.S_ISCHR(mode):
+        raise ConfigError(f"{path} is a pipe or a device: it is read more than once, give a file")
 
 
 def _item(number: int, line: bytes, seen: set[str]) -> Item:
@@ -117,41 +129,59 @@ class Output:
     """The answers of this run and of those before; one run at a time."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError when the file has something else, or another run writes it."""
+        """Raises ConfigError when the file has something else or is a device, or another run
+        writes it."""
         self.path = path
         self.done = Done()
-        self._pending: list[bytes] = []
+        self._pending: list[Mapping[str, Any]] = []
         self._turn = asyncio.Lock()
         self._writing = Lock()
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
+            _check_regular(path)
             self._lock()
-            os.ftruncate(self._file, self._read())
+            self._end = self._read()  # bytes of whole lines
+            os.ftruncate(self._file, self._end)
         except BaseException:
             os.close(self._file)
             raise
 
     async def record(self, line: Mapping[str, Any]) -> None:
-        """Returns once it is on the disk; those that come together get there together."""
-        self.done.add(line)
-        self._pending.append(json.dumps(line).encode())
+        """Returns once it is on the disk; those that come together get there together.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._pending.append(line)
         async with self._turn:
             if self._pending:
                 await asyncio.to_thread(self._flush)
 
     def close(self) -> None:
-        """Keeps what was answered, however the run ended."""
-        self._flush()
-        os.close(self._file)
+        """Keeps what was answered, however the run ended. Raises OSError as `record`."""
+        try:
+            self._flush()
+        finally:
+            os.close(self._file)
 
     def _flush(self) -> None:
         with self._writing:
             lines, self._pending = self._pending, []
-            data = b"".join(line + b"\n" for line in lines)
+            data = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+            try:
+                self._write(data)
+            except OSError:
+                os.ftruncate(self._file, self._end)  # or later lines would go on with half a one
+                raise
+            self._end += len(data)
+            for line in lines:
+                self.done.add(line)
+
+    def _write(self, data: bytes) -> None:
+        if data:
             while data:
                 data = data[os.write(self._file, data) :]
-            if lines:
-                os.fsync(self._file)
+            os.fsync(self._file)
 
     def _lock(self) -> None:
         try:

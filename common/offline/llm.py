@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from numbers import Integral
 from operator import index
 from os import PathLike, fspath
 from typing import Any, TypeVar
@@ -12,9 +13,10 @@ from typing import Any, TypeVar
 from tqdm.auto import tqdm
 
 from pdserve.common.config.cluster import ClusterConfig, private_cluster
-from pdserve.common.config.sources import with_values
+from pdserve.common.config.options import with_values
 from pdserve.common.core.errors import InvalidRequest, PdserveError
-from pdserve.common.offline.local import LocalCluster
+from pdserve.common.offline.local import TRIES, LocalCluster
+from pdserve.common.offline.lora import Adapter, LoadedAdapters, LoRARequest, listed
 from pdserve.common.offline.outputs import RequestOutput, read_output
 from pdserve.common.offline.params import SamplingParams
 
@@ -22,9 +24,9 @@ T = TypeVar("T")
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or vLLM's `{"prompt": text}` and `{"prompt_token_ids": ids}`."""
 Message = Mapping[str, Any]
+Answering = Coroutine[Any, Any, RequestOutput]
 
 TIMELINE = {"X-Pdserve-Timeline": "1"}
-TRIES = 5  # of a request that fails for a reason that may pass
 
 
 class LLM:
@@ -43,7 +45,10 @@ class LLM:
     def __init__(self, model: str | PathLike[str] | None = None, **options: Any) -> None:
         if model is not None:
             options["model"] = fspath(model)
+        if options.get("enable_lora"):
+            options.setdefault("runtime_lora_dir", "/")  # what the program names it may read
         config = with_values(private_cluster(), options)
+        self._adapters = LoadedAdapters(config.engine.lora)
         self._cluster = LocalCluster(config)
         self._places = places(self._cluster.config)
         # Called at the end of the process, too; not on a thread of ours, which it waits for.
@@ -69,34 +74,38 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: Adapter | Sequence[Adapter] = None,
     ) -> list[RequestOutput]:
-        """An output for each prompt, in their order. `sampling_params`: for all, or one each.
+        """An output for each prompt, in their order. `sampling_params` and `lora_request`: for
+        all, or one each.
 
         Raises:
             InvalidRequest: a prompt or a parameter that the model does not take; all are ended.
             PdserveError: the cluster failed.
         """
         given = [_prompt(each) for each in _listed(prompts)]
-        return self._all(given, sampling_params, self._complete, use_tqdm)
+        return self._all(given, sampling_params, lora_request, self._complete, use_tqdm)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: Adapter | Sequence[Adapter] = None,
         **template: Any,
     ) -> list[RequestOutput]:
         """As `generate`, of one conversation or a list of them. `template`: fields of chat bodies
         that say how messages become a prompt, such as `continue_final_message`."""
         single = bool(messages) and isinstance(messages[0], Mapping)
         given = [{**template, "messages": each} for each in ([messages] if single else messages)]
-        return self._all(given, sampling_params, self._converse, use_tqdm)
+        return self._all(given, sampling_params, lora_request, self._converse, use_tqdm)
 
     def _all(
         self,
         given: Sequence[T],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        answer: Callable[[T, SamplingParams], Coroutine[Any, Any, RequestOutput]],
+        lora_request: Adapter | Sequence[Adapter],
+        answer: Callable[[T, SamplingParams, LoRARequest | None], Answering],
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
@@ -105,6 +114,7 @@ class LLM:
             params = list(sampling_params)
         if len(params) != len(given):
             raise InvalidRequest(f"{len(given)} prompts have {len(params)} sampling_params")
+        adapters = listed(lora_request, len(given))
         if not self._end.alive:
             raise PdserveError("this LLM is closed", code="CLOSED")
         most = max((each.n or 1 for each in params if isinstance(each.n, int)), default=1)
@@ -115,7 +125,7 @@ class LLM:
             async def one(number: int) -> RequestOutput:
                 async with limit:
                     try:
-                        output = await answer(given[number], params[number])
+                        output = await answer(given[number], params[number], adapters[number])
                     except PdserveError as error:
                         if len(given) > 1:
                             error.message = f"prompt {number}: {error.message}"
@@ -123,23 +133,37 @@ class LLM:
                 progress.add(output)
                 return output
 
-            return self._cluster.run(_in_order(one, len(given)))
+            async def all_of_them() -> list[RequestOutput]:
+                async with self._adapters.using(self._cluster.server, adapters):
+                    return await _in_order(one, len(given))
 
-    async def _complete(self, prompt: str | list[int], params: SamplingParams) -> RequestOutput:
+            return self._cluster.run(all_of_them())
+
+    async def _complete(
+        self, prompt: str | list[int], params: SamplingParams, adapter: LoRARequest | None
+    ) -> RequestOutput:
         text = prompt if isinstance(prompt, str) else None
-        return await self._ask(prompt, params, text)
+        return await self._ask(prompt, params, adapter, text)
 
-    async def _converse(self, body: Mapping[str, Any], params: SamplingParams) -> RequestOutput:
+    async def _converse(
+        self, body: Mapping[str, Any], params: SamplingParams, adapter: LoRARequest | None
+    ) -> RequestOutput:
         """The template's words are shown as the prompt."""
         server = self._cluster.server
         token_ids = (await server.post("/tokenize", body, tries=TRIES))["tokens"]
         text = (await server.post("/detokenize", {"tokens": token_ids}, tries=TRIES))["prompt"]
-        return await self._ask(token_ids, params, text)
+        return await self._ask(token_ids, params, adapter, text)
 
     async def _ask(
-        self, prompt: str | list[int], params: SamplingParams, text: str | None
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        adapter: LoRARequest | None,
+        text: str | None,
     ) -> RequestOutput:
         body = {**params.body(), "prompt": prompt}
+        if adapter is not None:
+            body["model"] = adapter.lora_name
         answer = await self._cluster.server.post(
             "/v1/completions", body, tries=TRIES, headers=TIMELINE
         )
@@ -182,7 +206,9 @@ async def _in_order(one: Callable[[int], Coroutine[Any, Any, T]], count: int) ->
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """One prompt is a list of one; a list of numbers is one prompt."""
-    single = isinstance(prompts, (str, Mapping)) or (bool(prompts) and isinstance(prompts[0], int))
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    single = len(prompts) > 0 and isinstance(prompts[0], Integral)  # numpy's, too
     return [prompts] if single else prompts  # type: ignore[list-item, return-value]
 
 
@@ -195,6 +221,6 @@ def _prompt(given: Prompt) -> str | list[int]:
     if isinstance(given, str):
         return given
     try:
-        return [index(each) for each in given]  # type: ignore[arg-type]  # numpy's, too
+        return [index(each) for each in given]  # type: ignore[arg-type]
     except TypeError as error:
         raise InvalidRequest(f"a prompt is text or token ids: {error}", param="prompt") from error

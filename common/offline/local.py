@@ -11,18 +11,19 @@ from threading import Thread
 from typing import Any, TypeVar
 
 import aiohttp
-from rich.console import Console
 
 from pdserve.common.cli.cluster import Cluster, own_session
 from pdserve.common.cli.host_share import node_shares
 from pdserve.common.cli.up import log_writer, with_model
 from pdserve.common.client.server import Server
+from pdserve.common.client.terminal import console_of
 from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.core.errors import NodeError, PdserveError
 
 T = TypeVar("T")
 
 LOOK_UP = 0.2  # seconds
+TRIES = 5  # of a request to it that fails for a reason that may pass
 
 
 class LocalCluster:
@@ -38,7 +39,7 @@ class LocalCluster:
         """
         # Nobody else on this host is to use it.
         key = config.server.api_key or secrets.token_hex(16)
-        console = Console(stderr=True, highlight=False)
+        console = console_of(stderr=True)
         config = replace(config, server=replace(config.server, api_key=key))
         self.config = with_model(config, console)
         self._log = log_writer(self.config, console)

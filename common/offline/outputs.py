@@ -41,6 +41,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     num_cached_tokens: int
     timeline: dict[str, Any]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # the first token has none
     finished: bool = True
 
 
@@ -59,6 +60,7 @@ def read_output(body: Any, prompt: str | None, num_logprobs: int | None) -> Requ
             outputs=[_completion(choice, num_logprobs) for choice in choices],
             num_cached_tokens=body["usage"]["prompt_tokens_details"]["cached_tokens"],
             timeline=body["pdserve"]["timeline"],
+            prompt_logprobs=_prompt_logprobs(choices[0].get("prompt_logprobs")),
         )
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise NodeError(f"the server's answer has another form: {error!r}") from error
@@ -87,6 +89,19 @@ def _logprobs(found: dict[str, Any], count: int) -> list[dict[int, Logprob]]:
         }
         places.append({_id(token): ranked[_id(token)], **ranked})
     return places
+
+
+def _prompt_logprobs(
+    found: list[dict[str, Any] | None] | None,
+) -> list[dict[int, Logprob] | None] | None:
+    if found is None:
+        return None
+    return [
+        None
+        if place is None
+        else {int(i): Logprob(each["logprob"], each["rank"]) for i, each in place.items()}
+        for place in found
+    ]
 
 
 def _id(token: str) -> int:

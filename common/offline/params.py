@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields, make_dataclass
 from typing import Any
 
-from pdserve.common.core.sampling import PARAMETERS
+from pdserve.common.core.parameters import PARAMETERS
 
 # What is about the request and its answer's form.
 _OURS = {"model", "stream", "stream_options", "user", "return_token_ids"}

@@ -161,6 +161,20 @@ class Footprint:
         index = matrix.parts * matrix.columns * GROUP_INDEX_BYTES if kind.desc_act else 0
         return numbers * kind.bits // 8 + groups * (self.item + 1) + index
 
+    # ---- LoRA adapters ----
+
+    def adapters(self, stage: Stage, count: int, rank: int, tokens: int) -> int:
+        """So many of this rank: of each linear layer a pair of matrices (`common/model/lora.py`).
+        And what they add to a step of `tokens`: where a layer's output is widest, its input again
+        and their products with it."""
+        widths = sum(
+            (each.rows + each.columns) * each.parts
+            for layer in range(stage.start, stage.end)
+            for each in self.matrices(layer)
+        )
+        step = tokens * (self.spec.hidden_size + 3 * rank)
+        return (count * rank * widths + step) * self.item
+
     # ---- KV ----
 
     def kv_per_token(self, stage: Stage) -> int:

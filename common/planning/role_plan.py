@@ -80,6 +80,7 @@ class RankBudget:
     weights: int
     activations: int  # peak of the largest step; an estimate
     overhead: int  # context, workspaces, communicators; an estimate
+    adapters: int  # LoRA's, as many of the greatest rank as there may be
     left_for_kv: int  # negative: even without KV it does not fit
     kv_per_token: int
     kv_per_sequence: int  # of max_model_len tokens, in whole blocks
@@ -167,8 +168,9 @@ def _budget(setup: NodeSetup, index: int, stage: Stage) -> RankBudget:
     activations = footprint.activations(
         stage, scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     )
-    others = overhead(setup.tp * setup.pp)
-    left = gpu_cache_bytes(setup.gpu_memory, utilization, others, weights + activations)
+    others, adapters = overhead(setup.tp * setup.pp), adapter_bytes(footprint, engine, stage)
+    peak = weights + activations + adapters
+    left = gpu_cache_bytes(setup.gpu_memory, utilization, others, peak)
     kv_per_token = footprint.kv_per_token(stage)
     block_bytes = kv_per_token * engine.cache.block_size
     return RankBudget(
@@ -178,11 +180,20 @@ def _budget(setup: NodeSetup, index: int, stage: Stage) -> RankBudget:
         weights=weights,
         activations=activations,
         overhead=others,
+        adapters=adapters,
         left_for_kv=left,
         kv_per_token=kv_per_token,
         kv_per_sequence=block_bytes * blocks_per_sequence(engine, setup.max_model_len),
         num_blocks=plan_num_blocks(engine, block_bytes, setup.max_model_len, left, "cuda"),
     )
+
+
+def adapter_bytes(footprint: Footprint, engine: EngineConfig, stage: Stage) -> int:
+    """What a rank keeps free for LoRA adapters that may come."""
+    if not (lora := engine.lora).enable_lora:
+        return 0
+    tokens = engine.scheduler.max_num_batched_tokens
+    return footprint.adapters(stage, lora.max_loras, lora.max_lora_rank, tokens)
 
 
 # ---- verdict ----
@@ -192,9 +203,10 @@ def _problem(setup: NodeSetup, rank: RankBudget) -> str | None:
     """Why it does not fit; None if it does."""
     usable, left = format_bytes(rank.usable), format_bytes(rank.left_for_kv)
     if rank.left_for_kv <= 0:
-        needed = rank.weights + rank.activations + rank.overhead
+        needed = rank.weights + rank.activations + rank.overhead + rank.adapters
+        others = "adapters, activations" if rank.adapters else "activations"
         return (
-            f"weights of {format_bytes(rank.weights)}, with activations and overhead "
+            f"weights of {format_bytes(rank.weights)}, with {others} and overhead "
             f"{format_bytes(needed)}, exceed the {usable} that one GPU may give"
         )
     taken = rank.num_blocks * setup.engine.cache.block_size * rank.kv_per_token

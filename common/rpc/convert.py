@@ -6,12 +6,11 @@ from dataclasses import asdict
 from typing import Any
 
 from pdserve.common.core.errors import InvalidRequest
+from pdserve.common.core.parameters import Kind, Parameter
 from pdserve.common.core.prompt_logprobs import PromptLogprobs
 from pdserve.common.core.request import Choice, FinishReason, GenerateJob, Timeline, TokenEvent
 from pdserve.common.core.sampling import (
     SAMPLING_PARAMETERS,
-    Kind,
-    Parameter,
     SampledToken,
     SamplingParams,
     TokenLogprobs,
@@ -73,7 +72,9 @@ def job_to_pb(job: GenerateJob) -> cluster.Job:
             for choice in job.choices
         ],
         cache_salt=job.cache_salt,
+        adapter=job.adapter,
         timed=job.timed,
+        priority=job.priority,
     )
 
 
@@ -89,7 +90,9 @@ def job_from_pb(message: cluster.Job) -> GenerateJob:
             Choice(choice.index, tuple(choice.output_token_ids)) for choice in message.choices
         ),
         cache_salt=message.cache_salt,
+        adapter=message.adapter,
         timed=message.timed,
+        priority=message.priority,
     )
 
 

@@ -46,6 +46,9 @@ _OPTIONS = [
     ("grpc.so_reuseport", 0),  # a second server on the same port must fail
     *KEEPALIVE,
     ("grpc.http2.max_ping_strikes", 0),  # no number of pings is too many
+    # Seconds that a call waits until the event loop turns to it. After 30, which is gRPC's own
+    # number, it would be cancelled without a word; those who wait have deadlines of their own.
+    ("grpc.server_max_unrequested_time_in_server", 24 * 3600),
 ]
 _LOG_INTERVAL = 1.0  # between two lines about refused calls: a stranger shall not fill the log
 

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+from google.protobuf.any_pb2 import Any as Packed
+from google.protobuf.message import Message
+from google.rpc.status_pb2 import Status
+from grpc_status import rpc_status
 
 from pdserve.common.core import errors
 from pdserve.common.core.errors import Blame, PdserveError
-from pdserve.common.core.printable import MAX_PEER_TEXT, peer_code, printable
+from pdserve.common.core.printable import MAX_PEER_TEXT, cut_bytes, peer_code, printable
 from pdserve.common.core.request import is_plain_id, new_request_id
 from pdserve.common.obs.logging import request_id_var
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_KEY = "x-request-id"
+# Bytes of an error's text. It is there up to three times, in other alphabets percent-encoded, and
+# whoever gets more than 8 KiB of metadata gets none of it.
+MAX_MESSAGE = 1024
 _CODE, _BLAME, _RETRYABLE, _PARAM, _RETRY_AFTER = (
     f"pdserve-{name}" for name in ("error-code", "blame", "retryable", "param", "retry-after")
 )
 
-_STATUS: dict[type[PdserveError], grpc.StatusCode] = {
+STATUS: dict[type[PdserveError], grpc.StatusCode] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     errors.RequestTooLarge: grpc.StatusCode.INVALID_ARGUMENT,
     errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
@@ -36,31 +43,46 @@ _STATUS: dict[type[PdserveError], grpc.StatusCode] = {
     errors.NodeError: grpc.StatusCode.INTERNAL,
     errors.ClusterAuthError: grpc.StatusCode.UNAUTHENTICATED,
 }
-_CLASS = {status: cls for cls, status in reversed(list(_STATUS.items()))}
+_CLASS = {status: cls for cls, status in reversed(list(STATUS.items()))}
 # Between roles it is never about the key of a client.
 _CLASS[grpc.StatusCode.UNAUTHENTICATED] = errors.ClusterAuthError
 
 
+Context = grpc.aio.ServicerContext[Any, Any]
+Details = Callable[[PdserveError], Sequence[Message]]
+
+
 @asynccontextmanager
 async def serving(
-    context: grpc.aio.ServicerContext[Any, Any], here: Blame = Blame.ROUTER
+    context: Context, here: Blame = Blame.ROUTER, details: Details = lambda error: ()
 ) -> AsyncIterator[None]:
     """Wraps a handler's body: sets the request id for its log lines and turns exceptions into
-    statuses, in one place. What nobody expected is a defect of the role that is `here`."""
+    statuses, in one place. What nobody expected is a defect of the role that is `here`. `details`
+    are what a `google.rpc.Status` has to say of an error."""
     request_id = _metadata(context.invocation_metadata()).get(REQUEST_ID_KEY, "-")
     request_id_var.set(request_id if is_plain_id(request_id) else "-")
     try:
         yield
     except PdserveError as error:
-        await abort(context, error)
-    except (asyncio.CancelledError, GeneratorExit, grpc.aio.AbortError):
+        await abort(context, error, details(error))
+    except (GeneratorExit, grpc.aio.AbortError):
         raise
-    except Exception:
+    except (Exception, asyncio.CancelledError) as error:
+        if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+            raise  # by the caller, or this server stops
         # Its text may hold anything: it stays in this process.
         error_id = new_request_id("error")
         logger.exception("%s: unexpected error in a gRPC handler", error_id)
         text = f"internal error; its traceback is in the log under {error_id}"
-        await abort(context, _defect(text, here))
+        defect = _defect(text, here)
+        await abort(context, defect, details(defect))
+
+
+def _is_cancelled() -> bool:
+    """Whether this task is. Else it is only what the task waited for; whoever called would wait for
+    ever: gRPC ends no call whose handler ends so."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _defect(text: str, here: Blame) -> PdserveError:
@@ -70,9 +92,11 @@ def _defect(text: str, here: Blame) -> PdserveError:
     return errors.NodeError(f"the {here} node: {text}", code="INTERNAL", blame=here)
 
 
-async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PdserveError) -> None:
+async def abort(context: Context, error: PdserveError, details: Sequence[Message] = ()) -> None:
     """Ends the call with a typed error."""
-    metadata = [
+    status = STATUS.get(type(error), grpc.StatusCode.INTERNAL)
+    message = cut_bytes(error.message, MAX_MESSAGE)
+    metadata: list[tuple[str, str | bytes]] = [
         (_CODE, error.code),
         (_BLAME, str(error.blame)),
         (_RETRYABLE, str(int(error.retryable))),
@@ -81,9 +105,13 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PdserveError
         metadata.append((_PARAM, error.param))
     if error.retry_after is not None:
         metadata.append((_RETRY_AFTER, str(error.retry_after)))
-    await context.abort(
-        _STATUS.get(type(error), grpc.StatusCode.INTERNAL), error.message, tuple(metadata)
-    )
+    if details:
+        packed = [Packed() for _ in details]
+        for each, detail in zip(packed, details, strict=True):
+            each.Pack(detail)
+        told = Status(code=status.value[0], message=message, details=packed)
+        metadata += rpc_status.to_status(told).trailing_metadata
+    await context.abort(status, message, tuple(metadata))
 
 
 # Nobody answered; any other status is somebody's answer.
@@ -117,8 +145,9 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: Blame) -> PdserveError:
 
 
 def _blame(word: str | None, peer: Blame) -> Blame:
-    """A peer that blames itself by no name, by an unknown one or as a router means itself."""
-    known = {str(blame): blame for blame in Blame if blame is not Blame.ROUTER}
+    """A peer that blames nobody we know means itself, and so does one that blames the router, or
+    who started it."""
+    known = {str(blame): blame for blame in Blame if blame not in (Blame.ROUTER, Blame.OPERATOR)}
     return known.get(word or "", peer)
 
 

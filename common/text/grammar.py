@@ -9,21 +9,28 @@ compiling is cheap, and each mask has a bound of its own (`LIMITS`).
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag, grammar_from
 
 from pdserve.common.core.errors import InvalidRequest
-from pdserve.common.core.structured import MAX_GRAMMAR, ConstraintKind, StructuredOutput
+from pdserve.common.core.structured import (
+    MAX_GRAMMAR,
+    MAX_OPENING,
+    ConstraintKind,
+    StructuredOutput,
+)
+from pdserve.common.text.json_schema import ROW, check_width, embedded, explained
 
-# Fuel is llguidance's measure of work. Ordinary masks take tens of microseconds; with these the
-# worst found take 10 ms and 30 MB. Compiling has no such bound: `router/grammar_compiler.py`.
+# Fuel is llguidance's measure of work. Ordinary masks take tens of microseconds, those of an object
+# with 480 optional properties up to 9 ms, the worst found 50 ms and 30 MB. Compiling has no such
+# bound: `router/grammar_compiler.py`.
 LIMITS = LLParserLimits(
-    max_items_in_row=2000,  # some 480 optional properties of one object
+    max_items_in_row=ROW,
     initial_lexer_fuel=500_000,
     step_lexer_fuel=50_000,
-    step_max_items=10_000,
+    step_max_items=50_000,  # a token's text may pass through many rows
     max_lexer_states=20_000,
     max_grammar_size=100_000,
     precompute_large_lexemes=False,  # minutes and gigabytes, for a row of `\w?`
@@ -31,6 +38,7 @@ LIMITS = LLParserLimits(
 )
 _MAX_MESSAGE = 500  # characters
 _NO_TEXT = "no text matches it"
+DIRECTIVE = "%opening "  # which no grammar of a client's has: `common/text/opening.py`
 
 
 class GrammarError(Exception):
@@ -58,6 +66,20 @@ class GrammarTokens:
             )
         except ValueError as error:
             raise GrammarError(f"its tokenizer cannot be used for grammars: {error}") from error
+        # Tokens that are one newline or two.
+        encoded = [self.library.tokenize_str(text) for text in ("\n", "\n\n")]
+        self.newlines = frozenset(ids[0] for ids in encoded if len(ids) == 1)
+        self.ends = self.bits(self.eos_token_ids)
+        self.all = ((1 << vocab_size) - 1).to_bytes(len(self.ends), "little")
+        self.all_but_ends = bytes(a ^ end for a, end in zip(self.all, self.ends, strict=True))
+
+    def bits(self, token_ids: Iterable[int]) -> bytes:
+        """A bit for each token of the vocabulary, that of token 0 the lowest of the first byte, in
+        whole words of 32 bits: whether it is one of these."""
+        mask = bytearray(-(-self.vocab_size // 32) * 4)
+        for token_id in token_ids:
+            mask[token_id // 8] |= 1 << token_id % 8
+        return bytes(mask)
 
 
 class Matcher:
@@ -82,11 +104,13 @@ class Matcher:
     def copy(self) -> Matcher:
         """Another text, where this one is now. They share what has been made of the automata, and
         the limit of it."""
-        return Matcher(self._tokens, self._matcher.deep_copy())
+        copied = Matcher(self._tokens, self._matcher.deep_copy())
+        copied._ended = self._ended
+        return copied
 
     @property
     def complete(self) -> bool:
-        """Nothing but an end token may come."""
+        """Nothing but an end token may come. Known once there is a mask."""
         return self._ended or self._matcher.is_stopped()
 
     @property
@@ -108,23 +132,17 @@ class Matcher:
             self._check()
 
     def mask(self) -> bytes:
-        """A bit for each token of the vocabulary, that of token 0 the lowest of the first byte, in
-        whole words of 32 bits: whether it may come next. One at least is set.
+        """Which tokens may come next, as `GrammarTokens.bits` has them; one at least.
 
         Raises:
             GrammarError: finding out takes too much work or memory.
         """
         if self._ended:
-            return self._only(self._tokens.eos_token_ids)
-        mask = self._matcher.compute_bitmask()
+            return self._tokens.ends
+        mask = self._matcher.compute_bitmask()[: len(self._tokens.ends)]  # some have a word more
         self._check()
+        self._ended = mask == self._tokens.ends  # as a text that must be empty, at its beginning
         return mask
-
-    def _only(self, token_ids: Sequence[int]) -> bytes:
-        mask = bytearray(-(-self._tokens.vocab_size // 32) * 4)
-        for token_id in token_ids:
-            mask[token_id // 8] |= 1 << token_id % 8
-        return bytes(mask)
 
     def _check(self) -> None:
         if self._matcher.is_error():
@@ -146,8 +164,10 @@ def to_grammar(structured: StructuredOutput) -> str:
         size = len(grammar.encode())
     except (ValueError, TypeError, LookupError, AssertionError, RecursionError) as error:
         raise _invalid(structured, str(error)) from error
-    if size > MAX_GRAMMAR:
-        raise _invalid(structured, f"it becomes {size} bytes, more than {MAX_GRAMMAR}")
+    if size > (most := MAX_GRAMMAR - MAX_OPENING):
+        raise _invalid(structured, f"it becomes {size} bytes, more than {most}")
+    if grammar.startswith(DIRECTIVE):
+        raise _invalid(structured, f"{DIRECTIVE}is not for clients")
     return grammar
 
 
@@ -155,6 +175,7 @@ def _to_grammar(structured: StructuredOutput) -> str:
     text = structured.text
     match structured.kind:
         case ConstraintKind.JSON:
+            check_width(json.loads(text))
             options: Any = {"whitespace_flexible": structured.any_whitespace}
             if structured.whitespace_pattern is not None:
                 options["whitespace_pattern"] = structured.whitespace_pattern
@@ -162,10 +183,16 @@ def _to_grammar(structured: StructuredOutput) -> str:
         case ConstraintKind.STRUCTURAL_TAG:
             return _structural_tag(json.loads(text))
         case ConstraintKind.REGEX:
+            if (len(text) - len(text.rstrip("\\"))) % 2:
+                raise ValueError("the regex ends within an escape")  # which the library drops
             return str(LLMatcher.grammar_from_regex(text))
         case ConstraintKind.CHOICE:
-            return str(grammar_from("choice", text))
+            # A terminal, for its lexer: a rule of thousands of choices exceeds `max_items_in_row`.
+            choices = [json.dumps(each, ensure_ascii=False) for each in json.loads(text)]
+            return str(LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {' | '.join(choices)}"))
         case ConstraintKind.GRAMMAR:
+            for schema in embedded(text):
+                check_width(schema)
             return str(grammar_from("grammar", text))
 
 
@@ -183,6 +210,7 @@ def _tag(structure: Any, triggers: Sequence[Any]) -> StructTag:
         case {"begin": str(begin), "end": str(end), "schema": dict(schema)}:
             for trigger in triggers:
                 if isinstance(trigger, str) and begin.startswith(trigger):
+                    check_width(schema)
                     return StructTag(trigger=trigger, begin=begin, grammar=schema, end=end)
             raise ValueError(f"no trigger begins {begin[:64]!r}")
         case _:
@@ -203,29 +231,8 @@ def check_grammar(structured: StructuredOutput, grammar: str, tokens: GrammarTok
     except GrammarError as error:
         message = str(error)
         if structured.kind is ConstraintKind.JSON:
-            message += _place_in_schema(json.loads(structured.text), message)
+            message = explained(json.loads(structured.text), message)
         raise _invalid(structured, message) from error
-
-
-def _place_in_schema(schema: Any, message: str) -> str:
-    """Where in a schema the message's keyword or type stands, as ` (at $.properties.a)`. The
-    library does not say."""
-    where = json.JSONDecoder()
-    names: tuple[str, ...] = ()
-    if message.startswith("Unimplemented keys: "):
-        names = tuple(where.raw_decode(message.removeprefix("Unimplemented keys: "))[0])
-    elif message.startswith("Invalid type: "):
-        names = (message.removeprefix("Invalid type: "),)
-    pending: list[tuple[str, Any]] = [("$", schema)]
-    while pending and names:
-        path, value = pending.pop()
-        if isinstance(value, dict):
-            if any(name in value or value.get("type") == name for name in names):
-                return f" (at {path})"
-            pending += [(f"{path}.{key}", each) for key, each in reversed(value.items())]
-        elif isinstance(value, list):
-            pending += [(f"{path}[{i}]", each) for i, each in reversed([*enumerate(value)])]
-    return ""
 
 
 def _invalid(structured: StructuredOutput, message: str) -> InvalidRequest:

@@ -125,6 +125,11 @@ class Tokenizer:
         """The content of a `tokenizer.json`."""
         return str(self._backend.to_str())
 
+    def marker(self, text: str) -> int | None:
+        """The token beside the vocabulary proper that is this text, special or not; None: there is
+        none, and the text is written by others."""
+        return next((i for i, each in self._added.items() if each == text), None)
+
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
 

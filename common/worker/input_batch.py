@@ -37,6 +37,7 @@ class StepSequence:
     mask: Mask | None = None  # what the grammar allows now
     scored: tuple[int, ...] = ()  # prompt tokens behind the first of `token_ids`: how likely?
     num_top: int = 0  # of the most likely ones in the place of each
+    adapter: str = ""  # digest of the one that computes its tokens
 
     @property
     def num_tokens(self) -> int:
@@ -160,7 +161,8 @@ class InputBatch:
             raise _step_missed(f"step {delta.step} came after step {self._step}")
         self._step = delta.step
         for seq_id in delta.ended:
-            self._states.pop(seq_id, None)
+            if (state := self._states.pop(seq_id, None)) is not None:
+                state.close()
         return StepBatch(delta.step, tuple(map(self._advance, delta.sequences)))
 
     def _advance(self, delta: SequenceDelta) -> StepSequence:
@@ -220,6 +222,10 @@ class _SequenceState:
         self._history = history
         self._num_known = len(new.history)
 
+    def close(self) -> None:
+        if self._history is not None and self._history.grammar is not None:
+            self._history.grammar.close()
+
     def advance(self, delta: SequenceDelta, block_size: int) -> StepSequence:
         """Raises ValueError if there is a gap."""
         self._next -= delta.again
@@ -246,6 +252,7 @@ class _SequenceState:
             grammar=None if self._history is None else self._history.grammar,
             scored=delta.scored,
             num_top=self._new.sampling.prompt_logprobs or 0,
+            adapter=self._new.adapter,
         )
 
     def _remember(self, delta: SequenceDelta) -> None:

@@ -20,6 +20,7 @@ from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.engine.messages import CacheShape
 from pdserve.common.model.decoder import CausalLM
 from pdserve.common.model.device import dtype_name
+from pdserve.common.planning.footprint import Footprint
 from pdserve.common.planning.kv_budget import (
     blocks_per_sequence,
     check_num_blocks,
@@ -27,6 +28,7 @@ from pdserve.common.planning.kv_budget import (
     gpu_cache_bytes,
     plan_num_blocks,
 )
+from pdserve.common.planning.role_plan import adapter_bytes
 from pdserve.common.worker.graphs import GRAPH_BYTES, graph_sizes
 from pdserve.common.worker.guest_area import GuestArea, whole_pages
 from pdserve.common.worker.runner import ModelRunner, StageLink, num_dummy_blocks
@@ -183,6 +185,10 @@ def available_bytes(
     peak = _peak_of_largest_step(config, model, shape, device, link)
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
+    if config.lora.enable_lora:  # they are loaded later
+        parallel, dtype = config.parallel, dtype_name(model.dtype)
+        tp, ep = parallel.tensor_parallel_size, parallel.expert_parallel_size
+        others += adapter_bytes(Footprint(model.spec, dtype, tp, ep), config, model.stage)
     return gpu_cache_bytes(total, config.cache.gpu_memory_utilization, others, peak)
 
 

@@ -51,16 +51,14 @@ class MaskTurns:
         end = start + STEP_SECONDS + ROW_SECONDS * len(rows)
         # The dear ones last, and of these the one that has had least: who defers others shall be
         # deferred.
-        order = sorted(
-            grammars, key=lambda i: (grammars[i].last_seconds > DEAR, grammars[i].seconds)
-        )
+        order = sorted(grammars, key=lambda i: (_is_dear(grammars[i]), grammars[i].seconds))
         for place in order:
             grammar = grammars[place]
-            dear = grammar.last_seconds > DEAR
+            dear = _is_dear(grammar)
             others = not alone or len(done) > 0
             turn = self._now() < end and not (dear and others and start < self._next_dear)
             masked = _masked(rows[place]) if turn else None
-            if turn and grammar.last_seconds > DEAR:
+            if turn and _is_dear(grammar):
                 self._next_dear = self._now() + (SHARE - 1) * grammar.last_seconds
                 end = 0.0
             if masked is None:

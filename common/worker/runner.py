@@ -13,7 +13,9 @@ from pdserve.common.distributed.parallel_state import ParallelState
 from pdserve.common.engine.messages import ExpertLoad, StepOutput
 from pdserve.common.model.attention import AttentionBatch
 from pdserve.common.model.decoder import CausalLM
+from pdserve.common.model.layers import LoRA
 from pdserve.common.model.staging import upload, upload_together
+from pdserve.common.worker.adapters import Adapters
 from pdserve.common.worker.graphs import DecodeGraphs
 from pdserve.common.worker.input_batch import StepBatch, StepSequence
 from pdserve.common.worker.masks import MaskTurns
@@ -32,9 +34,10 @@ class ModelRunner:
         device: torch.device,
         samples: bool,
         link: StageLink | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         """`samples` is true on the one rank whose tokens are used; `link` leads to the other
-        stages, where there are any."""
+        stages, where there are any; `adapters` are those that sequences may name."""
         self.model = model
         self.cache = cache
         self.device = device
@@ -42,6 +45,7 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         """What computes the steps that it takes, once it is captured."""
         self._link = link
+        self._adapters = adapters
         self._turns = MaskTurns()
 
     @torch.inference_mode()
@@ -51,7 +55,8 @@ class ModelRunner:
         All ranks must run the same batches in the same order: each is a chain of collectives.
         """
         inputs = flatten(batch.sequences, block_size=self.cache.shape[4])
-        computed, prompts = self._compute(inputs)
+        lora = None if self._adapters is None else self._adapters.of_step(batch.sequences)
+        computed, prompts = self._compute(inputs, lora)
         if not self.model.stage.last:
             self._others().send(computed)
             return StepOutput(batch.step, ())
@@ -72,20 +77,21 @@ class ModelRunner:
             prompts=prompts,
         )
 
-    def _compute(self, inputs: FlatBatch) -> tuple[torch.Tensor, Scores]:
+    def _compute(self, inputs: FlatBatch, lora: LoRA | None) -> tuple[torch.Tensor, Scores]:
         """Logits of the rows that want a token; hidden states where none does, or another stage
         comes after this one. And what is wanted of prompts."""
         model, batch, hidden = self.model, inputs.attention, None
         if not model.stage.first:
             hidden = self._others().receive(len(inputs.token_ids))
-        if self.graphs is not None and self.graphs.take(batch, len(inputs.sampled)):
-            return self.graphs.run(inputs.token_ids, batch, hidden), ()
+        graphs = self.graphs if lora is None else None  # they were captured without adapters
+        if graphs is not None and graphs.take(batch, len(inputs.sampled)):
+            return graphs.run(inputs.token_ids, batch, hidden), ()
         lists = inputs.token_ids, inputs.positions, inputs.last_rows
         tensors = [torch.tensor(each, dtype=torch.int64) for each in lists]
         token_ids, positions, last_rows = upload_together(tensors, self.device)
         context = model.attention.prepare(batch)
         first = token_ids if hidden is None else hidden
-        hidden = model.forward(first, positions, context, self.cache)
+        hidden = model.forward(first, positions, context, self.cache, lora)
         if not model.stage.last:
             return hidden, ()
         vocab = model.spec.vocab_size

@@ -37,6 +37,7 @@ from pdserve.common.model.stages import stages_of
 from pdserve.common.planning.kv_budget import format_bytes
 from pdserve.common.text.grammar import GrammarTokens
 from pdserve.common.text.tokenizer_file import read_tokenizer_json
+from pdserve.common.worker.adapters import AdapterExtension, Adapters
 from pdserve.common.worker.drafter import Drafter, load_draft_model
 from pdserve.common.worker.grammar import Grammars
 from pdserve.common.worker.graphs import build_graphs, graph_sizes
@@ -138,7 +139,8 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     spare = int(bool(graph_sizes(model, engine)))  # a block that graphs are filled up on
     cache = KVCache.allocate(resized(shape, num_blocks), device, guests, spare)
     samples = spec.rank == spec.answer_rank
-    runner = ModelRunner(model, cache.computed, device, samples, link)
+    adapters = Adapters(model, engine.lora.max_lora_rank) if engine.lora.enable_lora else None
+    runner = ModelRunner(model, cache.computed, device, samples, link, adapters)
     _warm_up(runner, engine)
     runner.graphs = build_graphs(model, cache.computed, engine, max_model_len)
     drafter = None
@@ -147,6 +149,8 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
         drafter = Drafter(draft_model, draft_cache, device, state.tp)
         _warm_up(drafter.runner, engine)
     extension = _build_extension(extension_config, cache, spec.rank, emit)
+    if adapters is not None:
+        extension = AdapterExtension(adapters, extension)
     grammars = Grammars(lambda: _read_grammar_tokens(engine.model, model_spec))
     return ModelWorker(spec.rank, state, runner, cache, peaks, extension, grammars, drafter)
 

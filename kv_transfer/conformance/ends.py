@@ -63,22 +63,26 @@ class EventLog:
         with self._changed:
             return list(self._events)
 
-    def wait(self, kind: type[E], transfer_id: bytes, within: float = ARRIVAL_S) -> E:
-        """The first such event; the test fails when there is none, or a Failed instead."""
-        wanted = (kind, Failed)
+    def wait(
+        self, kind: type[E], transfer_id: bytes, within: float = ARRIVAL_S, epoch: int = 1
+    ) -> E:
+        """The first such event; the test fails when there is none, or a Failed instead. A Failed
+        of an epoch before `epoch` is of a try that was given up, which may have noticed."""
+
+        def find() -> Event | None:
+            return next((each for each in self._events if wanted(each)), None)
+
+        def wanted(event: Event) -> bool:
+            failed = isinstance(event, Failed) and event.epoch >= epoch
+            return event.transfer_id == transfer_id and (failed or isinstance(event, kind))
+
         with self._changed:
-            self._changed.wait_for(lambda: self._find(wanted, transfer_id), within)
-            found = self._find(wanted, transfer_id)
+            self._changed.wait_for(find, within)
+            found = find()
         assert isinstance(found, kind), (
             f"no {kind.__name__} within {within} s but {found}; all events: {self.all()}"
         )
         return found
-
-    def _find(self, kinds: tuple[type[Any], ...], transfer_id: bytes) -> Any:
-        for event in self._events:
-            if isinstance(event, kinds) and event.transfer_id == transfer_id:
-                return event
-        return None
 
 
 class End(ABC):

@@ -114,16 +114,20 @@ class Pair(Generic[S, T]):
         self.accept(transfer_id, sink_ids, epoch=epoch, first=first)
         self.submit(transfer_id, epoch=epoch)
         self.announce(transfer_id, source_ids, counts, first=first)
-        self.wait_landed(transfer_id)
-        self.wait_sent(transfer_id)
+        self.wait_landed(transfer_id, epoch=epoch)
+        self.wait_sent(transfer_id, epoch=epoch)
 
     # ---- what came of it ----
 
-    def wait_landed(self, transfer_id: bytes, within: float = ARRIVAL_S) -> list[Landed]:
-        return [end.events.wait(Landed, transfer_id, within) for end in self.sink.ends]
+    def wait_landed(
+        self, transfer_id: bytes, within: float = ARRIVAL_S, epoch: int = 1
+    ) -> list[Landed]:
+        return [end.events.wait(Landed, transfer_id, within, epoch) for end in self.sink.ends]
 
-    def wait_sent(self, transfer_id: bytes, within: float = ARRIVAL_S) -> list[Sent]:
-        return [end.events.wait(Sent, transfer_id, within) for end in self.source.ends]
+    def wait_sent(
+        self, transfer_id: bytes, within: float = ARRIVAL_S, epoch: int = 1
+    ) -> list[Sent]:
+        return [end.events.wait(Sent, transfer_id, within, epoch) for end in self.source.ends]
 
     def arrived(self, source_ids: Sequence[int], sink_ids: Sequence[int]) -> bool:
         """Whether the sinks' blocks hold what the sources' held at first."""

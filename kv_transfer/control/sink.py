@@ -19,16 +19,13 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.kv_transfer.commands import Call, GiveBack, RankCalls, decode_event, transfer_error
 from pdserve.kv_transfer.connector import Failed, Landed
 from pdserve.kv_transfer.control.background import Tasks
+from pdserve.kv_transfer.control.epoch import Arrival, Outcome, stale_epoch
 from pdserve.kv_transfer.control.loans import Guests, Lender, Loan
 from pdserve.kv_transfer.control.protocol import SinkEvent
-from pdserve.kv_transfer.control.reservation import (
-    Arrival,
-    Outcome,
-    Reservation,
-    stale_epoch,
-)
+from pdserve.kv_transfer.control.reservation import Reservation
 from pdserve.kv_transfer.control.ticket import RankEndpoint, Ticket, new_transfer_id
 from pdserve.kv_transfer.digest import RunDigest
+from pdserve.kv_transfer.layout import adapted
 
 REMEMBERED = 1024  # outcomes of finished transfers whose outcome a late commit still learns
 
@@ -78,19 +75,24 @@ class KVSink:
         block_ids: Sequence[int],
         on_freed: Callable[[], None],
         on_hosted: Callable[[dict[int, int]], None] | None = None,
+        adapter: str = "",
     ) -> Ticket:
         """Takes charge of `block_ids` (logical blocks `first_block …`): from this call on they
         are freed by `on_freed` alone, called once, unless `wait` returns. When the ticket is
         returned, every rank takes data. `on_hosted` is told, before `wait` returns, which logical
         blocks lie in guests instead, which whoever frees them must `give_back`; without it,
-        everything is copied.
+        everything is copied. `adapter`: the digest of the one whose KV is wanted.
 
         Raises:
             TransferError: a rank refused.
         """
         transfer_id = new_transfer_id()
         ticket = replace(
-            self._blank, transfer_id=transfer_id, num_tokens=num_tokens, first_block=first_block
+            self._blank,
+            transfer_id=transfer_id,
+            num_tokens=num_tokens,
+            first_block=first_block,
+            fingerprint=adapted(self._blank.fingerprint, adapter),
         )
         made = Reservation(
             *(ticket, block_ids, self.ranks, self._tasks),
@@ -280,7 +282,8 @@ class KVSink:
 
     def _finish(self, reservation: Reservation) -> None:
         """It has an outcome, which is kept in its place."""
-        transfer_id, outcome = reservation.ticket.transfer_id, Outcome.of(reservation)
+        transfer_id, epoch = reservation.ticket.transfer_id, reservation.epoch
+        outcome = Outcome.of(reservation.machine.epoch, epoch.nbytes, reservation.cause)
         del self._live[transfer_id]
         if outcome.failure is None and not reservation.awaited:
             self._arrivals[transfer_id] = reservation.arrival

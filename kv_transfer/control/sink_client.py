@@ -220,7 +220,7 @@ async def why_unreachable(address: str) -> str:
         return ""
     except TimeoutError:
         return f"no answer within {PROBE_TIMEOUT} s"
-    except OSError as error:
+    except (OSError, OverflowError, ValueError) as error:  # no such name, or none that can be
         return str(error)
     writer.close()
     return ""

@@ -28,7 +28,7 @@ from pdserve.kv_transfer.control.loans import Loan, Loans
 from pdserve.kv_transfer.control.protocol import Action, SourceEvent, source_machine
 from pdserve.kv_transfer.control.sink_client import SinkClient
 from pdserve.kv_transfer.control.ticket import Ticket
-from pdserve.kv_transfer.layout import Piece, Rect, plan
+from pdserve.kv_transfer.layout import Piece, Rect, adapted, plan
 
 logger = logging.getLogger(__name__)
 
@@ -67,17 +67,20 @@ class KVSource:
         self._live: dict[bytes, Handoff] = {}
 
     def begin(
-        self, ticket: Ticket, given_back: Callable[[list[int]], None] | None = None
+        self,
+        ticket: Ticket,
+        given_back: Callable[[list[int]], None] | None = None,
+        adapter: str = "",
     ) -> Handoff:
         """Starts a hand-off. Whoever begins one ends it, by `commit` or `abort`. Without
         `given_back` nothing is lent; with it, `Handoff.lent` may say that blocks must stay held
-        until it is told of them.
+        until it is told of them. `adapter`: the digest of the one that computes the KV.
 
         Raises:
             TransferError: FINGERPRINT_MISMATCH, LAYOUT_MISMATCH, or a duplicate ticket.
         """
         try:
-            self._check(ticket)
+            self._check(ticket, adapter)
             pieces = plan(self.rank_rects, [each.rect for each in ticket.endpoints])
         except TransferError as error:
             self.counts[f"failed/{error.code}"] += 1
@@ -88,9 +91,10 @@ class KVSource:
         handoff = self._live[ticket.transfer_id] = Handoff(self, ticket, pieces, lend)
         return handoff
 
-    def _check(self, ticket: Ticket) -> None:
+    def _check(self, ticket: Ticket, adapter: str) -> None:
+        fingerprint = adapted(self._fingerprint, adapter)
         for code, name, ours, theirs in (
-            ("FINGERPRINT_MISMATCH", "fingerprint", self._fingerprint, ticket.fingerprint),
+            ("FINGERPRINT_MISMATCH", "fingerprint", fingerprint, ticket.fingerprint),
             ("LAYOUT_MISMATCH", "block size", self._block_size, ticket.block_size),
         ):
             if ours != theirs:
@@ -273,6 +277,7 @@ class Handoff:
         await self._hush()
         try:
             ticket = await self._source.sink.retarget(self.ticket)
+            self.ticket.check_successor(ticket)
         except TransferError as error:
             self._on(SourceEvent.COMMIT_REFUSED, error)
         else:

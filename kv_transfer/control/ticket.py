@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from pdserve.common.core.errors import Blame, TransferError
+from pdserve.common.core.host import is_address
 from pdserve.common.rpc.pb import cluster_pb2
 from pdserve.kv_transfer.frame import MAX_GREETING, bad_frame
 from pdserve.kv_transfer.layout import Rect
 
-MAX_LEASE_S = 86_400.0
+MIN_LEASE_S, MAX_LEASE_S = 0.1, 86_400.0  # as `--kv-lease`
 MAX_RANKS = 4096
 
 
@@ -97,13 +98,19 @@ class Ticket:
         ticket._check()
         return ticket
 
+    def check_successor(self, later: Ticket) -> None:
+        """Raises TransferError (BAD_FRAME) on one that is not of a later epoch of this transfer."""
+        if later.epoch <= self.epoch or replace(later, epoch=self.epoch) != self:
+            raise bad_frame("the ticket of the next epoch is another transfer's", Blame.DECODE)
+
     def _check(self) -> None:
         faults = [
             (
                 len(self.transfer_id) != 16,
                 f"a transfer id of {len(self.transfer_id)} bytes, not 16",
             ),
-            (not 0 < self.lease_s <= MAX_LEASE_S, f"a lease of {self.lease_s} s"),
+            (not MIN_LEASE_S <= self.lease_s <= MAX_LEASE_S, f"a lease of {self.lease_s} s"),
+            (not is_address(self.address), "no address of its decode node"),
             (self.block_size < 1, f"a block size of {self.block_size}"),
             (self.num_tokens < 1, "no tokens"),
             (not 0 < len(self.endpoints) <= MAX_RANKS, f"{len(self.endpoints)} endpoints"),

@@ -18,6 +18,7 @@ import torch
 
 from pdserve.common.config.shared import TLSConfig
 from pdserve.common.core.errors import ConfigError, TransferError
+from pdserve.common.core.host import leave
 from pdserve.kv_transfer.blocks import piece_nbytes
 from pdserve.kv_transfer.commands import (
     Accept,
@@ -149,7 +150,7 @@ class TransferRank:
                 source = self._sources.get(command.transfer_id)
                 rects = [piece.rect for piece, _ in source.pieces] if digest and source else []
                 return self._hashed_soon(rects, command.run.count)
-            case Verify(transfer_id, digests):
+            case Verify(transfer_id, digests=digests):
                 sink = self._sinks.get(transfer_id)
                 count = len(sink.block_ids) if sink else 0
                 few = len(digests) <= SHORT_RUNS
@@ -189,8 +190,7 @@ class TransferRank:
                 return self._verify_more(command)
             case Quiesce(transfer_id):
                 self._forget(transfer_id)
-                self._connector.quiesce(transfer_id)
-                return Reply(on_loan=self._on_loan(transfer_id))
+                return Reply(on_loan=self._quiesce(transfer_id))
             case Release(transfer_id):
                 self._forget(transfer_id)
                 self._connector.release(transfer_id)
@@ -201,15 +201,27 @@ class TransferRank:
                     self._lending.give_back(lender, loan, blocks)
         return Reply()
 
+    def _quiesce(self, transfer_id: bytes) -> tuple[int, ...]:
+        """Returns those that sinks still read. The other blocks will be others': a connector that
+        may still write to them, or lets others read them, has to end with this process."""
+        connector = self._connector
+        try:
+            connector.quiesce(transfer_id)
+            if isinstance(connector, LendingConnector):
+                return connector.on_loan(transfer_id)
+            return ()
+        except Exception:
+            logger.critical(
+                "the KV connector does not leave a transfer's blocks: this process ends",
+                exc_info=True,
+            )
+            leave(1)
+
     @property
     def _lending(self) -> LendingConnector:
         if not isinstance(self._connector, LendingConnector):
             raise TransferError("nothing is lent here", code="UNKNOWN_TRANSFER")
         return self._connector
-
-    def _on_loan(self, transfer_id: bytes) -> tuple[int, ...]:
-        lends = isinstance(self._connector, LendingConnector)
-        return self._lending.on_loan(transfer_id) if lends else ()
 
     def _borrow(self, command: Borrow) -> None:
         transfer = self._sinks.get(command.transfer_id)
@@ -239,7 +251,7 @@ class TransferRank:
 
     def _verify(self, command: Verify) -> Reply:
         transfer = self._sinks.get(command.transfer_id)
-        if transfer is None:
+        if transfer is None or transfer.epoch != command.epoch:
             raise _stopped()
         verification = self._digester.verify(transfer, command.digests)
         self._verifications[command.transfer_id] = verification

@@ -13,8 +13,9 @@ from pdserve.common.core.errors import InvalidRequest, PdserveError
 from pdserve.common.core.request import is_plain_id, new_request_id
 from pdserve.common.obs.logging import request_id_var
 from pdserve.common.obs.tracing import PARENT, plain_parent
+from pdserve.router.adapter_sync import AdapterSync
 from pdserve.router.arrival import Arrival, arrival_var
-from pdserve.router.http import chat, completions, info, messages, openapi, responses, ui
+from pdserve.router.http import chat, completions, info, lora, messages, openapi, responses, ui
 from pdserve.router.http.connection import connection_of
 from pdserve.router.http.cors import CORS
 from pdserve.router.http.encoding import (
@@ -28,7 +29,14 @@ from pdserve.router.http.foreign import MessagesBody, ResponsesBody
 from pdserve.router.http.info import REGISTRY
 from pdserve.router.http.openapi import ROOT_PATH, Handler, Route
 from pdserve.router.http.request import BODIES, SERVING, Bodies, authorization_of
-from pdserve.router.http.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from pdserve.router.http.schema import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    LoadLoRABody,
+    TokenizeBody,
+    UnloadLoRABody,
+)
 from pdserve.router.serving import Serving
 
 REQUEST_ID = "X-Request-Id"  # the name under which a client knows its request
@@ -62,6 +70,10 @@ ROUTES = (
     Route("POST", "/detokenize", info.detokenize, "Token ids to text", DetokenizeBody),
     Route("GET", "/v1/models", info.list_models, "The model, by each of its names"),
     Route("GET", "/v1/models/{model}", info.get_model, "The model by a name", errors=(404,)),
+    Route(
+        "GET", "/v1/timelines/{request_id}", info.get_timelines,
+        "Where a request is, or where its time went", errors=(404,),
+    ),
     Route("GET", "/v1/cluster", info.cluster, "Nodes, their load, which pairs fit"),
     Route("GET", "/v1/cluster/targets", info.targets, "Nodes' metrics, for Prometheus' http_sd"),
     Route(
@@ -81,6 +93,16 @@ ROUTES = (
     Route("GET", "/openapi.json", openapi.openapi, "This description", open=True),
     Route("GET", "/docs", openapi.page, "As a page", answer="text/html", open=True),
     *_UI,
+)  # fmt: skip
+LORA_ROUTES = (
+    Route(
+        "POST", "/v1/load_lora_adapter", lora.load_adapter, "An adapter becomes a model",
+        LoadLoRABody,
+    ),
+    Route(
+        "POST", "/v1/unload_lora_adapter", lora.unload_adapter, "And is none any more",
+        UnloadLoRABody,
+    ),
 )  # fmt: skip
 _OPEN_PATHS = frozenset(route.path for route in ROUTES if route.open)
 
@@ -105,9 +127,10 @@ def make_app(
     cors: CORS | None = None,
     root_path: str = "",
     with_ui: bool = True,
+    adapters: AdapterSync | None = None,
 ) -> web.Application:
     """The API over `serving`, also under `root_path`. Bodies of more than `max_body_size` bytes
-    get 413."""
+    get 413. With `adapters` clients may load some."""
     app = web.Application(
         client_max_size=max_body_size,
         middlewares=[_identify, _answer_errors, _track, _preflight, _authenticate],
@@ -118,6 +141,9 @@ def make_app(
     app[TRAFFIC] = Traffic()
     app[ALLOWED] = cors or CORS()
     routes = tuple(route for route in ROUTES if with_ui or route not in _UI)
+    if adapters is not None:
+        app[lora.ADAPTERS] = adapters
+        routes += LORA_ROUTES
     app[openapi.ROUTES] = routes
     app[ROOT_PATH] = root_path
     for prefix in dict.fromkeys(("", root_path)):
@@ -131,6 +157,9 @@ def make_app(
 
 @web.middleware
 async def _identify(request: web.Request, handler: Handler) -> web.StreamResponse:
+    # From Python 3.12 on aiohttp begins a task at once: a pipeline of requests whose handlers do
+    # not wait would be answered in one turn of the event loop.
+    await asyncio.sleep(0)
     given = request.headers.get(REQUEST_ID, "")
     parent = plain_parent(request.headers.get(PARENT))
     arrival_var.set(Arrival(traceparent=parent))
@@ -145,7 +174,7 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
     except web.HTTPException as error:
         response = http_error_response(error)
         _count(request, PdserveError(response.reason, code=code_of(error)))
-        return response
+        return _in_its_words(request, response)
     except web.RequestPayloadError as error:  # broken chunks or compression
         refused: PdserveError = InvalidRequest(f"the body cannot be read: {error}")
     except ConnectionError:  # the client is gone: nobody reads this, and nobody logs it
@@ -157,12 +186,22 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
     except Exception as error:
         refused = as_typed(error)
     _count(request, refused)
-    return error_response(refused)
+    return _in_its_words(request, error_response(refused))
+
+
+def _path(request: web.Request) -> str:
+    """Without --root-path."""
+    return request.path.removeprefix(request.app[ROOT_PATH])
+
+
+def _in_its_words(request: web.Request, refusal: web.Response) -> web.Response:
+    is_anthropic = _path(request).startswith("/v1/messages")
+    return messages.as_anthropic(refusal) if is_anthropic else refusal
 
 
 def _count(request: web.Request, error: PdserveError) -> None:
     """A request for tokens that came to nothing, perhaps before it was one."""
-    if request.method == hdrs.METH_POST and request.path.startswith("/v1/"):
+    if request.method == hdrs.METH_POST and _path(request).startswith("/v1/"):
         request.app[SERVING].metrics.observe_error(error)
 
 
@@ -201,7 +240,7 @@ async def _preflight(request: web.Request, handler: Handler) -> web.StreamRespon
 
 @web.middleware
 async def _authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
-    if request.path.removeprefix(request.app[ROOT_PATH]) not in _OPEN_PATHS:
+    if _path(request) not in _OPEN_PATHS:
         request.app[SERVING].keys.check(authorization_of(request))
     return await handler(request)
 

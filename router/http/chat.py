@@ -32,6 +32,7 @@ class ChatRequest:
     body: ChatBody
     generation: GenerationRequest
     choices: ChatChoices
+    told_again: Sequence[str] = ()  # as `ForeignBody.told_again`
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
@@ -58,9 +59,10 @@ async def begin(request: web.Request, kind: str, prefix: str) -> tuple[ChatReque
         prompt_token_ids=token_ids,
         max_tokens=serving.model.fit_max_tokens(len(token_ids), limit, None, "messages"),
         batch=Batch(client_of(request), len(token_ids)),
+        model=asked.model,
     )
     choices = ChatChoices(serving.model.tokenizer, body, token_ids, plan, serving.tool_parser)
-    return ChatRequest(body, generation, choices), asked
+    return ChatRequest(body, generation, choices, preprocessed.texts), asked
 
 
 class ChatChoices:

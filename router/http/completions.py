@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ from pdserve.common.core.request import new_request_id
 from pdserve.common.core.sampling import SampledToken
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.admission import Batch
-from pdserve.router.generation import TextDelta
+from pdserve.router.generation import MAX_BURST, TextDelta
 from pdserve.router.http.prompt_logprobs import prompt_logprobs
 from pdserve.router.http.request import SERVING, client_of, given_by, preprocess
 from pdserve.router.http.response import MIN_LOGPROB, Response, logprob_of, token_name
@@ -32,24 +33,31 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     best = n if body.best_of is not None and body.best_of > n else None
     if best is not None:
         logprobs, n = logprobs or 0, body.best_of
-    requests = [
-        serving.make_request(
-            given_by(
-                body,
-                grammar=preprocessed.grammar,
-                logprobs=logprobs,
-                n=n,
-                prompt_logprobs=body.prompt_top,
-            ),
-            request_id=response_id if len(prompts) == 1 else f"{response_id}-{i}",
-            prompt_token_ids=token_ids,
-            max_tokens=serving.model.fit_max_tokens(
-                len(token_ids), 1 if no_answer else body.max_tokens, DEFAULT_MAX_TOKENS, "prompt"
-            ),
-            batch=batch,
+    given = given_by(
+        body,
+        grammar=preprocessed.grammar,
+        logprobs=logprobs,
+        n=n,
+        prompt_logprobs=body.prompt_top,
+    )
+    requests = []
+    for i, token_ids in enumerate(prompts):
+        if i % MAX_BURST == MAX_BURST - 1:
+            await asyncio.sleep(0)
+        request_id = response_id if len(prompts) == 1 else f"{response_id}-{i}"
+        max_tokens = serving.model.fit_max_tokens(
+            len(token_ids), 1 if no_answer else body.max_tokens, DEFAULT_MAX_TOKENS, "prompt"
         )
-        for i, token_ids in enumerate(prompts)
-    ]
+        requests.append(
+            serving.make_request(
+                given,
+                request_id=request_id,
+                prompt_token_ids=token_ids,
+                max_tokens=max_tokens,
+                batch=batch,
+                model=body.model,
+            )
+        )
     choices = CompletionChoices(serving.model.tokenizer, body, preprocessed.texts, prompts)
     response = Response(response_id, body, choices, requests, best=best, no_answer=no_answer)
     return await response.respond(request)

@@ -80,7 +80,9 @@ def _as_object(arguments: str | dict[str, Any] | None) -> Any:
 
 
 def _as_template_tool(tool: Tool) -> dict[str, Any]:
-    """Without what is for the server alone."""
+    """Without what is for the server alone. No parameters are an empty list of them: templates
+    look into it."""
     given = tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}})
     told = {name: value for name, value in given["function"].items() if value is not None}
+    told.setdefault("parameters", {"type": "object", "properties": {}})
     return given | {"function": told}

@@ -1,34 +1,38 @@
-"""JSON, server-sent events, and errors as OpenAI words them:
+"""JSON, and errors as OpenAI words them:
 `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from pdserve.common.core.errors import PdserveError, Unavailable
+from pdserve.common.core.errors import PdserveError, RequestTooLarge, Unavailable
 from pdserve.common.obs.logging import request_id_var
-from pdserve.router.http.connection import connection_of
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+MUCH = 256  # deltas
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 504: "timeout_error"}
 _MESSAGES = {
     404: "there is no such path",
     405: "this path does not take that method",
     413: "the request body is too large",
 }
-_SSE_HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",  # nginx would collect events otherwise
-}
+
+
+async def made(num_deltas: int, make: Callable[[], T]) -> T:
+    """What becomes of so many deltas. Of many thousand tokens, or their log-probabilities, it takes
+    up to seconds: a thread makes it."""
+    return make() if num_deltas < MUCH else await asyncio.to_thread(make)
 
 
 def json_response(
@@ -40,42 +44,6 @@ def json_response(
         headers=headers,
         content_type="application/json",
     )
-
-
-class EventStream:
-    """A response of server-sent events, ended by `data: [DONE]`."""
-
-    def __init__(self, request: web.Request) -> None:
-        self._request = request
-        self._response = web.StreamResponse(headers=_SSE_HEADERS)
-
-    @property
-    def connected(self) -> bool:
-        transport = self._request.transport
-        return transport is not None and not transport.is_closing()
-
-    async def open(self) -> None:
-        """Sends the status and the headers: from here on an error can only be an event."""
-        await self._response.prepare(self._request)
-
-    async def send(self, events: Sequence[bytes]) -> None:
-        """The JSON of some events, in one write.
-
-        Raises:
-            ConnectionError: the client is gone.
-        """
-        if events:
-            await self.write(b"data: " + b"\n\ndata: ".join(events) + b"\n\n")
-
-    async def write(self, frames: bytes) -> None:
-        """Raises ConnectionError: the client is gone."""
-        if (connection := connection_of(self._request)) is not None:
-            await connection.drain()
-        await self._response.write(frames)
-
-    async def close(self, last: bytes = b"data: [DONE]\n\n") -> web.StreamResponse:
-        await self._response.write_eof(last)
-        return self._response
 
 
 def error_body(error: PdserveError) -> dict[str, Any]:
@@ -102,6 +70,8 @@ def http_error_response(error: web.HTTPException) -> web.Response:
 
 def code_of(error: web.HTTPException) -> str:
     """As those of `PdserveError`."""
+    if error.status == RequestTooLarge.http_status:  # whose phrase is another in each Python
+        return RequestTooLarge.default_code
     return HTTPStatus(error.status).phrase.upper().replace(" ", "_")
 
 

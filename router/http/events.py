@@ -3,8 +3,7 @@ says only how its answers look (`Shape`); what is in one, text, thought or calls
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -14,9 +13,10 @@ from aiohttp import web
 from pdserve.common.core.errors import PdserveError
 from pdserve.router.generation import GenerationStats, TextDelta, coalesced, join, merge
 from pdserve.router.http.chat import ChatRequest
-from pdserve.router.http.encoding import EventStream, as_typed, json_response, stopping
+from pdserve.router.http.encoding import json_response, made
 from pdserve.router.http.request import SERVING
-from pdserve.router.http.response import News, unfinished
+from pdserve.router.http.response import extension
+from pdserve.router.http.stream import News, respond_stream, unfinished
 
 Event = dict[str, Any]  # "type" is its name
 
@@ -42,7 +42,7 @@ async def respond(request: web.Request, asked: ChatRequest, shape: Shape) -> web
     generation = request.app[SERVING].pipeline.generate(asked.generation)
     async with aclosing(merge([generation])) as updates:
         if asked.body.stream:
-            return await _respond_stream(request, asked, shape, updates)
+            return await respond_stream(request, updates, _Frames(asked, shape))
         return await _respond_whole(asked, shape, updates)
 
 
@@ -59,54 +59,46 @@ async def _respond_whole(
                 deltas.append(update)
     if stats is None:
         raise unfinished()
-    return json_response(shape.whole(asked.choices.choice(0, join(deltas)), stats))
+    last = stats
+    whole = await made(
+        len(deltas), lambda: shape.whole(asked.choices.choice(0, join(deltas)), last)
+    )
+    return json_response(whole | extension([stats]))
 
 
-async def _respond_stream(
-    request: web.Request, asked: ChatRequest, shape: Shape, updates: AsyncGenerator[News, None]
-) -> web.StreamResponse:
-    # Until the first token there is no response yet, so an error still has its own status.
-    first = await anext(updates, None)
-    if first is None:
-        raise unfinished()
-    stream = EventStream(request)
-    await stream.open()
-    try:
-        async with aclosing(_events(asked, shape, first, updates)) as batches:
-            async for events in batches:
-                await stream.write(b"".join(map(_frame, events)))
-    except asyncio.CancelledError:
-        if not stream.connected:
-            raise
-        await stream.write(b"".join(map(_frame, shape.failed(stopping()))))
-    return await stream.close(b"")
+class _Frames:
+    last = b""
 
+    def __init__(self, asked: ChatRequest, shape: Shape) -> None:
+        self._choices = asked.choices
+        self._shape = shape
+        self._stats: GenerationStats | None = None
 
-async def _events(
-    asked: ChatRequest, shape: Shape, first: News, updates: AsyncGenerator[News, None]
-) -> AsyncGenerator[Sequence[Event], None]:
-    stats: GenerationStats | None = None
+    def begin(self) -> bytes:
+        return _frames(self._shape.begin())
 
-    def told(batch: News) -> list[Event]:
-        nonlocal stats
+    async def told(self, news: News) -> bytes:
         events: list[Event] = []
-        for _, update in coalesced(batch):
+        for _, update in coalesced(news):
             if isinstance(update, GenerationStats):
-                stats = update
+                self._stats = update
             elif isinstance(update, TextDelta):
-                for choice in asked.choices.chunks(0, update):
-                    events += shape.chunk(choice)
-        return events
+                for choice in self._choices.chunks(0, update):
+                    events += self._shape.chunk(choice)
+        return _frames(events)
 
-    try:
-        yield [*shape.begin(), *told(first)]
-        async for batch in updates:
-            yield told(batch)
-        if stats is None:
+    def end(self) -> bytes:
+        if self._stats is None:
             raise unfinished()
-        yield list(shape.end(stats))
-    except Exception as error:
-        yield list(shape.failed(as_typed(error)))
+        *events, last = self._shape.end(self._stats)
+        return _frames([*events, last | extension([self._stats])])
+
+    def failed(self, error: PdserveError) -> bytes:
+        return _frames(self._shape.failed(error))
+
+
+def _frames(events: Iterable[Event]) -> bytes:
+    return b"".join(map(_frame, events))
 
 
 def _frame(event: Event) -> bytes:

@@ -3,24 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast
+import msgspec
+from pydantic import BaseModel, ConfigDict, FailFast, create_model
 from typing_extensions import TypeAliasType
 
 from pdserve.common.core.errors import InvalidRequest
-from pdserve.router.http.schema import Body, Integer, Number, StreamOptions, Texts
+from pdserve.router.http.schema import (
+    FIELDS,
+    Body,
+    ChatBody,
+    CompletionBody,
+    Integer,
+    Number,
+    StreamOptions,
+    Texts,
+)
 
 Objects = TypeAliasType("Objects", Annotated[list[dict[str, Any]], FailFast()])
 Fields = dict[str, Any]
 
 
-class ForeignBody(Body):
+# What vLLM adds to these APIs, in chat's words: it is nothing that an answer would have to tell of.
+SAME = (
+    "min_tokens", "top_k", "min_p", "seed", "stop_token_ids", "include_stop_str_in_output",
+    "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
+    "allowed_token_ids", "bad_words", "truncate_prompt_tokens", "skip_special_tokens",
+    "structured_outputs", "cache_salt", "priority", "timeline",
+)  # fmt: skip
+_SameBody: Any = create_model("_SameBody", __base__=Body, **{name: FIELDS[name] for name in SAME})
+
+
+class ForeignBody(_SameBody):
     """What asks for a chat in other words."""
 
+    chat_template_kwargs: Fields | None = None
+
+    @classmethod
+    @cache
+    def elsewhere(cls) -> frozenset[str]:
+        """Fields of completions or chat alone."""
+        return (
+            frozenset(ChatBody.model_fields | CompletionBody.model_fields) - cls.model_fields.keys()
+        )
+
+    def same(self) -> Fields:
+        """What chat has by the same name."""
+        names = (*SAME, "model", "temperature", "top_p", "stream", "chat_template_kwargs")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
     def parameters(self) -> Fields:
-        """Chat's fields, but for the messages; they may have any type yet."""
+        """Chat's other fields, but for the messages; they may have any type yet."""
         raise NotImplementedError
+
+    def told_again(self) -> tuple[str, ...]:
+        """JSON of what answers repeat of it, however long."""
+        return ()
 
     def conversation(self) -> list[Fields]:
         """Chat's messages, likewise.
@@ -66,11 +106,10 @@ class ResponsesBody(ForeignBody):
     truncation: Literal["disabled"] | None = None
     user: str | None = None
     stream_options: StreamOptions | None = None
-    cache_salt: str | None = None
+    stop: str | Texts | None = None
 
     def parameters(self) -> Fields:
-        same = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "cache_salt")
-        fields = {name: getattr(self, name) for name in same}
+        fields: Fields = {"parallel_tool_calls": self.parallel_tool_calls, "stop": self.stop}
         fields["max_completion_tokens"] = self.max_output_tokens
         fields["tools"] = [_tool_of(tool) for tool in self.tools] if self.tools else None
         fields["tool_choice"] = _named(self.tool_choice)
@@ -81,6 +120,11 @@ class ResponsesBody(ForeignBody):
             kind, rest = text.format.type, text.format.model_extra
             fields["response_format"] = {"type": kind, **({kind: rest} if rest else {})}
         return {name: value for name, value in fields.items() if value is not None}
+
+    def told_again(self) -> tuple[str, ...]:
+        return tuple(
+            msgspec.json.encode(each).decode() for each in (self.instructions, self.tools or [])
+        )
 
     def conversation(self) -> list[Fields]:
         given = self.input
@@ -125,7 +169,7 @@ def _merged(messages: Iterator[Fields]) -> Iterator[Fields]:
     last: Fields = {}
     for message in filter(None, messages):
         if last.get("role") == message.get("role") == "assistant" and "tool_calls" in message:
-            last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
+            last.setdefault("tool_calls", []).extend(message["tool_calls"])
             continue
         if last:
             yield last
@@ -164,7 +208,6 @@ class MessagesBody(ForeignBody):
     system: str | Objects | None = None
     temperature: Number | None = None
     top_p: Number | None = None
-    top_k: Integer | None = None
     stop_sequences: Texts | None = None
     stream: bool | None = None
     tools: Objects | None = None
@@ -175,9 +218,7 @@ class MessagesBody(ForeignBody):
     def parameters(self) -> Fields:
         if (self.thinking or {}).get("type", "disabled") != "disabled":
             raise InvalidRequest("thinking cannot be asked for", param="thinking")
-        same = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
-        fields = {name: getattr(self, name) for name in same}
-        fields["stop"] = self.stop_sequences
+        fields: Fields = {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
         fields["tools"] = [_anthropic_tool(tool) for tool in self.tools] if self.tools else None
         if choice := self.tool_choice:
             kinds = {"auto": "auto", "any": "required", "none": "none"}

@@ -9,8 +9,10 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
 import pdserve
-from pdserve.common.core.errors import Unavailable
+from pdserve.common.core.errors import RequestNotFound, Unavailable
+from pdserve.common.core.printable import printable
 from pdserve.common.obs.exposition import exposed
+from pdserve.router.adapters import Adapter
 from pdserve.router.http.encoding import error_response, json_response
 from pdserve.router.http.request import SERVING, preprocess
 from pdserve.router.served_model import ServedModel
@@ -33,14 +35,28 @@ async def detokenize(request: web.Request) -> web.Response:
 
 
 async def list_models(request: web.Request) -> web.Response:
-    model = request.app[SERVING].model
-    return json_response({"object": "list", "data": [_card(model, name) for name in model.names]})
+    model, adapters = request.app[SERVING].model, request.app[SERVING].adapters.served()
+    cards = [_card(model, name) for name in model.names]
+    cards += [adapter_card(model, each) for each in adapters]
+    return json_response({"object": "list", "data": cards})
 
 
 async def get_model(request: web.Request) -> web.Response:
-    model, name = request.app[SERVING].model, request.match_info["model"]
-    model.check_name(name)
-    return json_response(_card(model, name))
+    serving, name = request.app[SERVING], request.match_info["model"]
+    serving.answering(name)
+    if (adapter := serving.adapters.find(name)) is not None:
+        return json_response(adapter_card(serving.model, adapter))
+    return json_response(_card(serving.model, name))
+
+
+async def get_timelines(request: web.Request) -> web.Response:
+    """By the X-Request-Id or the id of the answer."""
+    name, pipeline = request.match_info["request_id"], request.app[SERVING].pipeline
+    if not (found := pipeline.timelines.find(name)):
+        raise RequestNotFound(
+            f"neither a request at work nor one of the last that ended is {printable(name, 128)!r}"
+        )
+    return json_response({"object": "list", "data": found})
 
 
 async def health(request: web.Request) -> web.Response:
@@ -98,5 +114,11 @@ def _card(model: ServedModel, name: str) -> dict[str, Any]:
         "created": model.created,
         "owned_by": "pdserve",
         "root": model.root,
+        "parent": None,
         "max_model_len": model.max_model_len,
     }
+
+
+def adapter_card(model: ServedModel, adapter: Adapter) -> dict[str, Any]:
+    own = {"created": adapter.created, "root": adapter.path, "parent": model.name}
+    return {**_card(model, adapter.name), **own}

@@ -11,7 +11,7 @@ from aiohttp import web
 from pdserve.common.core.errors import InvalidRequest, PdserveError
 from pdserve.router.generation import GenerationStats
 from pdserve.router.http.chat import begin
-from pdserve.router.http.encoding import error_body, error_response, json_response
+from pdserve.router.http.encoding import error_body, json_response
 from pdserve.router.http.events import Event, respond
 from pdserve.router.http.request import SERVING, preprocess
 
@@ -19,35 +19,24 @@ STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 async def create_message(request: web.Request) -> web.StreamResponse:
-    try:
-        asked, body = await begin(request, "messages", "msg")
-        if body.max_tokens is None:
-            raise InvalidRequest("max_tokens must be given", param="max_tokens")
-        shape = MessageShape(asked.generation.request_id, request.app[SERVING].model.name)
-        return await respond(request, asked, shape)
-    except PdserveError as error:
-        return _refusal(error)
+    asked, body = await begin(request, "messages", "msg")
+    if body.max_tokens is None:
+        raise InvalidRequest("max_tokens must be given", param="max_tokens")
+    model = request.app[SERVING].answering(body.model)
+    shape = MessageShape(asked.generation.request_id, model)
+    return await respond(request, asked, shape)
 
 
 async def count_tokens(request: web.Request) -> web.StreamResponse:
-    try:
-        (token_ids,) = (await preprocess(request, "messages")).prompts
-    except PdserveError as error:
-        return _refusal(error)
+    (token_ids,) = (await preprocess(request, "messages")).prompts
     return json_response({"input_tokens": len(token_ids)})
 
 
-def _refusal(error: PdserveError) -> web.Response:
-    """OpenAI's shape is Anthropic's, but for one word."""
-    response = error_response(error)
-    return json_response(
-        {"type": "error", **error_body(error)}, status=response.status, headers=_kept(response)
-    )
-
-
-def _kept(response: web.Response) -> dict[str, str]:
-    names = ("Retry-After", "WWW-Authenticate")
-    return {name: response.headers[name] for name in names if name in response.headers}
+def as_anthropic(refusal: web.Response) -> web.Response:
+    """OpenAI's shape of an error is Anthropic's, but for one word."""
+    assert isinstance(refusal.body, bytes)
+    refusal.body = b'{"type":"error",' + refusal.body.removeprefix(b"{")
+    return refusal
 
 
 class MessageShape:

@@ -19,7 +19,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ERRORS = {
     400: "a bad value, which `param` names",
     401: "no API key, or another",
-    404: "no such model or path",
+    404: "no such model, request or path",
     408: "the body comes too slowly",
     413: "the body is too large",
     415: "not JSON, or in an encoding that is not known",

@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from pdserve.common.config.router import ChatConfig
 from pdserve.common.core.errors import InvalidRequest
+from pdserve.common.core.parameters import MAX_CHOICES, check_range
 from pdserve.common.core.prompt_logprobs import check_size
-from pdserve.common.core.sampling import MAX_CHOICES, check_range
 from pdserve.common.core.structured import StructuredOutput
 from pdserve.router.http.conversation import render
 from pdserve.router.http.foreign import ForeignBody, MessagesBody, ResponsesBody
@@ -27,14 +27,17 @@ from pdserve.router.http.schema import (
     CompletionBody,
     DetokenizeBody,
     GenerationBody,
+    LoadLoRABody,
     TokenizeBody,
+    UnloadLoRABody,
 )
 from pdserve.router.http.tools import (
     AnswerPlan,
-    begins_thinking,
     check_tools,
     forced_calls,
     plan_tools,
+    with_calls,
+    with_thought,
 )
 from pdserve.router.http.unsupported import unknown_fields
 from pdserve.router.sampling import make_choices
@@ -59,7 +62,8 @@ class Preprocessed(Generic[BodyT]):
 
     body: BodyT
     prompts: Sequence[Sequence[int]]  # token ids
-    texts: Sequence[str] = ()  # of the prompts where they are echoed, or of the tokens
+    # Of the prompts where they are echoed, of the tokens, or what an answer tells again.
+    texts: Sequence[str] = ()
     structured: StructuredOutput | None = None  # what the answer must be,
     answer: AnswerPlan = field(default_factory=AnswerPlan)
     unknown: frozenset[str] = field(default_factory=frozenset)  # fields no schema has
@@ -72,6 +76,7 @@ class Preprocessor:
 
     model: ServedModel
     chat: ChatConfig = field(default_factory=ChatConfig)
+    adapters: frozenset[str] = frozenset()  # that are models by name
 
     def preprocess(self, kind: str, raw: bytes | bytearray) -> Preprocessed[Any]:
         """`kind` is one of `KINDS`.
@@ -79,16 +84,20 @@ class Preprocessor:
         Raises:
             InvalidRequest: no JSON, a field of the wrong type or out of range, or too long a
                 prompt.
-            ModelNotFound: it names another model.
+            ModelNotFound: it names another model; then nothing has been tokenized.
         """
         schema, preprocess = KINDS[kind]
         if len(raw) > _SMALL:
             _check_structure(raw)
         body = parse(schema, raw)
-        unknown = unknown_fields(body.model_extra or {})
-        self.model.check_name(body.model)
-        made = preprocess(self, as_chat(body) if isinstance(body, ForeignBody) else body)
-        return replace(made, body=body, unknown=unknown)
+        if body.model not in self.adapters:
+            self.model.check_name(body.model)
+        if not isinstance(body, ForeignBody):
+            unknown = unknown_fields(body.model_extra or {})
+            return replace(preprocess(self, body), unknown=unknown)
+        unknown = unknown_fields(body.model_extra or {}, body.elsewhere())
+        made = preprocess(self, as_chat(body))
+        return replace(made, body=body, texts=body.told_again(), unknown=unknown)
 
 
 def parse(schema: type[BodyT], raw: bytes | bytearray) -> BodyT:
@@ -104,7 +113,7 @@ def as_chat(body: ForeignBody, messages: bool = True) -> ChatBody:
     Raises:
         InvalidRequest: chat cannot be asked so.
     """
-    fields = body.parameters() | {"messages": body.conversation() if messages else []}
+    fields = body.same() | body.parameters() | {"messages": body.conversation() if messages else []}
     try:
         chat = ChatBody.model_validate(fields)
     except ValidationError as error:
@@ -206,19 +215,8 @@ def _ids(model: ServedModel, body: CompletionBody, prompt: str | list[int]) -> S
 
 
 def _truncated(model: ServedModel, body: GenerationBody, token_ids: Sequence[int]) -> Sequence[int]:
-    """The last of a prompt's tokens, if the client wants no more of them."""
-    most = body.truncate_prompt_tokens
-    if most is None:
-        return token_ids
-    limit = getattr(body, "max_completion_tokens", None) or body.max_tokens or 1
-    if most == -1:
-        most = max(1, model.max_model_len - limit)
-    if not 0 < most <= model.max_model_len:
-        raise InvalidRequest(
-            f"truncate_prompt_tokens must be -1, or at least 1 and at most {model.max_model_len}",
-            param="truncate_prompt_tokens",
-        )
-    return token_ids[-most:]
+    limit = getattr(body, "max_completion_tokens", None) or body.max_tokens
+    return model.truncate(token_ids, body.truncate_prompt_tokens, limit)
 
 
 def check_generation(body: GenerationBody) -> StructuredOutput | None:
@@ -242,11 +240,13 @@ def _chat(preprocessor: Preprocessor, body: ChatBody) -> Preprocessed[Any]:
         if body.top_logprobs and not body.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
     model = preprocessor.model
-    plan = plan_tools(body, preprocessor.chat)
-    structured = forced_calls(body, plan, structured) or structured
-    text = render(model.tokenizer, preprocessor.chat, body, body.messages)
-    if structured is None:  # what must be something from its beginning on has no thought
-        plan = replace(plan, thinking=begins_thinking(body, preprocessor.chat, text))
+    chat, tokenizer = preprocessor.chat, model.tokenizer
+    plan = plan_tools(body, chat)
+    structured = forced_calls(body, plan) or structured
+    if structured is not None:
+        plan = with_calls(plan, structured, chat, tokenizer)
+    text = render(tokenizer, chat, body, body.messages)
+    plan = with_thought(plan, body, chat, text, tokenizer, held=structured is not None)
     token_ids = model.encode(text, "messages", bool(body.add_special_tokens))
     prompt = _truncated(model, body, token_ids)
     if body.prompt_logprobs is not None:
@@ -275,6 +275,10 @@ def _detokenize(preprocessor: Preprocessor, body: DetokenizeBody) -> Preprocesse
     return Preprocessed(body, (), [preprocessor.model.tokenizer.decode(token_ids, False)])
 
 
+def _as_it_is(preprocessor: Preprocessor, body: Body) -> Preprocessed[Any]:
+    return Preprocessed(body, ())
+
+
 KINDS: dict[str, tuple[type[Body], Preprocess]] = {
     "completion": (CompletionBody, _completion),
     "chat": (ChatBody, _chat),
@@ -282,4 +286,6 @@ KINDS: dict[str, tuple[type[Body], Preprocess]] = {
     "messages": (MessagesBody, _chat),
     "tokenize": (TokenizeBody, _tokenize),
     "detokenize": (DetokenizeBody, _detokenize),
+    "load_lora": (LoadLoRABody, _as_it_is),
+    "unload_lora": (UnloadLoRABody, _as_it_is),
 }

@@ -12,16 +12,18 @@ from typing import Any
 from aiohttp import hdrs, web
 
 from pdserve.common.core.errors import Overloaded, Unavailable
-from pdserve.common.core.sampling import PARAMETERS
+from pdserve.common.core.parameters import PARAMETERS
 from pdserve.router.arrival import Arrival, arrival_var
 from pdserve.router.auth import HEADER as AUTHORIZATION
 from pdserve.router.fair_share import FairShare
 from pdserve.router.http.preprocess import Preprocessed
 from pdserve.router.http.schema import GenerationBody
+from pdserve.router.preprocess_workers import Pieces
 from pdserve.router.serving import SMALL, Serving
 
 TIMELINE_HEADER = "X-PDServe-Timeline"
-MAX_WAITING = 256  # bodies; what a connection has received of one that waits is some 100 KiB
+MAX_WAITING = 256  # bodies; of one that waits a connection holds READ_AHEAD twice, and a read
+READ_AHEAD = 64 * 1024  # bytes
 GRACE = 20.0  # seconds a body may take
 RATE = 128 * 1024  # and a second more for so many bytes
 _ENCODINGS = frozenset({"", "identity", "gzip", "deflate"})
@@ -37,7 +39,7 @@ class Bodies:
         self._timeout = timeout
 
     @asynccontextmanager
-    async def reading(self, request: web.Request, client: str) -> AsyncIterator[bytearray]:
+    async def reading(self, request: web.Request, client: str) -> AsyncIterator[Pieces]:
         """The body's bytes, while they may be held.
 
         Raises:
@@ -73,13 +75,13 @@ class Bodies:
             ) from None
 
 
-async def _read(request: web.Request, limit: int) -> bytearray:
+async def _read(request: web.Request, limit: int) -> Pieces:
     start = asyncio.get_running_loop().time() + GRACE
-    raw = bytearray()
+    raw = Pieces()
     try:
         async with asyncio.timeout_at(start) as timeout:
             while chunk := await request.content.readany():
-                raw += chunk
+                raw.add(chunk)
                 if len(raw) > limit:
                     raise web.HTTPRequestEntityTooLarge(limit, len(raw))
                 timeout.reschedule(start + len(raw) / RATE)

@@ -21,21 +21,18 @@ from pdserve.router.generation import (
     GenerationRequest,
     GenerationStats,
     TextDelta,
-    Update,
-    Updates,
     coalesced,
     join,
     merge,
     prompt_only,
 )
-from pdserve.router.http.encoding import EventStream, as_typed, error_body, json_response, stopping
+from pdserve.router.http.encoding import MUCH, error_body, json_response, made
 from pdserve.router.http.request import SERVING
 from pdserve.router.http.schema import GenerationBody
+from pdserve.router.http.stream import News, respond_stream, unfinished
 
 _encode = msgspec.json.Encoder().encode
 MIN_LOGPROB = -9999.0  # JSON has no -Infinity
-
-News = Updates[Update]  # (prompt's index, what is new of it)
 
 
 class ChoiceBuilder(Protocol):
@@ -67,10 +64,10 @@ class Response:
     best: int | None = None  # of each prompt's choices only so many are answered
     no_answer: bool = False  # prompts alone
     model: str = ""
-    include_timeline: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     stats: dict[int, GenerationStats] = field(default_factory=dict)
     num_tokens: int = 0  # streamed so far
+    last: bytes = b"data: [DONE]\n\n"  # of a stream
 
     async def respond(self, request: web.Request) -> web.StreamResponse:
         """Runs the generations and answers.
@@ -79,15 +76,13 @@ class Response:
             PdserveError: they failed before anything was sent.
         """
         serving = request.app[SERVING]
-        self.model = serving.model.name
-        arrival = arrival_var.get()
-        self.include_timeline = arrival is not None and arrival.wants_timeline
+        self.model = serving.answering(self.body.model)
         sources = [serving.pipeline.generate(one) for one in self.requests]
         if self.no_answer:
             sources = [prompt_only(source) for source in sources]
         async with aclosing(merge(sources)) as updates:
             if self.body.stream:
-                return await self._respond_stream(request, updates)
+                return await respond_stream(request, updates, self)
             return await self._respond_whole(updates)
 
     @property
@@ -112,12 +107,12 @@ class Response:
                 else:
                     deltas.setdefault(self._index(prompt, update), []).append(update)
         body = self._envelope(self.choices.object_name)
-        if self.best is not None:
-            deltas = self._best(deltas, self.best)
-        body["choices"] = [await self._choice(i, deltas.pop(i)) for i in sorted(deltas)]
-        return json_response(
-            body | {"usage": self._usage()} | self.choices.beside | self._extension()
-        )
+        num_deltas = sum(map(len, deltas.values()))
+        if self.choices.scored or self.requests[0].sampling.logprobs is not None:
+            num_deltas = MUCH
+        body["choices"] = await made(num_deltas, lambda: self._choices(deltas))
+        body["usage"] = self._usage()
+        return json_response(body | self.choices.beside | extension(self.stats.values()))
 
     def _best(self, deltas: dict[int, list[TextDelta]], n: int) -> dict[int, list[TextDelta]]:
         """Of each prompt's choices the `n` whose tokens are the most likely, the best first."""
@@ -133,56 +128,33 @@ class Response:
             best |= {prompt * n + place: deltas[i] for place, i in enumerate(ranked[:n])}
         return best
 
-    async def _choice(self, index: int, deltas: Sequence[TextDelta]) -> msgspec.Raw:
-        """The JSON of a whole choice. Of log-probabilities there may be a million, which takes
-        seconds: a thread encodes them."""
+    def _choices(self, deltas: dict[int, list[TextDelta]]) -> list[msgspec.Raw]:
+        """The JSON of whole choices."""
+        if self.best is not None:
+            deltas = self._best(deltas, self.best)
+        choice = self.choices.choice
+        return [msgspec.Raw(_encode(choice(i, join(deltas.pop(i))))) for i in sorted(deltas)]
 
-        def encode() -> msgspec.Raw:
-            return msgspec.Raw(msgspec.json.encode(self.choices.choice(index, join(deltas))))
+    # ---- as a stream ------------------------------------------------------------------------
 
-        if self.choices.scored or any(
-            token.logprobs for delta in deltas for token in delta.tokens[:1]
-        ):
-            return await asyncio.to_thread(encode)
-        return encode()
+    def begin(self) -> bytes:
+        return b""
 
-    async def _respond_stream(
-        self, request: web.Request, updates: AsyncGenerator[News, None]
-    ) -> web.StreamResponse:
-        # Until the first token there is no response yet, so an error still has its own status.
-        first = await anext(updates, None)
-        if first is None:
-            raise unfinished()
-        stream = EventStream(request)
-        await stream.open()
-        try:
-            async with aclosing(self._events(first, updates)) as batches:
-                async for events in batches:
-                    await stream.send(events)
-        except asyncio.CancelledError:
-            if not stream.connected:
-                raise
-            await stream.send([_encode(error_body(stopping()))])  # it is this server that goes
-        return await stream.close()
+    async def told(self, news: News) -> bytes:
+        return _frames(await self._encoded(news))
 
-    async def _events(
-        self, first: News, updates: AsyncGenerator[News, None]
-    ) -> AsyncGenerator[list[bytes], None]:
-        """The JSON of all events but [DONE], those together that come together; an error is the
-        last one."""
-        try:
-            yield await self._encoded(first)
-            async for batch in updates:
-                yield await self._encoded(batch)
-            usage = self._usage()
-            if self.include_usage or self.include_timeline:
-                head = self._envelope(self.choices.chunk_object_name)
-                yield [_encode(head | {"choices": [], "usage": usage} | self._extension())]
-        except Exception as error:
-            yield [_encode(error_body(as_typed(error)))]
+    def end(self) -> bytes:
+        usage, more = self._usage(), extension(self.stats.values())
+        if not (self.include_usage or more):
+            return b""
+        head = self._envelope(self.choices.chunk_object_name)
+        return _frames([_encode(head | {"choices": [], "usage": usage} | more)])
+
+    def failed(self, error: PdserveError) -> bytes:
+        return _frames([_encode(error_body(error))])
 
     async def _encoded(self, batch: News) -> list[bytes]:
-        """The JSON of events; a thread encodes those that tell of a prompt, as in `_choice`."""
+        """The JSON of events; a thread encodes those that tell of a prompt."""
         for prompt, update in batch:
             if isinstance(update, PromptLogprobs):
                 self._scored(prompt, update)
@@ -252,13 +224,20 @@ class Response:
         details = {"cached_tokens": cached}
         return _tokens(prompt, completion) | {"prompt_tokens_details": details}
 
-    def _extension(self) -> dict[str, Any]:
-        """Our own key, for clients that ask: when things happened to the prompt that was answered
-        last, and where the time went."""
-        if not self.include_timeline:
-            return {}
-        last = max(self.stats.values(), key=lambda stats: stats.timeline.finished or 0.0)
-        return {"pdserve": {"timeline": asdict(last.receipt())}}
+
+def extension(stats: Iterable[GenerationStats]) -> dict[str, Any]:
+    """Our own key, for clients that ask: when things happened to the prompt that was answered last,
+    and where the time went."""
+    arrival = arrival_var.get()
+    if arrival is None or not arrival.wants_timeline:
+        return {}
+    last = max(stats, key=lambda stats: stats.timeline.finished or 0.0)
+    return {"pdserve": {"timeline": asdict(last.receipt())}}
+
+
+def _frames(events: Sequence[bytes]) -> bytes:
+    """Of the JSON of events."""
+    return b"data: " + b"\n\ndata: ".join(events) + b"\n\n" if events else b""
 
 
 def _tokens(prompt: int, completion: int) -> dict[str, Any]:
@@ -276,7 +255,3 @@ def token_name(token_id: int, text: str, body: GenerationBody) -> str:
 
 def logprob_of(token: SampledToken) -> float:
     return MIN_LOGPROB if token.logprobs is None else max(token.logprobs.logprob, MIN_LOGPROB)
-
-
-def unfinished() -> PdserveError:
-    return PdserveError("the generation ended without a result")

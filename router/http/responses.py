@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from pdserve.common.core.errors import PdserveError
@@ -24,7 +25,7 @@ _PLAIN = {"format": {"type": "text"}}
 async def create_response(request: web.Request) -> web.StreamResponse:
     asked, body = await begin(request, "responses", "resp")
     return await respond(
-        request, asked, ResponseShape(request.app[SERVING].model.name, asked, body)
+        request, asked, ResponseShape(request.app[SERVING].answering(body.model), asked, body)
     )
 
 
@@ -32,6 +33,7 @@ class ResponseShape:
     """Output items in the order in which they come; one is open at a time."""
 
     def __init__(self, model: str, asked: ChatRequest, body: ResponsesBody) -> None:
+        instructions, tools = map(msgspec.Raw, asked.told_again)
         self._items: list[Item] = []  # the last one may be open
         self._open = False
         self._reason: str | None = None
@@ -44,7 +46,7 @@ class ResponseShape:
             "background": False,
             "error": None,
             "incomplete_details": None,
-            "instructions": body.instructions,
+            "instructions": instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
             "model": model,
@@ -56,7 +58,7 @@ class ResponseShape:
             "temperature": asked.generation.sampling.temperature,
             "text": body.text.model_dump(exclude_none=True) if body.text else _PLAIN,
             "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools or [],
+            "tools": tools,
             "top_p": asked.generation.sampling.top_p,
             "truncation": "disabled",
             "usage": None,

@@ -20,7 +20,7 @@ from pydantic import (
 )
 from typing_extensions import TypeAliasType
 
-from pdserve.common.core.sampling import PARAMETERS, Kind, Parameter
+from pdserve.common.core.parameters import PARAMETERS, Kind, Parameter
 
 
 def _no_boolean(value: Any) -> Any:
@@ -95,16 +95,16 @@ def _said(each: Parameter) -> dict[str, Any]:
 
 
 NUMBERS = (Kind.INTEGER, Kind.NUMBER)
-_FIELDS: dict[str, Any] = {
+FIELDS: dict[str, Any] = {
     each.name: (TYPES[each.kind] | None, Field(None, json_schema_extra=_said(each)))
     for each in PARAMETERS.values()
     if each.http
 }
-TableBody: Any = create_model("TableBody", __base__=Body, **_FIELDS)
+TableBody: Any = create_model("TableBody", __base__=Body, **FIELDS)
 
 
 class GenerationBody(TableBody):
-    """What completions and chat have in common: the table of `common/core/sampling.py`."""
+    """What completions and chat have in common: the table of `common/core/parameters.py`."""
 
     stream_options: StreamOptions | None = None
 
@@ -207,6 +207,16 @@ class ChatBody(GenerationBody, ChatTemplateBody):
 class TokenizeBody(ChatTemplateBody):
     prompt: str | None = None
     messages: Messages | None = None
+
+
+class LoadLoRABody(Body):
+    lora_name: str
+    lora_path: str
+    load_inplace: bool | None = None
+
+
+class UnloadLoRABody(Body):
+    lora_name: str
 
 
 class DetokenizeBody(Body):

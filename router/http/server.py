@@ -24,7 +24,7 @@ from pdserve.router.health import AwakeClock
 from pdserve.router.http.app import REQUEST_ID, TRAFFIC
 from pdserve.router.http.connection import HEADER_TIMEOUT, Connection, Limits, watch
 from pdserve.router.http.encoding import as_typed, error_response, http_error_response
-from pdserve.router.http.request import unknown_encoding
+from pdserve.router.http.request import READ_AHEAD, unknown_encoding
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,7 @@ class HTTPServer:
             access_log=None,
             logger=_ServerLog(logger),
             shutdown_timeout=0.5,
+            read_bufsize=READ_AHEAD,
         )
         await runner.setup()
         http = runner.server

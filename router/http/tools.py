@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pdserve.common.config.router import ChatConfig
 from pdserve.common.core.errors import InvalidRequest
-from pdserve.common.core.structured import ConstraintKind, StructuredOutput
+from pdserve.common.core.structured import ConstraintKind, Opening, StructuredOutput
+from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.http.conversation import text_of
 from pdserve.router.http.schema import ChatBody, NamedTool, Tool
 from pdserve.router.parsers import reasoning
 from pdserve.router.parsers.formats import NamedParser, RequiredParser
 from pdserve.router.parsers.reasoning import AnswerParser, ReasoningParser
-from pdserve.router.parsers.tool_parser import ToolParser
+from pdserve.router.parsers.tool_parser import ToolParser, tool_parser
 
 MAX_TOOLS = 128
+# Keywords of JSON Schema whose value has schemas by names of the client's; and those with none.
+_BY_NAME = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
+_NO_SCHEMAS = {"const", "enum", "default", "examples"}
+_NAMES = {"$id", "$anchor", "$dynamicAnchor", "$recursiveAnchor"}
 NONE, AUTO, REQUIRED, NAMED = "none", "auto", "required", "named"
 
 
@@ -27,6 +32,7 @@ class AnswerPlan:
     tool_names: tuple[str, ...] = ()  # that may be called
     parallel: bool = True
     thinking: bool | None = None  # whether it begins with a thought; None: it has none
+    opening: Opening = field(default_factory=Opening)  # where its text is held to a grammar
 
     def shows_special_tokens(self, auto: type[ToolParser] | None) -> bool:
         return self.tool_choice == AUTO and auto is not None and auto.shows_special_tokens
@@ -50,31 +56,54 @@ def plan_tools(body: ChatBody, config: ChatConfig) -> AnswerPlan:
     return AnswerPlan(choice, names, body.parallel_tool_calls is not False)
 
 
-def begins_thinking(body: ChatBody, config: ChatConfig, prompt: str) -> bool | None:
-    """Whether the answer to `prompt` begins with a thought; None: nobody looks for one."""
+def with_thought(
+    plan: AnswerPlan, body: ChatBody, config: ChatConfig, prompt: str, tokens: Tokenizer, held: bool
+) -> AnswerPlan:
+    """And whether the answer to `prompt` begins with a thought. `held`: the text after it is held
+    to a grammar, which must know where it begins."""
     if config.reasoning_parser is None:
-        return None
+        return plan
     continued = text_of(body.messages[-1]) if body.continue_final_message else None
-    return reasoning.begins_thinking(config.reasoning_parser, prompt, continued)
+    thinking = reasoning.begins_thinking(config.reasoning_parser, prompt, continued)
+    if held:
+        thought = reasoning.thought_tokens(tokens)
+        if thought is None or not reasoning.may_think(prompt, continued):
+            return plan
+        plan = replace(plan, opening=replace(plan.opening, thought=thought, thinking=thinking))
+    return replace(plan, thinking=thinking)
 
 
-def forced_calls(
-    body: ChatBody, plan: AnswerPlan, structured: StructuredOutput | None
-) -> StructuredOutput | None:
-    """What the answer must be where a call is; None: it need not be one.
+def with_calls(
+    plan: AnswerPlan, structured: StructuredOutput, config: ChatConfig, tokens: Tokenizer
+) -> AnswerPlan:
+    """As OpenAI has it: under `auto` an answer is either calls or a text as `structured` wants it.
 
     Raises:
-        InvalidRequest: it must be something else (`structured`) already, or tools are too large.
+        InvalidRequest: calls cannot be told from such a text.
     """
-    if plan.tool_choice == NONE:
-        return None
-    if structured is not None:
+    if plan.tool_choice != AUTO:
+        return plan
+    assert config.tool_call_parser is not None, "auto needs one"
+    marker = tool_parser(config.tool_call_parser).call_marker
+    call = None if marker is None else tokens.marker(marker)
+    if call is None:
         raise InvalidRequest(
-            f"{structured.param} leaves no room for a call: give tools without it, or tool_choice "
-            "none",
+            f"{structured.param} beside tools needs calls that begin with a token of their own; "
+            f"there is none for {config.tool_call_parser} here: give tools without it, or a "
+            "tool_choice other than auto",
             param=structured.param,
         )
-    if plan.tool_choice == AUTO:
+    return replace(plan, opening=replace(plan.opening, call=call))
+
+
+def forced_calls(body: ChatBody, plan: AnswerPlan) -> StructuredOutput | None:
+    """What the answer must be where a call is, whatever a text would have to be; None: it need not
+    be one.
+
+    Raises:
+        InvalidRequest: tools are too large, or cannot be put side by side.
+    """
+    if plan.tool_choice not in (REQUIRED, NAMED):
         return None
     schemas = {
         tool.function.name: {"type": "object", **(tool.function.parameters or {})}
@@ -100,24 +129,42 @@ def _list_of_calls(schemas: dict[str, Any], parallel: bool) -> dict[str, Any]:
         }
         for index, name in enumerate(schemas)
     ]
-    moved = {
-        str(index): _moved(schema, f"#/$defs/{index}")
-        for index, schema in enumerate(schemas.values())
-    }
+    moved = {}
+    for index, (name, schema) in enumerate(schemas.items()):
+        alone = {key: value for key, value in schema.items() if key != "$id"}
+        try:
+            moved[str(index)] = _moved(alone, f"#/$defs/{index}")
+        except ValueError as error:
+            raise InvalidRequest(
+                f"tools: the parameters of {name} have {error}, which cannot be kept in one schema "
+                'with other tools: refer to "#/$defs/…" instead, or name the tool in tool_choice',
+                param="tools",
+            ) from error
     most = {} if parallel else {"maxItems": 1}
     return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": moved}
 
 
 def _moved(part: Any, root: str) -> Any:
-    """A schema whose own references begin at `root`."""
+    """A schema, or a list of them, whose own references begin at `root`.
+
+    Raises:
+        ValueError: it names a part of itself (the keyword) otherwise than by its place.
+    """
     if isinstance(part, list):
         return [_moved(each, root) for each in part]
     if not isinstance(part, dict):
         return part
-    moved = {key: _moved(value, root) for key, value in part.items()}
-    refers = moved.get("$ref")
-    if isinstance(refers, str) and refers.startswith("#"):
-        moved["$ref"] = root + refers[1:]
+    moved = {}
+    for key, value in part.items():
+        if key in _BY_NAME and isinstance(value, dict):
+            value = {name: _moved(each, root) for name, each in value.items()}
+        elif key in _NAMES and isinstance(value, str):
+            raise ValueError(key)
+        elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            value = root + value[1:]
+        elif key not in _NO_SCHEMAS:
+            value = _moved(value, root)
+        moved[key] = value
     return moved
 
 

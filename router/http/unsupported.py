@@ -3,7 +3,7 @@ another question than was asked, so it is refused; what nobody defines is ignore
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from pdserve.common.core.errors import InvalidRequest
@@ -38,13 +38,14 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # vLLM
     "early_stopping": (False,),
     "echo": (False,),
+    "enable_response_messages": (False,),
     "include_reasoning": (True,),
     "kv_transfer_params": ({},),
     "length_penalty": (1,),
     "logits_processors": ([],),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
-    "priority": (0,),
+    "previous_input_messages": ([],),
     "prompt_embeds": (),
     "repetition_detection": (),
     "request_id": (),
@@ -64,15 +65,23 @@ WITHOUT_EFFECT = frozenset(
         "spaces_between_special_tokens",
     }
 )
+ONE_CHOICE = (("n", 1), ("best_of", 1))
 
 
-def unknown_fields(extra: Mapping[str, Any]) -> frozenset[str]:
-    """Of the fields that a body's schema lacks those that nobody defines.
+def unknown_fields(
+    extra: Mapping[str, Any], elsewhere: Collection[str] = frozenset()
+) -> frozenset[str]:
+    """Of the fields that a body's schema lacks those that nobody defines. `elsewhere` are those
+    that other endpoints have.
 
     Raises:
         InvalidRequest: one of them asks for what is not done here.
     """
     for name, value in extra.items():
-        if value is not None and name in UNSUPPORTED and value not in UNSUPPORTED[name]:
+        if value is None:
+            continue
+        if name in UNSUPPORTED and value not in UNSUPPORTED[name]:
             raise InvalidRequest(f"{name} is not supported", param=name)
+        if name in elsewhere and value is not False and (name, value) not in ONE_CHOICE:
+            raise InvalidRequest(f"{name} is not supported by this endpoint", param=name)
     return frozenset(extra) - UNSUPPORTED.keys() - WITHOUT_EFFECT

@@ -17,10 +17,11 @@ class HermesParser(ToolParser):
     """`<tool_call>{"name": …, "arguments": {…}}</tool_call>` among text: Hermes, Qwen2.5 and 3."""
 
     shows_special_tokens = True
+    call_marker = "<tool_call>"
 
     def parse(self) -> Step[None]:
         reader = self.reader
-        while (yield from reader.until("<tool_call>", self.content)):
+        while (yield from reader.until(self.call_marker, self.content)):
             yield from reader.space()
             if not (yield from self.call()):
                 self.content(reader.kept())
@@ -55,6 +56,7 @@ class MistralParser(ToolParser):
     `[TOOL_CALLS]name{…}` or `[TOOL_CALLS]name[ARGS]{…}` for each call."""
 
     shows_special_tokens = True
+    call_marker = "[TOOL_CALLS]"
 
     @staticmethod
     def new_id() -> str:
@@ -63,7 +65,7 @@ class MistralParser(ToolParser):
 
     def parse(self) -> Step[None]:
         reader = self.reader
-        while (yield from reader.until("[TOOL_CALLS]", self.content)):
+        while (yield from reader.until(self.call_marker, self.content)):
             yield from reader.space()
             if (yield from reader.literal("[")):
                 yield from _calls(self)
@@ -104,9 +106,10 @@ class NamedParser(ToolParser):
     def parse(self) -> Step[None]:
         (name,) = self.names
         yield from self.reader.space()
-        self.begin(name)
-        self.in_call = not (yield from self.reader.value(self.arguments))
-        yield from self.reader.space()
+        if (yield from self.reader.peek()):
+            self.begin(name)
+            self.in_call = not (yield from self.reader.value(self.arguments))
+            yield from self.reader.space()
 
 
 def _calls(parser: ToolParser) -> Step[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.parsers.parser import Content, Event, Parser, Reasoning
 from pdserve.router.parsers.reader import Step
 from pdserve.router.parsers.tool_parser import ToolParser
@@ -21,6 +22,22 @@ def begins_thinking(family: str, prompt: str, continued: str | None = None) -> b
     if end.endswith((THINK, END_OF_THINK)):
         return end.endswith(THINK)
     return THINKS_UNASKED[family]
+
+
+def thought_tokens(tokenizer: Tokenizer) -> tuple[int, int] | None:
+    """Those that begin and end a thought; None: it is told by text alone."""
+    begin, end = tokenizer.marker(THINK), tokenizer.marker(END_OF_THINK)
+    if begin is None or end is None or tokenizer.is_special(begin) or tokenizer.is_special(end):
+        return None
+    return begin, end
+
+
+def may_think(prompt: str, continued: str | None = None) -> bool:
+    """Whether a thought may still come: neither has the template closed one, nor goes the answer on
+    with a text."""
+    if continued is not None:
+        return continued.rfind(THINK) > continued.rfind(END_OF_THINK)
+    return not prompt.rstrip().endswith(END_OF_THINK)
 
 
 class ReasoningParser(Parser):

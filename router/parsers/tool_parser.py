@@ -10,13 +10,14 @@ wrote it: if its JSON breaks off, or its end is missing, so do its arguments.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import ClassVar
 
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.plugins import resolve
 from pdserve.common.core.request import new_call_id
 from pdserve.router.parsers.parser import CallArguments, CallStart, Parser
-from pdserve.router.parsers.reader import Step, decode
+from pdserve.router.parsers.reader import Step, decode, nowhere
 
 GROUP = "pdserve.tool_parsers"
 BUILTIN = {
@@ -31,6 +32,9 @@ class ToolParser(Parser):
 
     # Markers of the format are special tokens, of which answers otherwise show nothing.
     shows_special_tokens: ClassVar[bool] = False
+    # What each call begins with, or the first of several, where that is a single token: by it calls
+    # are told from an answer that is held to a grammar. None: there is no such thing.
+    call_marker: ClassVar[str | None] = None
 
     def __init__(self, names: Iterable[str] = (), parallel: bool = True) -> None:
         """`names` are the tools'. Not `parallel`: calls after the first are not handed out."""
@@ -97,7 +101,7 @@ class ToolParser(Parser):
                     given = "".join(parts)
                 if not whole:
                     break
-            elif not (yield from reader.value(_nowhere)):
+            elif not (yield from reader.value(nowhere)):
                 break
             yield from reader.space()
         else:
@@ -118,10 +122,7 @@ def _unquoted(given: str) -> str:
     return value if isinstance(value, str) else given
 
 
-def _nowhere(text: str) -> None:
-    pass
-
-
+@cache
 def tool_parser(name: str) -> type[ToolParser]:
     """The class behind `--tool-call-parser`.
 

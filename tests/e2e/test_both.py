@@ -90,17 +90,18 @@ def test_it_draws_what_a_pair_draws(up: Cluster) -> None:
 
 
 def test_one_that_drains_finishes_what_it_has() -> None:
-    with WarmCluster(MODEL, 0, 0) as cluster:
-        old = cluster.start_node("both")
+    with WarmCluster(MODEL, 0, 0, drain_timeout=60) as cluster:
+        old = cluster.start_held("both")
         cluster.wait_nodes()
         stream = cluster.stream(list(PROMPT), max_tokens=LONG, ignore_eos=True)
         begin = list(islice(stream, 5))
-        cluster.start_node("both")
-        cluster.wait_nodes()
-        pid = cluster.drain(old)
-        cluster.wait_for(lambda: len(cluster.nodes()) == 1)
-        answer = cluster.complete(list(PROMPT), max_tokens=NUM_TOKENS, ignore_eos=True)
-        assert answer["choices"][0]["text"] == expected(cluster.model, NUM_TOKENS)
+        with cluster.standing_still("both"):
+            cluster.start_node("both")
+            cluster.wait_nodes()
+            pid = cluster.drain(old)
+            cluster.wait_for(lambda: len(cluster.nodes()) == 1)
+            answer = cluster.complete(list(PROMPT), max_tokens=NUM_TOKENS, ignore_eos=True)
+            assert answer["choices"][0]["text"] == expected(cluster.model, NUM_TOKENS)
         assert text_of(iter(begin)) + text_of(stream) == expected(cluster.model, LONG)
         cluster.wait_for(lambda: not alive(pid))
         assert cluster.exit_code(pid) == 0
@@ -108,7 +109,7 @@ def test_one_that_drains_finishes_what_it_has() -> None:
 
 
 def test_ready_says_what_serves_and_what_is_missing() -> None:
-    router = {"queue_timeout": 0.5}
+    router = {"queue_timeout": 0.5, "heartbeat_timeout": 30}  # the dead refuse their probes
     with WarmCluster(MODEL, router=router) as cluster:
 
         def reason() -> str:
@@ -125,9 +126,13 @@ def test_ready_says_what_serves_and_what_is_missing() -> None:
         cluster.kill(both)
         cluster.kill("decode-2")
         cluster.wait_for(lambda: cluster.get("/ready").status_code == 503)
-        message = cluster.get("/ready").json()["error"]["message"]
-        assert "no usable prefill node and no usable decode node" in message
-        assert "no usable both node" in message
+
+        def message() -> str:
+            return str(cluster.get("/ready").json()["error"]["message"])
+
+        # Each death is noticed by itself.
+        cluster.wait_for(lambda: "no usable prefill node and no usable decode node" in message())
+        cluster.wait_for(lambda: "no usable both node" in message())
         response = cluster.post("/v1/completions", prompt="x")
         assert response.status_code == 503 and "both" in response.json()["error"]["message"]
         cluster.start_node("both")

@@ -18,7 +18,7 @@ from benchmarks.soak.load import Tally
 from benchmarks.soak.report import make_report
 
 needs_network = pytest.mark.skipif(bool(hosts.unavailable()), reason=hosts.unavailable())
-PATIENCE = 5.0  # seconds for what should come
+PATIENCE = 30.0  # seconds for what should come
 SILENCE = 0.3  # seconds in which nothing should
 
 

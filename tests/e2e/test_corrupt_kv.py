@@ -38,9 +38,10 @@ def speaks(ledger: Path, *connectors: str, seed: int = 0, probability: float = 0
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[WarmCluster]:
-    """Two prefill nodes that speak shm and tcp; a decode node for each of them."""
-    made = WarmCluster("llama-gqa", 0, 0, warm=shared(), no_enable_prefix_caching="")
-    with made:
+    """Two prefill nodes that speak shm and tcp; a decode node for each of them. Transfers do not
+    end because somebody is late: what was spoilt would not be looked at."""
+    options = {"router": {"heartbeat_timeout": 30}, "kv_lease": 30, "no_enable_prefix_caching": ""}
+    with WarmCluster("llama-gqa", 0, 0, warm=shared(), **options) as made:
         for _ in range(2):
             made.start_node("prefill", **speaks(ledger(made), SHM, TCP))
         for seed, connector in enumerate((SHM, TCP)):

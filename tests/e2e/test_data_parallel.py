@@ -4,6 +4,7 @@ they are cached, and a rank whose death ends its node and no request."""
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 
 import reference
+from callers import call
 from cluster import node_metrics
-from warm import WarmCluster, ranks_of, shared
+from warm import WarmCluster, ranks_of, shared, suspended
 
 NUM_TOKENS = 24
 BLOCKS = 192  # of each replica
@@ -20,7 +22,9 @@ BLOCKS = 192  # of each replica
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[WarmCluster]:
-    options = {"data_parallel_size": 2, "num_gpu_blocks_override": BLOCKS}
+    """Nothing ends because somebody is late, or stands still for a while."""
+    late = {"router": {"heartbeat_timeout": 30}, "kv_lease": 60, "engine_stall_timeout": 60}
+    options = {"data_parallel_size": 2, "num_gpu_blocks_override": BLOCKS, **late}
     with WarmCluster("llama-gqa", warm=shared(), **options) as made:
         yield made
 
@@ -77,11 +81,13 @@ def test_a_prompt_goes_to_the_replica_that_knows_it(cluster: WarmCluster) -> Non
     cases = [prompt(number) for number in range(200, 203)]
     full_blocks = sum(len(case) // 16 * 16 for case in cases)
     before = counts(node, "prefix_cache_hits")
-    stream = cluster.stream(list(prompt(199)), max_tokens=400, ignore_eos=True)
-    next(stream)  # replica 0 is busy
-    for case in cases:
-        check(cluster, case, num_tokens=2)
-    stream.close()
+    busy = ranks_of(cluster.pids[cluster.names("decode")[0]])[0]
+    with suspended(busy):  # replica 0's answer is not over before its client leaves
+        caller = call(cluster, "streamed", num_prompt_tokens=20, max_tokens=20)
+        cluster.wait_for(lambda: node_metrics(node, 0)["pdserve_num_requests_remote"] == 1)
+        for case in cases:
+            check(cluster, case, num_tokens=2)
+        caller.hang_up()
     cluster.wait_idle(60)
     assert counts(node, "prefix_cache_hits") == before
     for case in cases:
@@ -115,20 +121,36 @@ def test_a_rank_dies_and_its_node_with_it(cluster: WarmCluster) -> None:
     for case in cases:
         reference.greedy(cluster.model, case, num_tokens)
     node = next(node for node in cluster.state()["nodes"] if node["name"] == name)
-    before = counts(node, "generation_tokens")
+    before, ranks, over = counts(node, "generation_tokens"), ranks_of(pid), threading.Event()
+
+    def ask_on(case: tuple[int, ...]) -> None:
+        check(cluster, case, num_tokens)
+        while not over.is_set():
+            check(cluster, case, num_tokens)
 
     def both_at_work() -> bool:
+        """If so, they stand still, so that they are when one of them dies."""
+        for rank in ranks:
+            rank.suspend()
+        running = [node_metrics(node, engine)["pdserve_num_requests_running"] for engine in (0, 1)]
         after = counts(node, "generation_tokens")
-        return all(new > old for new, old in zip(after, before, strict=True))
+        if all(running) and all(new > old for new, old in zip(after, before, strict=True)):
+            return True
+        for rank in ranks:
+            rank.resume()
+        return False
 
     with ThreadPoolExecutor(len(cases)) as pool:
-        answers = [pool.submit(check, cluster, case, num_tokens) for case in cases]
-        cluster.wait_for(both_at_work, 60)
-        ranks = ranks_of(pid)
-        ranks[1].send_signal(signal.SIGKILL)
-        del cluster.pids[name]
-        for answer in answers:
-            answer.result()
+        clients = [pool.submit(ask_on, case) for case in cases]
+        try:
+            cluster.wait_for(both_at_work)
+            ranks[0].resume()
+            ranks[1].send_signal(signal.SIGKILL)
+            del cluster.pids[name]
+        finally:
+            over.set()
+        for client in clients:
+            client.result()
     cluster.wait_for(lambda: cluster.exit_code(pid) == 1)
     assert len(ranks) == 2 and not any(rank.is_running() for rank in ranks)
     assert f": rank 0 (pid {ranks[1].pid}) was killed by SIGKILL" in cluster.log()

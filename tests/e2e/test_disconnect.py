@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 import reference
-from callers import KINDS, call, fresh_prompt, storm
+from callers import KINDS, Caller, call, fresh_prompt, storm
 from cluster import Cluster, ended, node_metrics, text_of
 from warm import IMPORTS, WarmCluster, shared
 
 MODEL = "llama-gqa"
+BLOCKS = 512
 DELAY = 0.1  # seconds before a run of blocks is delivered; a run is at most 64 tokens
 PLACES = 12
 NUM_TOKENS = 12
@@ -29,47 +31,62 @@ def slow(**config: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    routing = {"max_concurrent_requests": PLACES, "max_client_share": 1}  # one client asks it all
-    options = {"num_gpu_blocks_override": 512, **routing}
-    with Cluster(MODEL, IMPORTS, **options, **slow(delay=DELAY)) as cluster:
+def cluster() -> Iterator[WarmCluster]:
+    """Steps of both nodes, and the transfer between them, can be held: an answer that a client
+    hangs up on must not be over."""
+    router = {
+        "max_concurrent_requests": PLACES,
+        "max_client_share": 1,  # one client asks it all
+        "scheduling_policy": "priority",
+    }
+    options = {"num_gpu_blocks_override": BLOCKS, "kv_lease": 30}
+    with WarmCluster(MODEL, 0, 0, router, shared(), **options) as cluster:
+        kv = slow(delay=DELAY, held=str(cluster.hold("kv")))
+        cluster.start_held("prefill", **kv)
+        cluster.start_held("decode", **kv)
+        cluster.wait_nodes()
         yield cluster
 
 
-def load(cluster: Cluster, role: str, name: str) -> float:
+def load(cluster: WarmCluster, role: str, name: str) -> float:
     (node,) = cluster.nodes(role)
     return node_metrics(node)[f"pdserve_{name}"]
 
 
-def prefilling(cluster: Cluster) -> bool:
+def prefilling(cluster: WarmCluster) -> bool:
     return (
         load(cluster, "prefill", "num_requests_running") > 0
         and load(cluster, "decode", "num_requests_remote") > 0
     )
 
 
-def transferring(cluster: Cluster) -> bool:
+def transferring(cluster: WarmCluster) -> bool:
     """Every prompt is computed, and its KV not yet there."""
     return (
         load(cluster, "prefill", "num_requests_running") == 0
         and load(cluster, "prefill", "num_requests_waiting") == 0
         and load(cluster, "decode", "num_requests_remote") > 0
-        and load(cluster, "prefill", "kv_blocks_free") < 512
+        and load(cluster, "prefill", "kv_blocks_free") < BLOCKS
     )
 
 
-def decoding(cluster: Cluster) -> bool:
+def decoding(cluster: WarmCluster) -> bool:
     return load(cluster, "decode", "num_requests_running") > 0
 
 
-def is_quiet(cluster: Cluster) -> bool:
+def count(cluster: WarmCluster, what: str) -> int:
+    """Requests at the router: `running` or `waiting`."""
+    return int(cluster.get("/v1/cluster").json()[what])
+
+
+def is_quiet(cluster: WarmCluster) -> bool:
     """The router serves nobody and has nobody on a node."""
     state = cluster.get("/v1/cluster").json()
     placed = sum(node["in_flight"] for node in state["nodes"])
     return bool((state["running"], state["waiting"], placed) == (0, 0, 0))
 
 
-def check_idle_and_exact(cluster: Cluster) -> None:
+def check_idle_and_exact(cluster: WarmCluster) -> None:
     """Nothing is held or counted any more, and the next answer is right."""
     cluster.wait_for(lambda: is_quiet(cluster))  # the last hang-up may be on its way
     cluster.wait_idle(5)
@@ -83,55 +100,82 @@ def check_idle_and_exact(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("stage", "num_callers", "num_prompt_tokens"),
-    [(prefilling, 8, 900), (transferring, 1, 300), (decoding, 2, 20)],
+    ("held", "stage", "num_callers", "num_prompt_tokens"),
+    [("prefill", prefilling, 8, 900), ("kv", transferring, 1, 300), ("decode", decoding, 2, 20)],
 )
 def test_hanging_up(
-    cluster: Cluster, kind: str, stage: Any, num_callers: int, num_prompt_tokens: int
+    cluster: WarmCluster, kind: str, held: str, stage: Any, num_callers: int, num_prompt_tokens: int
 ) -> None:
     max_tokens = 1000 - num_prompt_tokens
-    callers = [call(cluster, kind, num_prompt_tokens, max_tokens) for _ in range(num_callers)]
-    cluster.wait_for(lambda: stage(cluster))
-    for caller in callers:
-        caller.hang_up()
+    with cluster.standing_still(held):
+        callers = [call(cluster, kind, num_prompt_tokens, max_tokens) for _ in range(num_callers)]
+        cluster.wait_for(lambda: stage(cluster))
+        for caller in callers:
+            caller.hang_up()
+        cluster.wait_for(lambda: is_quiet(cluster))  # whatever the nodes are at
     check_idle_and_exact(cluster)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_hanging_up_in_the_queue(cluster: Cluster, kind: str) -> None:
+def fill(cluster: WarmCluster) -> list[Caller]:
+    """Callers that have all places."""
     served = [call(cluster, "streamed", 64, 900) for _ in range(PLACES)]
-    cluster.wait_for(lambda: cluster.get("/v1/cluster").json()["running"] == PLACES)
-    queued = [call(cluster, kind, 100, 10) for _ in range(3)]
-    cluster.wait_for(lambda: cluster.get("/v1/cluster").json()["waiting"] == 3)
-    for caller in queued:
-        caller.hang_up()
-    cluster.wait_for(lambda: cluster.get("/v1/cluster").json()["waiting"] == 0)
+    cluster.wait_for(lambda: count(cluster, "running") == PLACES)
+    return served
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hanging_up_in_the_queue(cluster: WarmCluster, kind: str) -> None:
+    with cluster.standing_still("decode"):
+        served = fill(cluster)
+        queued = [call(cluster, kind, 100, 10) for _ in range(3)]
+        cluster.wait_for(lambda: count(cluster, "waiting") == 3)
+        for caller in queued:
+            caller.hang_up()
+        cluster.wait_for(lambda: count(cluster, "waiting") == 0)
+        for caller in served:
+            caller.hang_up()
+    check_idle_and_exact(cluster)
+
+
+def test_the_more_urgent_of_those_that_wait_is_served_first(cluster: WarmCluster) -> None:
+    with ThreadPoolExecutor() as pool:
+        with cluster.standing_still("decode"):
+            served = fill(cluster)
+            asked = []
+            for priority in (5, -5):
+                options = {"max_tokens": 2, "priority": priority, "timeline": True}
+                asked.append(pool.submit(cluster.complete, fresh_prompt(64), **options))
+                cluster.wait_for(lambda: count(cluster, "waiting") == len(asked))
+        served.pop().hang_up()
+        relaxed, urgent = (each.result()["pdserve"]["timeline"] for each in asked)
+    assert relaxed["queued"] > urgent["queued"]
     for caller in served:
         caller.hang_up()
     check_idle_and_exact(cluster)
 
 
-def test_a_storm_of_hang_ups(cluster: Cluster) -> None:
+def test_a_storm_of_hang_ups(cluster: WarmCluster) -> None:
     storm(cluster, 40)
     check_idle_and_exact(cluster)
     assert "did not close cleanly" not in cluster.log()
     assert "Traceback" not in cluster.log()
 
 
-def test_a_prefill_node_that_dies_in_mid_transfer(cluster: Cluster) -> None:
+def test_a_prefill_node_that_dies_in_mid_transfer() -> None:
     """The stream ends, and the cluster, told not to restart anything, with 1. The decode node can
     do without a prefill node, if it was not told to stop before it heard of that."""
-    stream = cluster.stream(fresh_prompt(600), max_tokens=100, ignore_eos=True, logprobs=0)
-    assert next(stream)["choices"]
-    node = cluster.node_process("prefill")
-    assert node is not None
-    up = cluster.processes.pop("up")
-    node.kill()
-    *_, last = stream
-    assert "error" in last or last["choices"][0]["finish_reason"] == "length"
-    assert ended(up) == 1
-    assert "prefill-0 ended with signal 9" in cluster.log()
-    assert cluster.home.processes() == []
+    with Cluster(MODEL, IMPORTS, num_gpu_blocks_override=BLOCKS, **slow(delay=DELAY)) as cluster:
+        stream = cluster.stream(fresh_prompt(600), max_tokens=100, ignore_eos=True, logprobs=0)
+        assert next(stream)["choices"]
+        node = cluster.node_process("prefill")
+        assert node is not None
+        up = cluster.processes.pop("up")
+        node.kill()
+        *_, last = stream
+        assert "error" in last or last["choices"][0]["finish_reason"] == "length"
+        assert ended(up) == 1
+        assert "prefill-0 ended with signal 9" in cluster.log()
+        assert cluster.home.processes() == []
 
 
 def test_a_connector_that_fails() -> None:
@@ -149,3 +193,33 @@ def test_a_connector_that_fails() -> None:
         )
         assert set(migrations) == {"prefill"}  # each failure counts once, where it was
         cluster.wait_idle(5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_node_ends_whose_connector_does_not_leave_blocks(ranks: int) -> None:
+    """They would be the next request's. Another node takes over."""
+    connector = {"kv_connector": "slow_connector:ClingingTCP", "kv_lease": 1}
+
+    def options(clings: bool) -> dict[str, Any]:
+        return {"kv_connector_config": json.dumps({"clings": clings}), "dtype": "float32"}
+
+    with WarmCluster(MODEL, 0, 0, warm=shared(), **connector) as cluster:
+        cluster.start_node("decode", **options(False))
+        clinging = cluster.start_node("prefill", tensor_parallel_size=ranks, **options(True))
+        cluster.wait_nodes()
+        pid = cluster.pids.pop(clinging)
+        prompt = fresh_prompt(40)
+        expected = reference.decode(
+            cluster.model, reference.greedy(cluster.model, tuple(prompt), 8)
+        )
+        answer = cluster.complete(prompt, max_tokens=8, ignore_eos=True)["choices"][0]
+        assert answer["text"] == expected
+        cluster.wait_for(lambda: cluster.exit_code(pid) == 1)
+        assert "the KV connector does not leave a transfer's blocks" in cluster.log()
+        cluster.start_node("prefill", **options(False))
+        cluster.wait_nodes()
+        assert (
+            cluster.complete(prompt, max_tokens=8, ignore_eos=True)["choices"][0]["text"]
+            == expected
+        )
+        cluster.wait_idle()

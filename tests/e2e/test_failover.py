@@ -4,11 +4,14 @@ every token once, and the ones it would have got."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 
 from benchmarks.warm_start import alive
+from cluster import node_metrics
 from deaths import (
     CLIENT,
     CLIENTS,
@@ -19,9 +22,12 @@ from deaths import (
     SINK,
     D,
     P,
+    ask_until,
     at_every_step,
     check,
+    scored,
 )
+from exact import check_prompt_logprobs
 from warm import WarmCluster
 
 STEPS = [
@@ -95,8 +101,7 @@ def test_a_node_of_both_roles_takes_over_from_a_pair(
     mortal = both.start_node(role, arm, num_gpu_blocks_override=MORE_BLOCKS)
     both.wait_nodes()
     pid = both.pids.pop(mortal)
-    assert client(both) == expected
-    both.wait_for(lambda: not alive(pid))
+    ask_until(lambda: not alive(pid), client, both, expected)
     both.wait_idle()
     both.kill(other)
 
@@ -113,3 +118,36 @@ def test_a_node_fails_at_every_step(
 ) -> None:
     role, point, count = step
     check(cluster, client, role, number, point, count)
+
+
+@pytest.mark.parametrize(
+    ("role", "point", "count"),
+    [
+        *[("prefill", f"{P}.computed", count) for count in (1, 2)],  # among the prompt's chunks
+        ("prefill", f"{P}._describe", 1),
+        ("decode", f"{D}._landed", 1),
+        ("both", f"{D}.computed", 2),
+    ],
+)
+def test_prompt_logprobs_outlive_a_node(
+    cluster: WarmCluster, role: str, point: str, count: int
+) -> None:
+    check(cluster, scored, role, "SIGKILL", point, count)
+
+
+def test_prompt_logprobs_outlive_preemption(both: WarmCluster) -> None:
+    """Long answers take the blocks of those that came after them."""
+
+    def preemptions() -> float:
+        (node,) = (node for node in both.state()["nodes"] if node["name"] in both.pids)
+        return node_metrics(node)["pdserve_num_preemptions_total"]
+
+    prompts = [tuple(range(5 + i, 305 + i)) for i in range(6)]
+    for prompt in prompts:  # alone; what transformers says is known then
+        check_prompt_logprobs(both, prompt)
+    before = preemptions()
+    with ThreadPoolExecutor(7) as pool:
+        long = pool.submit(both.complete, [5] * 20, max_tokens=400, n=8, ignore_eos=True)
+        list(pool.map(partial(check_prompt_logprobs, both), prompts * 2))
+        long.result()
+    assert preemptions() > before

@@ -8,14 +8,14 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 from pathlib import Path
 
 import pytest
 
 import reference
 from callers import storm
-from cluster import Cluster, Service, text_of
+from close_audit import HAS_COMPILER, CloseAudit
+from cluster import START_TIMEOUT, Cluster, Service, text_of
 from paths import MODELS
 from warm import WarmCluster, run_roles, shared
 
@@ -23,6 +23,7 @@ MODEL = "mistral"
 PROMPT = "Once upon a time there was a naïve girl named Zoë. She lived in an old mill"
 ROUTING = {
     "queue_timeout": 0.5,
+    "heartbeat_timeout": 10,  # nobody dies here without a word: who is late is not lost
     "request_timeout": 10,  # how long a stream waits for a decode node to come back
     "max_concurrent_requests": 1,
     "max_queued_requests": 0,
@@ -50,14 +51,14 @@ def check_refused(service: Service, status: int) -> str:
 
 
 class LongStream:
-    """A streamed completion that is certainly under way."""
+    """A streamed completion that has begun: one token is there, the prefill node's."""
 
     def __init__(self, service: Service) -> None:
         self._events = service.stream(PROMPT, max_tokens=LONG, ignore_eos=True)
-        self._begin = list(islice(self._events, 5))
+        self._begin = next(self._events)
 
     def text(self) -> str:
-        return text_of(iter(self._begin)) + text_of(self._events)
+        return text_of(iter([self._begin])) + text_of(self._events)
 
     def error(self) -> dict[str, str]:
         """Of the last event."""
@@ -72,9 +73,9 @@ class LongStream:
 @pytest.fixture(scope="module")
 def roles() -> Iterator[WarmCluster]:
     """Nodes first, router last."""
-    with WarmCluster(MODEL, 0, 0, router=ROUTING, warm=shared()) as roles:
+    with WarmCluster(MODEL, 0, 0, router=ROUTING, warm=shared(), drain_timeout=60) as roles:
         roles.kill("router")
-        roles.start_node("decode")
+        roles.start_held("decode")
         roles.start_node("prefill")
         roles.wait_for(lambda: roles.log().count("trying again") == 2)
         roles.start_router()
@@ -109,8 +110,9 @@ def test_a_router_that_restarts_finds_its_nodes_again(roles: WarmCluster) -> Non
 
 
 def test_a_full_queue(roles: WarmCluster) -> None:
-    stream = LongStream(roles)
-    assert check_refused(roles, 429) == "0 requests are waiting already"
+    with roles.standing_still("decode"):
+        stream = LongStream(roles)
+        assert check_refused(roles, 429) == "0 requests are waiting already"
     assert stream.text() == expected(roles, LONG)
     check_exact(roles)
 
@@ -118,14 +120,16 @@ def test_a_full_queue(roles: WarmCluster) -> None:
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_a_node_drains(roles: WarmCluster, role: str) -> None:
     """Its stream finishes though it got SIGTERM, then it leaves; another one takes over."""
-    stream = LongStream(roles)
-    pid = drain(roles, role)
-    roles.wait_for(lambda: not roles.nodes(role))
+    with roles.standing_still("decode"):
+        stream = LongStream(roles)
+        pid = drain(roles, role)
+        roles.wait_for(lambda: not roles.nodes(role))
     assert stream.text() == expected(roles, LONG)
     assert ended(roles, pid) == 0
     assert check_refused(roles, 503) == f"no usable {role} node"
     assert roles.get("/ready").status_code == 503
-    roles.start_node(role)
+    start = roles.start_held if role == "decode" else roles.start_node
+    start(role)
     roles.wait_nodes()
     check_exact(roles)
 
@@ -149,11 +153,12 @@ def test_a_node_of_another_layout_is_never_paired(roles: WarmCluster) -> None:
 
 
 def test_a_second_signal_stops_at_once(roles: WarmCluster) -> None:
-    stream = LongStream(roles)
-    pid = drain(roles, "decode")
-    roles.wait_for(lambda: not roles.nodes("decode"))
-    os.kill(pid, signal.SIGTERM)
-    assert stream.error()["code"] == "no_node"
+    with roles.standing_still("decode"):
+        stream = LongStream(roles)
+        pid = drain(roles, "decode")
+        roles.wait_for(lambda: not roles.nodes("decode"))
+        os.kill(pid, signal.SIGTERM)
+        assert stream.error()["code"] == "no_node"
     assert ended(roles, pid) == 0
     assert "stopping with work in flight: told twice" in roles.log()
 
@@ -167,10 +172,22 @@ def test_all_leave_in_order(roles: WarmCluster) -> None:
 
 
 @pytest.fixture(scope="module")
-def fragile() -> Iterator[Cluster]:
+def fragile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """None of its processes closes a descriptor twice, whatever is killed, to the end."""
+    audit = CloseAudit(tmp_path_factory.mktemp("audit"))
     # A node that comes back may need long, and its requests wait for it.
-    with Cluster(MODEL, decode_tp=2, restart="on-failure", queue_timeout=120) as cluster:
+    options = {"decode_tp": 2, "restart": "on-failure", "queue_timeout": 120}
+    with Cluster(MODEL, audit.environment, **options) as cluster:
         yield cluster
+    assert not audit.told(), audit.told()
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="there is no g++ here")
+def test_a_descriptor_that_is_closed_twice_is_told_of(tmp_path: Path) -> None:
+    audit = CloseAudit(tmp_path)
+    code = "import os; os.close(0); os.close(0)"
+    subprocess.run([sys.executable, "-c", code], env=os.environ | audit.environment)
+    assert audit.told().count("closed") == 1
 
 
 def test_a_storm_of_hang_ups_with_several_ranks(fragile: Cluster) -> None:
@@ -199,7 +216,7 @@ def test_a_rank_that_is_killed_ends_its_node(fragile: Cluster) -> None:
     fragile.wait_for(lambda: "decode-0: exit code 1; again in" in fragile.log())
     assert stream.text() == expected(fragile, LONG)
     assert f"rank 1 (pid {ranks[1].pid}) was killed by SIGKILL" in fragile.log()
-    assert not any(rank.is_running() for rank in ranks)
+    fragile.wait_for(lambda: not any(rank.is_running() for rank in ranks))
     wait_for_another(fragile, "decode", node.pid)
     check_exact(fragile)
 
@@ -212,7 +229,7 @@ def wait_for_another(cluster: Cluster, role: str, pid: int) -> None:
         ready = [node for node in cluster.nodes(role) if node["state"] == "ready"]
         return process is not None and process.pid != pid and len(ready) == 1
 
-    cluster.wait_for(serves, 60)
+    cluster.wait_for(serves, START_TIMEOUT)
 
 
 # ---- options nobody can serve with ----------------------------------------------------------
@@ -224,12 +241,12 @@ WRONG = [
     ((*UP, "--model={model}", "--frobnicate"), "--frobnicate"),
     ((*UP, "--model={model}", "--block-size=0"), "--block-size"),
     ((*UP, "--model={model}", "--decode-tp=3"), "decode-0 cannot start as configured"),
-    ((*PREFILL, "--model=/no/such/model"), "/no/such/model has no config.json"),
+    ((*PREFILL, "--model=/no/such/model"), "there is no folder /no/such/model"),
 ]
 WRONG_FORKED = [
     (("prefill_node", "--model={model}", "--tensor-parallel-size=3"), "3 does not divide"),
     (("prefill_node", "--model={model}", "--num-gpu-blocks-override=3"), "has 3 blocks"),
-    ((*ROUTER, "--model=/no/such/model"), "/no/such/model has no config.json"),
+    ((*ROUTER, "--model=/no/such/model"), "there is no folder /no/such/model"),
     # Open to strangers beyond this host.
     ((*ROUTER, "--model={model}", "--host=0.0.0.0"), "give all roles the same --cluster-key"),
     (("prefill_node", "--model={model}", "--kv-host=0.0.0.0"), "same --cluster-key"),
@@ -240,7 +257,7 @@ def test_wrong_options_end_with_2_and_a_clear_line(tmp_path: Path) -> None:
     model = MODELS / MODEL
 
     def run(command: Sequence[str]) -> tuple[int, str]:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=250)
         return done.returncode, done.stdout + done.stderr
 
     commands = [[word.format(model=model) for word in words] for words, _ in WRONG]

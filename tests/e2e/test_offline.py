@@ -15,17 +15,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import requests
 
 import reference
+from adapters import make_adapter, merged
 from cluster import DEFAULTS, is_idle
 from hub import running_hub, use
 from paths import MODELS, ROOT
-from pdserve import LLM, SamplingParams
+from pdserve import LLM, LoRARequest, SamplingParams
 from pdserve.common.cli.main import main
-from pdserve.common.core.errors import InvalidRequest
+from pdserve.common.core.errors import InvalidRequest, RequestError
 from pdserve.common.offline.batch_file import succeeded
 
 MODEL = MODELS / "llama-gqa"
@@ -48,7 +50,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     cache, before = tmp_path_factory.mktemp("hub"), _children()
     with pytest.MonkeyPatch.context() as patch, running_hub({NAME: MODEL}) as hub:
         use(hub, cache, patch)
-        llm = LLM(model=NAME, api_key=KEY, **DEFAULTS)
+        llm = LLM(model=NAME, api_key=KEY, enable_lora=True, max_loras=1, **DEFAULTS)
     with llm:
         yield llm
     assert _children() - before == set()
@@ -60,9 +62,9 @@ def url(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> str:
     return llm.url
 
 
-def expected(prompt: str, num_tokens: int = 12) -> str:
+def expected(prompt: str, num_tokens: int = 12, model: Path = MODEL) -> str:
     ids = tuple(reference.encode(MODEL, prompt))
-    return reference.decode(MODEL, reference.greedy(MODEL, ids, num_tokens))
+    return reference.decode(MODEL, reference.greedy(model, ids, num_tokens))
 
 
 # ---- LLM ------------------------------------------------------------------------------------
@@ -84,7 +86,8 @@ def test_every_shape_of_a_prompt_asks_the_same(llm: LLM) -> None:
     shapes: list[Any] = [STORIES[0], ids, {"prompt": STORIES[0]}, {"prompt_token_ids": ids}]
     texts = {each.outputs[0].text for each in llm.generate(shapes, GREEDY, use_tqdm=False)}
     assert texts == {expected(STORIES[0])}
-    assert llm.generate(ids, GREEDY)[0].prompt is None
+    (output,) = llm.generate(np.array(ids), GREEDY)
+    assert (output.prompt, output.prompt_logprobs) == (None, None)
     assert llm.generate([], GREEDY) == []
 
 
@@ -101,12 +104,62 @@ def test_each_prompt_may_have_its_parameters(llm: LLM) -> None:
             assert each.cumulative_logprob == pytest.approx(total)
 
 
+def test_prompts_have_logprobs_where_they_are_asked_for(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2, n=2)
+    (output,) = llm.generate(STORIES[:1], params, use_tqdm=False)
+    first, *others = output.prompt_logprobs or []
+    expected = reference.prompt_logprobs(MODEL, tuple(output.prompt_token_ids))
+    assert first is None and len(others) == len(expected) == len(output.prompt_token_ids) - 1
+    for token_id, place, row in zip(output.prompt_token_ids[1:], others, expected, strict=True):
+        assert place is not None and place[token_id].rank is not None
+        assert place[token_id].logprob == pytest.approx(row[token_id].item(), abs=1e-3)
+
+
 def test_chat_shows_what_the_template_made(llm: LLM) -> None:
     (output,) = llm.chat(CHAT, GREEDY)
     assert output.prompt is not None and output.prompt.startswith("<|im_start|>user\nPlease")
     assert output.prompt.endswith("<|im_start|>assistant\n")
     one, two = llm.chat([CHAT, CHAT], GREEDY, add_generation_prompt=False)
     assert one.prompt == two.prompt == output.prompt.removesuffix("<|im_start|>assistant\n")
+
+
+def test_prompts_may_have_their_adapters(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after the other in the one place there is."""
+    story, greedy = STORIES[0], SamplingParams(temperature=0, max_tokens=4)
+    texts = {expected(story, 4)}
+    for i in range(2):
+        folder = make_adapter(tmp_path / f"{i}", MODEL, seed=i)
+        merged(folder, MODEL, tmp_path / f"merged-{i}")
+        adapter = LoRARequest(f"lora-{i}", i + 1, folder)
+        (output,) = llm.generate(story, greedy, lora_request=adapter)
+        assert output.outputs[0].text == expected(story, 4, tmp_path / f"merged-{i}")
+        texts.add(output.outputs[0].text)
+    assert len(texts) == 3
+    chat, both = [llm.chat(CHAT, greedy, lora_request=each) for each in (None, "lora-1")]
+    assert chat[0].prompt == both[0].prompt and chat[0].outputs != both[0].outputs
+    # Beside the model alone; the same name for another folder.
+    monkeypatch.chdir(tmp_path)
+    mixed = llm.generate([story] * 2, greedy, lora_request=[None, LoRARequest("lora-1", 1, "0")])
+    assert [each.outputs[0].text for each in mixed] == [
+        expected(story, 4), expected(story, 4, tmp_path / "merged-0")
+    ]  # fmt: skip
+    # A server that has started anew has forgotten it.
+    body, headers = {"lora_name": "lora-1"}, {"Authorization": f"Bearer {KEY}"}
+    requests.post(f"{llm.url}/v1/unload_lora_adapter", json=body, headers=headers, timeout=10)
+    assert llm.generate(story, greedy, lora_request=LoRARequest("lora-1", 1, "0"))
+    first, second = LoRARequest("a", 1, "0"), LoRARequest("b", 2, "1")
+    for wrong, reason in (
+        ("lora-0", "does not exist"),
+        (LoRARequest("c", 1, "nowhere"), f"{tmp_path}/nowhere: there is no adapter_config.json"),
+        ([first, second], "as many as --max-loras allows"),
+        ([first, LoRARequest("a", 1, "1")], "has two paths"),
+        ([first], "2 prompts have 1 lora_requests"),
+        ([None, 5], "is a name or a LoRARequest, not 5"),
+    ):
+        with pytest.raises(RequestError, match=reason):
+            llm.generate([story] * 2, greedy, lora_request=wrong)
 
 
 @pytest.mark.parametrize(
@@ -153,8 +206,8 @@ def test_an_interrupt_ends_the_requests_and_nothing_else(llm: LLM) -> None:
 
 def test_the_name_given_is_the_name_served(llm: LLM) -> None:
     headers = {"Authorization": f"Bearer {KEY}"}
-    (card,) = requests.get(f"{llm.url}/v1/models", headers=headers, timeout=10).json()["data"]
-    assert card["id"] == NAME
+    cards = requests.get(f"{llm.url}/v1/models", headers=headers, timeout=10).json()["data"]
+    assert cards[0]["id"] == NAME
 
 
 # ---- run-batch ------------------------------------------------------------------------------
@@ -215,8 +268,10 @@ def test_a_run_goes_on_with_what_is_missing(url: str, tmp_path: Path) -> None:
     run = subprocess.Popen(program, stderr=subprocess.PIPE)
     while not out.exists() or out.read_bytes().count(b"\n") < 2:
         assert run.poll() is None, run.communicate()
+    run.send_signal(signal.SIGSTOP)  # it is not over before the other one has asked
     assert main(command) == 2  # two at once
     run.send_signal(signal.SIGINT)
+    run.send_signal(signal.SIGCONT)
     assert run.wait(30) == 130
     first = read(out)
     assert 2 <= len(first) < len(STORIES)
@@ -231,12 +286,29 @@ def test_a_run_goes_on_with_what_is_missing(url: str, tmp_path: Path) -> None:
     assert all(map(succeeded, answers))
 
 
+def test_a_full_disk_ends_the_run_and_spoils_nothing(url: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", [completion(number) for number in range(len(STORIES))])
+    out = tmp_path / "out.jsonl"
+    command = ["run-batch", "-i", str(path), "-o", str(out), "--url", url]
+    limited = ["bash", "-c", 'ulimit -f 2; exec "$@"', "-"]
+    program = [*limited, str(Path(sys.executable).with_name("pdserve")), *command]
+    run = subprocess.run([*program, "--max-concurrency=1"], capture_output=True, text=True)
+    assert run.returncode == 1 and "Traceback" not in run.stderr
+    assert f"{out}: File too large; the same command goes on" in " ".join(run.stderr.split())
+    first = read(out)  # whole lines
+    assert 0 < len(first) < len(STORIES)
+    assert main(command) == 0
+    assert read(out)[: len(first)] == first and len(read(out)) == len(STORIES)
+
+
 @pytest.mark.parametrize(
     ("flags", "code", "reason"),
     [
         (["-i", "in.jsonl"], 2, "-i and -o are needed"),
         (["-i", "nowhere.jsonl", "-o", "out.jsonl", "--url", "URL"], 2, "No such file"),
         (["-i", "in.jsonl", "-o", "in.jsonl", "--url", "URL"], 2, "is no answer of a batch"),
+        (["-i", "in.jsonl", "-o", "/dev/zero", "--url", "URL"], 2, "/dev/zero is a pipe or a dev"),
+        (["-i", "/dev/null", "-o", "out.jsonl", "--url", "URL"], 2, "give a file"),
         (["-i", "in.jsonl", "-o", "out.jsonl", "--url", "URL", "--decode=2"], 2, "do not fit"),
         (["-i", "in.jsonl", "-o", "out.jsonl", "--url", "URL"], 1, "API key"),
     ],
@@ -291,14 +363,24 @@ PROGRAM = str(Path(sys.executable).with_name("pdserve"))
 
 
 class Terminal:
-    """A program on a terminal of its own."""
+    """`pdserve` on a terminal of its own, until it has ended or is no longer wanted."""
 
-    def __init__(self, *command: str) -> None:
+    def __init__(self, *arguments: str) -> None:
         pid, self._end = pty.fork()
         if not pid:
-            os.execv(command[0], command)
+            os.execv(PROGRAM, (PROGRAM, *arguments))
         self._pid = pid
+        self._code: int | None = None
         self.seen = ""
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._code is None:
+            os.kill(self._pid, signal.SIGKILL)
+            self.wait()
+        os.close(self._end)
 
     def until(self, text: str) -> str:
         """What came up to the text, which must come within a while; the rest waits."""
@@ -312,45 +394,58 @@ class Terminal:
     def type(self, keys: str) -> None:
         os.write(self._end, keys.encode())
 
+    def interrupt(self, text: str) -> None:
+        """Ctrl-C until this comes: one is lost if it falls into the moment before Python waits for
+        a key."""
+        self.type("\x03")
+        while text not in self.seen:
+            if select.select([self._end], [], [], 5)[0]:
+                self.seen += os.read(self._end, 65536).decode(errors="replace")
+            else:
+                self.type("\x03")
+        self.until(text)
+
     def wait(self) -> int:
-        code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
-        os.close(self._end)
-        return code
+        self._code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        return self._code
 
 
 def test_a_conversation_on_a_terminal(llm: LLM, url: str) -> None:
-    terminal = Terminal(PROGRAM, "chat", "--url", url, "--temperature=0", "--max-tokens=12")
-    assert NAME in terminal.until("> ")
-    answer = llm.chat(CHAT, GREEDY)[0].outputs[0].text
-    for _ in range(2):
-        terminal.type(CHAT[0]["content"] + "\r")
-        shown = terminal.until("TTFT")
-        assert answer.split("\n")[0].strip() in shown.replace("\r", "")
-        assert " ms · TPOT " in terminal.until("12 tokens")
+    flags = ("--url", url, "--temperature=0", "--max-tokens=12")
+    with Terminal("chat", *flags) as terminal:
+        assert NAME in terminal.until("> ")
+        answer = llm.chat(CHAT, GREEDY)[0].outputs[0].text
+        for _ in range(2):
+            terminal.type(CHAT[0]["content"] + "\r")
+            shown = terminal.until("TTFT")
+            assert answer.split("\n")[0].strip() in shown.replace("\r", "")
+            assert " ms · TPOT " in terminal.until("12 tokens")
+            terminal.until("> ")
+            terminal.type("/reset\r")  # so that the next answer is the first one again
+            terminal.until("a new conversation")
+            terminal.until("> ")
+        terminal.type("/help\r")
+        terminal.until("/system TEXT")
         terminal.until("> ")
-        terminal.type("/reset\r")  # so that the next answer is the first one again
-        terminal.until("a new conversation")
-        terminal.until("> ")
-    terminal.type("/help\r")
-    terminal.until("/system TEXT")
-    terminal.type("\x04")
-    assert terminal.wait() == 0
+        terminal.type("\x04")
+        assert terminal.wait() == 0
 
 
 def test_an_answer_may_be_cut_short(url: str) -> None:
     """By Ctrl-C, and the conversation goes on; at the prompt it drops the line."""
-    terminal = Terminal(PROGRAM, "chat", "--url", url, "--max-tokens=900")
-    terminal.until("> ")
-    terminal.type("half a question\x03")
-    terminal.until("> ")
-    terminal.type("Please write about Zoë.\r")
-    terminal.until("\n")
-    terminal.until("Once")
-    terminal.type("\x03")
-    assert "tokens" not in terminal.until("…")
-    terminal.until("> ")
-    terminal.type("/quit\r")
-    assert terminal.wait() == 0
+    with Terminal("chat", "--url", url, "--temperature=0", "--max-tokens=900") as terminal:
+        terminal.until("> ")
+        terminal.type("half a question")
+        terminal.until("half a question")  # readline has read it, and waits for a key
+        terminal.interrupt("> ")
+        terminal.type("Please write about Zoë.\r")
+        terminal.until("\n")
+        terminal.until("Once")
+        terminal.type("\x03")
+        assert "tokens" not in terminal.until("…")
+        terminal.until("> ")
+        terminal.type("/quit\r")
+        assert terminal.wait() == 0
 
 
 def test_chat_through_pipes(llm: LLM, url: str) -> None:
@@ -379,11 +474,11 @@ def test_top(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "--url", url, "--once", "--json"]) == 0
     state = json.loads(capsys.readouterr().out)
     assert state["ready"] and {node["role"] for node in state["nodes"]} == {"prefill", "decode"}
-    terminal = Terminal(PROGRAM, "top", "--url", url, "--interval", "0.05")
-    for _ in range(3):  # it is drawn again and again
-        terminal.until("decode")
-    terminal.type("\x03")
-    assert terminal.wait() == 0
+    with Terminal("top", "--url", url, "--interval", "0.05") as terminal:
+        for _ in range(3):  # it is drawn again and again
+            terminal.until("decode")
+        terminal.type("\x03")
+        assert terminal.wait() == 0
     assert main(["top", "--url", "http://127.0.0.1:9"]) == 1
     assert "does not answer" in capsys.readouterr().err
 

@@ -66,7 +66,7 @@ def test_decode_on_two_hosts_until_one_of_them_dies(raylets: Raylets) -> None:
         started = time.monotonic()
         raylets.kill(1)
         cluster.wait_for(lambda: cluster.exit_code(pid) is not None)
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 25  # sooner than by --distributed-timeout
         assert cluster.exit_code(pid) == 1
         assert re.search(r"rank \d \(host .*\) was lost: its host, or the raylet", cluster.log())
         assert "error" in list(stream)[-1]

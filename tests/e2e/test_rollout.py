@@ -35,7 +35,10 @@ Event = Callable[[], Coroutine[Any, Any, None]]
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[WarmCluster]:
-    with WarmCluster(MODEL, prefill=2, decode=2, warm=shared(), **NODE_OPTIONS) as made:
+    with WarmCluster(MODEL, prefill=2, decode=0, warm=shared(), **NODE_OPTIONS) as made:
+        for _ in range(2):
+            made.start_held("decode")
+        made.wait_nodes()
         yield made
 
 
@@ -65,25 +68,15 @@ async def drain(cluster: WarmCluster, name: str) -> None:
     assert cluster.exit_code(pid) == 0, cluster.log()[-6000:]
 
 
-def test_every_node_is_replaced(cluster: WarmCluster) -> None:
-    old = [*cluster.names("prefill"), *cluster.names("decode")]
-
-    async def replace_all() -> None:
-        for name in old:
-            await restart(cluster, name, 0)
-
-    check(cluster, under_load(cluster, replace_all))
-    assert [cluster.exit_code(pid) for pid in cluster.drained] == [0] * len(old)
-    assert cluster.ready().isdisjoint(old)
-
-
 def test_the_router_is_replaced(cluster: WarmCluster) -> None:
-    """What it was serving is given up, and its nodes find the new one."""
+    """What it was serving is given up, and its nodes find the new one. First, while the decode
+    nodes are those that can be held."""
     ids = {node["node_id"] for node in cluster.nodes()}
-    interrupted = [call(cluster, kind, 100, 400) for kind in KINDS]
-    cluster.wait_for(lambda: sum(node["running"] for node in cluster.nodes("decode")) == 3)
-    assert cluster.held().keys() & {*cluster.names("decode")}
-    cluster.kill("router")
+    with cluster.standing_still("decode"):
+        interrupted = [call(cluster, kind, 100, 400) for kind in KINDS]
+        cluster.wait_for(lambda: sum(node["running"] for node in cluster.nodes("decode")) == 3)
+        assert cluster.held().keys() & {*cluster.names("decode")}
+        cluster.kill("router")
     cluster.start_router()
     cluster.wait_nodes()
     assert {node["node_id"] for node in cluster.nodes()} == ids
@@ -99,6 +92,18 @@ def moved(cluster: WarmCluster) -> list[float]:
     """Bytes of KV that nodes have sent or received, in the order of their ids."""
     nodes = sorted(cluster.nodes(), key=lambda node: str(node["node_id"]))
     return [node_metrics(node)["pdserve_kv_transfer_bytes_total"] for node in nodes]
+
+
+def test_every_node_is_replaced(cluster: WarmCluster) -> None:
+    old = [*cluster.names("prefill"), *cluster.names("decode")]
+
+    async def replace_all() -> None:
+        for name in old:
+            await restart(cluster, name, 0)
+
+    check(cluster, under_load(cluster, replace_all))
+    assert [cluster.exit_code(pid) for pid in cluster.drained] == [0] * len(old)
+    assert cluster.ready().isdisjoint(old)
 
 
 # ---- two versions ---------------------------------------------------------------------------
@@ -184,20 +189,24 @@ def test_two_versions_side_by_side_and_a_move(tmp_path: Path) -> None:
 # ---- a drain in mid-transfer ----------------------------------------------------------------
 
 LONG = Ask("grpc", tuple(range(5, 405)), {"temperature": 0.0, "ignore_eos": True, "max_tokens": 8})
-SLOW = {
-    "kv_connector": "slow_connector:SlowTCP",
-    "kv_connector_config": json.dumps({"delay": 0.15}),  # for each of the prompt's 7 chunks
-}
 
 
 def test_a_drained_prefill_node_finishes_its_transfer() -> None:
-    with WarmCluster(MODEL, prefill=2, decode=1, warm=shared(), **SLOW) as cluster:
+    with WarmCluster(MODEL, 0, 0, warm=shared(), kv_lease=30, drain_timeout=60) as cluster:
+        config = json.dumps({"delay": 0, "held": str(cluster.hold("kv"))})
+        kv = {"kv_connector": "slow_connector:SlowTCP", "kv_connector_config": config}
+        for role in ("prefill", "prefill", "decode"):
+            cluster.start_node(role, **kv)
+        cluster.wait_nodes()
 
         async def run() -> Answer:
             async with clients(cluster, [LONG]) as load:
-                answers = asyncio.create_task(load.ask_all())
-                name = await asyncio.to_thread(cluster.busy, "prefill")
-                await drain(cluster, name)
+                with cluster.standing_still("kv"):
+                    answers = asyncio.create_task(load.ask_all())
+                    name = await asyncio.to_thread(cluster.busy, "prefill")
+                    draining = asyncio.create_task(drain(cluster, name))
+                    await asyncio.to_thread(cluster.wait_for, lambda: name not in cluster.ready())
+                await draining
                 return (await answers)[0]
 
         answer = asyncio.run(run())

@@ -84,7 +84,7 @@ def test_a_chat_gives_the_reference(cluster: Cluster, certs: Path) -> None:
         )
         key = (("authorization", f"Bearer {KEY}"),)
         stub = inference_pb2_grpc.InferenceStub(channel)
-        assert list(stub.Generate(request, timeout=30, metadata=key))
+        assert list(stub.Generate(request, timeout=120, metadata=key))
 
 
 def test_without_the_key_there_is_no_answer(cluster: Cluster, certs: Path) -> None:

@@ -155,7 +155,7 @@ def test_over_grpc(cluster: WarmCluster) -> None:
     def generate(**sampling: Any) -> str:
         params = pb.SamplingParams(max_tokens=200, seed=1, **sampling)
         request = pb.GenerateRequest(text=PROMPT, sampling=params)
-        answers = pb_grpc.InferenceStub(channel).Generate(request, timeout=60)
+        answers = pb_grpc.InferenceStub(channel).Generate(request, timeout=120)
         return "".join(answer.text for answer in answers)
 
     wanted = pb.StructuredOutputs(json=json.dumps(SCHEMA), disable_any_whitespace=True)

@@ -6,9 +6,12 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
 import openai
 import pytest
 
+from pdserve.common.rpc.pb import inference_pb2 as pb
+from pdserve.common.rpc.pb import inference_pb2_grpc as pb_grpc
 from warm import WarmCluster, shared
 
 MODEL = "tool-caller"
@@ -32,6 +35,7 @@ def tool(name: str, **properties: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": schema}}
 
 
+NO_THOUGHT = {"510": -100}
 GET_WEATHER = tool("get_weather", city="string")
 ADD = tool("add", a="integer", b="integer")
 
@@ -56,6 +60,37 @@ def ask(client: openai.OpenAI, messages: list[Any], stream: bool = False, **opti
         return client.chat.completions.create(**options)
     with client.chat.completions.stream(**options) as events:
         return events.get_final_completion()
+
+
+def test_the_same_loop_over_grpc(cluster: WarmCluster) -> None:
+    parameters = json.dumps(GET_WEATHER["function"]["parameters"])
+    tools = [pb.Tool(name="get_weather", parameters=parameters)]
+    messages = [pb.Message(role="user", content=ASK["content"])]
+
+    def said(stub: pb_grpc.InferenceStub) -> tuple[str, dict[int, pb.ToolCall], set[int]]:
+        chat = pb.Chat(messages=messages, tools=tools)
+        request = pb.GenerateRequest(chat=chat, sampling=pb.SamplingParams(temperature=0))
+        text, calls, reasons = "", {}, set()
+        for response in stub.Generate(request, timeout=120):
+            text += response.text
+            reasons.add(response.finish_reason)
+            for call in response.tool_calls:
+                known = calls.setdefault(call.index, pb.ToolCall(index=call.index))
+                known.id += call.id
+                known.name += call.name
+                known.arguments += call.arguments
+        return text, calls, reasons - {pb.FINISH_REASON_UNSPECIFIED}
+
+    with grpc.insecure_channel(cluster.grpc) as channel:
+        stub = pb_grpc.InferenceStub(channel)
+        _, calls, reasons = said(stub)
+        assert reasons == {pb.FINISH_REASON_TOOL_CALLS} and list(calls) == [0, 1]
+        messages.append(pb.Message(role="assistant", tool_calls=calls.values()))
+        for call in calls.values():
+            assert call.name == "get_weather" and call.id
+            content = WEATHER[json.loads(call.arguments)["city"]]
+            messages.append(pb.Message(role="tool", tool_call_id=call.id, content=content))
+        assert said(stub) == (ANSWER, {}, {pb.FINISH_REASON_STOP})
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -101,6 +136,50 @@ def test_a_thought_comes_before_the_call(client: openai.OpenAI) -> None:
     assert thought.startswith(choice.message.reasoning_content)
 
 
+JSON = {
+    "type": "object",
+    "properties": {"answer": {"enum": ["nothing", "snow"]}},
+    "required": ["answer"], "additionalProperties": False,
+}  # fmt: skip
+AS_JSON = {"type": "json_schema", "json_schema": {"name": "answer", "schema": JSON}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_thought_is_free_and_the_answer_after_it_is_not(
+    client: openai.OpenAI, stream: bool
+) -> None:
+    thinking = {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
+    (free,) = ask(client, [ASK], **thinking).choices
+    asked = {**thinking, "response_format": AS_JSON, "logprobs": True}
+    (choice,) = ask(client, [ASK], stream, **asked).choices
+    assert choice.message.reasoning_content == free.message.reasoning_content
+    assert json.loads(choice.message.content)["answer"] in ("nothing", "snow")
+    (cut,) = ask(client, [ASK], **asked, max_tokens=4).choices
+    assert cut.finish_reason == "length" and not cut.message.content
+    # Calls that are insisted on go before what a text would have to be.
+    required = {"tools": [GET_WEATHER], "tool_choice": "required"}
+    (choice,) = ask(client, [ASK], stream, **asked, **required).choices
+    assert choice.message.reasoning_content and not choice.message.content
+    calls = [json.loads(call.function.arguments)["city"] for call in choice.message.tool_calls]
+    assert calls and set(calls) <= set(WEATHER)
+
+
+@pytest.mark.parametrize("think", [False, True])
+def test_under_auto_an_answer_is_calls_or_keeps_to_its_schema(
+    client: openai.OpenAI, think: bool
+) -> None:
+    asked = {
+        "response_format": AS_JSON,
+        "extra_body": {"chat_template_kwargs": {"enable_thinking": think}},
+    }
+    (choice,) = ask(client, [ASK], tools=[GET_WEATHER], **asked).choices
+    assert len(choice.message.tool_calls) == 2 and choice.finish_reason == "tool_calls"
+    asked["logit_bias"] = {"508": -100}  # calls
+    (choice,) = ask(client, [ASK], stream=True, tools=[ADD], **asked).choices
+    assert json.loads(choice.message.content)["answer"] in ("nothing", "snow")
+    assert not choice.message.tool_calls and choice.finish_reason == "stop"
+
+
 def test_a_large_body_is_the_same(client: openai.OpenAI) -> None:
     """Above 64 KiB another process prepares it."""
     described = GET_WEATHER["function"] | {"description": "x" * 100_000}
@@ -117,7 +196,7 @@ REPORT["function"]["parameters"]["properties"]["city"] = {"$ref": "#/$defs/city"
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_required_call_always_parses(client: openai.OpenAI, stream: bool) -> None:
     """Even of a model that draws wildly, and tools it has never seen."""
-    options = {"temperature": 2.0, "seed": 7, "n": 3, "max_tokens": 400}
+    options = {"temperature": 2.0, "seed": 7, "n": 3, "max_tokens": 400, "logit_bias": NO_THOUGHT}
     tools = [ADD, REPORT]
     given = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
     for choice in ask(client, [ASK], stream, **given, **options).choices:
@@ -130,7 +209,8 @@ def test_a_required_call_always_parses(client: openai.OpenAI, stream: bool) -> N
 
 
 def test_required_may_be_several(client: openai.OpenAI) -> None:
-    (choice,) = ask(client, [ASK], tools=[GET_WEATHER, ADD], tool_choice="required").choices
+    given = {"tools": [GET_WEATHER, ADD], "logit_bias": NO_THOUGHT}
+    (choice,) = ask(client, [ASK], tool_choice="required", **given).choices
     calls = [call.function for call in choice.message.tool_calls]
     assert [json.loads(call.arguments)["city"] for call in calls] == list(WEATHER)
 
@@ -143,7 +223,7 @@ def test_a_named_tool(client: openai.OpenAI, stream: bool) -> None:
     (call,) = choice.message.tool_calls
     assert call.function.name == "report" and choice.finish_reason == "stop"
     assert set(json.loads(call.function.arguments)) == {"city", "degrees"}
-    (cut,) = ask(client, [ASK], **given, max_tokens=3).choices
+    (cut,) = ask(client, [ASK], **given, max_tokens=3, logit_bias=NO_THOUGHT).choices
     assert cut.finish_reason == "length" and cut.message.tool_calls
 
 

@@ -26,7 +26,7 @@ Prompt = tuple[int, ...]
 def clusters() -> Iterator[tuple[Cluster, Cluster]]:
     """One has 20 blocks, of which a sequence needs 10 in the end; the other computes every
     prompt where it decodes."""
-    small = Cluster(MODEL, num_gpu_blocks_override=20, max_model_len=256)
+    small = Cluster(MODEL, num_gpu_blocks_override=20, max_model_len=256, drain_timeout=60)
     local = Cluster(MODEL, local_prefill_threshold=1_000_000, max_model_len=256)
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         list(pool.map(stack.enter_context, (small, local)))

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from deaths import MORE_BLOCKS
 from warm import WarmCluster, shared
 
 CHROMIUM = shutil.which("chromium")
@@ -20,12 +21,13 @@ api = pytest.importorskip("playwright.sync_api")
 KEY = "k-1"
 EVIL = "<img src=x onerror=\"document.title='ran'\"><script>document.title='ran'</script>"
 TIMEOUT = 30_000  # ms
-FOREVER = {"max_tokens": None, "ignore_eos": True}  # as far as the window goes
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[WarmCluster]:
-    with WarmCluster("llama-gqa", 2, 1, warm=shared()) as cluster:
+    """It forgets a lost node after ten time-outs, which must be seen until then."""
+    router = {"heartbeat_timeout": 5}
+    with WarmCluster("llama-gqa", 2, 1, router=router, warm=shared()) as cluster:
         yield cluster
 
 
@@ -80,10 +82,6 @@ def card(page: api.Page, cluster: WarmCluster, name: str) -> api.Locator:
     return page.locator(".lane > li", has_text=str(cluster.wait_for(find)))
 
 
-def endless(route: api.Route) -> None:
-    route.continue_(post_data={**route.request.post_data_json, **FOREVER})
-
-
 def ask(page: api.Page, question: str) -> api.Locator:
     """By the keyboard alone; the answer, once it is there."""
     page.get_by_label("Your message").focus()
@@ -113,16 +111,16 @@ def test_an_answer_streams_and_a_killed_node_is_red_until_another_comes(
     expect(page.locator("#flows td").first).to_contain_text("prefill-")
     expect(page.locator("#ttft-now")).to_contain_text(re.compile("[0-9.]+ (ms|s), 95 %"))
 
-    page.route("**/v1/chat/completions", endless)
-    page.get_by_label("Your message").fill("go on")
-    page.keyboard.press("Enter")
-    expect(page.locator("#answers .said").last).not_to_be_empty()
-    expect(page.locator("#stop")).to_be_enabled()  # there is text, and more comes
-    # An answer may be over before its prefill node has told how long sending took; not this one.
-    expect(page.locator("#arrows text").first).to_contain_text("GB/s")
-    page.keyboard.press("Escape")
-    expect(page.locator("#answers > li").last.get_by_role("alert")).to_have_text("stopped")
-    page.unroute("**/v1/chat/completions")
+    cluster.start_held("decode", num_gpu_blocks_override=MORE_BLOCKS)
+    cluster.wait_nodes()
+    with cluster.standing_still("decode"):  # the answer is not over before it is stopped
+        page.get_by_label("Your message").fill("go on")
+        page.keyboard.press("Enter")
+        expect(page.locator("#answers .said").last).not_to_be_empty()
+        expect(page.locator("#stop")).to_be_enabled()  # there is text, and more comes
+        expect(page.locator("#arrows text", has_text="GB/s").first).to_be_visible()
+        page.keyboard.press("Escape")
+        expect(page.locator("#answers > li").last.get_by_role("alert")).to_have_text("stopped")
     expect(page.locator("#totals")).to_contain_text("0 requests running")
 
     cluster.kill("prefill-1")
@@ -183,10 +181,17 @@ def test_it_asks_for_a_key_and_keeps_it_for_the_tab(
     page = window.page
     page.route("**/v1/**", guard)
     window.open()
+    field = page.get_by_label("Key", exact=True)
+    field.fill("schlüssel")  # no header can have it, so nobody would ever refuse it
+    page.keyboard.press("Enter")
+    assert field.evaluate("field => field.validity.patternMismatch")
+    field.fill("")
     for key in ("wrong", KEY):
-        api.expect(page.get_by_label("Key", exact=True)).to_be_focused()
+        api.expect(field).to_be_focused()
         page.keyboard.type(key)
         page.keyboard.press("Enter")
+        if key != KEY:
+            api.expect(page.locator("#key-why")).to_have_text("The server does not know this key.")
     api.expect(page.locator("#status")).to_have_text("ready")
     page.get_by_label("At most").fill("4")
     api.expect(ask(page, "a").locator(".timeline")).to_be_visible()

@@ -97,6 +97,7 @@ class Service:
         self.model = Path(model) if "/" in str(model) else MODELS / model
         self.home = Home()
         self.log_path = self.home.path / "log"
+        self.log_path.touch()  # it can be read before the first process writes to it
         self.ports: dict[str, int] = {}
         self.headers: dict[str, str] = {}  # of every request
         self.processes: dict[str, subprocess.Popen[bytes]] = {}  # those that must not end

@@ -164,7 +164,9 @@ class FakeNode:
                 return
             await self._before(1, context)
             decode = self.cluster.by_address(request.ticket.address)
-            decode.committed[request.ticket.transfer_id].set_result(token)
+            committed = decode.committed[request.ticket.transfer_id]
+            if not committed.done():  # by one that has been given up since
+                committed.set_result(token)
             yield pb.PrefillEvent(handed_off=pb.HandedOff(transfer_s=0.001))
 
     async def _decode(self, request: pb.DecodeRequest, context: Any) -> AsyncIterator[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -13,6 +14,7 @@ import grpc
 import torch
 
 from paths import MODELS
+from pdserve.common.config.lora import LoRAConfig
 from pdserve.common.config.node import (
     CacheConfig,
     EngineConfig,
@@ -41,7 +43,9 @@ async def eventually(condition: Callable[[], Any], seconds: float = 30.0) -> Non
             await asyncio.sleep(0.01)
 
 
-def node_config(replicas: int = 1, stall: float = 20.0) -> WorkerNodeConfig:
+def node_config(
+    replicas: int = 1, stall: float = 20.0, lora: LoRAConfig | None = None
+) -> WorkerNodeConfig:
     return WorkerNodeConfig(
         node=NodeConfig(router="127.0.0.1:9"),
         engine=EngineConfig(
@@ -49,18 +53,19 @@ def node_config(replicas: int = 1, stall: float = 20.0) -> WorkerNodeConfig:
             parallel=ParallelConfig(device="cpu", cpu_threads=1, data_parallel_size=replicas),
             cache=CacheConfig(num_gpu_blocks_override=256),
             scheduler=SchedulerConfig(engine_stall_timeout=stall),
+            lora=lora or LoRAConfig(),
         ),
     )
 
 
 @asynccontextmanager
 async def decode_node(
-    replicas: int = 1, stall: float = 20.0
+    replicas: int = 1, stall: float = 20.0, lora: LoRAConfig | None = None
 ) -> AsyncIterator[tuple[DecodeNode, asyncio.Task[int], list[Gate]]]:
     """The node, what it serves in, and a gate for each replica. Nobody is at its router's
     address. A step that takes `stall` seconds is one that stalls."""
     torch_threads = torch.get_num_threads()
-    node = DecodeNode(node_config(replicas, stall))
+    node = DecodeNode(node_config(replicas, stall, lora))
     serving = asyncio.create_task(node.serve())
     await eventually(lambda: node.server._metrics or serving.done(), 30)
     gates = [Gate(replica.ranks.executor) for replica in node.replicas]
@@ -68,7 +73,7 @@ async def decode_node(
         yield node, serving, gates
     finally:
         for gate in gates:
-            gate.open.set()
+            gate.let()
         if not serving.done():
             os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.wait_for(serving, 60)
@@ -76,16 +81,26 @@ async def decode_node(
 
 
 class Gate:
-    """Steps do not return while it is shut."""
+    """Steps do not return while it is shut. A node that should not be ahead of its client by more
+    than a few steps is let do so many; then the gate shuts itself."""
 
     def __init__(self, executor: Executor) -> None:
         self.open = asyncio.Event()
-        self.open.set()
+        self.let()
         self._step = executor.step
         executor.step = self.step  # type: ignore[method-assign]
 
+    def let(self, steps: float = math.inf) -> None:
+        """What it holds goes on, and so many steps after it."""
+        self._left = steps
+        self.open.set()
+
     async def step(self, message: bytes) -> bytes:
         answer = await self._step(message)
+        if self._left:
+            self._left -= 1
+        else:
+            self.open.clear()
         await self.open.wait()
         return answer
 

@@ -1,15 +1,20 @@
-"""Nodes that die or freeze at an exact point of the protocol. Runs inside the node's process."""
+"""Nodes that die or freeze at an exact point of the protocol, or whose steps wait to be let go:
+what runs inside the node's process."""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from functools import wraps
 from inspect import iscoroutinefunction
+from pathlib import Path
 from typing import Any
 
 from pdserve.common.core.plugins import import_string
+
+STEP = "pdserve.common.worker.worker:ModelWorker.step"
 
 
 def arm(number: str, point: str, count: str) -> None:
@@ -27,6 +32,18 @@ def arm(number: str, point: str, count: str) -> None:
             os.kill(os.getpid(), getattr(signal, number))
 
     setattr(owner, name, _struck(getattr(owner, name), strike, after))
+
+
+def hold(path: str) -> None:
+    """No step of a node of one rank begins while there is a file at `path`; all else goes on."""
+    owner_path, _, name = STEP.rpartition(".")
+    owner, file = import_string(owner_path), Path(path)
+
+    def wait() -> None:
+        while file.exists():
+            time.sleep(0.005)
+
+    setattr(owner, name, _struck(getattr(owner, name), wait, after=False))
 
 
 def _struck(method: Callable[..., Any], strike: Callable[[], None], after: bool) -> Any:

@@ -62,7 +62,7 @@ class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
         self.url = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
 
     def Export(self, request: Any, context: Any) -> Any:
-        self._spans += spans_of(request)
+        self._spans += list(spans_of(request))  # a reader sees all of a batch or nothing
         return trace_service_pb2.ExportTraceServiceResponse()
 
     def trace(self, trace_id: str, names: set[str]) -> list[Span]:

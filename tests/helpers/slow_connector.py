@@ -1,9 +1,10 @@
-"""Connectors that tests name by "module:Class": a slow network, and one that breaks."""
+"""Connectors that tests name by "module:Class": slow, broken, and one that clings to its blocks."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from pdserve.kv_transfer.connector import RankContext
@@ -16,26 +17,46 @@ from pdserve.kv_transfer.pipe import KVPipe
 
 
 class SlowTCP(TCPConnector):
-    """TCP that waits `delay` seconds before it delivers a run, and then fails if `breaks`."""
+    """TCP that waits `delay` seconds, and as long as there is a file at `held`, before it delivers
+    a run, and then fails if it `breaks`."""
 
     def __init__(self, context: RankContext, config: Mapping[str, Any]) -> None:
         options = dict(config)
         self._delay = float(options.pop("delay"))
         self._breaks = bool(options.pop("breaks", False))
+        self._held = options.pop("held", "")
         super().__init__(context, options)
 
     def mover(self, pipe: KVPipe) -> Mover:
-        return SlowMover(self.context.view, pipe, self._delay, self._breaks)
+        return SlowMover(self.context.view, pipe, self._wait)
+
+    def _wait(self) -> None:
+        time.sleep(self._delay)
+        while self._held and Path(self._held).exists():
+            time.sleep(0.005)
+        if self._breaks:
+            raise ConnectionError("this connector breaks on purpose")
 
 
 class SlowMover(PipeMover):
-    def __init__(self, view: CacheView, pipe: KVPipe, delay: float, breaks: bool) -> None:
+    def __init__(self, view: CacheView, pipe: KVPipe, wait: Callable[[], None]) -> None:
         super().__init__(view, pipe)
-        self._delay = delay
-        self._breaks = breaks
+        self._wait = wait
 
     def send(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
-        time.sleep(self._delay)
-        if self._breaks:
-            raise ConnectionError("this connector breaks on purpose")
+        self._wait()
         return super().send(frame, block_ids, gate)
+
+
+class ClingingTCP(TCPConnector):
+    """TCP that cannot tell whether it has left a transfer's blocks, if it `clings`."""
+
+    def __init__(self, context: RankContext, config: Mapping[str, Any]) -> None:
+        options = dict(config)
+        self._clings = options.pop("clings")
+        super().__init__(context, options)
+
+    def quiesce(self, transfer_id: bytes) -> None:
+        if self._clings:
+            raise OSError("a device does not answer")
+        super().quiesce(transfer_id)

@@ -34,12 +34,17 @@ def single_threaded_inference() -> Iterator[None]:
 
 
 def load(
-    folder: Path, group: Any = None, kernels: str = "torch", stage: Stage | None = None
+    folder: Path,
+    group: Any = None,
+    kernels: str = "torch",
+    stage: Stage | None = None,
+    quantization: str | None = None,
 ) -> CausalLM:
     spec = ModelSpec.from_folder(folder)
     chosen = choose_kernels(kernels, CPU)
     sharding = Sharding(group or GroupCoordinator(), CPU, torch.float32, kernels=chosen)
-    return load_model(spec, ModelConfig(model=str(folder)), sharding, stage)
+    config = ModelConfig(model=str(folder), quantization=quantization)
+    return load_model(spec, config, sharding, stage)
 
 
 def new_cache(model: CausalLM) -> torch.Tensor:

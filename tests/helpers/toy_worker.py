@@ -19,6 +19,7 @@ class ToyExtension:
         self.rank = rank
         self.emit = emit
         self.go = threading.Event()
+        self.over = threading.Event()  # the rank is to end
 
     def handle(self, message: bytes) -> bytes:
         if message == b"thread":
@@ -35,6 +36,7 @@ class ToyExtension:
         return self.handle(message) if message in (b"thread", b"short raise") else None
 
     def close(self, deadline: float) -> None:
+        self.over.set()
         if path := os.environ.get("TOY_CLOSED"):
             Path(path, f"extension.{self.rank}").write_text(str(deadline))
 
@@ -57,15 +59,17 @@ class ToyWorker:
         return b"%d %d" % (self.rank, os.getpid())
 
     def step(self, message: bytes) -> bytes:
-        """`wait` lasts until the extension is told to "go"; `raise R` and `exit R` concern rank
-        R."""
+        """`wait` lasts until the extension is told to "go"; `raise R` and `exit R` concern rank R:
+        `raise R` lasts on the others until they are to end, so that none answers before R raises.
+        """
         command, _, argument = message.partition(b" ")
         if command == b"wait" and self.extension is not None:
             self.extension.go.wait(FOR_EVER)
         if command == b"raise":
             if int(argument) == self.rank:
                 raise ValueError("bad batch")
-            time.sleep(0.3)
+            assert self.extension is not None
+            self.extension.over.wait(FOR_EVER)
         if command == b"exit" and int(argument) == self.rank:
             os._exit(3)
         return b"step %d %s" % (self.rank, message)

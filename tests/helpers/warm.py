@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import psutil
 
 from benchmarks import warm_ranks
-from benchmarks.fleet import Fleet
+from benchmarks.fleet import FAST, Fleet
 from benchmarks.warm_start import WarmStart
 from cluster import DEFAULTS, START_TIMEOUT, Service
 from paths import EXAMPLE, HELPERS, ROOT
@@ -22,6 +23,9 @@ from paths import EXAMPLE, HELPERS, ROOT
 # whichever is installed.
 IMPORTS = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, HELPERS, EXAMPLE / "src")))}
 
+WORK = 0.2  # seconds of CPU
+BESIDE_OTHERS = 3.0  # what takes a second alone may take so many: other tests run, too
+
 
 @cache
 def shared() -> WarmStart:
@@ -29,6 +33,16 @@ def shared() -> WarmStart:
     warm = WarmStart(IMPORTS)
     atexit.register(warm.close)
     return warm
+
+
+@cache
+def slowness() -> float:
+    """How many times slower this machine is than two cores that run the suite and nothing else, 1
+    at least. What tells a node that is gone from one that is late grows with it."""
+    began, used = time.monotonic(), time.thread_time()
+    while time.thread_time() - used < WORK:
+        pass
+    return max(1.0, (time.monotonic() - began) / WORK / BESIDE_OTHERS)
 
 
 def run_roles(folder: Path, commands: Sequence[Sequence[str]]) -> list[tuple[int, str]]:
@@ -51,6 +65,18 @@ def ranks_of(pid: int) -> list[psutil.Process]:
     return [child for child in children if child.name() != warm_ranks.NAME]
 
 
+@contextmanager
+def suspended(*ranks: psutil.Process) -> Iterator[None]:
+    """They do nothing, as on a host that swaps."""
+    for rank in ranks:
+        rank.suspend()
+    try:
+        yield
+    finally:
+        for rank in ranks:
+            rank.resume()
+
+
 class WarmCluster(Fleet, Service):
     """Router and nodes, each a process of its own, by name: `router`, `prefill-1` …"""
 
@@ -65,7 +91,9 @@ class WarmCluster(Fleet, Service):
     ) -> None:
         Service.__init__(self, model)
         environment = {"TMPDIR": str(self.home.tmp), **IMPORTS}
-        options = {**DEFAULTS, **options}
+        options = {**DEFAULTS, "kv_lease": 3 * slowness(), **options}
+        late = {name: FAST[name] * slowness() for name in ("heartbeat_timeout", "queue_timeout")}
+        router = {**late, **(router or {})}
         Fleet.__init__(self, self.model, self.log_path, environment, router, warm, **options)
         self._sizes = {"prefill": prefill, "decode": decode}
 
@@ -80,6 +108,23 @@ class WarmCluster(Fleet, Service):
             self.__exit__(None, AssertionError(), None)
             raise
         return self
+
+    def start_held(self, role: str, **options: Any) -> str:
+        """A node of one rank whose steps wait within `standing_still(role)`."""
+        return self.start_node(role, ("mortal:hold", str(self.hold(role))), **options)
+
+    def hold(self, what: str) -> Path:
+        """The file that is there within `standing_still(what)`."""
+        return self.home.path / f"hold-{what}"
+
+    @contextmanager
+    def standing_still(self, what: str) -> Iterator[None]:
+        """What waits for `hold(what)` is not over before this is left."""
+        self.hold(what).touch()
+        try:
+            yield
+        finally:
+            self.hold(what).unlink()
 
     def wait_nodes(self) -> None:
         """Until every node that was started and not ended is ready."""

@@ -91,7 +91,7 @@ def rank() -> Iterator[Callable[..., Rank]]:
     yield make
     for each in made:
         each.close()
-    assert threading.active_count() <= before
+    wait_for(lambda: threading.active_count() <= before)  # a timer that was cancelled may be late
 
 
 def submit(source: Rank, sink: Rank, transfer_id: bytes = ID, epoch: int = 1) -> None:
@@ -122,7 +122,7 @@ def greeted(sink: Rank) -> Iterator[SocketPipe]:
 
 
 def closed(pipe: SocketPipe) -> bool:
-    pipe.sock.settimeout(5.0)
+    pipe.sock.settimeout(30.0)
     try:
         return pipe.sock.recv(1) == b""
     except ConnectionResetError:
@@ -246,7 +246,7 @@ def test_quiesce_does_not_wait_for_a_stalled_writer(rank: Callable[..., Rank]) -
         wait_for(lambda: bool(sink.cache.any()))
         started = time.monotonic()
         sink.connector.quiesce(ID)
-        assert time.monotonic() - started < 2.0
+        assert time.monotonic() - started < 10.0
         after = sink.cache.clone()
         pipe.sock.sendall(payload[100:])
         say(pipe, *data_frame(0, 4, transfer_id=other))
@@ -259,7 +259,7 @@ def test_a_peer_that_stalls_for_good_is_lost(
     rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the midst of a frame, so that nothing else can come; and it is the one to blame."""
-    monkeypatch.setattr(sockets, "STALL_S", 0.2)
+    monkeypatch.setattr(sockets, "STALL_S", 2.0)  # after the transfer is given up here
     sink = rank(TCPConnector)
     sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
     sink.connector.accept(SinkTransfer(ID[::-1], 1, 0, (0, 1)))
@@ -280,15 +280,15 @@ def test_a_peer_that_stalls_within_what_nobody_waits_for_is_lost(
     rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch, wanted: bool
 ) -> None:
     """Within a header, or a payload that is drained; between frames it may be silent."""
-    monkeypatch.setattr(sockets, "STALL_S", 0.2)
+    monkeypatch.setattr(sockets, "STALL_S", 0.5)  # the greeting is quicker
     sink = rank(TCPConnector)
     sink.connector.accept(SinkTransfer(ID[::-1], 1, 0, (0, 1)))
     with greeted(sink) as pipe:
-        time.sleep(0.5)
+        time.sleep(1.0)
         say(pipe, Frame(Kind.BEGIN, ID[::-1], 1, RECT))
         frame, payload = data_frame(0, 4)
         pipe.sock.sendall(frame.encode()[:-1] if wanted else frame.encode() + payload[:100])
-        failed = sink.expect(Failed, within=10)
+        failed = sink.expect(Failed)
         assert (failed.transfer_id, failed.code, failed.blame) == (
             ID[::-1], "PEER_LOST", "prefill",
         )  # fmt: skip
@@ -300,7 +300,7 @@ def test_a_sink_that_stalls_for_good_is_lost(
     rank: Callable[..., Rank], kind: type[KVConnector], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes no bytes, or does not say that it has read what was offered."""
-    monkeypatch.setattr(sockets, "STALL_S", 0.2)
+    monkeypatch.setattr(sockets, "STALL_S", 0.5)  # the greeting is quicker
     monkeypatch.setattr(tcp, "BUFFER_NBYTES", 1 << 14)
     sink, source = rank(kind), rank(kind)
     sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
@@ -309,7 +309,7 @@ def test_a_sink_that_stalls_for_good_is_lost(
     submit(source, sink)
     for first in range(0, 6000, 16):  # more than the socket buffers hold
         source.connector.ready(ID, BlockRun(first, 16), tuple(range(16)), False)
-    failed = source.expect(Failed, within=10)
+    failed = source.expect(Failed)
     over.set()
     assert (failed.code, failed.blame, failed.retryable) == ("PEER_LOST", "decode", True)
     (worker,) = source.connector.sender._workers.values()
@@ -343,7 +343,7 @@ def test_quiesce_stops_a_source_whose_sink_has_stalled(rank: Callable[..., Rank]
     wait_for(lambda: not source.events.empty())
     started = time.monotonic()
     source.connector.quiesce(ID)
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < 10.0
     pipe.close()
     listener.close()
 
@@ -355,11 +355,11 @@ def test_gate_waits_for_those_inside_and_lets_nobody_in() -> None:
         with gate.passage(leave.set) as admitted:
             assert admitted
             inside.set()
-            leave.wait(5.0)
+            leave.wait(30.0)
 
     thread = threading.Thread(target=work)
     thread.start()
-    inside.wait(5.0)
+    inside.wait(30.0)
     gate.close(grace=0.01)  # interrupts
     assert leave.is_set()
     with gate.passage(leave.set) as admitted:
@@ -539,12 +539,12 @@ def test_a_killed_source_is_noticed_at_once(
     process = context.Process(target=dying_source, args=(kind, endpoint, delivered))
     process.start()
     try:
-        assert delivered.wait(30.0)
+        assert delivered.wait(120.0)  # a Python that imports torch
         wait_for(lambda: bool(sink.cache[:, :, list(SINK_IDS[:2])].all()))
     finally:
         process.kill()
         process.join()
-    failed = sink.expect(Failed, within=1.0)
+    failed = sink.expect(Failed, within=10.0)  # not when it would be silent for too long
     assert (failed.code, failed.blame, failed.retryable) == ("PEER_LOST", "prefill", True)
     sink.connector.quiesce(ID)
 

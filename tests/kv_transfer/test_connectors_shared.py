@@ -6,19 +6,24 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from kv_fakes import Geometry, Pair, make_pair
+from pdserve.common.core.errors import TransferError
 from pdserve.kv_transfer.connector import BlockRun
-from pdserve.kv_transfer.connectors.shared.connector import SharedConnector
+from pdserve.kv_transfer.connectors.base.sockets import SCRATCH_NBYTES
+from pdserve.kv_transfer.connectors.shared.connector import BorrowingMover, SharedConnector
 from pdserve.kv_transfer.connectors.shared.ledger import MAX_IDS, decode_return, encode_return
 from pdserve.kv_transfer.control.loans import Guests
 from pdserve.kv_transfer.control.protocol import SinkState
 from pdserve.kv_transfer.control.source import Handoff
 from pdserve.kv_transfer.control.ticket import Ticket
+from pdserve.kv_transfer.frame import NOWHERE, Frame, Kind
+from pdserve.kv_transfer.layout import CacheView
 
 SOURCE_IDS, SINK_IDS = (9, 3, 4, 5, 12), (2, 3, 11, 0, 7)
 TOKENS = 18  # five blocks of four
@@ -72,7 +77,7 @@ async def hand_off(made: Pair, first_block: int = 0) -> tuple[Hosted, Handoff]:
 
 
 async def until(what: Any) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not what():
             await asyncio.sleep(0.01)
 
@@ -233,6 +238,58 @@ async def test_nonsense_on_a_line_is_its_senders_loss(message: bytes) -> None:
             await hand_off(made)  # what nobody lent cannot come back: ignored
         else:
             await until(lambda: sorted(made.given_back) == sorted(handoff.lent))
+
+
+async def test_a_defect_where_blocks_are_hosted_ends_the_wait() -> None:
+    def broken(guests: dict[int, int]) -> None:
+        raise KeyError("a defect")
+
+    async with pair("shared") as made:
+        made.source_node.fill_random()
+        hosted = (TOKENS, 0, SINK_IDS, made.note_sink_free, broken)
+        ticket = await made.sink.reserve(*hosted)
+        landing = made.sink.landing(ticket.transfer_id)
+        handoff = made.begin(ticket)
+        announce(handoff)
+        commit = handoff.commit("token")
+        async with asyncio.timeout(60):
+            with pytest.raises(KeyError, match="a defect"):
+                await landing
+            with pytest.raises(TransferError, match="INTERNAL"):
+                await commit
+        assert made.sink_frees == 0  # the waiter has them, and frees them
+        assert not await made.sink.cancel(ticket.transfer_id)
+        (lender,) = made.sink.guests._lenders
+        assert not lender.num_pinned
+        (rank,) = made.sink_node.ranks
+        await until(lambda: not rank._sinks)
+
+
+async def test_what_nobody_wants_is_drained_in_bounded_memory() -> None:
+    """A frame of a transfer that is over may name as many bytes as a cache has."""
+
+    class Pipe:
+        largest = said = 0
+
+        def recv_tensor(self, tensor: torch.Tensor) -> None:
+            self.largest = max(self.largest, len(tensor))
+            self.said += len(tensor)
+
+        def recv_bytes(self, nbytes: int) -> bytes:
+            self.largest = max(self.largest, nbytes)
+            return bytes(nbytes)
+
+        def send_bytes(self, data: bytes) -> None:
+            self.answer = Frame.decode(data)
+
+    pipe, nbytes = Pipe(), 3 * SCRATCH_NBYTES + 7
+    region: Any = SimpleNamespace(cache=None)
+    mover = BorrowingMover(
+        CacheView(torch.empty(0), NOWHERE), cast(Any, pipe), cast(Any, None), region, True
+    )
+    mover.drain(Frame(Kind.OFFER, count=5, nbytes=nbytes))
+    assert (pipe.said, pipe.largest) == (nbytes, SCRATCH_NBYTES)
+    assert (pipe.answer.kind, pipe.answer.count) == (Kind.TAKEN, 0)
 
 
 def test_returns_are_cut_and_read_again() -> None:

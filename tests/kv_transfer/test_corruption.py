@@ -212,7 +212,7 @@ def strangers(
             each = replace(each, digest=digest)
             wrong.append(each)
         mixed.append(each)
-    return Verify(right.transfer_id, tuple(mixed)), wrong
+    return Verify(right.transfer_id, right.epoch, tuple(mixed)), wrong
 
 
 # ---- complete hand-offs ----

@@ -200,7 +200,7 @@ class Twins:
         """Nobody is left waiting."""
         self._ranks.answer_all()
         await self.sink.close()
-        await asyncio.wait_for(asyncio.gather(*self._tasks), 5)
+        await asyncio.wait_for(asyncio.gather(*self._tasks), 60)
 
 
 def _likelihood(option: Move | Message, part: Sink) -> float:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from kv_fakes import FINGERPRINT, Geometry, Pair, make_pair
-from pdserve.common.core.errors import TransferError
+from pdserve.common.core.errors import Blame, TransferError
 from pdserve.common.rpc.pb import cluster_pb2
 from pdserve.kv_transfer.commands import Command, Verify
 from pdserve.kv_transfer.connector import BlockRun
@@ -182,17 +183,17 @@ async def test_each_side_frees_alone() -> None:
 
 
 async def test_progress_renews_the_lease() -> None:
-    async with pair(FAKE, lease_s=0.2, faults={}) as made:
+    async with pair(FAKE, lease_s=1.0, faults={}) as made:
         ticket, handoff = await start(made)
-        for block in range(5):  # 0.5 s altogether
-            await asyncio.sleep(0.1)
+        for block in range(5):  # 1.5 s altogether
+            await asyncio.sleep(0.3)
             handoff.ready(BlockRun(block, 1), SOURCE_IDS[block : block + 1], last=block == 4)
         await handoff.commit(0)
         await made.sink.wait(ticket.transfer_id)
 
 
 async def test_a_failed_rank_fails_both_sides() -> None:
-    async with pair(FAKE, 2, 1, faults={"fail_after": 1}, lease_s=0.4) as made:
+    async with pair(FAKE, 2, 1, faults={"fail_after": 1}, lease_s=1.0) as made:
         ticket, handoff = await start(made)
         announce(handoff)
         with pytest.raises(TransferError, match="PEER_LOST"):
@@ -239,9 +240,9 @@ async def test_cancel_after_the_landing_leaves_the_blocks_to_the_waiter() -> Non
 
 
 async def test_a_prompt_that_waits_long_keeps_both_leases() -> None:
-    async with pair(FAKE, faults={}, lease_s=0.15) as made:
+    async with pair(FAKE, faults={}, lease_s=0.6) as made:
         ticket, handoff = await start(made)
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(2.0)
         assert made.freed == []
         announce(handoff)
         await handoff.commit(0)
@@ -254,11 +255,11 @@ async def test_a_waiting_source_learns_that_the_sink_is_done_with_it() -> None:
         await made.sink.cancel(ticket.transfer_id)
         computing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         with pytest.raises(TransferError):
-            await asyncio.wait_for(handoff.watch(computing), 2)
+            await asyncio.wait_for(handoff.watch(computing), 30)
 
 
 async def test_the_source_aborts() -> None:
-    async with pair("tcp", lease_s=0.4) as made:
+    async with pair("tcp", lease_s=1.0) as made:
         ticket, handoff = await start(made)
         handoff.ready(BlockRun(0, 2), SOURCE_IDS[:2])
         await handoff.abort("out of blocks")
@@ -302,6 +303,15 @@ async def test_a_ticket_that_does_not_fit(change: dict[str, Any], code: str, say
         assert error.value.code == code
 
 
+@pytest.mark.parametrize(("sink", "source"), [("a" * 32, "b" * 32), ("", "b" * 32), ("a" * 32, "")])
+async def test_kv_of_another_adapter_is_refused(sink: str, source: str) -> None:
+    async with pair(FAKE, faults={}) as made:
+        ticket = await made.sink.reserve(TOKENS, 0, SINK_IDS, lambda: None, adapter=sink)
+        with pytest.raises(TransferError, match=r"\+") as error:
+            made.source.begin(ticket, adapter=source)
+        assert error.value.code == "FINGERPRINT_MISMATCH"
+
+
 async def test_ticket_survives_the_wire_and_is_checked() -> None:
     endpoint = RankEndpoint(0, Rect(0, 3, 0, 2), b"\x00\xff")
     ticket = Ticket(b"t" * 16, 3, 1.5, "h:1", "f", 4, 18, 2, (endpoint,), True)
@@ -310,6 +320,9 @@ async def test_ticket_survives_the_wire_and_is_checked() -> None:
     faults: list[tuple[dict[str, Any], str]] = [
         ({"transfer_id": b"short"}, "BAD_FRAME"),
         ({"lease_s": float("nan")}, "BAD_FRAME"),
+        ({"lease_s": 1e-9}, "BAD_FRAME"),  # it would be renewed without a pause
+        ({"address": "unix:/run/anybody.sock"}, "BAD_FRAME"),
+        ({"address": "h:65536"}, "BAD_FRAME"),
         ({"block_size": 0}, "BAD_FRAME"),
         ({"num_tokens": 0}, "BAD_FRAME"),
         ({"first_block": 6}, "BAD_FRAME"),
@@ -325,20 +338,45 @@ async def test_ticket_survives_the_wire_and_is_checked() -> None:
         Ticket.from_pb(cluster_pb2.Ticket())
 
 
-async def test_lease_lapses_once_and_only_without_renewal() -> None:
-    lapses: list[float] = []
-    loop = asyncio.get_running_loop()
-    lease = Lease(0.1, lambda: lapses.append(loop.time()))
-    started = loop.time()
-    await asyncio.sleep(0.06)
+class Clock:
+    """As much of an event loop as a lease uses; its time is what a test says."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._timers: dict[object, tuple[float, Callable[[], None]]] = {}
+
+    def time(self) -> float:
+        return self.now
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> Any:
+        timer = SimpleNamespace(cancel=lambda: self._timers.pop(id(timer)))
+        self._timers[id(timer)] = when, callback
+        return timer
+
+    def go_on(self, seconds: float) -> None:
+        self.now += seconds
+        for key, (when, callback) in list(self._timers.items()):
+            if when <= self.now:
+                del self._timers[key]
+                callback()
+
+
+def test_lease_lapses_once_and_only_without_renewal(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, lapses = Clock(), list[float]()
+    monkeypatch.setattr(asyncio, "get_running_loop", lambda: clock)
+    lease = Lease(1.0, lambda: lapses.append(clock.now))
+    clock.go_on(0.5)
     lease.renew()
-    await asyncio.sleep(0.2)
-    assert len(lapses) == 1
-    assert lapses[0] - started >= 0.15
-    ended = Lease(0.01, lambda: lapses.append(0.0))
+    clock.go_on(0.75)
+    assert not lapses
+    clock.go_on(0.25)
+    assert lapses == [1.5]
+    clock.go_on(9.0)
+    assert lapses == [1.5]
+    ended = Lease(1.0, lambda: lapses.append(0.0))
     ended.end()
-    await asyncio.sleep(0.03)
-    assert len(lapses) == 1
+    clock.go_on(9.0)
+    assert lapses == [1.5]
 
 
 # ---- digests and epochs ----
@@ -365,6 +403,38 @@ async def test_wrong_data_is_sent_once_more_and_then_refused(connector: str) -> 
         assert spoil.spoiled == 2
         await made.sink.cancel(ticket.transfer_id)
         assert made.freed.count("sink") == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"transfer_id": b"x" * 16},
+        {"epoch": 1},
+        {"endpoints": ()},
+        {"num_tokens": 10 * TOKENS},
+        {"first_block": 2},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+async def test_the_next_epochs_ticket_is_of_the_same_transfer(
+    monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+) -> None:
+    """A decode node that answers nonsense fails this hand-off, and its source ends it."""
+    async with pair("tcp") as made:
+        ticket, handoff = await start(made)
+        retarget = made.source.sink.retarget
+
+        async def nonsense(ticket: Ticket) -> Ticket:
+            return replace(await retarget(ticket), **other)
+
+        monkeypatch.setattr(made.source.sink, "retarget", nonsense)
+        Spoiler(made, times=1)
+        announce(handoff)
+        with pytest.raises(TransferError) as caught:
+            await asyncio.wait_for(handoff.commit("token"), 10)
+        assert (caught.value.code, caught.value.blame) == ("BAD_FRAME", Blame.DECODE)
+        await made.sink.cancel(ticket.transfer_id)
+        assert made.freed == ["sink", "source"]
 
 
 class Spoiler:
@@ -439,7 +509,7 @@ async def test_a_sink_that_has_every_block_takes_the_commit_alone(connector: str
         ticket = await made.sink.reserve(TOKENS, 5, (), made.note_sink_free)
         handoff = made.begin(ticket)
         announce(handoff)
-        await asyncio.wait_for(handoff.commit("token"), 5)
+        await asyncio.wait_for(handoff.commit("token"), 30)
         arrival = await made.sink.wait(ticket.transfer_id)
         assert (arrival.first_token, arrival.nbytes) == ("token", 0)
 

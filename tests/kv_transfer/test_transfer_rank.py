@@ -26,6 +26,7 @@ from pdserve.kv_transfer.commands import (
 from pdserve.kv_transfer.connector import BlockRun, SinkTransfer, SourceTransfer
 from pdserve.kv_transfer.digest import RunDigest
 from pdserve.kv_transfer.layout import Piece, Rect
+from pdserve.kv_transfer.rank import transfer_rank
 from pdserve.kv_transfer.rank.transfer_rank import (
     SHORT_NBYTES,
     SHORT_RUNS,
@@ -74,12 +75,22 @@ def test_a_sink_accepts_and_checks_little_at_once() -> None:
             accept = Accept(SinkTransfer(ID, epoch, 0, tuple(range(count))))
             assert answer(made, accept).error is None
             wrong = RunDigest(0, WHOLE, BlockRun(0, count), b"wrong")
-            reply = answer(made, Verify(ID, (wrong,)))
+            reply = answer(made, Verify(ID, epoch, (wrong,)))
             assert reply is None if count == many else reply.digests == (wrong,)
-            assert answer(made, Verify(ID, (wrong,) * (SHORT_RUNS + 1))) is None
+            assert answer(made, Verify(ID, epoch, (wrong,) * (SHORT_RUNS + 1))) is None
         assert answer(made, VerifyMore(ID, 1)) is None
         assert answer(made, Quiesce(ID)) is None
         assert answer(made, Release(ID)) is None
+
+
+def test_digests_of_an_epoch_that_is_over_are_not_compared() -> None:
+    """They would take the place of those of the present one, some of which are still to come."""
+    with rank(source=False) as made:
+        for epoch in (1, 2):
+            answer(made, Accept(SinkTransfer(ID, epoch, 0, (0, 1))))
+        late = answer(made, Verify(ID, 1, (RunDigest(0, WHOLE, BlockRun(0, 2), b"right"),)))
+        assert late.error.code == "UNKNOWN_TRANSFER"
+        assert not made._verifications
 
 
 def test_a_source_announces_and_hashes_little_at_once() -> None:
@@ -92,6 +103,23 @@ def test_a_source_announces_and_hashes_little_at_once() -> None:
         assert len(answer(made, ready(many - 1)).digests) == 1
         assert answer(made, ready(many, digest=False)).digests == ()
         made.handle(encode(Quiesce(ID)))
+
+
+@pytest.mark.parametrize("method", ["quiesce", "on_loan"])
+def test_a_rank_ends_that_cannot_say_which_blocks_are_free(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def defect(transfer_id: bytes) -> None:
+        raise KeyError(transfer_id)
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(transfer_rank, "leave", leave)
+    with rank(source=True) as made:
+        monkeypatch.setattr(made._connector, method, defect)
+        with pytest.raises(SystemExit):
+            made.handle(encode(Quiesce(ID)))
 
 
 def test_one_call_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,4 +147,4 @@ def test_what_is_no_command_is_left_to_the_thread_that_says_so(garbage: bytes) -
         assert made.handle_at_once(garbage) is None
         reply = msgspec.msgpack.decode(made.handle(garbage), type=Reply)
         assert reply.error is not None and reply.error.code == "BAD_FRAME"
-        assert answer(made, Verify(ID, ())).error.code == "UNKNOWN_TRANSFER"
+        assert answer(made, Verify(ID, 1, ())).error.code == "UNKNOWN_TRANSFER"

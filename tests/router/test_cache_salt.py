@@ -9,12 +9,14 @@ import pytest
 from pdserve.common.config.node import SchedulerConfig
 from pdserve.common.config.router import RouterConfig, RoutingConfig, ServerConfig
 from pdserve.common.core.errors import ConfigError, InvalidRequest
+from pdserve.common.core.parameters import MAX_CACHE_SALT
 from pdserve.common.core.request import Choice, GenerateJob
-from pdserve.common.core.sampling import MAX_CACHE_SALT, SamplingParams
+from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.engine.block_pool import BlockPool, hash_blocks
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.engine.sequence import Sequence
 from pdserve.common.rpc.convert import job_from_pb, job_to_pb
+from pdserve.router.adapters import Adapter
 from pdserve.router.auth import APIKeys
 from pdserve.router.generation import GenerationRequest
 from pdserve.router.request_state import RequestState
@@ -29,6 +31,14 @@ def test_hashes_of_two_salts_are_never_equal() -> None:
     for salt in SALTS:
         whole = hash_blocks(TOKENS, 4, cache_salt=salt)
         assert hash_blocks(TOKENS, 4, whole[:2], salt) == whole
+
+
+def test_hashes_of_two_adapters_are_never_equal() -> None:
+    pairs = [(salt, adapter) for salt in ("", "a", "b") for adapter in ("", "a", "b", "0" * 32)]
+    seen = {each for pair in pairs for each in hash_blocks(TOKENS, 4, (), *pair)}
+    assert len(seen) == 5 * len(pairs)
+    of_a = Sequence(0, SamplingParams(), list(TOKENS), len(TOKENS), adapter="a")
+    assert of_a.hashes(4) == hash_blocks(TOKENS, 4, adapter="a")
 
 
 def scheduler() -> Scheduler:
@@ -55,11 +65,13 @@ def test_a_salt_finds_its_own_blocks_alone() -> None:
 
 
 def test_a_job_carries_its_salt_wherever_it_goes_on() -> None:
-    job = GenerateJob("r", (1, 2, 3), SamplingParams(), cache_salt="a")
+    job = GenerateJob("r", (1, 2, 3), SamplingParams(), cache_salt="a", adapter="b")
     assert job_from_pb(job_to_pb(job)) == job
-    request = GenerationRequest("r", (1, 2, 3), SamplingParams(), cache_salt="a")
+    adapter = Adapter("name", "/folder", digest="b")
+    request = GenerationRequest("r", (1, 2, 3), SamplingParams(), cache_salt="a", adapter=adapter)
     after_failure: Any = RequestState(request, None, RoutingConfig())  # type: ignore[arg-type]
-    assert after_failure.job == GenerateJob("r", (1, 2, 3), SamplingParams(), (Choice(),), "a")
+    again = GenerateJob("r", (1, 2, 3), SamplingParams(), (Choice(),), "a", adapter="b")
+    assert after_failure.job == again
 
 
 def salt(keys: APIKeys, key: str, given: str | None = None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import asdict, replace
@@ -20,7 +21,8 @@ from pdserve.common.core.structured import ConstraintKind, StructuredOutput
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.router.grammar_compiler import MAX_KNOWN, Compiled, GrammarCompiler
 from pdserve.router.http.schema import CompletionBody
-from pdserve.router.preprocess_workers import PreprocessWorkers, Spec
+from pdserve.router.preprocess_worker import Spec
+from pdserve.router.preprocess_workers import PreprocessWorkers
 from pdserve.router.structured import structured_from_pb, structured_of
 
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
@@ -201,3 +203,26 @@ async def test_verdicts_are_remembered_but_not_for_ever() -> None:
         await compiler(replace(GOOD, text=str(number)), "me")
     await compiler(GOOD, "me")
     assert asked.count(GOOD.text) == 2
+
+
+async def test_those_who_want_the_same_wait_for_one_verdict() -> None:
+    """If who asked for it leaves, the next one asks."""
+    asked: list[str] = []
+    go = asyncio.Event()
+
+    async def compile(structured: StructuredOutput, client: str) -> Compiled:
+        asked.append(client)
+        await go.wait()
+        return Compiled("it")
+
+    compiler = GrammarCompiler(compile, lambda seconds: None)
+    first, *others = [asyncio.create_task(compiler(GOOD, "a")) for _ in range(4)]
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    others += [asyncio.create_task(compiler(replace(GOOD, text="x"), "a"))]
+    others += [asyncio.create_task(compiler(GOOD, "b")) for _ in range(4)]  # has its own turn
+    await asyncio.sleep(0)
+    go.set()
+    assert await asyncio.gather(*others) == ["it"] * 8
+    assert asked == ["a", "a", "a", "b"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,32 @@ import pytest
 from test_http_api import Site, check_error, serve
 
 from fakes_pipeline import byte_level_folder
+from paths import MODELS
+from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import NodeError, Overloaded
+from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.router.auth import APIKeys
 from pdserve.router.http.foreign import MessagesBody, ResponsesBody
 from pdserve.router.http.messages import MessageShape
+from pdserve.router.preprocess_worker import Spec
+from pdserve.router.preprocess_workers import PreprocessWorkers
+from pdserve.router.serving import SMALL
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 ASK = {"max_tokens": 20, "messages": [{"role": "user", "content": "hello"}]}
+# What chat or completions would tell of, and these cannot.
+NOT_TOLD: list[tuple[dict[str, Any], str]] = [
+    ({"prompt_logprobs": 0}, "prompt_logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"logprobs": 0}, "logprobs"),
+    ({"return_token_ids": True}, "return_token_ids"),
+    ({"n": 2}, "n"),
+    ({"best_of": 3}, "best_of"),
+    ({"max_completion_tokens": 5}, "max_completion_tokens"),
+    ({"guided_regex": "a"}, "guided_regex"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"documents": [{"text": "a"}]}, "documents"),
+]
 
 
 @pytest.fixture
@@ -49,6 +69,34 @@ async def events(site: Site, path: str, body: dict[str, Any]) -> list[dict[str, 
 def prompts(site: Site) -> list[str]:
     decode = site.tokenizer.decode
     return [decode(r.prompt_token_ids, skip_special_tokens=False) for r in site.generator.requests]
+
+
+@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
+async def test_vllms_parameters(site: Site, path: str) -> None:
+    more = {"top_k": 4, "seed": 9, "logit_bias": {"5": 1.5}, "ignore_eos": True, "min_p": "0.5"}
+    nothing = {"n": 1, "logprobs": False, "return_token_ids": False, "prompt_logprobs": None}
+    body = {"input": "hi"} if path == RESPONSES else ASK
+    await answer(site, path, {**body, **more, **nothing, "cache_salt": "s", "wizardry": 1})
+    (seen,) = site.generator.requests
+    sampling = seen.sampling
+    assert (sampling.top_k, sampling.seed, sampling.min_p) == (4, 9, 0.5)
+    assert sampling.logit_bias == {5: 1.5} and sampling.ignore_eos and "s" in seen.cache_salt
+
+
+@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
+@pytest.mark.parametrize("way", ["field", "header"])
+async def test_timelines(site: Site, path: str, way: str) -> None:
+    body: dict[str, Any] = {"input": "hi"} if path == RESPONSES else {**ASK}
+    assert "pdserve" not in await answer(site, path, body)
+    assert not any("pdserve" in event for event in await events(site, path, body))
+    headers = {"X-PDServe-Timeline": "1"} if way == "header" else {}
+    body |= {"timeline": True} if way == "field" else {}
+    whole = await (await site.post(path, body, **headers)).json()
+    streamed = await (await site.post(path, body | {"stream": True}, **headers)).text()
+    last = json.loads(streamed.rpartition("data: ")[2])
+    for told in (whole, last):
+        assert told["pdserve"]["timeline"]["first_token"] == 0.5
+    assert streamed.count("pdserve") == 1
 
 
 # ---- OpenAI's Responses ---------------------------------------------------------------------
@@ -154,6 +202,13 @@ def test_items_become_messages() -> None:
         ({"input": [{"type": {}}]}, "input"),
         ({"reasoning": {"effort": "low"}}, "reasoning_effort"),
         ({"temperature": 101}, "temperature"),
+        ({"enable_response_messages": True}, "enable_response_messages"),
+        ({"top_k": -2}, "top_k"),
+        (
+            {"structured_outputs": {"regex": "a"}, "text": {"format": {"type": "json_object"}}},
+            "structured_outputs.regex",
+        ),
+        *NOT_TOLD,
     ],
 )
 async def test_bad_responses(site: Site, fields: dict[str, Any], param: str) -> None:
@@ -200,7 +255,8 @@ async def test_anthropics_errors_and_key(site: Site, tmp_path: Path) -> None:
     last = (await events(site, MESSAGES, ASK))[-1]
     assert (last["type"], last["error"]["message"]) == ("error", "lost")
     async with serve(byte_level_folder(tmp_path / "keys"), keys=APIKeys("secret")) as closed:
-        assert (await closed.post(MESSAGES, ASK)).status == 401
+        refused = await closed.post(MESSAGES, ASK)
+        assert (refused.status, (await refused.json())["type"]) == (401, "error")
         assert (await closed.post(MESSAGES, ASK, **{"X-Api-Key": "secret"})).status == 200
 
 
@@ -215,12 +271,40 @@ async def test_anthropics_errors_and_key(site: Site, tmp_path: Path) -> None:
         ({"system": [{"type": "text", "text": 5}]}, "system"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"top_k": -2}, "top_k"),
+        ({"stop": ["a"]}, "stop"),
+        *NOT_TOLD,
     ],
 )
 async def test_bad_messages(site: Site, fields: dict[str, Any], param: str) -> None:
     response = await site.post(MESSAGES, {**ASK, **fields})
     body = await response.json()
     assert (response.status, body["type"], body["error"]["param"]) == (400, "error", param), body
+
+
+async def test_errors_that_no_message_had_yet(tmp_path: Path) -> None:
+    """They have Anthropic's shape, too, and are counted, under each path."""
+    metrics = RouterMetrics()
+    path = "/api" + MESSAGES
+    async with serve(byte_level_folder(tmp_path), root_path="/api", metrics=metrics) as site:
+        large = ASK | {"system": "a" * 70_000}
+        for status, response in [
+            (413, await site.post(path, large)),
+            (415, await site.post(path, ASK, **{"Content-Type": "text/plain"})),
+            (400, await site.post(path, {})),
+            (405, await site.session.get(site.url + path)),
+        ]:
+            body = await response.json()
+            assert (response.status, body["type"], set(body)) == (
+                status,
+                "error",
+                {"type", "error"},
+            )
+        assert (await site.session.get(site.url + "/api/v1/message")).status == 404
+    found = {
+        code: metrics.requests.labels(code)._value.get()
+        for code in ("REQUEST_TOO_LARGE", "UNSUPPORTED_MEDIA_TYPE", "INVALID_REQUEST")
+    }
+    assert set(found.values()) == {1}, found
 
 
 def test_calls_and_their_results() -> None:
@@ -254,3 +338,25 @@ def test_calls_and_their_results() -> None:
         ("content_block_start", 0), ("content_block_delta", 0), ("content_block_stop", 0),
         ("content_block_start", 1), ("content_block_delta", 1), ("content_block_stop", 1),
     ]  # fmt: skip
+
+
+async def test_a_large_body_is_told_again_as_a_small_one() -> None:
+    """Another process has prepared it, and keeps what has become tokens."""
+    folder = MODELS / "llama-gqa"
+    spec = Spec(asdict(ModelConfig(model=str(folder))), {}, {})
+    workers = PreprocessWorkers(spec, size=1)
+    parameters = {"type": "object", "description": "x" * SMALL}
+    told = {
+        "instructions": "Be brief: é",
+        "tools": [{"type": "function", "name": "f", "parameters": parameters}],
+    }
+    async with serve(folder, limit=10**6, workers=workers) as site:
+        for stream in (False, True):
+            body = {"input": "hi", "tool_choice": "none", "stream": stream, **told}
+            if stream:
+                found = [each["response"] for each in (await events(site, RESPONSES, body))[:2]]
+            else:
+                found = [await answer(site, RESPONSES, body)]
+            for each in found:
+                assert {name: each[name] for name in told} == told
+    await workers.close()

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.message import Message
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RequestInfo, RetryInfo
+from grpc_status import rpc_status
 
 from fakes_pipeline import FakeGenerator, byte_level_folder
-from pdserve.common.core.errors import Unavailable
+from pdserve.common.core.errors import NodeError, PdserveError, Unavailable
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc
 from pdserve.common.text.tokenizer import Tokenizer
+from pdserve.router import grpc_service
 from pdserve.router.grpc_service import InferenceServicer
 from pdserve.router.served_model import ServedModel
 from pdserve.router.serving import Serving
@@ -75,6 +81,7 @@ async def test_model(stub: inference_pb2_grpc.InferenceStub, generator: FakeGene
     ("request_", "status", "param"),
     [
         (pb.GenerateRequest(), grpc.StatusCode.INVALID_ARGUMENT, "prompt"),
+        (pb.GenerateRequest(text="a", priority=1), grpc.StatusCode.INVALID_ARGUMENT, "priority"),
         (pb.GenerateRequest(text="a", model="x"), grpc.StatusCode.NOT_FOUND, "model"),
         (
             pb.GenerateRequest(token_ids=pb.TokenIds(ids=[10**6])),
@@ -120,6 +127,130 @@ async def test_errors_carry_their_type(
     assert dict(caught.value.trailing_metadata())["pdserve-retryable"] == "1"
 
 
+def told(error: grpc.aio.AioRpcError, kind: type[Message]) -> Message | None:
+    """The detail of a kind, as grpcio-status finds it: code and message must agree."""
+    status = rpc_status.from_call(error)
+    assert status is not None
+    for each in status.details:
+        found = kind()
+        if each.Unpack(found):
+            return found
+    return None
+
+
+def with_kwargs(**kwargs: object) -> pb.Chat:
+    chat = pb.Chat(messages=[pb.Message(role="user", content="hell")])
+    chat.chat_template_kwargs.update(kwargs)
+    return chat
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (pb.GenerateRequest(chat=with_kwargs(x=float("nan"))), "chat.chat_template_kwargs"),
+        (pb.GenerateRequest(text="a", sampling=pb.SamplingParams(top_p=2)), "sampling.top_p"),
+        (pb.GenerateRequest(text="a", model="本" * 50_000), "model"),
+        (pb.GenerateRequest(text="a" * 500), "text"),
+        (pb.GenerateRequest(), "prompt"),
+    ],
+)
+async def test_details_name_the_field(
+    stub: inference_pb2_grpc.InferenceStub, request_: pb.GenerateRequest, field: str
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        [response async for response in stub.Generate(request_)]
+    bad = told(caught.value, BadRequest)
+    assert isinstance(bad, BadRequest)
+    (wrong,) = bad.field_violations
+    assert (wrong.field, wrong.description) == (field, caught.value.details())
+    info = told(caught.value, ErrorInfo)
+    assert isinstance(info, ErrorInfo)
+    code = dict(caught.value.trailing_metadata())["pdserve-error-code"]
+    assert (info.reason, info.domain) == (code, "pdserve")
+    assert dict(info.metadata) == {"blame": "client", "retryable": "false"}
+    assert told(caught.value, RetryInfo) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "seconds"),
+    [
+        (Unavailable("no node", retry_after=2.5), 2.5),
+        (NodeError("lost"), 1.0),
+        (PdserveError("a defect"), None),
+    ],
+)
+async def test_details_say_when_to_retry(
+    stub: inference_pb2_grpc.InferenceStub,
+    generator: FakeGenerator,
+    error: PdserveError,
+    seconds: float | None,
+) -> None:
+    generator.error = error
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        [response async for response in stub.Generate(pb.GenerateRequest(request_id="x", text="a"))]
+    retry, asked = told(caught.value, RetryInfo), told(caught.value, RequestInfo)
+    assert isinstance(asked, RequestInfo) and asked.request_id == "x"
+    assert (retry and retry.retry_delay.ToTimedelta().total_seconds()) == seconds  # type: ignore[attr-defined]
+    assert told(caught.value, BadRequest) is None
+
+
+async def test_text_to_tokens_and_back(
+    stub: inference_pb2_grpc.InferenceStub, generator: FakeGenerator
+) -> None:
+    tokenizer = generator.tokenizer
+    told = await stub.Tokenize(pb.TokenizeRequest(text="hello w", model="tiny"))
+    assert tuple(told.token_ids) == tokenizer.encode("hello w") and told.max_model_len == 100
+    back = await stub.Detokenize(pb.DetokenizeRequest(token_ids=told.token_ids))
+    assert back.text == "hello w"
+    chat = await stub.Tokenize(pb.TokenizeRequest(chat=with_kwargs(x=1)))
+    rendered = tokenizer.apply_chat_template([{"role": "user", "content": "hell"}])
+    assert tuple(chat.token_ids) == rendered
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "field"),
+    [
+        (pb.TokenizeRequest(), grpc.StatusCode.INVALID_ARGUMENT, "prompt"),
+        (pb.TokenizeRequest(text="a", model="x"), grpc.StatusCode.NOT_FOUND, "model"),
+        (pb.TokenizeRequest(text="a" * 5000), grpc.StatusCode.INVALID_ARGUMENT, "text"),
+        (pb.TokenizeRequest(chat=pb.Chat()), grpc.StatusCode.INVALID_ARGUMENT, "chat.messages"),
+        (pb.DetokenizeRequest(token_ids=[10**6]), grpc.StatusCode.INVALID_ARGUMENT, "token_ids"),
+        (pb.DetokenizeRequest(model="x"), grpc.StatusCode.NOT_FOUND, "model"),
+    ],
+)
+async def test_what_has_no_tokens_says_why(
+    stub: inference_pb2_grpc.InferenceStub,
+    request_: Message,
+    status: grpc.StatusCode,
+    field: str,
+) -> None:
+    call = stub.Tokenize if isinstance(request_, pb.TokenizeRequest) else stub.Detokenize
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call(request_)
+    bad = told(caught.value, BadRequest)
+    assert caught.value.code() is status and isinstance(bad, BadRequest)
+    assert [each.field for each in bad.field_violations] == [field]
+
+
+async def test_a_large_chat_is_not_read_on_the_event_loop(
+    stub: inference_pb2_grpc.InferenceStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A megabyte of numbers takes half a second."""
+    threads: list[threading.Thread] = []
+    real = grpc_service.chat_fields
+
+    def fields(*args: Any) -> dict[str, Any]:
+        threads.append(threading.current_thread())
+        return real(*args)
+
+    monkeypatch.setattr(grpc_service, "chat_fields", fields)
+    for numbers in ([1.0], [1.0] * 1000):
+        request = pb.GenerateRequest(chat=with_kwargs(x=numbers))
+        assert [each async for each in stub.Generate(request)]
+    small, large = threads
+    assert small is threading.main_thread() and large is not small
+
+
 async def test_cancelling_closes_the_generation(
     stub: inference_pb2_grpc.InferenceStub, generator: FakeGenerator
 ) -> None:
@@ -144,3 +275,17 @@ async def test_long_lists_are_counted_before_anything_is_made_of_them(
             _ = [response async for response in stub.Generate(request)]
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "at most" in str(error.value.details())
+
+
+async def test_what_is_cancelled_within_ends_the_call(
+    stub: inference_pb2_grpc.InferenceStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC itself would let the client wait for ever."""
+
+    async def cancelled(*args: Any) -> None:
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(Serving, "preprocess", cancelled)
+    async with asyncio.timeout(60):
+        with pytest.raises(grpc.aio.AioRpcError, match="internal error"):
+            await stub.Tokenize(pb.TokenizeRequest(text="hell"))

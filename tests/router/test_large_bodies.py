@@ -4,10 +4,13 @@ they are tokenized, prepared in processes of their own."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import signal
+import threading
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import psutil
@@ -31,8 +34,11 @@ from pdserve.router.http import preprocess as preprocess_module
 from pdserve.router.http import request as request_module
 from pdserve.router.http.preprocess import MAX_CONTAINERS, MAX_PROMPTS, Preprocessor
 from pdserve.router.http.request import Bodies
-from pdserve.router.preprocess_workers import PreprocessWorkers, Spec
+from pdserve.router.preprocess_worker import Spec
+from pdserve.router.preprocess_workers import PIECE, Pieces, PreprocessWorkers
 from pdserve.router.served_model import ServedModel, load_served_model
+from pdserve.router.serving import INLINE, Serving
+from warm import slowness
 
 MODEL = MODELS / "llama-gqa"
 CONFIG = ModelConfig(model=str(MODEL))
@@ -82,6 +88,24 @@ def test_prompts_are_counted_before_they_are_encoded(
         text.preprocess("completion", encode(prompt=["a"] * 600, n=8))
     assert error.value.param == "n"
     assert not no_encoding
+
+
+def test_a_body_for_another_model_is_not_encoded(
+    text: Preprocessor, no_encoding: list[int]
+) -> None:
+    for kind, asked in (
+        ("completion", {"prompt": "once"}),
+        ("chat", {"messages": CHAT}),
+        ("responses", {"input": "once"}),
+        ("messages", {"messages": CHAT}),
+        ("tokenize", {"prompt": "once"}),
+    ):
+        with pytest.raises(ModelNotFound):
+            text.preprocess(kind, encode(model="sql", **asked))
+        assert not no_encoding
+        replace(text, adapters=frozenset({"sql"})).preprocess(kind, encode(model="sql", **asked))
+        assert no_encoding
+        no_encoding.clear()
 
 
 @pytest.mark.parametrize("end", [b"", b"\\", b"\\\\"])
@@ -182,6 +206,19 @@ async def test_bodies_share_a_bounded_memory_and_clients_its_shares() -> None:
     reading[1].cancel()
 
 
+async def test_a_large_body_is_never_one_block() -> None:
+    chunks = [b"a" * 100] * 2000 + [b"b" * (3 * PIECE)] * 2 + [b"c"]
+    request = Slow(sum(map(len, chunks)))
+    for chunk in (*chunks, b""):
+        request.chunks.put_nowait(chunk)
+    async with Bodies(10 * MIB).reading(request, "a") as raw:  # type: ignore[arg-type]
+        assert len(raw) == request.content_length and raw.whole() == b"".join(chunks)
+        pieces = list(raw.take())
+        assert b"".join(pieces) == b"".join(chunks) and not raw.whole()
+    *others, _ = map(len, pieces)
+    assert min(others) >= PIECE and max(others) <= 4 * PIECE
+
+
 async def test_the_bodies_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_module, "MAX_WAITING", 0)
     with pytest.raises(Overloaded):
@@ -202,13 +239,14 @@ async def workers() -> AsyncIterator[PreprocessWorkers]:
 
 def _prepares(process: psutil.Process) -> bool:
     try:
-        return "pdserve.router.preprocess_workers" in process.cmdline()
+        return "pdserve.router.preprocess_worker" in process.cmdline()
     except psutil.NoSuchProcess:  # it has ended
         return False
 
 
 CHAT = [{"role": "user", "content": "Tell me a story."}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+TOLD = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 BODIES = [
     ("completion", {"prompt": "once upon", "n": 2, "stop": ["x"], "seed": 3}),
     ("completion", {"prompt": ["once", "upon"], "echo": True, "temperature": 0.5}),
@@ -216,6 +254,10 @@ BODIES = [
     ("completion", {"prompt": [3, 4], "logit_bias": {"3": 1.0}, "user": "me"}),
     ("completion", {"prompt": [3, 4, 5], "truncate_prompt_tokens": "2", "best_of": 3}),
     ("responses", {"input": "once", "text": {"format": {"type": "text"}}, "stream": True}),
+    (
+        "responses",
+        {"input": "once", "instructions": "é" * 9, "tools": [TOLD], "tool_choice": "none"},
+    ),
     ("messages", {"messages": CHAT, "max_tokens": 5.0, "tool_choice": {"type": "none"}}),
     ("chat", {"messages": CHAT, "tools": [TOOL], "parallel_tool_calls": False, "top_logprobs": 0}),
     ("tokenize", {"prompt": "once upon a time"}),
@@ -223,7 +265,6 @@ BODIES = [
 ]
 WRONG = [
     ("completion", {"prompt": "a", "n": "many"}),
-    ("completion", {"prompt": "a", "model": "another"}),
     ("completion", {"prompt": [10**6]}),
     ("completion", {"prompt": "a", "suffix": "b"}),
     ("chat", {"messages": []}),
@@ -240,39 +281,86 @@ async def test_a_process_prepares_as_the_router_does(
     for kind, body in BODIES:
         here, there = (
             text.preprocess(kind, encode(**body)),
-            await workers.preprocess(kind, encode(**body)),
+            await workers.preprocess(kind, Pieces(encode(**body))),
         )
         assert [list(ids) for ids in there.prompts] == [list(ids) for ids in here.prompts]
         assert (list(there.texts), there.unknown) == (list(here.texts), here.unknown)
         assert there.answer == here.answer
-        left_out = {"prompt", "tokens", "input", "messages", "tools", *here.unknown}
+        left_out = {"prompt", "tokens", "input", "messages", "instructions", "tools", *here.unknown}
         assert there.body.model_dump(exclude=left_out) == here.body.model_dump(exclude=left_out)
     for kind, body in WRONG:
-        with pytest.raises((InvalidRequest, ModelNotFound)) as error:
-            await workers.preprocess(kind, encode(**body))
+        with pytest.raises(InvalidRequest) as error:
+            await workers.preprocess(kind, Pieces(encode(**body)))
         if "user" not in body:
             with pytest.raises(type(error.value)) as own:
                 text.preprocess(kind, encode(**body))
             assert str(own.value) == str(error.value) and own.value.param == error.value.param
 
+    with pytest.raises(ModelNotFound):
+        await workers.preprocess("tokenize", Pieces(encode(prompt="a", model="sql")))
+    named = Pieces(encode(prompt="a", model="sql"))
+    assert (await workers.preprocess("tokenize", named, adapters=frozenset({"sql"}))).prompts
+
     # Its death fails one body, and no other.
     (worker,) = workers._idle
-    dying = asyncio.create_task(workers.preprocess("tokenize", encode(prompt="a")))
+    worker._process.send_signal(signal.SIGSTOP)  # it has not answered before it dies
+    dying = asyncio.create_task(workers.preprocess("tokenize", Pieces(encode(prompt="a"))))
     await asyncio.sleep(0)
     worker._process.kill()
     with pytest.raises(PdserveError) as died:
         await dying
     assert died.value.code == "PREPARATION_FAILED"
-    leaving = asyncio.create_task(workers.preprocess("tokenize", encode(prompt="a")))
+    leaving = asyncio.create_task(workers.preprocess("tokenize", Pieces(encode(prompt="a"))))
     await asyncio.sleep(0.01)
     leaving.cancel()  # a client that leaves costs no process
-    assert (await workers.preprocess("tokenize", encode(prompt="a"))).prompts
+    assert (await workers.preprocess("tokenize", Pieces(encode(prompt="a")))).prompts
+    (idle,) = workers._idle
+    idle._process.kill()  # by a host without memory, say, while it has nothing to do
+    await idle._process.wait()
+    assert (await workers.preprocess("tokenize", Pieces(encode(prompt="a")))).prompts
     (same,) = workers._idle
     monkeypatch.setattr(workers_module, "_TIMEOUT", 0.05)
     same._process.send_signal(signal.SIGSTOP)  # it answers nothing, however fast it is
     with pytest.raises(PdserveError, match="took more than"):
-        await workers.preprocess("tokenize", encode(prompt="a"))
+        await workers.preprocess("tokenize", Pieces(encode(prompt="a")))
     assert not workers._idle and same._process.returncode is not None
+
+
+async def test_a_host_that_starts_no_process_is_not_the_body_s_fault(
+    monkeypatch: pytest.MonkeyPatch, workers: PreprocessWorkers
+) -> None:
+    async def none(*args: Any, **options: Any) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", none)
+    with pytest.raises(Unavailable, match="Too many open files"):
+        await workers.preprocess("tokenize", Pieces(encode(prompt="a")))
+
+
+async def test_clients_take_turns_at_the_threads(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = Serving(pipeline=None, model=model)  # type: ignore[arg-type]
+    go, order = threading.Event(), list[bytes]()
+
+    def preprocess(self: Preprocessor, kind: str, raw: bytes) -> Any:
+        go.wait(60)
+        order.append(raw[:1])
+        raise InvalidRequest("enough")
+
+    monkeypatch.setattr(Preprocessor, "preprocess", preprocess)
+
+    def ask(client: bytes) -> asyncio.Task[Any]:
+        raw = Pieces(client * (INLINE + 1))
+        return asyncio.create_task(serving.preprocess("tokenize", raw, client.decode()))
+
+    many = [ask(b"a") for _ in range(100)]
+    await asyncio.sleep(0)
+    other = ask(b"b")
+    await asyncio.sleep(0)
+    go.set()
+    await asyncio.gather(other, *many, return_exceptions=True)
+    assert order.index(b"b") < 50
 
 
 def test_large_bodies_leave_the_router_small_and_awake() -> None:
@@ -282,27 +370,28 @@ def test_large_bodies_leave_the_router_small_and_awake() -> None:
             figures = asyncio.run(measure(process.pid, port, kind, 5, 6 * MIB))
             assert set(figures.statuses) <= {"400", "503"}, figures
             assert figures.rss_peak < 400, figures
-            assert figures.health_p50 < 50, figures
+            assert figures.health_p50 < 50 * slowness(), figures
 
 
 async def test_clients_take_turns_at_the_text_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     workers = PreprocessWorkers(Spec(asdict(CONFIG), asdict(LogConfig()), asdict(CHATS)), size=1)
     go, order = asyncio.Event(), []
 
-    async def ask(kind: str, raw: bytes) -> Any:
+    async def ask(kind: str, raw: Pieces) -> Any:
         await go.wait()
-        order.append(raw.decode())
+        order.append(raw.whole().decode())
         raise InvalidRequest("enough")
 
     monkeypatch.setattr(workers, "_ask", ask)
     limit = workers_module.MAX_CLIENT_WAITING
     many = [
-        asyncio.create_task(workers.preprocess("tokenize", b"a", "a")) for _ in range(limit + 1)
+        asyncio.create_task(workers.preprocess("tokenize", Pieces(b"a"), "a"))
+        for _ in range(limit + 1)
     ]
     await asyncio.sleep(0)
     with pytest.raises(Overloaded):
-        await workers.preprocess("tokenize", b"a", "a")
-    other = asyncio.create_task(workers.preprocess("tokenize", b"b", "b"))
+        await workers.preprocess("tokenize", Pieces(b"a"), "a")
+    other = asyncio.create_task(workers.preprocess("tokenize", Pieces(b"b"), "b"))
     await asyncio.sleep(0)
     go.set()
     await asyncio.gather(other, *many, return_exceptions=True)

@@ -9,6 +9,7 @@ import socket
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
 from time import monotonic
@@ -31,9 +32,10 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2
 from pdserve.common.rpc.status import REQUEST_ID_KEY
 from pdserve.router import registry_service
-from pdserve.router.generation import merge
-from pdserve.router.health import BreakerState
-from pdserve.router.pipeline import Attempt
+from pdserve.router.adapters import Adapter
+from pdserve.router.attempt import Attempt
+from pdserve.router.generation import MAX_BURST, GenerationRequest, merge
+from pdserve.router.health import LINK_COOLDOWN, BreakerState
 
 PARTED = NodeError("no route", code="PEER_LOST", blame=Blame.DECODE)
 
@@ -63,11 +65,39 @@ async def ends(cluster: FakeCluster, kind: type[PdserveError] = PdserveError) ->
     return caught.value
 
 
+async def finish(cluster: FakeCluster, request: GenerationRequest) -> None:
+    async for _ in cluster.pipeline.generate(request):
+        pass
+
+
 def breakers(cluster: FakeCluster) -> set[BreakerState]:
     return {node.breaker.state for node in cluster.registry.nodes()}
 
 
 # ---- every path ends ----
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_node_without_the_adapter_is_sound(four: FakeCluster, role: str) -> None:
+    """It was told by another router to drop it, and gets no such request until it is told again."""
+    for node in four.registry.nodes():
+        node.adapters = frozenset({"d", "e"})
+    error = NodeError("it is not loaded", code="ADAPTER_NOT_LOADED", blame=Blame(role))
+    names = [f"{role[0]}0", f"{role[0]}1"]
+    for name in names:
+        four[name].on_run = fails(error)
+    request = replace(four.request(), adapter=Adapter("a", "/a", "d"))
+    asking = asyncio.create_task(finish(four, request))
+    while any("d" in node.adapters for node in four.registry.nodes() if node.id in names):
+        await asyncio.sleep(0.001)
+    assert breakers(four) == {BreakerState.CLOSED} and not asking.done()
+    four[names[0]].on_run = None
+    (told,) = (node for node in four.registry.nodes() if node.id == names[0])
+    assert told.adapters == {"e"}
+    told.adapters = frozenset({"d"})
+    four.registry.notify()
+    await asking
+    assert len(four[names[0]].jobs) == 2 and len(four[names[1]].jobs) == 1
 
 
 async def test_a_request_is_served(four: FakeCluster) -> None:
@@ -127,6 +157,7 @@ async def test_a_reply_that_does_not_parse_is_its_nodes_fault(
     [
         {"error_code": "NEW_IN_V9", "blame": "martian"},
         {"error_code": "NEW_IN_V9"},
+        {"error_code": "BAD_CONFIG", "blame": "operator"},
         {"error_code": "NEW_IN_V9", "blame": "decode", "retry_after": "soon", "retryable": "?"},
         {},
     ],
@@ -248,6 +279,60 @@ async def test_a_generation_that_cancels_itself_ends_its_answer() -> None:
     async with asyncio.timeout(30):
         with pytest.raises(PdserveError, match="cancelled"):
             assert [each async for each in merge([source()])] == [[(0, 1)]]
+
+
+async def test_the_prompts_of_a_body_begin_and_end_a_few_at_a_time() -> None:
+    """However many they are, the event loop is everybody's between them."""
+    turn, begun, ended = 0, Counter[int](), Counter[int]()
+    loop = asyncio.get_running_loop()
+
+    def count() -> None:
+        nonlocal turn, counting
+        turn, counting = turn + 1, loop.call_soon(count)
+
+    async def source() -> AsyncGenerator[int, None]:
+        begun[turn] += 1
+        try:
+            yield 1
+            await asyncio.Event().wait()
+        finally:
+            ended[turn] += 1
+
+    num_sources = 10 * MAX_BURST
+    counting = loop.call_soon(count)
+    async with aclosing(merge([source() for _ in range(num_sources)])) as updates:
+        while begun.total() < num_sources:
+            await anext(updates)
+    counting.cancel()
+    assert ended.total() == num_sources
+    assert max(*begun.values(), *ended.values()) <= MAX_BURST
+
+
+async def test_the_prompts_of_a_body_that_fails_do_not_begin() -> None:
+    begun: list[int] = []
+
+    async def source(index: int) -> AsyncGenerator[int, None]:
+        begun.append(index)
+        raise Unavailable("full")
+        yield index
+
+    with pytest.raises(Unavailable):
+        [each async for each in merge([source(i) for i in range(10 * MAX_BURST)])]
+    assert len(begun) == MAX_BURST
+
+
+async def test_a_priority_is_told_to_every_node_that_goes_on(four: FakeCluster) -> None:
+    four["d0"].on_token = four["d1"].on_token = {3: fails(lost(Blame.DECODE), times=1)}
+    request = replace(four.request(), priority=-3)
+    assert [each async for each in four.pipeline.generate(request)]
+    told = [job for node in four.nodes.values() for job in node.jobs]
+    assert len(told) >= 4 and {convert.job_from_pb(job).priority for job in told} == {-3}
+
+
+async def test_events_of_a_later_version_are_passed_over(four: FakeCluster) -> None:
+    for node in four.nodes.values():
+        node.tells = lambda event: (type(event)(), event)
+    assert (await four.ask()).timeline.migrations == 0
 
 
 # ---- going on elsewhere, for as long as the deadline allows ----
@@ -424,7 +509,8 @@ async def test_a_pair_that_is_cut_is_remembered_and_the_decode_node_prefills(
     tmp_path: Path, error: PdserveError
 ) -> None:
     async with fake_cluster(tmp_path, ("p0", "d0")) as cluster:
-        cluster["p0"].on_run = fails(error)
+        cluster["p0"].on_run, now = fails(error), [monotonic()]
+        cluster.registry.links._now = lambda: now[0]  # a cool-down ends when it is told to
         answers = await asyncio.gather(*(cluster.ask() for _ in range(20)))
         assert max(stats.timeline.migrations for stats in answers) <= 2
         tried = cluster.jobs("p")
@@ -434,9 +520,8 @@ async def test_a_pair_that_is_cut_is_remembered_and_the_decode_node_prefills(
         assert all(node["state"] == "ready" for node in cluster.pipeline.cluster()["nodes"])
         assert cluster.pipeline.ready()[0] and cluster.pipeline.cluster()["pairings"] == []
         cluster["p0"].on_run = None
-        async with asyncio.timeout(60):
-            while not cluster.pipeline.cluster()["pairings"]:
-                await asyncio.sleep(0.05)
+        now[0] += 2 * LINK_COOLDOWN
+        assert cluster.pipeline.cluster()["pairings"]
         local = cluster["d0"].local_prefills
         await cluster.ask()
         assert cluster["d0"].local_prefills == local, "it is tried again after a while"
@@ -471,8 +556,8 @@ async def test_a_node_that_freezes_while_it_drains_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It sends no heartbeats any more, so only its silence towards the router tells."""
-    monkeypatch.setattr(registry_service, "PROBE_TIMEOUT", 0.5)
-    names, beats = ("p0", "d0", "d1"), {"heartbeat_interval": 0.1, "heartbeat_timeout": 2.0}
+    monkeypatch.setattr(registry_service, "PROBE_TIMEOUT", 1.5)
+    names, beats = ("p0", "d0", "d1"), {"heartbeat_interval": 0.1, "heartbeat_timeout": 5.0}
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it accepts, and says nothing
         async with fake_cluster(tmp_path, names, watched=True, **beats) as cluster:
 

@@ -391,13 +391,13 @@ def test_the_breaker_opens_after_failures_in_a_row_and_allows_one_trial(clock):
 
 
 async def test_admission_bounds_both_the_running_and_the_waiting():
-    admission = Admission(max_running=1, max_waiting=1, timeout=0.05)
+    admission = Admission(max_running=1, max_waiting=1, timeout=0.5)
     async with admission.slot():
         waiting = asyncio.create_task(admission.slot().__aenter__())
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
         with pytest.raises(Overloaded):
             await admission.slot().__aenter__()
-        with pytest.raises(Unavailable, match=r"0\.05 s"):
+        with pytest.raises(Unavailable, match=r"0\.5 s"):
             await waiting
     async with admission.slot():
         assert admission.running == 1
@@ -447,6 +447,23 @@ async def test_a_body_that_proceeds_does_not_time_out():
     await end(first, second)
 
 
+async def test_a_body_whose_turn_is_over_waits_as_long_as_any_other():
+    """Its prompts have waited since it came, but one of them had a place until just now."""
+    admission = Admission(max_running=1, max_waiting=3, timeout=2.0)
+    body, now = Batch("a"), asyncio.get_running_loop().time
+    first = await hold(admission, body)
+    other = asyncio.create_task(admission._slots.acquire("b"))
+    await asyncio.sleep(0)
+    second = await hold(admission, body)
+    await asyncio.sleep(0.5)
+    left = now()
+    await end(first)
+    await other
+    with pytest.raises(Unavailable):
+        await second[1]
+    assert now() - left >= 2.0
+
+
 async def test_one_client_leaves_places_and_room_in_the_queue_to_others():
     admission = Admission(max_running=4, max_waiting=4, timeout=5, max_client_share=0.75)
     greedy = Batch("greedy")
@@ -491,6 +508,26 @@ async def test_places_are_counted_by_choices_and_large_requests_hold_nobody_up()
     one, two = await ask("a", 5), await ask("b", 128)  # begins with the three places left
     assert (admission.running, admission.waiting) == (2, 0)
     await end(one, two)
+
+
+async def test_a_priority_is_for_the_client_s_own_queue():
+    admission = Admission(max_running=1, max_waiting=100, timeout=5)
+    order = []
+
+    async def ask(client, priority):
+        async with admission.slot(Batch(client), priority=priority):
+            order.append((client, priority))
+            await asyncio.sleep(0)
+
+    asked = [("a", 0), ("a", 2), ("a", -1), ("a", 0), ("a", -2), ("b", 9), ("b", 3)]
+    async with asyncio.TaskGroup() as group:
+        for each in asked:
+            group.create_task(ask(*each))
+    assert order[0] == ("a", 0)  # came when nobody waited
+    assert [p for client, p in order[1:] if client == "a"] == [-2, -1, 0, 2]
+    assert [p for client, p in order if client == "b"] == [3, 9]
+    assert {client for client, _ in order[1:5]} == {"a", "b"}  # in turn
+    assert admission.running == admission.waiting == 0
 
 
 async def test_clients_take_turns_at_free_places():

@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -114,6 +115,26 @@ async def ends(reader: asyncio.StreamReader) -> bytes:
             return await reader.read(-1)
     except ConnectionError:
         return b""
+
+
+# ---- clients that ask without a pause -------------------------------------------------------
+
+
+async def test_a_pipeline_of_requests_starves_nobody(tmp_path: Path) -> None:
+    turns, asked = 0, Counter[int]()  # of this task; requests in each
+    talker = Talker(1)
+    talker.ready = lambda: (asked.update([turns]), (True, ""))[1]  # type: ignore[method-assign]
+    async with serving(tmp_path, talker) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n" * 99)
+        writer.write(b"GET /ready HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        answers = asyncio.create_task(ends(reader))
+        while not answers.done():
+            await asyncio.sleep(0)
+            turns += 1
+        assert answers.result().count(b"HTTP/1.1 200") == asked.total() == 100
+        assert max(asked.values()) <= 2
+        writer.close()
 
 
 # ---- answers that nobody takes --------------------------------------------------------------

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from fake_nodes import FakeCluster, FakeNode, fake_cluster
-from pdserve.common.core.errors import Blame, NodeError
+from fake_nodes import FakeCluster, FakeNode, fails, fake_cluster
+from pdserve.common.core.errors import Blame, NodeError, Unavailable
 from pdserve.common.core.request import Stage, Timeline
 from pdserve.common.rpc import convert
+from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.text.stream import TextStream
 from pdserve.router.arrival import Arrival, arrival_var
 from pdserve.router.stages import Phase, Stages
@@ -108,46 +109,65 @@ SLOW: dict[str, Callable[[FakeCluster], None]] = {
 
 @pytest.mark.parametrize("stage", SLOW)
 async def test_a_delay_shows_in_its_stage_alone(tmp_path: Path, stage: str) -> None:
-    async with fake_cluster(tmp_path, ("p0", "p1", "d0")) as cluster:
-        arrival_var.set(Arrival(wants_timeline=True))
-        for node in ("p0", "p1"):
-            tells(cluster[node], "first_token", queue_s=0.0, compute_s=0.0)
-        SLOW[stage](cluster)
-        await alone(stage, cluster.ask())
+    async def ask() -> Counter[str]:
+        async with fake_cluster(tmp_path, ("p0", "p1", "d0")) as cluster:
+            arrival_var.set(Arrival(wants_timeline=True))
+            for node in ("p0", "p1"):
+                tells(cluster[node], "first_token", queue_s=0.0, compute_s=0.0)
+            SLOW[stage](cluster)
+            return check_tiling((await cluster.ask()).receipt())
+
+    await alone(stage, ask)
 
 
-async def alone(stage: str, asking: Awaitable[Any]) -> None:
-    seconds = check_tiling((await asking).receipt())
-    assert seconds.pop(stage) >= 0.95 * DELAY
-    assert all(each < DELAY / 2 for each in seconds.values()), seconds
+async def alone(stage: str, ask: Callable[[], Awaitable[Counter[str]]]) -> None:
+    """Any other may be long where the machine stands still for a moment, but not each time."""
+    often: Counter[str] | None = None  # which others were long in every answer
+    for _ in range(8):
+        seconds = await ask()
+        assert seconds.pop(stage) >= 0.95 * DELAY
+        long = Counter(name for name, took in seconds.items() if took >= DELAY / 2)
+        often = long if often is None else often & long
+        if not often:
+            return
+    raise AssertionError(f"not only {stage}: {often}")
 
 
 async def test_waiting_for_a_place_is_queue(tmp_path: Path) -> None:
-    async with fake_cluster(tmp_path, ("p0", "d0"), max_concurrent_requests=1) as cluster:
-        tells(cluster["p0"], "first_token", queue_s=0.0, compute_s=0.0)
+    async def ask() -> Counter[str]:
+        async with fake_cluster(tmp_path, ("p0", "d0"), max_concurrent_requests=1) as cluster:
+            tells(cluster["p0"], "first_token", queue_s=0.0, compute_s=0.0)
 
-        async def hold() -> None:
-            async with cluster.pipeline.admission.slot():
-                await asyncio.sleep(DELAY)
+            async def hold() -> None:
+                async with cluster.pipeline.admission.slot():
+                    await asyncio.sleep(DELAY)
 
-        holding = asyncio.create_task(hold())
-        await asyncio.sleep(0)
-        await alone("queue", cluster.ask())
-        await holding
+            holding = asyncio.create_task(hold())
+            await asyncio.sleep(0)
+            answer = await cluster.ask()
+            await holding
+            return check_tiling(answer.receipt())
+
+    await alone("queue", ask)
 
 
 async def test_a_slow_detokenizer_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    push, left = TextStream.push, [DELAY]
+    push, left = TextStream.push, list[float]()
 
     def slow(self: TextStream, *args: Any, **options: Any) -> Any:
         time.sleep(left.pop() if left else 0.0)
         return push(self, *args, **options)
 
-    async with fake_cluster(tmp_path, ("p0", "d0")) as cluster:
-        arrival_var.set(Arrival(wants_timeline=True))
-        tells(cluster["p0"], "first_token", queue_s=0.0, compute_s=0.0)
-        monkeypatch.setattr(TextStream, "push", slow)
-        await alone("detokenize_stream", cluster.ask())
+    monkeypatch.setattr(TextStream, "push", slow)
+
+    async def ask() -> Counter[str]:
+        async with fake_cluster(tmp_path, ("p0", "d0")) as cluster:
+            arrival_var.set(Arrival(wants_timeline=True))
+            tells(cluster["p0"], "first_token", queue_s=0.0, compute_s=0.0)
+            left[:] = [DELAY]
+            return check_tiling((await cluster.ask()).receipt())
+
+    await alone("detokenize_stream", ask)
 
 
 async def test_before_it_is_a_request_it_is_read_and_tokenized() -> None:
@@ -156,7 +176,7 @@ async def test_before_it_is_a_request_it_is_read_and_tokenized() -> None:
     arrival.read = arrival.received + 3.0
     stages = Stages(arrival)
     line = stages.stages(stages.start + 6.0)
-    assert [(each.name, round(each.seconds, 2)) for each in line] == [
+    assert [(each.name, round(each.seconds)) for each in line] == [
         ("receive", 3.0),
         ("tokenize", 2.0),
         ("queue", 1.0),
@@ -179,3 +199,28 @@ async def test_the_receipt_travels_over_grpc(tmp_path: Path) -> None:
         sent = convert.timeline_to_pb(line)
     assert [each.name for each in sent.stages] == [each.name for each in line.stages]
     assert sent.total_seconds == line.total_seconds
+
+
+async def test_the_last_ones_are_kept_and_how_they_ended(tmp_path: Path) -> None:
+    options = {"kept_timelines": 3, "queue_timeout": 0.5}
+    async with fake_cluster(tmp_path, ("p0", "d0"), **options) as cluster:
+        timelines = cluster.pipeline.timelines
+        for _ in range(4):
+            await cluster.ask()
+        assert timelines.find("r1") == [] and timelines.find("r") == []
+        (kept,) = timelines.find("r2")
+        assert (kept["status"], kept["completion_tokens"]) == ("finished", 8)
+        cluster["d0"].on_run = fails(NodeError("no", blame=Blame.DECODE))
+        with pytest.raises(Unavailable):
+            await cluster.ask()
+        (failed,) = timelines.find("r5")
+        assert (failed["status"], failed["error"]["code"]) == ("failed", "NO_NODE")
+        assert timelines.find("r2") == []
+
+
+async def test_what_is_cached_is_told_though_all_tokens_overtake_it(tmp_path: Path) -> None:
+    async with fake_cluster(tmp_path, ("d0",), local_prefill_threshold=100) as cluster:
+        last = pb.DecodeEvent(prefilled=pb.Prefilled(cached_tokens=3))
+        cluster["d0"].tells = lambda event: (event, last)[: 1 + bool(event.tokens.finish_reason)]
+        assert (await cluster.ask()).cached_tokens == 3
+        assert cluster["d0"].local_prefills == 1

@@ -20,6 +20,7 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.tokens import JobTokens, decode_tokens, encode_tokens
 from pdserve.decode_node import token_streams
 from pdserve.decode_node.token_streams import TokenStreams
+from pdserve.router.attempt import Attempt
 
 # ---- the words ----
 
@@ -242,7 +243,13 @@ def repeats(message: pb.StepTokens) -> Iterable[Any]:
     return (message, message)
 
 
-@pytest.mark.parametrize("tells", [skips, babbles, mumbles, repeats])
+def half_scored(message: pb.StepTokens) -> Iterable[Any]:
+    told = decode_tokens(message.tokens)
+    scored = [msgspec.structs.replace(each, logprobs=((-1.0, ()),) * 2) for each in told]
+    return (pb.StepTokens(number=message.number, tokens=encode_tokens(scored)),)
+
+
+@pytest.mark.parametrize("tells", [skips, babbles, mumbles, repeats, half_scored])
 async def test_requests_leave_a_node_whose_stream_is_not_what_it_must_be(
     four: FakeCluster, tells: Callable[[Any], Iterable[Any]]
 ) -> None:
@@ -304,13 +311,20 @@ async def test_a_bad_token_is_of_its_request_alone(four: FakeCluster) -> None:
     asked = [asyncio.create_task(four.ask()) for _ in range(4)]
     while sum(four[name].open for name in ("d0", "d1")) < 4:
         await asyncio.sleep(0.01)
-    await asyncio.sleep(0.1)
+    waiting = [job._state for each in streams_of(four).values() for job in each._jobs.values()]
+    while not all(sum(state.generated) == 4 for state in waiting):
+        await asyncio.sleep(0.01)  # all but the tokens that hang have come
     (stream,) = (each for name, each in streams_of(four).items() if name == "d0")
     victim, other = list(stream._jobs)[:2]
     taken: list[JobTokens] = []
     receiver = stream._jobs[other]
     stream._jobs[other] = type("", (), {"take_tokens": taken.append, "tokens_lost": taken.append})()
+    attempt = stream._jobs[victim]
+    assert isinstance(attempt, Attempt)
+    generated = list(attempt._state.generated)
     stream._deliver(encode_tokens([tokens(victim, 10**6), tokens(other)]))
+    stream._deliver(encode_tokens([tokens(victim, sum(generated))]))  # by accident it would fit
+    assert attempt._state.generated == generated
     assert taken == [tokens(other)] and not stream.ended
     stream._jobs[other] = receiver
     four["d0"].on_token = four["d1"].on_token = {}
@@ -332,7 +346,7 @@ async def test_an_end_that_overtakes_the_last_tokens_waits_for_them(
             return ()
         return (message,)
 
-    monkeypatch.setattr("pdserve.router.pipeline.LAST_TOKENS", 0.3)
+    monkeypatch.setattr("pdserve.router.attempt.LAST_TOKENS", 0.3)
     four["d0"].tells_tokens = last_one_late
     async with asyncio.timeout(60):
         answers = [await four.ask() for _ in range(4)]

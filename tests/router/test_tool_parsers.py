@@ -116,6 +116,7 @@ F, G = ("f", A), ("g", B)
         (RequiredParser, '[{"name": "f", "param', None, []),
         (NamedParser, A, "", [F]),
         (NamedParser, '{"x": tr', "", [("f", '{"x": tr')]),
+        (NamedParser, " ", "", []),
     ],
 )
 def test_formats(

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from pdserve.common.client.terminal import console_of
 from pdserve.common.core.errors import ConfigError
 
 RATES = ("request_throughput", "output_throughput", "total_token_throughput", "request_goodput")
@@ -43,10 +43,10 @@ def main(argv: Sequence[str]) -> int:
         column.justify = "right"
     for name, row in rows.items():
         table.add_row(name, *(_shown(row[key]) for key in ("before", "after", "ratio")))
-    console = Console(highlight=False)
+    console = console_of()
     console.print(table)
     for name, values in differing.items():
-        console.print(f"differs: {name} {values[0]!r} → {values[1]!r}", markup=False)
+        console.print(f"differs: {name} {values[0]!r} → {values[1]!r}")
     return 0
 
 

@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -42,6 +41,9 @@ from pdserve.common.bench.serving.load import run_load
 from pdserve.common.bench.serving.metrics import summarize
 from pdserve.common.bench.serving.options import limits, parse_args, seeks_capacity
 from pdserve.common.bench.serving.report import as_json, plot, print_tables, warn_if_late
+from pdserve.common.client.server import Server, key_from_environment
+from pdserve.common.client.terminal import console_of
+from pdserve.common.core.errors import ConfigError
 
 
 def load_prompts(args: argparse.Namespace) -> tuple[list[Prompt], list[float] | None]:
@@ -142,7 +144,7 @@ async def _seek(
 
 
 def _session(args: argparse.Namespace) -> aiohttp.ClientSession:
-    key = os.environ.get("OPENAI_API_KEY")
+    key = key_from_environment()
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         read_bufsize=2**20,  # an event must fit
@@ -152,30 +154,25 @@ def _session(args: argparse.Namespace) -> aiohttp.ClientSession:
 
 
 async def _client(session: aiohttp.ClientSession, args: argparse.Namespace) -> Client:
-    base = args.base_url.rstrip("/")
+    server = Server(session, args.base_url)
     chat = args.backend == "openai-chat"
-    model = args.model
-    if model is None:
-        async with session.get(f"{base}/v1/models", raise_for_status=True) as response:
-            model = (await response.json())["data"][0]["id"]
+    model = args.model if args.model is not None else await server.model()
     body: dict[str, Any] = {"model": model, "temperature": args.temperature, **args.extra_body}
     if args.ignore_eos:
         body["ignore_eos"] = True
     path = "/v1/chat/completions" if chat else "/v1/completions"
-    return Client(session, base + path, chat, body)
+    return Client(session, server.url + path, chat, body)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0 when every request completed, 1 when one failed or no rate meets the limits, 2
-    for a bad start."""
+    """Exit code 0 when every request completed, 1 when one failed or no rate meets the limits."""
     args = parse_args(argv)
-    console = Console(stderr=args.json)
+    console = console_of(stderr=args.json)
     date = datetime.now(UTC).isoformat(timespec="seconds")
     try:
         records, found = asyncio.run(measure_server(args, console))
-    except (DatasetError, OSError, aiohttp.ClientError) as error:
-        console.print(f"[red]{error}")
-        return 2
+    except (DatasetError, OSError) as error:
+        raise ConfigError(str(error)) from error
     summary, timings = summarize(records, limits(args))
     result = json.dumps({**as_json(summary, _config(args), date), **found}, indent=2)
     if args.json:

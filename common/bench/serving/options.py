@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from pdserve.common.bench.serving.datasets import FIRST_TOKEN_ID
 from pdserve.common.bench.serving.metrics import SLO_METRICS
+from pdserve.common.client.server import DEFAULT_URL, URL_HELP
+from pdserve.common.client.terminal import json_object, number, positive
 
 DATASETS = ("random", "sharegpt", "prefix_repetition", "trace")
 
@@ -32,48 +34,50 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _server_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("server").add_argument
-    add("--base-url", "--url", default="http://127.0.0.1:8000", help="without the /v1")
+    add("--base-url", "--url", default=DEFAULT_URL, help=URL_HELP)
     add("--backend", choices=("openai", "openai-chat"), default="openai", help="endpoint to call")
     add("--model", help="default: the first the server lists")
-    add("--timeout", type=_positive_float, default=600.0, help="seconds for one request")
-    add("--temperature", type=float, default=0.0)
+    add("--timeout", type=positive, default=600.0, help="seconds for one request")
+    add("--temperature", type=number(float), default=0.0)
     add("--ignore-eos", action="store_true", help="every answer has its full length")
-    add("--extra-body", type=json.loads, default={}, help="JSON merged into every request")
+    add("--extra-body", type=json_object, default={}, help="JSON merged into every request")
 
 
 def _load_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("load").add_argument
-    add("--num-prompts", type=_positive_int, default=1000)
+    add("--num-prompts", type=number(int, 1), default=1000)
     add(
         "--request-rate",
-        type=_positive_float,
+        type=positive,
         help="arrivals per second, or inf (default: the trace's own times, else inf)",
     )
     add(
         "--burstiness",
-        type=_positive_float,
+        type=positive,
         default=1.0,
         help="shape of the gaps' gamma distribution: 1 Poisson, less is burstier",
     )
-    add("--max-concurrency", type=_positive_int, help="requests in flight at once")
-    add("--num-warmups", type=int, default=0, help="requests sent first and not measured")
-    add("--seed", type=int, default=0)
+    add("--max-concurrency", type=number(int, 1), help="requests in flight at once")
+    add(
+        "--num-warmups", type=number(int, 0), default=0, help="requests sent first and not measured"
+    )
+    add("--seed", type=number(int, 0), default=0)
 
 
 def _capacity_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group(
         "capacity", "with a limit: find the highest rate at which enough requests meet it"
     ).add_argument
-    add("--slo-ttft-ms", type=_positive_float, help="limit of the time to the first token")
+    add("--slo-ttft-ms", type=positive, help="limit of the time to the first token")
     add(
         "--slo-itl-ms",
-        type=_positive_float,
+        type=positive,
         help="limit of the mean time between a request's tokens (its TPOT)",
     )
     add("--slo-attainment", type=_share, default=0.9, help="share of requests that is enough")
     add(
         "--capacity-precision",
-        type=_positive_float,
+        type=positive,
         default=0.1,
         help="share by which the rate found may be too low",
     )
@@ -88,18 +92,18 @@ def _dataset_options(parser: argparse.ArgumentParser) -> None:
         help="token ids or text of as many words (default: ids; words for chat)",
     )
     add("--vocab-size", type=int, default=512, help=f"ids are drawn from [{FIRST_TOKEN_ID}, this)")
-    add("--random-input-len", type=_positive_int, default=1024)
-    add("--random-output-len", type=_positive_int, default=128)
+    add("--random-input-len", type=number(int, 1), default=1024)
+    add("--random-output-len", type=number(int, 1), default=128)
     add("--random-range-ratio", type=float, default=0.0, help="lengths vary by ± this share")
-    add("--random-prefix-len", type=int, default=0, help="tokens that all prompts share")
-    add("--sharegpt-max-len", type=_positive_int, default=2048, help="longest input and output")
-    add("--prefix-repetition-prefix-len", type=_positive_int, default=256)
-    add("--prefix-repetition-suffix-len", type=_positive_int, default=256)
-    add("--prefix-repetition-num-prefixes", type=_positive_int, default=10)
-    add("--prefix-repetition-output-len", type=_positive_int, default=128)
+    add("--random-prefix-len", type=number(int, 0), default=0, help="tokens that all prompts share")
+    add("--sharegpt-max-len", type=number(int, 1), default=2048, help="longest input and output")
+    add("--prefix-repetition-prefix-len", type=number(int, 1), default=256)
+    add("--prefix-repetition-suffix-len", type=number(int, 1), default=256)
+    add("--prefix-repetition-num-prefixes", type=number(int, 1), default=10)
+    add("--prefix-repetition-output-len", type=number(int, 1), default=128)
     add("--dataset-path", type=Path, help="trace: Mooncake's JSONL or Azure's CSV")
-    add("--trace-speedup", type=_positive_float, default=1.0, help="replay this much faster")
-    add("--trace-length-scale", type=_positive_float, default=1.0, help="times the lengths")
+    add("--trace-speedup", type=positive, default=1.0, help="replay this much faster")
+    add("--trace-length-scale", type=positive, default=1.0, help="times the lengths")
 
 
 def _result_options(parser: argparse.ArgumentParser) -> None:
@@ -117,24 +121,10 @@ def _result_options(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=Path, metavar="FILE", help="write a PNG of the distributions here")
 
 
-def _positive_float(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not greater than 0")
-    return value
-
-
 def _share(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not in (0, 1]")
-    return value
-
-
-def _positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    value = positive(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text} is more than 1")
     return value
 
 
@@ -142,7 +132,7 @@ def _slo(text: str) -> tuple[str, float]:
     name, _, limit = text.partition(":")
     if name not in SLO_METRICS:
         raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(SLO_METRICS)}")
-    return name, _positive_float(limit)
+    return name, positive(limit)
 
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -163,8 +153,11 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("--random-range-ratio must be in [0, 1)")
     if args.vocab_size <= FIRST_TOKEN_ID:
         parser.error(f"--vocab-size must be greater than {FIRST_TOKEN_ID}")
-    if min(args.num_warmups, args.random_prefix_len) < 0:
-        parser.error("--num-warmups and --random-prefix-len must not be negative")
+    for flag, path in (("--save-result", args.save_result), ("--plot", args.plot)):
+        if path is not None and not path.resolve().parent.is_dir():
+            parser.error(f"{flag} {path}: there is no such folder")
+    if args.plot is not None and find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install 'pdserve[bench]'")
 
 
 def seeks_capacity(args: argparse.Namespace) -> bool:

@@ -41,8 +41,9 @@ def print_tables(summary: Summary, console: Console) -> None:
     console.print(_latencies(summary))
     if summary.estimated:
         console.print(
-            f"[yellow]{summary.estimated} answers had no usage: their output tokens are a count "
-            "of chunks and may be too low, their input tokens count as 0."
+            f"{summary.estimated} answers had no usage: their output tokens are a count "
+            "of chunks and may be too low, their input tokens count as 0.",
+            style="yellow",
         )
 
 
@@ -50,8 +51,9 @@ def warn_if_late(summary: Summary, console: Console) -> None:
     delay = summary.latencies["delay"]
     if delay is not None and delay.p99 > LATE_MS:
         console.print(
-            f"[yellow]Requests were sent up to {delay.p99:.0f} ms (p99) after they were due: this "
-            "load generator was too slow. Lower the rate or run several."
+            f"Requests were sent up to {delay.p99:.0f} ms (p99) after they were due: this "
+            "load generator was too slow. Lower the rate or run several.",
+            style="yellow",
         )
 
 

@@ -20,7 +20,7 @@ ROLE_DECODE: Role
 ROLE_BOTH: Role
 
 class NodeInfo(_message.Message):
-    __slots__ = ("node_id", "role", "address", "model", "fingerprint", "fingerprint_parts", "kv_connectors", "tensor_parallel_size", "max_model_len", "block_size", "num_blocks", "host", "metrics_address", "pipeline_parallel_size", "expert_parallel_size", "data_parallel_size", "instance", "token_streams")
+    __slots__ = ("node_id", "role", "address", "model", "fingerprint", "fingerprint_parts", "kv_connectors", "tensor_parallel_size", "max_model_len", "block_size", "num_blocks", "host", "metrics_address", "pipeline_parallel_size", "expert_parallel_size", "data_parallel_size", "instance", "token_streams", "takes_adapters", "adapters")
     class FingerprintPartsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +46,8 @@ class NodeInfo(_message.Message):
     DATA_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_STREAMS_FIELD_NUMBER: _ClassVar[int]
+    TAKES_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     role: Role
     address: str
@@ -64,7 +66,9 @@ class NodeInfo(_message.Message):
     data_parallel_size: int
     instance: str
     token_streams: bool
-    def __init__(self, node_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., fingerprint_parts: _Optional[_Mapping[str, str]] = ..., kv_connectors: _Optional[_Iterable[str]] = ..., tensor_parallel_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., host: _Optional[str] = ..., metrics_address: _Optional[str] = ..., pipeline_parallel_size: _Optional[int] = ..., expert_parallel_size: _Optional[int] = ..., data_parallel_size: _Optional[int] = ..., instance: _Optional[str] = ..., token_streams: _Optional[bool] = ...) -> None: ...
+    takes_adapters: bool
+    adapters: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, node_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., fingerprint_parts: _Optional[_Mapping[str, str]] = ..., kv_connectors: _Optional[_Iterable[str]] = ..., tensor_parallel_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., host: _Optional[str] = ..., metrics_address: _Optional[str] = ..., pipeline_parallel_size: _Optional[int] = ..., expert_parallel_size: _Optional[int] = ..., data_parallel_size: _Optional[int] = ..., instance: _Optional[str] = ..., token_streams: _Optional[bool] = ..., takes_adapters: _Optional[bool] = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
     __slots__ = ("running", "waiting", "free_blocks", "total_blocks", "waiting_tokens", "healthy", "reason", "most_free_blocks")
@@ -128,21 +132,54 @@ class DeregisterResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Adapter(_message.Message):
+    __slots__ = ("digest", "path")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    path: str
+    def __init__(self, digest: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
+
+class SetAdaptersRequest(_message.Message):
+    __slots__ = ("adapters",)
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
+    def __init__(self, adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+
+class SetAdaptersResponse(_message.Message):
+    __slots__ = ("digests", "failures")
+    class FailuresEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    digests: _containers.RepeatedScalarFieldContainer[str]
+    failures: _containers.ScalarMap[str, str]
+    def __init__(self, digests: _Optional[_Iterable[str]] = ..., failures: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
 class Job(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "sampling", "choices", "cache_salt", "timed")
+    __slots__ = ("request_id", "prompt_token_ids", "sampling", "choices", "cache_salt", "adapter", "priority", "timed")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TIMED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _inference_pb2.SamplingParams
     choices: _containers.RepeatedCompositeFieldContainer[Choice]
     cache_salt: str
+    adapter: str
+    priority: int
     timed: bool
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[Choice, _Mapping]]] = ..., cache_salt: _Optional[str] = ..., timed: _Optional[bool] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[Choice, _Mapping]]] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., timed: _Optional[bool] = ...) -> None: ...
 
 class Choice(_message.Message):
     __slots__ = ("index", "output_token_ids")

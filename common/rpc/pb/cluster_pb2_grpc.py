@@ -195,6 +195,86 @@ class Registry:
             _registered_method=True)
 
 
+class AdaptersStub:
+    """---------------------------------------------------------------- LoRA adapters (on every node)
+
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Set = channel.unary_unary(
+                '/pdserve.v1.Adapters/Set',
+                request_serializer=cluster__pb2.SetAdaptersRequest.SerializeToString,
+                response_deserializer=cluster__pb2.SetAdaptersResponse.FromString,
+                _registered_method=True)
+
+
+class AdaptersServicer:
+    """---------------------------------------------------------------- LoRA adapters (on every node)
+
+    """
+
+    def Set(self, request, context):
+        """Adapters that jobs are to name. The node answers when it has them; others that it has give way
+        only where there is no place, and none that a job has.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_AdaptersServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Set': grpc.unary_unary_rpc_method_handler(
+                    servicer.Set,
+                    request_deserializer=cluster__pb2.SetAdaptersRequest.FromString,
+                    response_serializer=cluster__pb2.SetAdaptersResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'pdserve.v1.Adapters', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('pdserve.v1.Adapters', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Adapters:
+    """---------------------------------------------------------------- LoRA adapters (on every node)
+
+    """
+
+    @staticmethod
+    def Set(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Adapters/Set',
+            cluster__pb2.SetAdaptersRequest.SerializeToString,
+            cluster__pb2.SetAdaptersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class PrefillStub:
     """Missing associated documentation comment in .proto file."""
 

@@ -44,20 +44,42 @@ class InferenceStub:
                 request_serializer=inference__pb2.GetModelRequest.SerializeToString,
                 response_deserializer=inference__pb2.GetModelResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/pdserve.v1.Inference/Tokenize',
+                request_serializer=inference__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=inference__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/pdserve.v1.Inference/Detokenize',
+                request_serializer=inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=inference__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Streams tokens as they are made. Errors are gRPC statuses; the trailing metadata
-        `pdserve-error-code`, `pdserve-blame`, `pdserve-retryable` carry the typed cause.
+        """Streams tokens as they are made. Errors are gRPC statuses with google.rpc.Status details; the
+        trailing metadata `pdserve-error-code`, `pdserve-blame`, `pdserve-retryable` carry the same.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tokenize(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -75,6 +97,16 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.GetModel,
                     request_deserializer=inference__pb2.GetModelRequest.FromString,
                     response_serializer=inference__pb2.GetModelResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=inference__pb2.TokenizeRequest.FromString,
+                    response_serializer=inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=inference__pb2.DetokenizeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -131,6 +163,60 @@ class Inference:
             '/pdserve.v1.Inference/GetModel',
             inference__pb2.GetModelRequest.SerializeToString,
             inference__pb2.GetModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Inference/Tokenize',
+            inference__pb2.TokenizeRequest.SerializeToString,
+            inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Inference/Detokenize',
+            inference__pb2.DetokenizeRequest.SerializeToString,
+            inference__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -206,7 +206,8 @@ def _expired() -> TransferError:
 
 class PipeServer:
     """One thread that accepts pipes, and one for each pipe, which runs `serve(pipe)` until it
-    returns or `close` interrupts it. Pipes beyond MAX_PIPES are closed at once and counted."""
+    returns or `close` interrupts it. Pipes beyond MAX_PIPES, and those for which there may be no
+    more threads, are closed at once and counted."""
 
     def __init__(
         self, listener: PipeListener, serve: Callable[[KVPipe], None], counts: Counter[str]
@@ -230,19 +231,22 @@ class PipeServer:
                     logger.warning("cannot accept a KV connection: %s", error)
                     time.sleep(0.1)  # out of descriptors, most likely: do not spin
                 continue
-            if len(self._pipes) < MAX_PIPES:
-                self._start(pipe)
-            else:
+            if len(self._pipes) >= MAX_PIPES or not self._start(pipe):
                 self._counts["refused_connection"] += 1
                 pipe.close()
 
-    def _start(self, pipe: KVPipe) -> None:
+    def _start(self, pipe: KVPipe) -> bool:
         thread = threading.Thread(target=self._run, args=(pipe,), name="kv-sink", daemon=True)
         with self._lock:
+            try:
+                thread.start()
+            except RuntimeError as error:  # the host or the container allows no more threads
+                logger.warning("cannot serve a KV connection: %s", error)
+                return False
             self._pipes[pipe] = thread
             if self._closing:
                 pipe.interrupt()
-            thread.start()
+        return True
 
     def _run(self, pipe: KVPipe) -> None:
         try:

@@ -161,7 +161,7 @@ class PullMover(Mover):
 
     def drain(self, frame: Frame) -> None:
         super().drain(frame)
-        send_frame(self._pipe, replace(frame, kind=Kind.TAKEN))
+        send_frame(self._pipe, replace(frame, kind=Kind.TAKEN, count=0))
 
 
 class UnixListener(SocketListener):

@@ -124,7 +124,7 @@ class SharedConnector(ShmConnector, LendingConnector):
             if len(fds) != 2:
                 raise bad_frame("no line came after the greeting")
             cache = MappedCache(greeting, fds[1], self.context.view)
-            line = socket.socket(fileno=os.dup(fds[0]))
+            line = socket.fromfd(fds[0], socket.AF_UNIX, socket.SOCK_SEQPACKET)
             return Region(cache, greeting.num_blocks, greeting.offset, os.dup(fds[1]), line)
         finally:
             for fd in fds:
@@ -222,10 +222,6 @@ class BorrowingMover(PullMover):
         """How many of them stay in place."""
         loan = frame.transfer_id, frame.epoch
         return self._borrower.take(self._region, loan, frame.first, source_ids)
-
-    def drain(self, frame: Frame) -> None:
-        recv_bytes(self._pipe, frame.nbytes)
-        send_frame(self._pipe, replace(frame, kind=Kind.TAKEN, count=0))
 
 
 def why_copied(view: CacheView, theirs: PeerCache, num_blocks: int) -> str:

@@ -26,7 +26,7 @@ async function ask(path, options = {}) {
   const key = sessionStorage.getItem(KEY);
   const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
   const response = await fetch(path, { ...options, headers, cache: "no-store" });
-  if (response.status === 401) askForKey(key);
+  if (response.status === 401 && key === sessionStorage.getItem(KEY)) askForKey(key);
   if (!response.ok) {
     const body = await response.json().catch(() => null);
     throw new Refused(body?.error?.message ?? `${response.status} ${response.statusText}`);

@@ -35,6 +35,7 @@ from pdserve.common.bench.serving.load import run_load
 from pdserve.common.bench.serving.metrics import distribution, measure, summarize, tokens_per_chunk
 from pdserve.common.bench.serving.options import parse_args
 from pdserve.common.bench.serving.report import as_json
+from pdserve.common.cli.main import main
 from pdserve.common.core.errors import ConfigError
 
 IDS = Vocabulary(as_ids=True)
@@ -331,7 +332,7 @@ async def server() -> AsyncIterator[FakeServer]:
 
 @pytest.fixture
 async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    timeout = aiohttp.ClientTimeout(total=5)
+    timeout = aiohttp.ClientTimeout(total=60)
     async with aiohttp.ClientSession(timeout=timeout, read_bufsize=1024) as session:
         yield session
 
@@ -440,7 +441,8 @@ async def test_timeouts_and_refusals_are_kinds(server: FakeServer) -> None:
     timeout = aiohttp.ClientTimeout(total=0.1)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         assert await send_and_kind(server, session) == "timeout"
-        server.url = "http://127.0.0.1:1"
+    server.url = "http://127.0.0.1:1"
+    async with aiohttp.ClientSession() as session:
         assert await send_and_kind(server, session) == "connect"
 
 
@@ -588,8 +590,8 @@ async def test_command_prints_tables_and_reports_failures(
 
 
 def test_command_says_when_the_server_is_away(capsys: pytest.CaptureFixture[str]) -> None:
-    assert serve.main(["--base-url", "http://127.0.0.1:1"]) == 2
-    assert "127.0.0.1" in capsys.readouterr().out
+    assert main(["bench", "serve", "--base-url", "http://127.0.0.1:1"]) == 1
+    assert "http://127.0.0.1:1 does not answer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -603,6 +605,10 @@ def test_command_says_when_the_server_is_away(capsys: pytest.CaptureFixture[str]
         ["--backend", "openai-chat", "--prompt-format", "ids"],
         ["--random-range-ratio", "1.5"],
         ["--vocab-size", "10"],
+        ["--seed", "-1"],
+        ["--extra-body", "[1]"],
+        ["--save-result", "/nowhere/result.json"],
+        ["--plot", "/nowhere/result.png"],
         ["--slo-attainment", "1.5"],
         ["--slo-ttft-ms", "5", "--max-concurrency", "2"],
         ["--slo-ttft-ms", "5", "--request-rate", "inf"],

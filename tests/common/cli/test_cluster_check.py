@@ -14,10 +14,12 @@ import pytest
 import torch
 
 from benchmarks import hosts
+from benchmarks.fleet import free_port
 from pdserve.common.cli.cluster_check import main
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.distributed.check import RankHost, advice
 from pdserve.common.distributed.communicator import CommunicatorContext, make_communicator
+from pdserve.common.distributed.environment import LOOPBACK, address_towards
 from pdserve.common.distributed.measure import OPERATIONS
 from pdserve.common.distributed.torch_communicator import GlooCommunicator
 
@@ -68,15 +70,12 @@ def start(*options: str, enter: tuple[str, ...] = ()) -> subprocess.Popen[str]:
 
 
 def test_ranks_joined_by_hand() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    where = f"--init-method=tcp://127.0.0.1:{port}"
+    where = f"--init-method=tcp://127.0.0.1:{free_port()}"
     ranks = [
         start(f"--rank={rank}", "--world-size=2", where, "--device-communicator=gloo")
         for rank in range(2)
     ]
-    first, second = (rank.communicate(timeout=60)[0] for rank in ranks)
+    first, second = (rank.communicate(timeout=250)[0] for rank in ranks)
     assert [rank.returncode for rank in ranks] == [0, 0], first + second
     assert "tp tensors go over gloo over address 127.0.0.1" in first
     assert second == "rank 1: 0 checks failed; rank 0 has the figures\n"
@@ -92,7 +91,7 @@ def test_ranks_on_two_hosts() -> None:
             start(f"--rank={rank}", "--world-size=2", where, enter=("nsenter", "-t", pid, "-n"))
             for rank, (_, (_, pid)) in enumerate(places)
         ]
-        first, second = (rank.communicate(timeout=60)[0] for rank in ranks)
+        first, second = (rank.communicate(timeout=250)[0] for rank in ranks)
     assert [rank.returncode for rank in ranks] == [0, 0], first + second
     assert "tp tensors go over gloo over address 10.77.0.2" in first
     assert "10.77.0.3" in first  # where rank 1 is
@@ -133,6 +132,7 @@ def test_a_rank_that_dies_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--tp=3", "--world-size=2"], "2 ranks are not 3"),
         (["--rank=0"], "needs --world-size"),
+        (["--rank=0", "--world-size=2", "--init-method=tcp://host:port"], "tcp://HOST:PORT"),
         (["--rank=2", "--world-size=2", "--init-method=tcp://127.0.0.1:1"], "not one of 2"),
         (["--tp=2", "--device-communicator=carrier-pigeon"], "unknown name 'carrier-pigeon'"),
     ],
@@ -140,6 +140,26 @@ def test_a_rank_that_dies_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 def test_options_that_make_no_sense(options: list[str], hint: str) -> None:
     with pytest.raises(ConfigError, match=hint):
         main([*QUICK, *options])
+
+
+def test_a_name_that_leads_nowhere_is_told_by_who_cannot_meet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    assert address_towards("tcp://nowhere:1") == LOOPBACK
+
+
+@pytest.mark.parametrize(
+    "option", ["--tp=0", "--pp=0", "--world-size=0", "--rank=-1", "--sizes=8,0", "--timeout=nan"]
+)
+def test_numbers_that_make_no_sense(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """They were taken for none, and nothing was checked with success."""
+    with pytest.raises(SystemExit):
+        main([option])
+    assert f"argument --{option[2:].partition('=')[0]}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

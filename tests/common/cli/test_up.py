@@ -87,7 +87,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -157,7 +157,7 @@ async def test_a_death_while_serving_is_seen() -> None:
         assert await cluster.start()
         os.kill(lines.pid("decode-0"), signal.SIGKILL)
         with pytest.raises(NodeError, match="decode-0 ended with signal 9"):
-            await asyncio.wait_for(cluster.ended, 10)
+            await asyncio.wait_for(cluster.ended, 60)
     finally:
         await cluster.stop()
 
@@ -281,7 +281,7 @@ async def test_a_drained_node_leaves_the_others_running() -> None:
 
 
 async def test_a_child_that_ignores_sigterm_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_module, "KILL_GRACE", 0.2)
+    monkeypatch.setattr(cluster_module, "KILL_GRACE", 2.0)  # for those that do stop
     monkeypatch.setenv("FAKE_DECODE", "deaf")
     lines = Lines()
     server = ServerConfig(port=0, grpc_port=0, registry_port=0, drain_timeout=0.0)
@@ -291,7 +291,7 @@ async def test_a_child_that_ignores_sigterm_is_killed(monkeypatch: pytest.Monkey
     finally:
         await cluster.stop()
     assert not alive(lines.pid("decode-0"))
-    assert lines.of("up") == ["decode-0 did not stop within 0 s: killed"]
+    assert lines.of("up") == ["decode-0 did not stop within 2 s: killed"]
 
 
 async def test_a_third_interrupt_kills(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +303,7 @@ async def test_a_third_interrupt_kills(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(3):
             cluster.interrupt()
     finally:
-        await asyncio.wait_for(cluster.stop(), 3)
+        await asyncio.wait_for(cluster.stop(), 60)
     assert not alive(lines.pid("decode-0"))
 
 
@@ -346,7 +346,7 @@ def test_up_prints_one_log_and_ends_with_zero_on_ctrl_c() -> None:
     up = start_up()
     output, pids = read_until_ready(up)
     up.send_signal(signal.SIGINT)
-    _, rest = up.communicate(timeout=20)
+    _, rest = up.communicate(timeout=120)
     assert up.returncode == 0, output + rest
     assert re.search(r"cluster ready: http://127.0.0.1:\d+/v1 \(model tiny\)", output)
     assert "prefill-0 │ prefill pid " in output
@@ -365,7 +365,7 @@ def test_a_full_disk_under_the_log_stops_nothing() -> None:
         assert up.poll() is None
     finally:
         up.send_signal(signal.SIGINT)
-        code = up.wait(20)
+        code = up.wait(60)
         shutil.rmtree(ports.parent)
     assert code == 0
 
@@ -409,7 +409,7 @@ def test_children_die_with_a_killed_up() -> None:
     up = start_up()
     _, pids = read_until_ready(up)
     up.kill()
-    up.communicate(timeout=20)
+    up.communicate(timeout=120)
     assert len(pids) == 3
     assert wait_until(lambda: not any(alive(pid) for pid in pids))
 
@@ -418,7 +418,7 @@ def test_a_death_gives_up_a_non_zero_exit_code() -> None:
     up = start_up("--restart=no")
     _, pids = read_until_ready(up)
     os.kill(pids[-1], signal.SIGKILL)
-    _, rest = up.communicate(timeout=20)
+    _, rest = up.communicate(timeout=120)
     assert up.returncode == 1
     assert "ended with signal 9" in rest
 

@@ -17,8 +17,10 @@ from pdserve.common.config.node import (
     TransferConfig,
     WorkerNodeConfig,
 )
+from pdserve.common.config.options import options, to_flags, with_values
 from pdserve.common.config.router import RouterConfig
-from pdserve.common.config.sources import ROLE_CONFIGS, options, parse, to_flags
+from pdserve.common.config.sources import ROLE_CONFIGS, parse
+from pdserve.common.core.errors import ConfigError
 
 
 def load(cls: type, *argv: str, env: Mapping[str, str] | None = None) -> Any:
@@ -94,6 +96,25 @@ def test_short_names() -> None:
     assert load(WorkerNodeConfig, "-tp", "4").engine.parallel.tensor_parallel_size == 4
 
 
+def test_what_vllm_s_flags_may_look_like(tmp_path: Path) -> None:
+    file = yaml_file(tmp_path, "max-num-seqs: 1.5k\ndtype: float\n")
+    flags = ("--max_model_len=8K", "--max_num_batched_tokens", "2k")
+    engine = load(WorkerNodeConfig, file, *flags).engine
+    assert (engine.model.max_model_len, engine.model.dtype) == (8192, "float32")
+    assert engine.scheduler.max_num_batched_tokens == 2000
+    assert engine.scheduler.max_num_seqs == 1500
+    for given in ({}, {"PDSERVE_DTYPE": "half"}):
+        config = load(WorkerNodeConfig, *([] if given else ["--dtype=half"]), env=given)
+        assert config.engine.model.dtype == "float16"
+    assert with_values(ClusterConfig(), {"dtype": "half"}).engine.model.dtype == "float16"
+
+
+@pytest.mark.parametrize("value", ["sql=/a", [1], ["sql=/a", ""], ("sql=/a",), None, {}])
+def test_a_program_s_list_that_is_no_list_of_texts_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match="is not a list of texts"):
+        with_values(ClusterConfig(), {"enable_lora": True, "lora_modules": value})
+
+
 def test_json_from_a_flag_and_a_mapping_from_the_file(tmp_path: Path) -> None:
     expected = {"streams": 2, "name": "yes"}
     flag = load(WorkerNodeConfig, '--kv-connector-config={"streams": 2, "name": "yes"}')
@@ -124,9 +145,11 @@ def test_an_owner_s_default_beats_the_part_s() -> None:
     ("argv", "env", "hint"),
     [
         (["--prot=1"], {}, "unknown option --prot; did you mean --port?"),
-        (["--max_model_len", "5"], {}, "did you mean --max-model-len?"),
+        (["--max_modal_len", "5"], {}, "did you mean --max-model-len?"),
+        (["--max-model-len=1.0001k"], {}, "'1.0001k' is not a whole number"),
+        (["--port=70k"], {}, "--port: 70000 is more than 65535"),
         (["--max-model", "5"], {}, "unknown option --max-model;"),
-        (["stray"], {}, "unknown option stray"),
+        (["stray"], {}, "no option takes the word stray; did you mean --model stray?"),
         ([], {"PDSERVE_PROT": "1"}, "unknown variable PDSERVE_PROT; did you mean PDSERVE_PORT?"),
         (["--port=x"], {}, "--port: 'x' is not a whole number"),
         (["--port=70000"], {}, "--port: 70000 is more than 65535"),

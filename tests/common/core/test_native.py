@@ -73,6 +73,16 @@ def test_a_compiler_that_fails_leaves_nothing_behind(
 
 
 @needs_compiler
+def test_what_a_killed_build_left_is_cleared_away(tmp_path: Path, toy: Library) -> None:
+    left = tmp_path / "toys" / ".build-killed"
+    left.mkdir(parents=True, mode=0o700)
+    left.parent.chmod(0o700)
+    (left / "toy.o").touch()
+    native.load_library(toy, tmp_path)
+    assert not left.exists()
+
+
+@needs_compiler
 def test_a_folder_that_others_may_write_to_is_not_trusted(tmp_path: Path, toy: Library) -> None:
     (tmp_path / "toys").mkdir()
     (tmp_path / "toys").chmod(0o777)

@@ -13,14 +13,8 @@ from pydantic import ValidationError
 
 from paths import ROOT
 from pdserve.common.core.errors import InvalidRequest
-from pdserve.common.core.sampling import (
-    PARAMETERS,
-    SAMPLING_PARAMETERS,
-    Kind,
-    Parameter,
-    SamplingParams,
-    check_sampling,
-)
+from pdserve.common.core.parameters import PARAMETERS, Kind, Parameter
+from pdserve.common.core.sampling import SAMPLING_PARAMETERS, SamplingParams, check_sampling
 from pdserve.common.rpc.convert import fields_set, sampling_from_pb, sampling_to_pb
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.router.http.schema import ChatBody, CompletionBody, GenerationBody

@@ -87,7 +87,7 @@ def test_with_a_filled_cache_torch_is_not_imported(tmp_path: Path) -> None:
         "import sys; from pathlib import Path; from pdserve.common.demo_model.embedded import *; "
         "ensure_embedded_model(Path(sys.argv[1])); sys.exit('torch' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=250)
 
 
 def test_without_the_wheel_the_error_says_how_to_install_it(

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -19,11 +20,12 @@ from typing import Any
 
 import pytest
 import zmq
+import zmq.asyncio
 
 from paths import HELPERS
 from pdserve.common.core.errors import Blame, ConfigError, NodeError, TransferError
 from pdserve.common.distributed import fanout, wire
-from pdserve.common.distributed.executor import Executor, InProcessExecutor
+from pdserve.common.distributed.executor import Executor, InProcessExecutor, WorkerSpec
 from pdserve.common.distributed.launch import MultiprocessExecutor, make_executor
 from pdserve.common.distributed.rank_main import Outbox
 from toy_worker import specs
@@ -144,6 +146,22 @@ async def test_a_short_call_needs_no_thread(make: Callable[[], Executor]) -> Non
         with pytest.raises(TransferError, match="no such peer"):
             await executor.call(0, b"short raise")
         assert await executor.call(0, b"x") == b"call 0 x"
+
+
+async def test_calls_are_served_though_there_is_no_room_for_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Blocks are free when a rank has answered that nobody writes into them, or is dead: this one
+    must not pass for dead because strangers have taken all threads."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    executor = in_process()
+    async with running(executor):
+        with monkeypatch.context() as full:
+            full.setattr(threading.Thread, "start", refuse)
+            assert await executor.call(0, b"x") == b"call 0 x"
 
 
 @both
@@ -349,6 +367,60 @@ async def test_an_event_that_nobody_understands_is_not_lost(make: Callable[[], E
             await executor.call(0, b"emit")
         await eventually(lambda: bool(reasons))
     assert len(reasons) == 1 and "what is this?" in reasons[0]
+
+
+class ThisRank:
+    """A launcher whose only rank is the test."""
+
+    death_notice_seconds = 0.0
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+
+    async def open(self, socket: zmq.asyncio.Socket) -> None:
+        socket.bind("inproc://node")
+        self.rank = zmq.Context.shadow(socket.context.underlying).socket(zmq.DEALER)
+        self.rank.set_hwm(0)
+        self.rank.connect("inproc://node")
+        for link in wire.Link:
+            self.send(wire.Kind.RESULT, wire.start_number(0, link))
+
+    def send(self, kind: wire.Kind, number: int = 0) -> None:
+        self.rank.send_multipart([wire.HEADER.pack(0, kind, number), b""])
+
+    async def launch(self, spec: WorkerSpec) -> None:
+        pass
+
+    async def wait(self, rank: int) -> str:
+        await self.ended.wait()
+        return "ended"
+
+    def where(self, rank: int) -> str:
+        return "here"
+
+    def kill(self) -> None:
+        self.rank.close(linger=0)
+        self.ended.set()
+
+    def started(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+async def test_a_rank_that_sends_without_a_pause_starves_nobody() -> None:
+    launcher = ThisRank()
+    executor = fanout.FanOutExecutor(specs(1), launcher)
+    turns, taken = 0, Counter[int]()  # of this task; events in each
+    async with running(executor):
+        executor.on_event(lambda rank, event: taken.update([turns]))
+        for _ in range(many := 10 * fanout.MAX_BURST):
+            launcher.send(wire.Kind.EVENT)
+        while taken.total() < many:
+            await asyncio.sleep(0)
+            turns += 1
+    assert max(taken.values()) <= fanout.MAX_BURST
 
 
 async def test_a_rank_may_answer_before_the_next_one_is_started(

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -211,7 +212,7 @@ def test_rows_that_were_not_expected_are_an_error(tmp_path: Path) -> None:
             state.tp.barrier()  # who got what it expected hears of it here
         return caught.value.message
 
-    assert "rank 1 sends 12 bytes, not 24" in on_threads(tmp_path, 2, work, timeout=1.0)[1]
+    assert "rank 1 sends 12 bytes, not 24" in on_threads(tmp_path, 2, work)[1]
 
 
 def _bytes(state: ParallelState) -> list[bytes]:
@@ -303,13 +304,20 @@ def test_an_absent_peer_is_an_error(tmp_path: Path) -> None:
     assert caught.value.code == "RANK_LOST"
 
 
+def hurry(group: GroupCoordinator, seconds: float) -> None:
+    """A time-out for what comes after the meeting."""
+    for communicator in group._communicators.values():
+        communicator.context = replace(communicator.context, timeout=seconds)
+
+
 def test_a_silent_peer_is_an_error_after_the_timeout(tmp_path: Path) -> None:
     over = threading.Event()
 
     def work(state: ParallelState) -> str:
         if state.tp.rank == 0:
-            over.wait(10)
+            over.wait(60)
             return "silent"
+        hurry(state.tp, 0.5)  # the meeting has taken its time
         started = time.monotonic()
         with pytest.raises(NodeError) as caught:
             state.tp.all_reduce(torch.ones(1))
@@ -324,7 +332,7 @@ def test_a_silent_peer_is_an_error_after_the_timeout(tmp_path: Path) -> None:
         over.set()
         return f"{caught.value.code} {caught.value.message}"
 
-    silent, message = on_threads(tmp_path, 2, work, timeout=0.5, ep=2)
+    silent, message = on_threads(tmp_path, 2, work, ep=2)
     assert silent == "silent"
     assert message.startswith("RANK_LOST") and "rank 0 did not come in time" in message
 
@@ -367,14 +375,18 @@ def test_a_killed_rank_is_an_error_in_all_others(
         time.sleep(0.3)
         killed = time.monotonic()
         processes.signal(3, signal.SIGKILL)
-        for code, message, heard in processes.results(range(count - 1), seconds=10):
+        for code, message, heard in processes.results(range(count - 1)):
             assert code == "RANK_LOST"
-            assert 0 <= heard - killed < 5.0
+            assert 0 <= heard - killed < 10.0  # half of what a silent one would take
             if communicator == "shm" and work is _until_lost:
                 assert "is gone" in message
     finally:
         processes.close()
-    assert set(os.listdir("/dev/shm")) <= names, "something was left behind"
+    left = set(os.listdir("/dev/shm")) - names
+    deadline = time.monotonic() + 60  # what other tests' processes have there will go
+    while left := left & set(os.listdir("/dev/shm")):
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.05)
 
 
 def test_a_closed_group_keeps_no_descriptor(tmp_path: Path) -> None:
@@ -410,16 +422,16 @@ def test_who_has_published_before_its_death_is_not_missed() -> None:
     with suppress(NodeError):
         second.barrier(deadline=0.0)  # publishes its slot, waits in vain
     second.close()
-    first.barrier(time.monotonic() + 5)
+    first.barrier(time.monotonic() + 30)
     with pytest.raises(NodeError, match="rank 7 is gone"):
-        first.barrier(time.monotonic() + 5)
+        first.barrier(time.monotonic() + 30)
     first.close()
 
 
 def test_who_came_last_may_die_before_it_says_so() -> None:
     first, second = two_views()
     with ThreadPoolExecutor(1) as thread:
-        meeting = thread.submit(first.barrier, time.monotonic() + 5)
+        meeting = thread.submit(first.barrier, time.monotonic() + 30)
         time.sleep(0.1)
         second._words[16] = 1  # all it did: publish; nobody was told
         second.close()

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import msgspec
 import pytest
 
+from checksum_ranks import StepsAlone
 from pdserve.common.config.node import SchedulerConfig
-from pdserve.common.core.errors import NodeError
+from pdserve.common.core.errors import InvalidRequest, NodeError
 from pdserve.common.core.request import Choice, FinishReason, GenerateJob
 from pdserve.common.core.sampling import SampledToken, SamplingParams
-from pdserve.common.distributed.executor import Executor
 from pdserve.common.engine.block_pool import BlockPool
 from pdserve.common.engine.core import EngineCore
 from pdserve.common.engine.messages import ExpertLoad, StepDelta, StepOutput
@@ -31,7 +32,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-class SlowExecutor(Executor):
+class SlowExecutor(StepsAlone):
     """Draws token 7 for everybody, once `release` is called for the step."""
 
     def __init__(self) -> None:
@@ -40,6 +41,7 @@ class SlowExecutor(Executor):
         self.started = asyncio.Event()
         self.experts: ExpertLoad | None = None
         self.failed: dict[int, str] = {}  # sequences, and why they get no token
+        self.forbidden: tuple[int, ...] = ()  # of these: those whose own parameters forbid any
         self._go: asyncio.Queue[Exception | None] = asyncio.Queue()
 
     async def step(self, message: bytes) -> bytes:
@@ -53,7 +55,8 @@ class SlowExecutor(Executor):
         sampled = [e.seq_id for e in batch.sequences if e.samples]
         tokens = tuple((i, SampledToken(7)) for i in sampled if i not in self.failed)
         failed = tuple((i, self.failed[i]) for i in sampled if i in self.failed)
-        return msgspec.msgpack.encode(StepOutput(batch.step, tokens, self.experts, failed))
+        output = StepOutput(batch.step, tokens, self.experts, failed, self.forbidden)
+        return msgspec.msgpack.encode(output)
 
     async def finish_step(self, error: Exception | None = None) -> None:
         """Lets the step under way, or the next one, end."""
@@ -61,18 +64,6 @@ class SlowExecutor(Executor):
         self.started.clear()
         self._go.put_nowait(error)
         await settle()
-
-    async def start(self) -> Sequence[bytes]:
-        return []
-
-    async def call(self, rank: int, message: bytes) -> bytes:
-        return b""
-
-    def on_event(self, callback: Callable[[int, bytes], None]) -> None: ...
-
-    def on_death(self, callback: Callable[[int, str], None]) -> None: ...
-
-    async def shutdown(self, deadline: float) -> None: ...
 
 
 class Log:
@@ -122,6 +113,12 @@ async def running(
 
 def job(length: int = 6, **sampling: int) -> GenerateJob:
     return GenerateJob("r", tuple(range(1, length + 1)), SamplingParams(**sampling))
+
+
+async def test_a_job_s_priority_is_its_sequences() -> None:
+    async with running() as (engine, *_):
+        urgent = replace(job(), priority=-3)
+        assert engine.new_sequence(urgent, Choice()).priority == -3
 
 
 async def test_what_experts_did_is_told_with_each_step() -> None:
@@ -259,6 +256,22 @@ async def test_nobody_finds_the_kv_of_a_failed_sequence() -> None:
         engine.add(again := engine.new_sequence(job(9), Choice()))
         await executor.finish_step()
         assert again.num_cached == 0
+
+
+async def test_a_sequence_that_forbids_every_token_takes_no_prefix_from_others() -> None:
+    """Its KV is in order: what fails is its own parameters, which is no fault of the node's."""
+    async with running() as (engine, executor, log, _):
+        engine.add(good := engine.new_sequence(job(8, max_tokens=1), Choice()))
+        await executor.finish_step()
+        engine.release(good)
+        engine.add(odd := engine.new_sequence(job(9), Choice()))
+        executor.failed, executor.forbidden = {odd.seq_id: "forbidden"}, (odd.seq_id,)
+        await executor.finish_step()
+        assert (InvalidRequest.default_code, odd.seq_id, "forbidden") in log.lines
+        await engine.stop(odd)
+        engine.release(odd)
+        engine.add(again := engine.new_sequence(job(9), Choice()))
+        assert again.num_cached == 8 and engine.scheduler.num_failed == 0
 
 
 @pytest.mark.parametrize("event", ["admitted", "computed", "sampled"])

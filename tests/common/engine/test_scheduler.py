@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections import deque
 
 import pytest
 
 from pdserve.common.config.node import SchedulerConfig
+from pdserve.common.core.prompt_logprobs import PromptLogprobs
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.engine.block_pool import BlockPool
 from pdserve.common.engine.messages import StepDelta
-from pdserve.common.engine.scheduler import Scheduler, share_budget
+from pdserve.common.engine.prompt_budget import share_budget
+from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.engine.sequence import Sequence, Status
 
 
@@ -84,6 +87,44 @@ def test_the_youngest_is_preempted_and_computes_its_tokens_again():
     assert run_step(scheduler) == {1: young.num_tokens - 1}
     scheduler.release(young)
     assert scheduler.pool.num_free == 5
+
+
+def test_a_prompt_that_is_preempted_is_scored_again_from_its_beginning():
+    scheduler = make(num_blocks=8, block_size=2, tokens=4, caching=False)
+    old, young = sequence(0, [1, 2]), sequence(1, 11, sampling={"prompt_logprobs": 0})
+    young.prompt_logprobs = []
+    scheduler.add(old)
+    scheduler.admit()
+    run_step(scheduler)
+    scheduler.add(young)
+    scheduler.admit()
+
+    def score() -> tuple[int, ...]:
+        """One step: each token's score is itself."""
+        batch = scheduler.schedule()
+        assert batch is not None
+        for entry in batch.sequences:
+            if entry.scored:
+                values = array("I", entry.scored).tobytes()
+                young.add_prompt_logprobs(
+                    PromptLogprobs(entry.start + 1, 0, values, values, b"", b"")
+                )
+        land(scheduler, batch)
+        return tuple(entry.start for entry in batch.sequences if entry.seq_id == 1)
+
+    starts = [score()]
+    while not scheduler.num_preemptions:
+        starts.append(score())
+    assert len(young.prompt_logprobs) > 1 and not young.num_output_tokens
+    scheduler.release(old)
+    scheduler.admit()
+    again = []
+    while not young.num_output_tokens:
+        again.append(score())
+    assert again[0] == (0,) and again != starts
+    found = young.take_prompt_logprobs()
+    assert array("I", found.ranks).tolist() == young.token_ids[1:11]
+    assert young.take_prompt_logprobs() is None
 
 
 def test_a_lone_sequence_that_cannot_grow_preempts_itself_and_loses_nothing():
@@ -160,6 +201,49 @@ def test_what_another_node_has_begun_comes_before_what_waits_for_its_first_token
         begun.append(SampledToken(7))
         scheduler.add(begun)
     assert [each.seq_id for each in scheduler.waiting] == [3, 4, 0, 1, 2]
+
+
+# ---- priorities ----
+
+
+def test_lower_priorities_are_admitted_first():
+    scheduler = make(seqs=1)
+    for i, priority in enumerate((1, 0, 1, -1, 0)):
+        scheduler.add(sequence(i, 4, priority=priority))
+    begun = sequence(5, 4, priority=1)
+    begun.append(SampledToken(7))
+    scheduler.add(begun)
+    assert [each.seq_id for each in scheduler.waiting] == [3, 1, 4, 5, 0, 2]
+
+
+@pytest.mark.parametrize("urgent", [0, 1, 2])
+def test_the_least_urgent_is_preempted_and_waits_behind_the_more_urgent(urgent: int):
+    scheduler = make(num_blocks=6, block_size=2, caching=False)
+    some = [sequence(i, [3 * i + 1], priority=1) for i in range(3)]
+    some[urgent].priority = 0
+    for each in some:
+        scheduler.add(each)
+    scheduler.admit()
+    later = sequence(9, 12, priority=0)  # does not fit
+    scheduler.add(later)
+    while not scheduler.num_preemptions:
+        run_step(scheduler)
+        assert not scheduler.admit()
+    victim = max(i for i in range(3) if i != urgent)
+    assert list(scheduler.waiting) == [later, some[victim]]
+    assert some[urgent].status is Status.RUNNING
+
+
+def test_the_urgent_finds_a_block_before_the_step_takes_the_others():
+    scheduler = make(num_blocks=3, block_size=8, caching=False)
+    older, urgent = sequence(0, 1, priority=1), sequence(1, 7)
+    for each in (older, urgent):
+        scheduler.add(each)
+        assert scheduler.admit() == [each]
+    scheduler.pool.allocate(scheduler.pool.num_free)
+    while urgent.num_output_tokens < 3:
+        assert urgent.seq_id in run_step(scheduler)
+    assert scheduler.num_preemptions == 1 and older.status is Status.WAITING
 
 
 # ---- long prompts beside short ones ----

@@ -170,9 +170,7 @@ def land(scheduler: Scheduler, sequence: Sequence, entry: SequenceDelta, *drawn:
     scheduler.computed(sequence, len(entry.token_ids))
     for token in drawn:
         sequence.append(SampledToken(token))
-    if entry.drafts:
-        accepted = len(drawn) - 1
-        scheduler.verified(sequence, len(entry.drafts), accepted, accepted)
+    scheduler.drawn(sequence, len(drawn), len(entry.drafts), len(drawn) - 1)
 
 
 def test_guesses_follow_the_pending_token_and_steps_go_on_where_they_were_right() -> None:
@@ -191,7 +189,7 @@ def test_guesses_follow_the_pending_token_and_steps_go_on_where_they_were_right(
     assert speculator is not None
     assert (speculator.num_drafts, speculator.num_draft_tokens) == (1, 4)
     assert speculator.num_accepted_per_pos == [1, 1, 0, 0]
-    assert speculator.num_accepted_tokens == 2 and scheduler.generation_tokens == 5
+    assert speculator.num_accepted_tokens == 2 and scheduler.generation_tokens == 3
 
 
 def test_hashes_are_of_tokens_that_were_drawn() -> None:
@@ -287,8 +285,7 @@ def step(scheduler: Scheduler, sequence: Sequence, *drawn: int) -> tuple[int, Se
     scheduler.computed(sequence, 1)
     for token in drawn:
         sequence.append(SampledToken(token))
-    if entry.num_drafts:
-        scheduler.verified(sequence, entry.num_drafts, len(drawn) - 1, len(drawn) - 1)
+    scheduler.drawn(sequence, len(drawn), entry.num_drafts, len(drawn) - 1)
     return entry.num_drafts, drafting[0] if drafting else None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -14,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
 
+from crowd import Crowd, CrowdMember
 from paths import MODELS
 from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import ConfigError
@@ -153,47 +153,6 @@ def test_only_the_mapped_slots_are_written(llama: CausalLM) -> None:
 
 
 # ---- tensor parallelism ----
-
-
-class Crowd:
-    """Ranks as threads of this process: a fake of the real group's collectives."""
-
-    def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=30)
-        self.parts: list[torch.Tensor] = [torch.empty(0)] * size
-
-    def run(self, work: Callable[[Any], torch.Tensor]) -> list[torch.Tensor]:
-        results: dict[int, torch.Tensor] = {}
-
-        def rank_main(rank: int) -> None:
-            with torch.inference_mode():
-                results[rank] = work(CrowdMember(self, rank))
-
-        ranks = range(len(self.parts))
-        threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in ranks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return [results[rank] for rank in ranks]
-
-
-class CrowdMember:
-    def __init__(self, crowd: Crowd, rank: int) -> None:
-        self.crowd, self.rank, self.size = crowd, rank, len(crowd.parts)
-
-    def _exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        self.crowd.parts[self.rank] = tensor.clone()
-        self.crowd.barrier.wait()
-        parts = list(self.crowd.parts)
-        self.crowd.barrier.wait()
-        return parts
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.copy_(torch.stack(self._exchange(tensor)).sum(0))
-
-    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        return torch.cat(self._exchange(tensor), dim=dim)
 
 
 def split_logits(size: int, build: Callable[[Any], CausalLM]) -> list[torch.Tensor]:

@@ -29,33 +29,38 @@ async def test_a_finished_choice_is_computed_no_more() -> None:
         async def finish(choice: int, request_id: str = "three") -> None:
             await stub.FinishChoice(pb.FinishChoiceRequest(request_id=request_id, choice=choice))
 
-        tokens = {0: 0, 1: 0, 2: 0}
+        tokens, finished = {0: 0, 1: 0, 2: 0}, set()
         scheduler = node.replicas[0].scheduler
+        gate.let(10)
         async for event in stub.Run(pb.DecodeRequest(job=job_to_pb(JOB), local_prefill=True)):
             tokens[event.tokens.choice] += len(event.tokens.tokens)
-            if tokens[1] == 5 and len(event.tokens.tokens):
-                gate.open.clear()
+            if tokens[1] >= 5 and 1 not in finished:
+                finished.add(1)
                 await finish(1)
                 await finish(1)
                 await finish(7)
                 await finish(0, "another")
-                gate.open.set()
-            if tokens[0] == 20:
+                gate.let(16)
+            if tokens[0] >= 20 and 0 not in finished:
+                finished.add(0)
                 await finish(0)
-        assert tokens[2] == 200 and 5 <= tokens[1] < 40 and 20 <= tokens[0] < 60
+                gate.let()
+        assert tokens[2] == 200 and 5 <= tokens[1] < 20 and 20 <= tokens[0] < 40
         assert scheduler.generation_tokens < sum(tokens.values()) + 10
         await eventually(lambda: scheduler.pool.num_free == scheduler.pool.num_blocks)
 
 
 async def test_the_last_finished_choice_ends_the_call() -> None:
     async with (
-        decode_node() as (node, _, _),
+        decode_node() as (node, _, (gate,)),
         grpc.aio.insecure_channel(node.address) as channel,
     ):
         stub = pb_grpc.DecodeStub(channel)
         job = replace(JOB, choices=(Choice(0),))
+        gate.let(5)
         async for _ in stub.Run(pb.DecodeRequest(job=job_to_pb(job), local_prefill=True)):
             await stub.FinishChoice(pb.FinishChoiceRequest(request_id="three", choice=0))
+            gate.let()
         scheduler = node.replicas[0].scheduler
         await eventually(lambda: scheduler.pool.num_free == scheduler.pool.num_blocks)
         assert scheduler.generation_tokens < 100

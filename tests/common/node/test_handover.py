@@ -27,10 +27,10 @@ async def test_a_step_that_runs_holds_up_neither_reservation_nor_landing() -> No
         asyncio.timeout(60),
     ):
         stub, engine = pb_grpc.DecodeStub(channel), node.replicas[0].engine
+        gate.let(1)  # the step that computes the prompt, and draws the first token
         running = stub.Run(pb.DecodeRequest(job=job_to_pb(JOB), local_prefill=True))
         while not (await running.read()).HasField("tokens"):
             pass
-        gate.open.clear()
         step = engine.progress().step
         handed_over = stub.Run(pb.DecodeRequest(job=job_to_pb(replace(JOB, request_id="there"))))
         ticket = (await handed_over.read()).reserved
@@ -41,7 +41,7 @@ async def test_a_step_that_runs_holds_up_neither_reservation_nor_landing() -> No
         landed = (await handed_over.read()).landed
         assert landed.first_token.tokens[0].id == 7 and landed.cached_tokens == 64
         assert engine.progress().computing and engine.progress().step <= step + 1
-        gate.open.set()
+        gate.let()
         for call, left in ((running, 39), (handed_over, 39)):
             tokens = 0
             while (event := await call.read()) is not grpc.aio.EOF:

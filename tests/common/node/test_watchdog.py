@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,7 +17,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from live_node import decode_node, eventually, generate
+from pdserve.common.config.lora import LoRAConfig
 from pdserve.common.core.errors import Blame, NodeError, TransferError
+from pdserve.common.engine.adapter_calls import LOADED, AdapterCall
 from pdserve.common.engine.core import EngineProgress
 from pdserve.common.node.replica import Watchdog
 from pdserve.common.rpc.channels import Channels
@@ -24,6 +27,7 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.server import GrpcServer
 from pdserve.common.rpc.status import serving
+from pdserve.common.worker.adapters import Adapters
 from pdserve.decode_node.node import DecodeNode
 from pdserve.decode_node.session import DecodeSession
 from pdserve.kv_transfer.control.sink_client import (
@@ -234,6 +238,14 @@ async def test_silence_and_no_route_are_told(monkeypatch: pytest.MonkeyPatch) ->
     assert "No route to host" in await why_unreachable("d0:1")
 
 
+@pytest.mark.parametrize(
+    "address", ["", "d0", "d0:x", "d0:65536", "\0:1", "a..b:1", f"{'a' * 300}:1", "unix:/run/d0"]
+)
+async def test_what_is_no_address_is_out_of_reach(address: str) -> None:
+    """Whatever a peer has said of itself: the node that probes it goes on."""
+    assert await why_unreachable(address)
+
+
 class Refusing(pb_grpc.KVTransferServicer):
     async def Abort(
         self, request: pb.AbortRequest, context: grpc.aio.ServicerContext
@@ -321,6 +333,26 @@ async def test_a_node_without_memory_says_so_and_recovers() -> None:
         await eventually(lambda: node.ready()[0])
 
 
+async def test_a_rank_that_stands_still_over_an_adapter_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    goes_on = threading.Event()
+
+    def serve(ranks: Adapters, call: AdapterCall) -> bytes:
+        goes_on.wait(30.0)
+        return LOADED
+
+    monkeypatch.setattr(Adapters, "serve", serve)
+    async with decode_node(stall=STALL, lora=LoRAConfig(enable_lora=True)) as (node, _, _):
+        setting = asyncio.create_task(node.adapters.set({"a": "/a"}))
+        try:
+            await eventually(lambda: "rank 0 has not answered a call" in node.ready()[1])
+        finally:
+            goes_on.set()
+        assert await setting == {}
+        await eventually(lambda: node.ready()[0])
+
+
 async def test_a_session_that_does_not_close_ends_its_node(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -331,7 +363,7 @@ async def test_a_session_that_does_not_close_ends_its_node(
         monkeypatch.setattr(DecodeSession, "close", defect)
         async with grpc.aio.insecure_channel(node.address) as channel:
             await generate(channel)
-            assert await asyncio.wait_for(serving, 10) == 1
+            assert await asyncio.wait_for(serving, 60) == 1
     line = "[SESSION_NOT_CLOSED, blame=decode] a session did not close, its blocks may be lost"
     assert line in caplog.text
 
@@ -342,4 +374,4 @@ async def test_a_defect_in_the_background_ends_the_node() -> None:
 
     async with decode_node() as (node, serving, _):
         node.spawn(defect())
-        assert await asyncio.wait_for(serving, 10) == 1
+        assert await asyncio.wait_for(serving, 60) == 1

@@ -142,7 +142,9 @@ for number in range(%d):
 
 
 def test_the_last_lines_are_written_before_a_process_ends() -> None:
-    done = subprocess.run([sys.executable, "-c", ENDING % 1000], stderr=subprocess.PIPE, timeout=30)
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING % 1000], stderr=subprocess.PIPE, timeout=120
+    )
     lines = done.stderr.decode().splitlines()
     assert done.returncode == 0
     assert len(lines) == 1000 and "line 999 " in lines[-1]
@@ -150,7 +152,7 @@ def test_the_last_lines_are_written_before_a_process_ends() -> None:
 
 def test_a_process_whose_log_nobody_reads_ends_nevertheless(pipe: tuple[int, int]) -> None:
     code = ENDING % (3 * MAX_LINES)
-    assert subprocess.run([sys.executable, "-c", code], stderr=pipe[1], timeout=30).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], stderr=pipe[1], timeout=120).returncode == 0
 
 
 async def test_each_task_logs_its_own_request() -> None:
@@ -285,12 +287,12 @@ def test_transfer_events_are_read_when_they_are_asked_for() -> None:
 
 
 STUCK = """
-import asyncio
+import asyncio, sys
 from pdserve.common.obs.process import dump_stacks_on_signal
 
 async def wait_for_godot():
     print("waiting", flush=True)
-    await asyncio.sleep(1)
+    await asyncio.to_thread(sys.stdin.read)
     print("gone on", flush=True)
 
 dump_stacks_on_signal()
@@ -300,12 +302,18 @@ asyncio.run(wait_for_godot())
 
 async def test_sigusr1_shows_what_a_process_waits_for_and_does_not_end_it() -> None:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", STUCK), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        *(sys.executable, "-c", STUCK),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
-    assert process.stdout is not None
+    assert process.stdout is not None and process.stderr is not None
     assert await process.stdout.readline() == b"waiting\n"
     process.send_signal(signal.SIGUSR1)
-    output, errors = await asyncio.wait_for(process.communicate(), 10)
+    async with asyncio.timeout(60):
+        errors = await process.stderr.readuntil(b"in run_forever")
+        output, rest = await process.communicate(b"")  # it shows its tasks, then goes on
+    errors += rest
     assert (output, process.returncode) == (b"gone on\n", 0)
     assert b"in run_forever" in errors, "a thread's stack"
     assert b"Task Task-1" in errors and b"in wait_for_godot" in errors, "what the task waits for"
@@ -398,11 +406,14 @@ from pdserve.common.obs.process import exit_within
 from pdserve.common.obs.logging import setup_logging
 
 def step_for_ever():
+    begun.set()
     while True:
         time.sleep(1)
 
 setup_logging("decode", LogConfig(log_format=sys.argv[1]))
+begun = threading.Event()
 threading.Thread(target=step_for_ever, name="rank-0-steps").start()
+begun.wait()
 exit_within(0.1)
 """
 

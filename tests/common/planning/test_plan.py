@@ -27,7 +27,8 @@ from pdserve.common.cli.main import main
 from pdserve.common.cli.plan import plan, setup
 from pdserve.common.config.cluster import PlanConfig
 from pdserve.common.config.node import EngineConfig
-from pdserve.common.config.sources import options, parse
+from pdserve.common.config.options import options
+from pdserve.common.config.sources import parse
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.quantization import QUANTIZATIONS, Quantization
@@ -485,13 +486,17 @@ async def start_node(engine: EngineConfig) -> list[RankReady]:
         await executor.shutdown(5.0)
 
 
-def test_a_gpu_gives_nodes_what_the_plan_says(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("enable_lora", [False, True])
+def test_a_gpu_gives_nodes_what_the_plan_says(
+    qwen: Path, monkeypatch: pytest.MonkeyPatch, enable_lora: bool
+) -> None:
     """A made-up card of 24 GiB, on which the driver holds the expected overhead and a step's
     peak is the expected one."""
-    found = qwen_plan(qwen, tensor_parallel_size=2)
-    engine = setup(
-        PlanConfig(gpu_memory="24GiB", max_model_len=16384), ModelSpec.from_file(qwen), "decode"
-    ).engine
+    found = qwen_plan(qwen, tensor_parallel_size=2, enable_lora=enable_lora)
+    options = {"tensor_parallel_size": 2, "enable_lora": enable_lora}
+    spec = ModelSpec.from_file(qwen)
+    config = PlanConfig(gpu_memory="24GiB", max_model_len=16384, **options)
+    engine = setup(config, spec, "decode").engine
     reserved = found.rank.weights + found.rank.activations + 2**28  # torch keeps some unused
     free = 24 * GIB - reserved - overhead(world_size=2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 24 * GIB))
@@ -499,7 +504,9 @@ def test_a_gpu_gives_nodes_what_the_plan_says(qwen: Path, monkeypatch: pytest.Mo
     peak = found.rank.weights + found.rank.activations
     monkeypatch.setattr(kv_cache, "_peak_of_largest_step", lambda *args: peak)
     unused: Any = None
-    room = kv_cache.available_bytes(engine, unused, unused, 16384, torch.device("cuda", 0), unused)
+    stage = Stage.whole(spec.num_layers)
+    model: Any = SimpleNamespace(spec=spec, dtype=torch.bfloat16, stage=stage)
+    room = kv_cache.available_bytes(engine, model, unused, 16384, torch.device("cuda", 0), unused)
     assert room == found.rank.left_for_kv
 
 
@@ -516,7 +523,15 @@ def test_the_table(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["KV of a token, model"] == ["192 KiB", "192 KiB"]
     assert rows["KV of a token, GPU"] == ["48 KiB", "96 KiB"]
     assert rows["all-reduce per token"] == ["960 KiB", "960 KiB"]
-    assert "decode: fits" in text
+    assert "decode: fits" in text and "− LoRA adapters" not in rows
+    lora = ["--enable-lora", "--max-lora-rank", "64", "--max-loras", "4"]
+    assert main([*argv, "--tp", "2", *lora]) == 0
+    rows = dict(cells_of(line)[:2] for line in capsys.readouterr().out.splitlines() if "│" in line)
+    # In each layer rank × (A's inputs and B's outputs) of q, k, v, o, gate, up and down, of which
+    # two ranks share B's outputs, or A's inputs in o and down; and a step's 5120 + 3 × 64 numbers.
+    widths = 3 * 5120 + 3 * 3584 + 5120 + 2560 + 2 * 5120 + 2 * 13824 + 5120 + 6912
+    expected = 2 * (4 * 64 * 48 * widths + 512 * (5120 + 3 * 64))
+    assert rows["− LoRA adapters"] == f"{expected / GIB:.2f} GiB"
 
 
 def cells_of(line: str) -> list[str]:
@@ -548,7 +563,7 @@ def test_json_of_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
         ([], "--model must name"),
         (["--model={qwen}"], "--gpu-memory must say"),
         (["--model={qwen}", "--gpu-memory=lots"], "--gpu-memory 'lots' is not a size"),
-        (["--model=/nowhere", "--gpu-memory=1GiB"], "has no config.json"),
+        (["--model=/nowhere", "--gpu-memory=1GiB"], "there is no folder /nowhere"),
         (["--model=README.md", "--gpu-memory=1GiB"], "README.md is not JSON"),
         (["--model={qwen}", "--gpu-memory=1GiB", "--tp=3"], "does not divide"),
         (["--model={qwen}", "--gpu-memory=1GiB", "--tp=2", "--ep=2"], "has no experts"),
@@ -700,3 +715,10 @@ def test_topology_alone(
     assert "GPU 0 – GPU 3: NVLink" in capsys.readouterr().out
     assert main(["plan", "--topology", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["topology"]["nvlink_groups"] == [[0, 1, 2, 3]]
+
+
+def test_people_read_a_verdict_without_marks(capsys: pytest.CaptureFixture[str]) -> None:
+    for memory, code, verdict in (("24GiB", 0, "fits: "), ("1MiB", 1, "does not fit: ")):
+        assert main(["plan", "--model", str(MODELS / "qwen3"), "--gpu-memory", memory]) == code
+        lines = capsys.readouterr().out.splitlines()
+        assert any(line.startswith(f"prefill: {verdict}") for line in lines)

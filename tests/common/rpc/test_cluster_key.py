@@ -238,7 +238,7 @@ async def decode_server(
 async def run(channels: Channels, address: str) -> str:
     """The error's code; empty: it was answered."""
     try:
-        calls = pb_grpc.DecodeStub(channels.get(address)).Run(pb.DecodeRequest(), timeout=5)
+        calls = pb_grpc.DecodeStub(channels.get(address)).Run(pb.DecodeRequest(), timeout=60)
         assert [event async for event in calls]
         return ""
     except grpc.aio.AioRpcError as error:
@@ -484,7 +484,7 @@ async def said(
     task = asyncio.create_task(registration.run())
     caplog.clear()
     with caplog.at_level(logging.INFO):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not caplog.messages:
                 await asyncio.sleep(0.01)
     task.cancel()

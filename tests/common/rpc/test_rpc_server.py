@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from queue import Queue
 
 import grpc
 import pytest
 
+from benchmarks.fleet import free_port
 from pdserve.common.rpc import channels as rpc_channels
 from pdserve.common.rpc import server as rpc_server
 from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.server import GrpcServer
+from warm import slowness
 
-FAST = {"grpc.keepalive_time_ms": 300, "grpc.http2.ping_timeout_ms": 300}
+ADD_DECODE = pb_grpc.add_DecodeServicer_to_server
+UNREQUESTED = "grpc.server_max_unrequested_time_in_server"
+FAST = {"grpc.keepalive_time_ms": 1000, "grpc.http2.ping_timeout_ms": 1000}
 
 
 class SilentDecode(pb_grpc.DecodeServicer):
@@ -107,6 +114,63 @@ async def test_pings_are_never_too_many() -> None:
             call.cancel()
 
 
+class BusyDecode(pb_grpc.DecodeServicer):
+    """Its event loop does nothing else while it serves a call."""
+
+    async def Run(
+        self, request: pb.DecodeRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.DecodeEvent]:
+        time.sleep(0.5)  # noqa: ASYNC251
+        yield pb.DecodeEvent()
+
+
+@pytest.fixture
+def busy_node() -> Iterator[Callable[[], str]]:
+    """Starts one in a thread; returns its address."""
+    over, addresses = threading.Event(), Queue[str]()
+
+    async def serve() -> None:
+        server = GrpcServer()
+        server.add(pb.DESCRIPTOR.services_by_name["Decode"], ADD_DECODE, BusyDecode())
+        port = server.bind("127.0.0.1", 0)
+        await server.start()
+        addresses.put(f"127.0.0.1:{port}")
+        while not over.is_set():
+            await asyncio.sleep(0.02)
+        await server.stop(0)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+
+    def start() -> str:
+        thread.start()
+        return addresses.get(timeout=60)
+
+    yield start
+    over.set()
+    thread.join()
+
+
+@pytest.mark.parametrize("patience", [1, None])
+async def test_a_call_waits_for_a_busy_event_loop(
+    busy_node: Callable[[], str], patience: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC cancels without a word what has waited for too long: as if its client had left."""
+    assert dict(rpc_server._OPTIONS)[UNREQUESTED] >= 3600
+    if patience is not None:
+        monkeypatch.setattr(rpc_server, "_OPTIONS", [(UNREQUESTED, patience)])
+
+    async def call(channel: grpc.aio.Channel) -> grpc.StatusCode:
+        running = pb_grpc.DecodeStub(channel).Run(pb.DecodeRequest())
+        with suppress(grpc.aio.AioRpcError):
+            async for _ in running:
+                pass
+        return await running.code()
+
+    async with grpc.aio.insecure_channel(busy_node()) as channel:
+        codes = set(await asyncio.gather(*(call(channel) for _ in range(6))))
+    assert (grpc.StatusCode.CANCELLED in codes) == (patience is not None)
+
+
 def test_a_cut_link_is_noticed_within_15_seconds() -> None:
     for options in (dict(rpc_server._OPTIONS), dict(rpc_channels._OPTIONS)):
         assert options["grpc.keepalive_time_ms"] + options["grpc.http2.ping_timeout_ms"] <= 15_000
@@ -115,7 +179,7 @@ def test_a_cut_link_is_noticed_within_15_seconds() -> None:
 async def test_a_peer_that_restarts_is_found_at_once() -> None:
     """Even after it was away for a while, which makes gRPC try less and less often."""
     first = GrpcServer()
-    port = first.bind("127.0.0.1", 0)
+    port = first.bind("127.0.0.1", free_port())  # nobody gets it while it is away
     channels = Channels()
     await first.start()
     channel = channels.get(f"127.0.0.1:{port}")
@@ -126,6 +190,6 @@ async def test_a_peer_that_restarts_is_found_at_once() -> None:
     second = GrpcServer()
     assert second.bind("127.0.0.1", port) == port
     await second.start()
-    await asyncio.wait_for(reconnecting, 2.5)
+    await asyncio.wait_for(reconnecting, 2.5 * slowness())
     await channels.close()
     await second.stop(0)

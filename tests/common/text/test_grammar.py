@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 import tokenizers
+from llguidance import LLMatcher
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -108,6 +109,15 @@ def test_a_random_walk_is_a_text_of_the_grammar(
     assert all(re.fullmatch(pattern, text, re.DOTALL) for text in texts), texts
 
 
+def test_choices_may_be_thousands(tokens: GrammarTokens) -> None:
+    choices = [f"value {number} é" for number in range(3000)]
+    of = matcher(tokens, CHOICE, choices)
+    for token in tokens.library.tokenize_str(choices[-1]):
+        of.advance([token])
+        of.mask()
+    assert of.complete
+
+
 def test_a_random_walk_validates(tokens: GrammarTokens, tokenizer: Tokenizer) -> None:
     begin = matcher(tokens, JSON, PERSON, any_whitespace=False)
     for seed in range(20):
@@ -132,6 +142,7 @@ def test_a_matcher_made_anew_goes_on_alike(tokens: GrammarTokens) -> None:
 
 def test_the_end_comes_when_the_text_is_whole_and_nothing_after_it(tokens: GrammarTokens) -> None:
     of = matcher(tokens, REGEX, "a(b)?")
+    begin = of.copy()
     assert not set(EOS) & set(allowed(of.mask()))
     of.advance([token_of(tokens, "a")])
     assert set(EOS) < set(allowed(of.mask())) and not of.complete and of.accepts
@@ -140,6 +151,8 @@ def test_the_end_comes_when_the_text_is_whole_and_nothing_after_it(tokens: Gramm
     early.advance([EOS[1], 77])  # ignored by the engine: whatever follows, it is over
     for each in (of, early):
         assert each.complete and allowed(each.mask()) == list(EOS)
+    assert len(of.mask()) == len(begin.mask()) == VOCAB // 8, "a step stacks them"
+    assert early.copy().complete
     with pytest.raises(GrammarError):
         of.advance([token_of(tokens, "b")])
 
@@ -213,13 +226,21 @@ def test_a_model_without_an_end_has_no_grammars() -> None:
             r"uniqueItems.*\(at \$\.properties\.a\.anyOf\[1\]\)",
         ),
         (JSON, {"$ref": "#"}, "no text matches"),
+        (
+            JSON,
+            {"properties": {"a": {"oneOf": [{}, {"type": "null"}]}}},
+            r"write anyOf, .* \(at \$\.properties\.a\)",
+        ),
+        (JSON, {"oneOf": [{"oneOf": [{}, {"type": "null"}]}]}, "write anyOf, .* of its own$"),
         (JSON, {"$ref": "file:///etc/passwd"}, "not present in a registry"),
         (JSON, {"type": "integer", "minimum": 5, "maximum": 4}, "nsatisfiable|minimum"),
         (REGEX, "(a", "unclosed group"),
         (REGEX, "[b-a]", "range"),
+        (REGEX, "ab\\", "ends within an escape"),
         (GRAMMAR, "start: foo", 'unknown name: "foo"'),
         (GRAMMAR, "root ::= (", "GBNF"),
         (GRAMMAR, "start: " + "(" * 5000 + '"a"' + ")" * 5000, "nested"),
+        (GRAMMAR, 'start: %json {"type"', "EOF|JSON"),
         (CHOICE, '["a"', "delimiter|JSON"),
         (TAG, {"structures": [], "triggers": []}, "list of structures"),
         (TAG, {"structures": [{"begin": "x", "end": "", "schema": {}}], "triggers": ["y"]},
@@ -235,6 +256,58 @@ def test_what_cannot_be_compiled_says_why_and_where(
         matcher(tokens, kind, value)
     assert caught.value.param == "field"
     assert len(caught.value.message) <= 1100
+
+
+def optional(count: int) -> dict[str, Any]:
+    return {f"p{number}": {} for number in range(count)}
+
+
+def before(count: int) -> Any:
+    return {"type": "object", "properties": {**optional(count), "x": {}}, "required": ["x"]}
+
+
+def after(count: int) -> Any:
+    return {"type": "object", "properties": {"x": {}, **optional(count)}, "required": ["x"]}
+
+
+def union(count: int) -> Any:
+    branches = [{"type": "object", "properties": optional(10)} for _ in range(count)]
+    return {"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"anyOf": branches}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "most"),
+    [
+        (lambda count: {"type": "object", "properties": optional(count)}, 498),
+        (before, 666),
+        (after, 998),
+        (union, 42),
+    ],
+)
+def test_what_would_fail_in_the_middle_of_an_answer_is_refused(
+    tokens: GrammarTokens, schema: Any, most: int
+) -> None:
+    """And nothing that would not: the library's count of items is known."""
+
+    def go_on(inner: Any) -> None:
+        outer = {"type": "object", "properties": {"o": inner}, "$defs": inner.get("$defs", {})}
+        unchecked = LLMatcher.grammar_from_json_schema(json.dumps(outer))
+        begin = Matcher.compile(tokens, str(unchecked))
+        begin.advance(tokens.library.tokenize_str('{"o": {'))
+        begin.mask()
+        begin.advance(tokens.library.tokenize_str('"x": {"a": [1, "b"]}, "'))
+        begin.mask()
+
+    matcher(tokens, JSON, {"items": schema(most)} if schema is not union else union(most))
+    go_on(schema(most))
+    with pytest.raises(GrammarError, match="items"):
+        go_on(schema(most + 1))
+    tag = {"begin": "<", "end": ">", "schema": schema(most + 1)}
+    lark = f'start: %json {json.dumps(PERSON)} | x\nx: "x" %json{json.dumps(schema(most + 1))}'
+    structures = {"structures": [tag], "triggers": ["<"]}
+    for kind, value in ((JSON, schema(most + 1)), (TAG, structures), (GRAMMAR, lark)):
+        with pytest.raises(InvalidRequest, match=r"properties might come next \(at \$\)"):
+            matcher(tokens, kind, value)
 
 
 def test_a_constraint_has_a_bound() -> None:

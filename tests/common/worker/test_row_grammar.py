@@ -3,8 +3,10 @@ deferred, and what a sampler makes of a mask."""
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import Future
 from dataclasses import replace
+from threading import Event
 
 import numpy as np
 import pytest
@@ -14,12 +16,14 @@ from paths import MODELS
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.core.structured import ConstraintKind, StructuredOutput
+from pdserve.common.engine.messages import NewSequence, SequenceDelta, StepDelta
 from pdserve.common.text.grammar import GrammarError, GrammarTokens, Matcher, to_grammar
+from pdserve.common.text.opening import AnswerMatcher
 from pdserve.common.text.tokenizer_file import read_tokenizer_json
 from pdserve.common.worker import grammar as rank_grammar
 from pdserve.common.worker import masks
 from pdserve.common.worker.grammar import MAX_COMPILED, Grammars, Mask, RowGrammar
-from pdserve.common.worker.input_batch import StepSequence
+from pdserve.common.worker.input_batch import InputBatch, StepSequence
 from pdserve.common.worker.masks import MaskTurns
 from pdserve.common.worker.sampler import FailedRow, sample
 
@@ -49,7 +53,7 @@ def row(grammar: RowGrammar | None = None, seq_id: int = 1, **params: object) ->
 def ready(grammars: Grammars, pattern: str) -> RowGrammar:
     made = grammars.begin(regex(pattern))
     assert made.waits_for is not None
-    made.waits_for.exception(timeout=30)
+    made.waits_for.exception(timeout=120)
     return made
 
 
@@ -85,6 +89,36 @@ def test_one_that_could_not_be_compiled_is_tried_again(tokens: GrammarTokens) ->
     assert isinstance(good, StepSequence)
 
 
+def test_what_nobody_waits_for_is_not_compiled(tokens: GrammarTokens) -> None:
+    """Of clients that have left: there is one thread for all."""
+    go, compiled = Event(), []
+
+    class Watched(Grammars):
+        def _compile(self, grammar: str) -> AnswerMatcher:
+            assert go.wait(30)
+            compiled.append(grammar)
+            return super()._compile(grammar)
+
+    grammars = Watched(lambda: tokens)
+    batch = InputBatch(4, VOCAB, torch.device("cpu"), samples=True, grammars=grammars)
+    patterns = ["begun", "a", "b", "b", "a"]
+    new = [
+        NewSequence(SamplingParams(grammar=regex(each)), 1, seed=0, history=(5,))
+        for each in patterns
+    ]
+    begin = [SequenceDelta(i, (5,), 0, 0, (i,), True, each) for i, each in enumerate(new)]
+    batch.apply(StepDelta(1, tuple(begin)))
+    (again,) = batch.apply(
+        StepDelta(2, (replace(begin[1], seq_id=9),), ended=(0, 1, 2, 4))
+    ).sequences
+    batch.apply(StepDelta(3, (), ended=(3,)))
+    go.set()
+    assert again.grammar is not None and again.grammar.waits_for is not None
+    again.grammar.waits_for.result(timeout=120)
+    assert compiled == [regex("begun"), regex("a")]
+    grammars.close()
+
+
 def test_sequences_share_what_is_compiled_but_not_where_they_are(
     grammars: Grammars, tokens: GrammarTokens
 ) -> None:
@@ -118,7 +152,7 @@ def test_what_others_have_used_up_is_made_anew(
     assert mine.mask() is None
     assert grammars.get(regex("a{3,9}")) is not shared, "others begin anew, too"
     assert mine.waits_for is not None
-    mine.waits_for.result(timeout=30)
+    mine.waits_for.result(timeout=120)
     again = mine.mask()
     assert again is not None and again.tobytes() == mask(expected)
     assert mine.seconds > rank_grammar.RENEWAL
@@ -131,7 +165,7 @@ def test_one_that_fails_by_itself_has_failed(
     monkeypatch.setattr(Matcher, "mask", lambda self: (_ for _ in ()).throw(GrammarError("boom")))
     assert mine.mask() is None
     assert mine.waits_for is not None
-    mine.waits_for.result(timeout=30)
+    mine.waits_for.result(timeout=120)
     with pytest.raises(GrammarError, match="boom"):
         mine.mask()
 
@@ -142,9 +176,29 @@ def test_tokens_that_are_not_its_end_a_row(grammars: Grammars, tokens: GrammarTo
     mine.advance(tokens.library.tokenize_str("x"))
     assert MaskTurns().take([row(mine)], alone=True) == ({}, [1])
     assert mine.waits_for is not None
-    mine.waits_for.exception(timeout=30)
+    mine.waits_for.exception(timeout=120)
     (failed,) = MaskTurns().take([row(mine)], alone=True)[0].values()
     assert isinstance(failed, FailedRow) and failed.forbidden
+
+
+def test_a_long_output_is_replayed_in_pieces(
+    grammars: Grammars, tokens: GrammarTokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of before a preemption, or of another node: its tokens may take a millisecond each."""
+    time = itertools.count(0.0, 0.4 * rank_grammar.REPLAY)
+    monkeypatch.setattr(rank_grammar, "thread_time", lambda: next(time))
+    mine, short = ready(grammars, "(ab)*"), ready(grammars, "(ab)*")
+    a, b = tokens.library.tokenize_str("a") + tokens.library.tokenize_str("b")
+    mine.advance([a, b] * 8 * rank_grammar.PIECE + [a])
+    short.advance([a])
+    deferred = 0
+    while (mask := mine.mask()) is None:
+        assert mine.waits_for is None and mine.last_seconds > masks.DEAR
+        deferred += 1
+    expected = short.mask()
+    assert expected is not None and (mask == expected).all()
+    assert deferred == 8, "two pieces a step"
+    assert mine.seconds == pytest.approx(short.seconds), "a replay does not count"
 
 
 def test_masks_have_an_allowance(grammars: Grammars) -> None:
@@ -308,6 +362,13 @@ def test_min_tokens_yields_to_a_text_that_is_whole(
     (token,) = sample(LOGITS[:1], [done[0]])  # type: ignore[list-item]
     assert not isinstance(token, FailedRow) and text_of(tokens, token.token_id) == "b"
     mine.advance([token.token_id])
+    done, _ = MaskTurns().take([banned], alone=True)
+    (token,) = sample(LOGITS[:1], [done[0]])  # type: ignore[list-item]
+    assert not isinstance(token, FailedRow) and token.token_id in EOS
+
+
+def test_min_tokens_yields_to_a_text_that_must_be_empty(grammars: Grammars) -> None:
+    banned = replace(row(ready(grammars, "()")), banned_token_ids=EOS)
     done, _ = MaskTurns().take([banned], alone=True)
     (token,) = sample(LOGITS[:1], [done[0]])  # type: ignore[list-item]
     assert not isinstance(token, FailedRow) and token.token_id in EOS

@@ -12,14 +12,9 @@ import torch
 
 from pdserve.common.core.sampling import SampledToken, SamplingParams, TokenLogprobs
 from pdserve.common.worker.input_batch import StepSequence, TokenCounts
-from pdserve.common.worker.sampler import (
-    FailedRow,
-    adjust,
-    filtered_probs,
-    philox4x32,
-    sample,
-    uniform,
-)
+from pdserve.common.worker.logit_adjust import adjust
+from pdserve.common.worker.philox import philox4x32, uniform
+from pdserve.common.worker.sampler import FailedRow, filtered_probs, sample
 
 VOCAB = 32
 

@@ -1,0 +1,225 @@
+"""The options of a config dataclass: its leaf fields, as flags, variables and YAML name them."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from decimal import Decimal
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from pdserve.common.core.errors import ConfigError
+
+Config = TypeVar("Config")
+
+PREFIX = "PDSERVE_"
+_ROUND = re.compile(r"(\d+(?:\.\d+)?)([kmgKMG])")
+_SCALES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One leaf field of a config, as each source names it."""
+
+    name: str
+    kind: type
+    optional: bool  # the annotation is `kind | None`
+    default: Any
+    group: str  # first line of the docstring of the dataclass that owns the field
+    metadata: Mapping[str, Any]
+
+    @property
+    def key(self) -> str:
+        return self.name.replace("_", "-")
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.key
+
+    @property
+    def env(self) -> str:
+        return PREFIX + self.name.upper()
+
+    def convert(self, text: str) -> Any:
+        """The value `text` stands for; of a list one word, or all as JSON.
+
+        Raises:
+            argparse.ArgumentTypeError: not of this kind, or outside minimum … maximum.
+        """
+        if self.kind is list:
+            return _words(text)
+        try:
+            value: Any = _READERS[self.kind](text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {_KIND_NAMES[self.kind]}") from error
+        if not isinstance(value, self.kind):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {_KIND_NAMES[self.kind]}")
+        if isinstance(value, (int, float)):
+            self._check_range(value)
+        return self._named(value)
+
+    def check(self, value: Any) -> Any:
+        """The value, if the option takes such a one.
+
+        Raises:
+            argparse.ArgumentTypeError: it does not.
+        """
+        if value is None and self.optional:
+            return value
+        if not self._is_of_kind(value):
+            raise argparse.ArgumentTypeError(f"{value!r} is not {_KIND_NAMES[self.kind]}")
+        value = self._named(value)
+        choices = self.metadata.get("choices")
+        if choices and value not in choices:
+            raise argparse.ArgumentTypeError(f"{value!r} is none of {', '.join(choices)}")
+        if isinstance(value, (int, float)) and self.kind is not bool:
+            self._check_range(value)
+        return value
+
+    def _is_of_kind(self, value: Any) -> bool:
+        if isinstance(value, bool):  # which is an int, too
+            return self.kind is bool
+        if self.kind is list:
+            return isinstance(value, list) and _are_words(value)
+        return isinstance(value, (int, float) if self.kind is float else self.kind)
+
+    def _named(self, value: Any) -> Any:
+        """A choice that has another name, too, by its own."""
+        return self.metadata.get("aliases", {}).get(value, value) if self.kind is str else value
+
+    def _check_range(self, value: float) -> None:
+        low, high = self.metadata.get("minimum"), self.metadata.get("maximum")
+        if not math.isfinite(value):
+            raise argparse.ArgumentTypeError(f"{value} is not a finite number")
+        if low is not None and value < low:
+            raise argparse.ArgumentTypeError(f"{value} is less than {low}")
+        if high is not None and value > high:
+            raise argparse.ArgumentTypeError(f"{value} is more than {high}")
+
+
+def _whole_number(text: str) -> int:
+    """As vLLM reads them: 8k is 8000, 8K is 8192; raises ValueError."""
+    if not (found := _ROUND.fullmatch(text)):
+        return int(text)
+    value = Decimal(found[1]) * _SCALES[found[2]]
+    if value != int(value):
+        raise ValueError("not whole")
+    return int(value)
+
+
+def _words(text: str) -> list[str]:
+    try:
+        value = json.loads(text) if text.startswith(("[", '"')) else text
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON list") from error
+    words = value if isinstance(value, list) else [value]
+    if not _are_words(words):
+        raise argparse.ArgumentTypeError(f"{text!r} is not text, or a list of texts")
+    return words
+
+
+def _are_words(words: list[Any]) -> bool:
+    return all(isinstance(word, str) and word for word in words)
+
+
+_READERS: dict[type, Callable[[str], Any]] = {
+    int: _whole_number,
+    float: float,
+    str: str,
+    dict: json.loads,
+}
+_KIND_NAMES = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    dict: "a JSON object",
+    list: "a list of texts",
+    bool: "true or false",
+}
+
+
+def options(config: Any) -> Iterator[Option]:
+    """All leaf options of a config object, which gives the defaults, in written order."""
+    cls = type(config)
+    hints = get_type_hints(cls)
+    group = (cls.__doc__ or cls.__name__).splitlines()[0].rstrip(".")
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if is_dataclass(value):
+            yield from options(value)
+        else:
+            kind, optional = _unwrap(hints[item.name])
+            yield Option(item.name, kind, optional, value, group, item.metadata)
+
+
+def build(base: Config, values: Mapping[str, Any]) -> Config:
+    """`base` with the leaves, at any depth, that `values` names."""
+    changes: dict[str, Any] = {}
+    for item in fields(base):  # type: ignore[arg-type]
+        value = getattr(base, item.name)
+        if is_dataclass(value):
+            changes[item.name] = build(value, values)
+        elif item.name in values:
+            changes[item.name] = values[item.name]
+    return replace(base, **changes)  # type: ignore[type-var]
+
+
+def with_values(base: Config, values: Mapping[str, Any]) -> Config:
+    """`base` with options by name, as `build`, but checked as flags are.
+
+    Raises:
+        ConfigError: no option has such a name, or it does not take such a value.
+    """
+    known = {option.name: option for option in options(base)}
+    checked: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in known:
+            raise ConfigError(unknown("option", name, list(known)))
+        try:
+            checked[name] = known[name].check(value)
+        except argparse.ArgumentTypeError as error:
+            raise ConfigError(f"{name}: {error}") from error
+    return build(base, checked)
+
+
+def to_flags(config: Any) -> list[str]:
+    """Flags from which `parse` makes an equal config, together with `to_environment`;
+    defaults are left out."""
+    return [_to_flag(option) for option in _changed(config) if not option.metadata.get("secret")]
+
+
+def to_environment(config: Any) -> dict[str, str]:
+    """What `to_flags` leaves out, because everybody on the host can read a command line."""
+    changed = _changed(config)
+    return {each.env: str(each.default) for each in changed if each.metadata.get("secret")}
+
+
+def _changed(config: Any) -> list[Option]:
+    """The options that differ from their defaults."""
+    defaults = {option.name: option.default for option in options(type(config)())}
+    return [option for option in options(config) if option.default != defaults[option.name]]
+
+
+def _to_flag(option: Option) -> str:
+    value = option.default
+    if option.kind is bool:
+        return option.flag if value else f"--no-{option.key}"
+    return f"{option.flag}={json.dumps(value) if option.kind in (dict, list) else value}"
+
+
+def unknown(what: str, name: str, known: Sequence[str]) -> str:
+    nearest = difflib.get_close_matches(name, known, n=1)
+    return f"unknown {what} {name}" + (f"; did you mean {nearest[0]}?" if nearest else "")
+
+
+def _unwrap(hint: Any) -> tuple[type, bool]:
+    """(kind, optional) of an annotation `kind`, `kind | None`, `dict[str, Any]` or `list[str]`."""
+    optional = isinstance(hint, UnionType)
+    if optional:
+        (hint,) = (arm for arm in get_args(hint) if arm is not type(None))
+    return get_origin(hint) or hint, optional

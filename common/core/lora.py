@@ -1,0 +1,218 @@
+"""LoRA adapters (arXiv:2106.09685) on disk, in peft's format: what they are, and whether they can
+be served. Nothing executable is read, and no more than an adapter of the model can have."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.core.printable import cut
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+MAX_CONFIG = 2**20  # bytes
+MAX_SHOWN = 100  # characters of what a file says, in an error
+_LENGTH = struct.Struct("<Q")  # of a safetensors header, before it
+_MAX_HEADER = 2**24
+_PREFIX = "base_model.model."  # of peft's names of tensors
+_DTYPES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes
+_TARGETS = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
+# What adapter_config.json may say. Whatever else is set there changes what an adapter computes.
+_KNOWN = frozenset({
+    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+    "inference_mode", "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout",
+    "bias", "use_rslora", "init_lora_weights", "layers_to_transform", "layers_pattern",
+    "megatron_core", "runtime_config", "eva_config", "loftq_config", "qalora_group_size",
+})  # fmt: skip
+# Beginnings that leave the base model's own weights as they are.
+_PLAIN_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFile:
+    """An adapter that can be served."""
+
+    digest: str  # 32 hex digits of all that it computes: its identity
+    rank: int
+    scale: float  # of B·A
+    modules: tuple[str, ...]  # of the model, in order: those that it changes
+    weights: bytes = field(repr=False)  # the safetensors file
+
+    @staticmethod
+    def tensor_names(module: str) -> tuple[str, str]:
+        """Of its A `[rank, inputs]` and B `[outputs, rank]`."""
+        return f"{_PREFIX}{module}.lora_A.weight", f"{_PREFIX}{module}.lora_B.weight"
+
+
+def adapted_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """The modules of a model that adapters may change, by name: outputs, inputs."""
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    queries, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    attention = {
+        "q_proj": (queries, hidden),
+        "k_proj": (kv, hidden),
+        "v_proj": (kv, hidden),
+        "o_proj": (hidden, queries),
+    }
+    mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    shapes: dict[str, tuple[int, int]] = {}
+    for layer in range(spec.num_layers):
+        prefix = f"model.layers.{layer}"
+        shapes |= {f"{prefix}.self_attn.{name}": shape for name, shape in attention.items()}
+        if not spec.is_sparse(layer):
+            shapes |= {f"{prefix}.mlp.{name}": shape for name, shape in mlp.items()}
+    return shapes
+
+
+def read_adapter(folder: str | Path, spec: ModelSpec, max_rank: int) -> AdapterFile:
+    """An adapter of the model `spec`, checked before its weights are read.
+
+    Raises:
+        ConfigError: it cannot be served, and why.
+    """
+    folder = Path(folder)
+    try:
+        config = _read_config(folder / CONFIG_FILE)
+        rank, scale = _check_config(config, max_rank)
+        weights = _read_weights(folder / WEIGHTS_FILE, spec, rank)
+    except ConfigError as error:
+        raise ConfigError(f"adapter {folder}: {error.message}") from None
+    except OSError as error:
+        raise ConfigError(f"adapter {folder}: {error.strerror or error}") from error
+    modules = tuple(_check_tensors(_header(weights), spec, rank))
+    digest = hashlib.blake2b(f"{rank} {scale!r}".encode(), digest_size=16)
+    digest.update(weights)
+    return AdapterFile(digest.hexdigest(), rank, scale, modules, weights)
+
+
+# ---- adapter_config.json ----
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(f"there is no {path.name}")
+    if path.stat().st_size > MAX_CONFIG:
+        raise ConfigError(f"{path.name} has more than {MAX_CONFIG} bytes")
+    try:
+        config = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path.name} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path.name} does not hold a JSON object")
+    return config
+
+
+def _check_config(config: Mapping[str, Any], max_rank: int) -> tuple[int, float]:
+    """Rank and scale."""
+    if config.get("peft_type") != "LORA":
+        raise ConfigError(f"its peft_type is {_shown(config.get('peft_type'))}, not 'LORA'")
+    unknown = sorted(name for name in config.keys() - _KNOWN if config[name])
+    if unknown:
+        raise ConfigError(f"it sets {cut(', '.join(unknown), MAX_SHOWN)}, which is not supported")
+    if config.get("bias", "none") != "none":
+        raise ConfigError(f"its bias is {_shown(config['bias'])}; biases are not supported")
+    if config.get("init_lora_weights", True) not in _PLAIN_BEGINNINGS:
+        raise ConfigError(
+            f"init_lora_weights {_shown(config['init_lora_weights'])} has changed the model's own "
+            "weights: convert it to plain LoRA (peft: path_initial_model_for_weight_conversion)"
+        )
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise ConfigError(f"r must be a whole number of at least 1, not {_shown(rank)}")
+    if rank > max_rank:
+        raise ConfigError(f"its rank {_shown(rank)} is more than --max-lora-rank {max_rank}")
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not _finite(alpha):
+        raise ConfigError(f"lora_alpha must be a number, not {_shown(alpha)}")
+    return rank, float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _shown(value: object) -> str:
+    return cut(repr(value), MAX_SHOWN)
+
+
+def _finite(number: float) -> bool:
+    try:
+        return math.isfinite(float(number))
+    except OverflowError:
+        return False
+
+
+# ---- adapter_model.safetensors ----
+
+
+def _read_weights(path: Path, spec: ModelSpec, rank: int) -> bytes:
+    """The file, once its header has shown that it is no larger than it may be."""
+    if not path.is_file():
+        raise ConfigError(f"there is no {path.name}; only safetensors weights are read")
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        start = file.read(_LENGTH.size)
+        if len(start) < _LENGTH.size or _LENGTH.unpack(start)[0] > min(size, _MAX_HEADER):
+            raise ConfigError(f"{path.name} is not a safetensors file")
+        header = start + file.read(_LENGTH.unpack(start)[0])
+        end = len(header) + sum(_check_tensors(_header(header), spec, rank).values())
+        weights = header + file.read(end - len(header) + 1)
+    if len(weights) != end:
+        raise ConfigError(f"{path.name} has another size than its header says")
+    return weights
+
+
+def _header(file: bytes) -> dict[str, Any]:
+    """What it says of each tensor."""
+    try:
+        header = json.loads(file[_LENGTH.size : _LENGTH.size + _LENGTH.unpack_from(file)[0]])
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{WEIGHTS_FILE} is not a safetensors file: {error}") from error
+    if not isinstance(header, dict):
+        raise ConfigError(f"{WEIGHTS_FILE} is not a safetensors file")
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}
+
+
+def _check_tensors(header: Mapping[str, Any], spec: ModelSpec, rank: int) -> dict[str, int]:
+    """Bytes of each module's two tensors.
+
+    Raises:
+        ConfigError: a tensor is missing, unknown or of another shape.
+    """
+    sizes: dict[str, int] = {}
+    left = dict(header)
+    for module, (outputs, inputs) in adapted_shapes(spec).items():
+        names = AdapterFile.tensor_names(module)
+        if not any(name in left for name in names):
+            continue
+        shapes = ([rank, inputs], [outputs, rank])
+        sizes[module] = sum(
+            _nbytes(name, left.pop(name, None), shape)
+            for name, shape in zip(names, shapes, strict=True)
+        )
+    if left:
+        first = cut(sorted(left)[0], MAX_SHOWN)
+        raise ConfigError(
+            f"it has {first}: adapters of {_TARGETS} of dense layers are served, "
+            f"of {spec.num_layers} layers"
+        )
+    if not sizes:
+        raise ConfigError("it changes nothing: it has no tensors")
+    return sizes
+
+
+def _nbytes(name: str, entry: Any, shape: list[int]) -> int:
+    if entry is None:
+        raise ConfigError(f"it lacks {name}")
+    found, dtype = (
+        (entry.get("shape"), entry.get("dtype")) if isinstance(entry, dict) else (None, None)
+    )
+    if found != shape:
+        raise ConfigError(f"{name} has the shape {_shown(found)}, not {shape}")
+    if dtype not in _DTYPES:
+        raise ConfigError(
+            f"{name} has the dtype {cut(str(dtype), MAX_SHOWN)}, not {', '.join(_DTYPES)}"
+        )
+    return math.prod(shape) * _DTYPES[dtype]

@@ -1,0 +1,267 @@
+"""The table of request parameters: what clients may write, and within which bounds."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from pdserve.common.core.errors import InvalidRequest
+from pdserve.common.core.structured import MAX_GRAMMAR
+
+MAX_TOKENS = 2**31 - 1  # to ask for; a context window is shorter
+MAX_CHOICES = 128  # of one prompt
+MAX_LOGPROBS = 20  # beside the chosen token
+MAX_TOKENS_NAMED = 1024  # in a list of token ids
+MAX_BAD_WORDS = 128  # whose encoding takes the router some 10 ms
+MAX_CACHE_SALT = 1024  # characters
+MAX_STOPS, MAX_STOP_TEXT = 256, 8192  # strings, and characters of all of them
+
+
+class Kind(StrEnum):
+    """What a value is, as a client writes it."""
+
+    INTEGER = "integer"
+    NUMBER = "number"
+    BOOLEAN = "boolean"
+    TEXT = "string"
+    TEXT_OR_TEXTS = "string or strings"
+    TEXTS = "strings"
+    TOKEN_IDS = "token ids"
+    TOKEN_ID_LISTS = "lists of token ids"
+    BIASES = "token id (as a string) → number"
+    OBJECT = "object"
+    OBJECT_OR_TEXT = "object or string"
+
+
+OPENAI, VLLM, PDSERVE = "OpenAI", "vLLM", "pdserve"
+_GUIDED = "older name of what `structured_outputs` has"
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A row of the table. Bounds are inclusive: wider than any client has a use for, and narrow
+    enough that no arithmetic on float32 logits overflows."""
+
+    name: str
+    kind: Kind
+    origin: str  # whose word it is
+    number: int | None = None  # of its field in pdserve.v1.SamplingParams; None: not in there
+    low: float | None = None  # of a number, or of each bias
+    high: float | None = None
+    positive: bool = False  # 0 itself is out of range
+    fewest: int = 0  # entries, where a client names the parameter at all
+    most: int = 0
+    longest: int = 0  # characters (tokens) of an entry, which has one at least
+    default: str = ""  # in words, where it is not that of SamplingParams' field
+    meaning: str = ""
+    http: bool = True  # both endpoints take it, as it is here; false: only gRPC does
+
+    def check(self, value: Any, vocab_size: int) -> None:
+        """Raises InvalidRequest, whose `param` is the name, unless a node may be told this."""
+        if self.kind in (Kind.INTEGER, Kind.NUMBER) and value is not None:
+            self.check_range(value)
+        if self.kind in (Kind.TOKEN_IDS, Kind.BIASES) and value:
+            self.check_count(value)
+            check_token_ids(value, vocab_size, self.name)
+        if self.kind is Kind.BIASES:
+            for bias in value.values():
+                self.check_range(bias)
+        if self.kind is Kind.TEXT and len(value) > self.longest:
+            raise InvalidRequest(f"{self.name} is longer than {self.longest}", param=self.name)
+        if self.kind is Kind.TOKEN_ID_LISTS:
+            self.check_count(value)
+            for token_ids in value:
+                self.check_length(token_ids)
+                check_token_ids(token_ids, vocab_size, self.name)
+
+    def check_range(self, value: float) -> None:
+        check_range(self.name, value, self.low, self.high, self.positive)
+
+    def check_count(self, given: Collection[object]) -> None:
+        if not self.fewest <= len(given) <= self.most:
+            bound = f"most {self.most}" if len(given) > self.most else f"least {self.fewest}"
+            raise InvalidRequest(f"{self.name} takes at {bound}", param=self.name)
+
+    def check_length(self, entry: Sequence[object]) -> None:
+        if not 0 < len(entry) <= self.longest:
+            what = "characters" if isinstance(entry, str) else "tokens"
+            raise InvalidRequest(
+                f"{self.name} must have 1 to {self.longest} {what}", param=self.name
+            )
+
+
+PARAMETERS: dict[str, Parameter] = {
+    each.name: each
+    for each in (
+        Parameter(
+            "model", Kind.TEXT, OPENAI, default="the served one", meaning="another name: 404"
+        ),
+        Parameter(
+            "max_tokens", Kind.INTEGER, OPENAI, 1, low=1, high=MAX_TOKENS,
+            default="completions, gRPC: 16; chat: what fits the window",
+            meaning="`max_completion_tokens` (chat) wins over it",
+        ),
+        Parameter(
+            "min_tokens", Kind.INTEGER, VLLM, 2, low=0, high=MAX_TOKENS,
+            meaning="no end token and no stop before so many tokens",
+        ),
+        Parameter(
+            "temperature", Kind.NUMBER, OPENAI, 3, low=0, high=100, meaning="0 is greedy"
+        ),
+        Parameter("top_p", Kind.NUMBER, OPENAI, 4, low=0, high=1, positive=True),
+        Parameter(
+            "top_k", Kind.INTEGER, VLLM, 5, low=-1, high=2**31 - 1, meaning="0 or −1: all"
+        ),
+        Parameter("min_p", Kind.NUMBER, VLLM, 6, low=0, high=1),
+        Parameter(
+            "seed", Kind.INTEGER, OPENAI, 7, low=0, high=2**63 - 1, default="random",
+            meaning="same seed and parameters: same tokens; −1 (HTTP): none",
+        ),
+        Parameter(
+            "n", Kind.INTEGER, OPENAI, 16, low=1, high=MAX_CHOICES, default="1",
+            meaning="choices share one prefill and one transfer",
+        ),
+        Parameter(
+            "stop", Kind.TEXT_OR_TEXTS, OPENAI, 12, most=MAX_STOPS, longest=1024, default="–",
+            meaning=f"{MAX_STOP_TEXT} characters in all",
+        ),
+        Parameter(
+            "stop_token_ids", Kind.TOKEN_IDS, VLLM, 13, most=MAX_TOKENS_NAMED,
+            meaning="each ends the answer",
+        ),
+        Parameter("include_stop_str_in_output", Kind.BOOLEAN, VLLM, 23, default="false"),
+        Parameter("ignore_eos", Kind.BOOLEAN, VLLM, 14),
+        Parameter("presence_penalty", Kind.NUMBER, OPENAI, 8, low=-2, high=2),
+        Parameter("frequency_penalty", Kind.NUMBER, OPENAI, 9, low=-2, high=2),
+        Parameter("repetition_penalty", Kind.NUMBER, VLLM, 10, low=0.01, high=100),
+        Parameter(
+            "logit_bias", Kind.BIASES, OPENAI, 11, low=-100, high=100, most=MAX_TOKENS_NAMED
+        ),
+        Parameter(
+            "allowed_token_ids", Kind.TOKEN_IDS, VLLM, 17, fewest=1, most=MAX_TOKENS_NAMED,
+            meaning="no other token comes, be it the end; log-probabilities stay the model's",
+        ),
+        Parameter(
+            "bad_words", Kind.TEXTS, VLLM, 18, most=MAX_BAD_WORDS, longest=64, default="–",
+            meaning="encoded with and without a leading space; the last token of such a word does "
+            "not come where the answer ends with the others",
+        ),
+        Parameter(
+            "bad_words_token_ids", Kind.TOKEN_ID_LISTS, PDSERVE, 19, http=False,
+            most=2 * MAX_BAD_WORDS, longest=64, meaning="as `bad_words`, but tokens",
+        ),
+        Parameter(
+            "logprobs", Kind.INTEGER, OPENAI, 15, low=0, high=MAX_LOGPROBS, http=False,
+            meaning="the chosen token and so many of the most likely; over HTTP: see below",
+        ),
+        Parameter(
+            "prompt_logprobs", Kind.INTEGER, VLLM, 22, low=0, high=MAX_LOGPROBS,
+            meaning="of each token of the prompt but the first, and of so many of the most likely "
+            "in its place; over HTTP not with `stream`",
+        ),
+        Parameter(
+            "return_tokens_as_token_ids", Kind.BOOLEAN, VLLM, default="false",
+            meaning="tokens of log-probabilities are named `token_id:N`",
+        ),
+        Parameter(
+            "return_token_ids", Kind.BOOLEAN, VLLM, default="false",
+            meaning="choices have `token_ids`; `prompt_token_ids`: in choices of completions, in "
+            "chat beside them; streams: in the first event (of a choice); gRPC: of the request",
+        ),
+        Parameter(
+            "truncate_prompt_tokens", Kind.INTEGER, VLLM, 25, low=-1, high=MAX_TOKENS, default="–",
+            meaning="only the last so many tokens of a prompt count; −1: as many as fit",
+        ),
+        Parameter("skip_special_tokens", Kind.BOOLEAN, VLLM, 24, default="true"),
+        Parameter(
+            "cache_salt", Kind.TEXT, VLLM, longest=MAX_CACHE_SALT, default="–",
+            meaning="cached prompts are found with the same salt alone (over gRPC, too)",
+        ),
+        Parameter(
+            "priority", Kind.INTEGER, VLLM, low=-(2**31), high=2**31 - 1, default="0",
+            meaning="lower ones are served first; other than 0 only with "
+            "[`--scheduling-policy priority`](operate.md#whose-turn-it-is) (over gRPC, too)",
+        ),
+        Parameter(
+            "timeline", Kind.BOOLEAN, PDSERVE, default="false",
+            meaning="the answer says [where its time went](#where-the-time-went)",
+        ),
+        Parameter(
+            "stream", Kind.BOOLEAN, OPENAI, default="false", meaning="server-sent events"
+        ),
+        Parameter(
+            "stream_options", Kind.OBJECT, OPENAI, default="–",
+            meaning="only with `stream`; `include_usage`: a last event with `usage` and no "
+            "choices; `continuous_usage_stats`, with it: the usage so far in every event",
+        ),
+        Parameter(
+            "response_format", Kind.OBJECT, OPENAI, default="–",
+            meaning="`text`, `json_object`, `json_schema` or `structural_tag`: see below",
+        ),
+        Parameter(
+            "structured_outputs", Kind.OBJECT, VLLM, 20, default="–",
+            meaning="`json`, `regex`, `choice`, `grammar` …: see below",
+        ),
+        Parameter(
+            "grammar", Kind.TEXT, PDSERVE, 21, longest=MAX_GRAMMAR, default="–", http=False,
+            meaning="what the router makes of `structured_outputs` for the nodes; not for clients",
+        ),
+        Parameter("guided_json", Kind.OBJECT_OR_TEXT, VLLM, default="–", meaning=_GUIDED),
+        Parameter("guided_regex", Kind.TEXT, VLLM, default="–", meaning=_GUIDED),
+        Parameter("guided_choice", Kind.TEXTS, VLLM, default="–", meaning=_GUIDED),
+        Parameter("guided_grammar", Kind.TEXT, VLLM, default="–", meaning=_GUIDED),
+        Parameter("guided_whitespace_pattern", Kind.TEXT, VLLM, default="–", meaning=_GUIDED),
+        Parameter(
+            "guided_decoding_backend", Kind.TEXT, VLLM, default="–",
+            meaning="`auto` or `guidance`, which is what there is",
+        ),
+        Parameter(
+            "user", Kind.TEXT, OPENAI, default="–", meaning="accepted, without effect"
+        ),
+    )
+}  # fmt: skip
+"""All that completions and chat have in common, and all of gRPC's SamplingParams. The body's fields
+(`router/http/schema.py`), the checks of router and nodes, the conversion to protobuf and the table
+in docs/clients.md are made of it; `proto/inference.proto` is compared with it by a test."""
+
+
+def check_range(
+    name: str, value: float, low: float | None, high: float | None, positive: bool = False
+) -> None:
+    """Raises InvalidRequest unless low ≤ value ≤ high (None: no bound) and value is finite.
+    A float counts as what the nodes get of it: 32 bits."""
+    number, least, most = (_as_sent(each) for each in (value, low, high))
+    finite = isinstance(number, int) or math.isfinite(number)
+    below = least is not None and (number <= least if positive else number < least)
+    if finite and not below and (most is None or number <= most):
+        return
+    bounds = "a finite number"
+    if low is not None:
+        bounds = f"{'greater than' if positive else 'at least'} {low}"
+    if high is not None:
+        bounds += f" and at most {high}"
+    raise InvalidRequest(f"{name} must be {bounds}, not {_shown(value)}", param=name)
+
+
+def _as_sent(value: Any) -> Any:
+    return ctypes.c_float(value).value if isinstance(value, float) else value
+
+
+def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> None:
+    """Raises InvalidRequest unless all ids are in the vocabulary."""
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        wrong = next(i for i in token_ids if not 0 <= i < vocab_size)
+        raise InvalidRequest(
+            f"token id {_shown(wrong)} in {param} is not in 0…{vocab_size - 1}", param=param
+        )
+
+
+def _shown(value: float) -> str:
+    """For a message: Python refuses to write integers of thousands of digits."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"an integer of {value.bit_length()} bits"
+    return str(value)

@@ -1,0 +1,89 @@
+"""What the ranks are told of sequences, step by step: the scheduler's side of what each rank's
+`InputBatch` remembers (`input_batch.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+from pdserve.common.core.step_shape import StepShape
+from pdserve.common.engine.messages import NewSequence, SequenceDelta, StepDelta
+from pdserve.common.engine.sequence import Sequence
+from pdserve.common.engine.speculation import NO_DRAFT, Draft
+
+
+class StepBuilder:
+    """Knows what the ranks know, so that a step says what is new and nothing else."""
+
+    def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
+        self.eos_token_ids = eos_token_ids
+        self.step = 0  # the last one's number
+        self.computed = StepShape()  # by all steps
+        self._known_blocks: dict[int, int] = {}  # to the ranks, by seq_id; all are running
+        self._again: set[int] = set()  # seq_ids whose next token the ranks have had already
+        self._ended: list[int] = []  # seq_ids that the ranks still know
+
+    def entry(self, sequence: Sequence, count: int, draft: Draft = NO_DRAFT) -> SequenceDelta:
+        """Its share of the next step: its next `count` tokens, which are scheduled now, and what
+        is guessed behind them."""
+        start, known = sequence.num_scheduled, self._known_blocks.get(sequence.seq_id)
+        sequence.num_scheduled += count
+        self._known_blocks[sequence.seq_id] = len(sequence.block_table)
+        again = sequence.seq_id in self._again
+        self._again.discard(sequence.seq_id)
+        return SequenceDelta(
+            seq_id=sequence.seq_id,
+            token_ids=tuple(sequence.token_ids[start : start + count]),
+            start=start,
+            num_blocks=known or 0,
+            new_block_ids=tuple(sequence.block_table[known or 0 :]),
+            samples=sequence.num_scheduled == sequence.num_tokens,
+            new=self._new(sequence) if known is None else None,
+            drafts=draft.token_ids,
+            num_drafts=draft.size,
+            again=again,
+            scored=sequence.scored(start, start + count),
+        )
+
+    def again(self, sequence: Sequence) -> None:
+        """The last of its scheduled tokens is to be computed once more."""
+        sequence.num_scheduled -= 1
+        self._again.add(sequence.seq_id)
+
+    def forget(self, sequence: Sequence) -> None:
+        """No step takes it any more, or it begins anew."""
+        self._again.discard(sequence.seq_id)
+        if self._known_blocks.pop(sequence.seq_id, None) is not None:
+            self._ended.append(sequence.seq_id)
+
+    def build(
+        self,
+        decodes: SequenceOf[SequenceDelta],
+        chunks: SequenceOf[SequenceDelta],
+        drafting: tuple[SequenceDelta, ...],
+    ) -> StepDelta:
+        """The next step, of these entries."""
+        self.step += 1
+        entries = (*decodes, *chunks)
+        ended, self._ended = tuple(self._ended), []
+        self.computed.add_step(
+            [each.start for each in decodes if not each.num_drafts],
+            [
+                (each.start, len(each.token_ids) + each.num_drafts)
+                for each in (*(one for one in decodes if one.num_drafts), *chunks)
+            ],
+            sum(1 + each.num_drafts for each in entries if each.samples),
+        )
+        return StepDelta(self.step, entries, ended, drafting)
+
+    def _new(self, sequence: Sequence) -> NewSequence:
+        params = sequence.sampling
+        return NewSequence(
+            sampling=params,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            seed=params.seed + sequence.choice,
+            min_tokens_bans=(*self.eos_token_ids, *params.stop_token_ids)
+            if params.min_tokens
+            else (),
+            history=tuple(sequence.token_ids) if params.needs_history else (),
+            adapter=sequence.adapter,
+        )

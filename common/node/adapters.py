@@ -1,0 +1,185 @@
+"""The LoRA adapters of a node: which ones jobs may name.
+
+One that no router wants any more stays until its place is needed: routers that want different ones
+do not undo each other's, and one that is wanted again is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import grpc
+
+from pdserve.common.config.lora import LoRAConfig
+from pdserve.common.core.errors import Blame, ConfigError, NodeError, PdserveError
+from pdserve.common.core.lora import read_adapter
+from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.engine.adapter_calls import (
+    LOADED,
+    AdapterCall,
+    DropAdapter,
+    LoadAdapter,
+    encode_call,
+)
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
+from pdserve.common.rpc.status import serving
+
+logger = logging.getLogger(__name__)
+
+POLL = 0.02  # seconds between two questions whether an adapter is loaded
+TIMEOUT = 100.0  # seconds a rank may take to load an adapter, or to drop it
+PATIENCE = 5.0  # seconds that one which nobody wants may still be in use: jobs are ending
+
+CallRank = Callable[[bytes], Awaitable[bytes]]
+
+
+class NodeAdapters:
+    """Use `start` once the ranks are there."""
+
+    def __init__(self, config: LoRAConfig, spec: ModelSpec, blame: Blame) -> None:
+        """Raises ConfigError: one of --lora-modules cannot be served."""
+        self.enabled = config.enable_lora
+        self._max_loras = config.max_loras
+        self._blame = blame
+        self._modules = {
+            read_adapter(path, spec, config.max_lora_rank).digest: path
+            for path in config.modules.values()
+        }
+        self.present: list[str] = []  # digests, the one that was wanted the longest ago first
+        self._users: dict[object, str] = {}  # digests by job
+        self._given_back = asyncio.Event()
+        self._ranks: Sequence[CallRank] = ()  # of all replicas
+        self._changing = asyncio.Lock()
+
+    async def start(self, ranks: Sequence[CallRank]) -> None:
+        """Loads --lora-modules.
+
+        Raises:
+            PdserveError: why a rank cannot; ConfigError only if it could not at the next start.
+        """
+        self._ranks = ranks
+        for digest, path in self._modules.items():
+            await self._load(digest, path)
+
+    def check(self, digest: str) -> None:
+        """Raises NodeError: a job cannot name this adapter, here."""
+        if digest and digest not in self.present:
+            raise NodeError(
+                f"adapter {digest[:32]} is not loaded on this node",
+                code="ADAPTER_NOT_LOADED",
+                blame=self._blame,
+            )
+
+    def take(self, user: object, digest: str) -> None:
+        """It stays until the user's `give_back`."""
+        if digest:
+            self._users[user] = digest
+
+    def give_back(self, user: object) -> None:
+        if self._users.pop(user, None):
+            self._given_back.set()
+
+    async def set(self, wanted: Mapping[str, str]) -> dict[str, str]:
+        """Has the `wanted` ones, folders by digest, as far as it can: of the others says why
+        not."""
+        failures: dict[str, str] = {}
+        async with self._changing:
+            here = [digest for digest in self.present if digest in wanted]
+            self.present = [digest for digest in self.present if digest not in wanted] + here
+            for digest in [digest for digest in wanted if digest not in here]:
+                try:
+                    await self._make_room(wanted)
+                    await self._load(digest, wanted[digest])
+                except PdserveError as error:
+                    failures[digest] = error.message
+        return failures
+
+    async def _make_room(self, wanted: Collection[str]) -> None:
+        """For one more: the oldest that is not `wanted` goes once no job has it.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        end = asyncio.get_running_loop().time() + PATIENCE
+        while len(self.present) >= self._max_loras:
+            others = [digest for digest in self.present if digest not in wanted]
+            idle = [digest for digest in others if digest not in self._users.values()]
+            if idle:
+                self.present.remove(idle[0])
+                await self._call(DropAdapter(idle[0]))
+                logger.info("adapter %s dropped", idle[0])
+                continue
+            self._given_back.clear()
+            try:
+                async with asyncio.timeout_at(end if others else 0.0):
+                    await self._given_back.wait()
+            except TimeoutError:
+                raise ConfigError(
+                    f"{self._max_loras} adapters are in use, as many as --max-loras allows"
+                ) from None
+
+    async def _load(self, digest: str, path: str) -> None:
+        try:
+            await self._call(LoadAdapter(digest, path))
+        except PdserveError:
+            with suppress(PdserveError):
+                await self._call(DropAdapter(digest))
+            raise
+        self.present.append(digest)
+        logger.info("adapter %s loaded from %s", digest, path)
+
+    async def _call(self, call: AdapterCall) -> None:
+        """On all ranks, whatever happens to one; the first error counts."""
+        message = encode_call(call)
+
+        async def done(rank: CallRank) -> None:
+            try:
+                async with asyncio.timeout(TIMEOUT):
+                    while await rank(message) != LOADED and isinstance(call, LoadAdapter):
+                        await asyncio.sleep(POLL)
+            except TimeoutError:
+                raise NodeError(
+                    f"adapter {call.digest}: a rank was not done with it after {TIMEOUT:.0f} s",
+                    blame=self._blame,
+                ) from None
+
+        answers = await asyncio.gather(*map(done, self._ranks), return_exceptions=True)
+        for error in filter(None, answers):
+            raise error
+
+
+class AdaptersService(pb_grpc.AdaptersServicer):
+    """What routers want."""
+
+    def __init__(
+        self,
+        adapters: NodeAdapters,
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        announce: Callable[[], None],
+        blame: Blame,
+    ) -> None:
+        """`announce` is called when they have changed."""
+        self._adapters = adapters
+        self._spawn = spawn
+        self._announce = announce
+        self._blame = blame
+
+    async def Set(
+        self, request: pb.SetAdaptersRequest, context: grpc.aio.ServicerContext
+    ) -> pb.SetAdaptersResponse:
+        async with serving(context, self._blame):
+            response = pb.SetAdaptersResponse()
+            # A router that does not wait for it does not leave the ranks in two minds.
+            await asyncio.shield(self._spawn(self._set(request, response)))
+        return response
+
+    async def _set(self, request: pb.SetAdaptersRequest, response: pb.SetAdaptersResponse) -> None:
+        failures = await self._adapters.set({each.digest: each.path for each in request.adapters})
+        self._announce()
+        response.digests.extend(self._adapters.present)
+        response.failures.update(failures)

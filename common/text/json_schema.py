@@ -1,0 +1,111 @@
+"""What is to be said of a JSON schema that llguidance refuses, or will in the middle of an answer:
+where, and what to do. A schema is a client's here: any JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+ROW = 2000  # items: what may come next, as llguidance counts it
+_ONE_OF = (
+    "a oneOf whose branches may match at once cannot be kept: write anyOf, which takes either, or "
+    "give each branch a required property with a const of its own"
+)
+
+
+def explained(schema: Any, message: str) -> str:
+    """The library's message, with the place of the keyword or type it is about, as
+    ` (at $.properties.a)`."""
+    where = json.JSONDecoder()
+    names: tuple[str, ...] = ()
+    if message.startswith("Unimplemented keys: "):
+        names = tuple(where.raw_decode(message.removeprefix("Unimplemented keys: "))[0])
+    elif message.startswith("Invalid type: "):
+        names = (message.removeprefix("Invalid type: "),)
+    elif message.startswith("oneOf constraints are not supported"):
+        found = [path for path, each in _objects(schema) if "oneOf" in each]
+        return f"{_ONE_OF} (at {found[0]})" if len(found) == 1 else _ONE_OF
+    for path, each in _objects(schema):
+        if any(name in each or each.get("type") == name for name in names):
+            return f"{message} (at {path})"
+    return message
+
+
+def embedded(lark: str) -> Iterator[Any]:
+    """The schemas that a Lark grammar has behind `%json`."""
+    for each in re.finditer(r"%json\s*(?=\{)", lark):
+        with suppress(json.JSONDecodeError):  # which the library will say
+            yield json.JSONDecoder().raw_decode(lark, each.end())[0]
+
+
+def check_width(schema: Any) -> None:
+    """Raises ValueError: in the middle of an answer more properties might come next than can be
+    kept apart."""
+    rows = _Rows(schema)
+    for path, each in _objects(schema):
+        if max([rows.at_beginning(each), *_runs(each)[1:]]) > ROW:
+            raise ValueError(
+                f"too many optional properties might come next (at {path}), and of one object some "
+                f"{ROW // 4 - 10} can: make some required, or put them into objects of their own"
+            )
+
+
+class _Rows:
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._known: dict[int, int] = {}  # by id
+
+    def at_beginning(self, schema: Any) -> int:
+        """Items when one of this schema's objects begins, whichever of its branches it is of."""
+        if not isinstance(schema, dict):
+            return 0
+        if id(schema) not in self._known:
+            self._known[id(schema)] = 0  # one that refers to itself adds nothing
+            branches = [self._target(schema.get("$ref"))]
+            for key in ("allOf", "anyOf", "oneOf"):
+                branches += each if isinstance(each := schema.get(key), list) else []
+            own = next(iter(_runs(schema)), 0)
+            self._known[id(schema)] = own + sum(map(self.at_beginning, branches))
+        return self._known[id(schema)]
+
+    def _target(self, reference: Any) -> Any:
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            return None
+        found = self._root
+        for step in reference[1:].split("/")[1:]:
+            found = found.get(step) if isinstance(found, dict) else None
+        return found
+
+
+def _runs(schema: dict[str, Any]) -> list[int]:
+    """The items of each run of optional properties between those that must come."""
+    properties, required = schema.get("properties"), schema.get("required")
+    if not isinstance(properties, dict):
+        return []
+    names = set(map(str, required)) if isinstance(required, list) else set()
+    counts = [0]
+    for name in properties:
+        if name in names:
+            counts.append(0)
+        else:
+            counts[-1] += 1
+    if names:
+        first = 3 * counts[0] + 1
+    else:  # any of them may be the last
+        first = 4 * counts[0] + (-1 if schema.get("additionalProperties") is False else 7)
+    return [first, *(2 * count + 3 for count in counts[1:])]
+
+
+def _objects(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """All objects in it, each after the one it is in, with their paths."""
+    pending: list[tuple[str, Any]] = [("$", schema)]
+    while pending:
+        path, value = pending.pop()
+        if isinstance(value, dict):
+            yield path, value
+            pending += [(f"{path}.{key}", each) for key, each in reversed(value.items())]
+        elif isinstance(value, list):
+            pending += reversed([(f"{path}[{i}]", each) for i, each in enumerate(value)])

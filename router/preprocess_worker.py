@@ -1,0 +1,186 @@
+"""A process that preprocesses large bodies, so that the router's own neither stops nor swells.
+
+    router ── spec ──▶ worker               once: the model's options
+           ── what is asked, raw body ──▶   preprocesses it
+           ◀── what it asks, or a typed error ──
+           ◀── the token ids of each prompt, then each text ──
+           ── GRAMMAR, a constraint ──▶     compiles it in a child
+           ◀── grammar, or an error ──
+
+Frames are eight bytes of length and as many bytes. A worker (`python -m
+pdserve.router.preprocess_worker FD`) ends with its router, or when a body has cost it much memory,
+which only the end of a process gives back.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import struct
+import sys
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from io import BufferedIOBase
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.router import ChatConfig
+from pdserve.common.config.shared import LogConfig
+from pdserve.common.core.errors import InvalidRequest, PdserveError
+from pdserve.common.core.structured import StructuredOutput
+from pdserve.common.obs.logging import setup_logging
+from pdserve.router.grammar_compiler import Compiled, compile_apart
+from pdserve.router.http.preprocess import Preprocessed, Preprocessor
+from pdserve.router.http.tools import AnswerPlan
+from pdserve.router.served_model import load_served_model
+
+LENGTH = struct.Struct("!Q")
+GRAMMAR = "grammar"  # what is asked beside the kinds of bodies
+MAX_MEMORY = 2 * 2**30  # bytes of data; a body that needs more kills this process only
+NICENESS = 5  # of small requests, and of nodes on the same host, nobody waits for a large body
+KEEP_MEMORY = 512 * 2**20  # bytes at its peak, above which the process ends after its answer
+MAX_FIELDS = 64 * 1024  # bytes of JSON that are neither prompt, nor messages, nor template
+_CONSUMED = {
+    "prompt", "messages", "input", "instructions", "system", "tokens",
+    "chat_template", "chat_template_kwargs", "documents", "tools", "response_format",
+    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "guided_whitespace_pattern",
+}  # fmt: skip
+_PLACEHOLDERS: dict[str, dict[str, Any]] = {
+    "completion": {"prompt": ""},
+    "chat": {"messages": []},
+    "responses": {"input": ""},
+    "messages": {"messages": []},
+    "detokenize": {"tokens": []},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    model: dict[str, Any]  # fields of ModelConfig
+    log: dict[str, Any]  # of LogConfig
+    chat: dict[str, Any]  # of ChatConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """The frame before a body."""
+
+    kind: str
+    adapters: frozenset[str] = frozenset()  # that are models by name now
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An answer or an error; `last`: ask another process next time."""
+
+    last: bool = False
+    body: bytes = b""  # JSON, without what has become token ids or text
+    # Arrays of 32 bits; these and the texts are frames of their own.
+    prompts: tuple[Any, ...] = ()
+    texts: tuple[str, ...] = ()
+    structured: StructuredOutput | None = None
+    answer: AnswerPlan = field(default_factory=AnswerPlan)
+    unknown: tuple[str, ...] = ()
+    compiled: Compiled | None = None
+    error: dict[str, Any] | None = None  # the class's name and the arguments of a PdserveError
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The first frame of a reply."""
+
+    reply: Reply
+    num_prompts: int
+    num_texts: int
+
+
+def main(fd: int) -> int:
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY, MAX_MEMORY))
+    os.nice(NICENESS)
+    connection = socket.socket(fileno=fd)
+    frames = connection.makefile("rb")
+    spec = msgspec.msgpack.decode(_receive(frames), type=Spec)
+    setup_logging("router/text", LogConfig(**spec.log))
+    model = load_served_model(ModelConfig(**spec.model))
+    preprocessor = Preprocessor(model, ChatConfig(**spec.chat))
+    try:
+        while True:
+            ask = msgspec.msgpack.decode(_receive(frames), type=Ask)
+            reply = answer(replace(preprocessor, adapters=ask.adapters), ask.kind, _receive(frames))
+            for frame in _frames(reply):
+                connection.sendall(LENGTH.pack(len(frame)))
+                connection.sendall(frame)
+            if reply.last:
+                return 0
+    except (EOFError, ConnectionError):
+        return 0  # the router is gone
+
+
+def _frames(reply: Reply) -> Iterator[bytes]:
+    alone = replace(reply, prompts=(), texts=())
+    yield msgspec.msgpack.encode(Head(alone, len(reply.prompts), len(reply.texts)))
+    yield from (each.tobytes() for each in reply.prompts)
+    yield from (each.encode() for each in reply.texts)
+
+
+def answer(preprocessor: Preprocessor, kind: str, raw: bytes | bytearray) -> Reply:
+    try:
+        if kind == GRAMMAR:
+            structured = msgspec.msgpack.decode(raw, type=StructuredOutput)
+            return Reply(compiled=compile_apart(structured, preprocessor.model))
+        preprocessed = preprocessor.preprocess(kind, raw)
+        return Reply(
+            last=_peak_memory() > KEEP_MEMORY,
+            body=_fields(kind, preprocessed),
+            prompts=tuple(array("I", ids) for ids in preprocessed.prompts),
+            texts=tuple(preprocessed.texts),
+            structured=preprocessed.structured,
+            answer=preprocessed.answer,
+            unknown=tuple(name[:64] for name in sorted(preprocessed.unknown)[:100]),
+        )
+    except PdserveError as error:
+        fields = {name: getattr(error, name) for name in ("message", "code", "param")}
+        return Reply(
+            last=_peak_memory() > KEEP_MEMORY, error={"type": type(error).__name__, **fields}
+        )
+    except MemoryError:
+        message = "preparing the body takes too much memory"
+        fields = {"message": message, "code": "REQUEST_TOO_LARGE", "param": None}
+        return Reply(last=True, error={"type": "RequestTooLarge", **fields})
+
+
+def _fields(kind: str, preprocessed: Preprocessed[Any]) -> bytes:
+    """The body's other fields; those no schema has are left out."""
+    known = set(type(preprocessed.body).model_fields) - _CONSUMED
+    rest = preprocessed.body.model_dump(mode="json", include=known, exclude_none=True)
+    fields = msgspec.json.encode({**rest, **_PLACEHOLDERS.get(kind, {})})
+    if len(fields) > MAX_FIELDS:
+        raise InvalidRequest(f"the parameters take more than {MAX_FIELDS} bytes")
+    return fields
+
+
+def _peak_memory() -> int:
+    """Of this process alone: `ru_maxrss` begins at that of the one which started it."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+
+
+def _receive(frames: BufferedIOBase) -> bytes:
+    header = frames.read(LENGTH.size)
+    if len(header) < LENGTH.size:
+        raise EOFError
+    (length,) = LENGTH.unpack(header)
+    data = frames.read(length)
+    if len(data) < length:
+        raise EOFError
+    return data
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

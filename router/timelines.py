@@ -1,0 +1,85 @@
+"""Timelines of requests, for who asks afterwards, or while one is served: where is it, where was
+its time lost?"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import asdict, dataclass
+from itertools import chain, islice
+from time import monotonic
+from typing import Any
+
+from pdserve.common.core.errors import PdserveError
+from pdserve.common.core.printable import printable
+from pdserve.common.obs.logging import request_id_var
+from pdserve.router.generation import GenerationStats
+from pdserve.router.request_state import RequestState
+
+MAX_FOUND = 100  # of the prompts of one request
+MAX_MESSAGE = 500  # characters of a failure that are kept
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What is kept of a request that is over: no tokens, and of its error no frames."""
+
+    ids: tuple[str, ...]  # by which its client knows it
+    stats: GenerationStats
+    end: float  # monotonic
+    error: dict[str, str] | None
+
+
+class Timelines:
+    """Those of the requests that are served, and of the last ones that ended."""
+
+    def __init__(self, kept: int) -> None:
+        """`kept`: how many of those that ended."""
+        self._ended: deque[Ended] = deque(maxlen=kept)
+        self._served: dict[RequestState, tuple[str, ...]] = {}
+
+    def begun(self, state: RequestState) -> None:
+        header = request_id_var.get()
+        self._served[state] = (state.request_id, *([header] if header else ()))
+
+    def ended(self, state: RequestState, error: PdserveError | None = None) -> None:
+        ids = self._served.pop(state)
+        if self._ended.maxlen:
+            self._ended.append(Ended(ids, state.stats(), monotonic(), _described(error)))
+
+    def find(self, name: str) -> list[dict[str, Any]]:
+        """Of the request that has this id, as JSON, for each of its prompts."""
+        now = monotonic()
+        over = (each for each in self._ended if _is_named(each.ids, name))
+        served = (
+            Ended(ids, state.stats(), now, None)
+            for state, ids in self._served.items()
+            if _is_named(ids, name)
+        )
+        found = islice(chain(over, served), MAX_FOUND)
+        return [
+            _told(each) for each in sorted(found, key=lambda each: (len(each.ids[0]), each.ids))
+        ]
+
+
+def _is_named(ids: tuple[str, ...], name: str) -> bool:
+    """The prompts of a request of several have its id and a number."""
+    return name in ids or ("-" in name and ids[0].startswith(f"{name}-"))
+
+
+def _described(error: PdserveError | None) -> dict[str, str] | None:
+    if error is None:
+        return None
+    return {"code": error.code, "message": printable(error.message, MAX_MESSAGE)}
+
+
+def _told(found: Ended) -> dict[str, Any]:
+    running = found.stats.timeline.finished is None and found.error is None
+    return {
+        "id": found.ids[0],
+        "request_id": found.ids[-1],
+        "status": "failed" if found.error else "running" if running else "finished",
+        "error": found.error,
+        "prompt_tokens": found.stats.prompt_tokens,
+        "completion_tokens": found.stats.completion_tokens,
+        "timeline": asdict(found.stats.receipt(found.end)),
+    }

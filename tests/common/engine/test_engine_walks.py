@@ -1,0 +1,219 @@
+"""Random lives of sequences in a whole engine: computed here or elsewhere, preempted, guessed,
+deferred, broken, given up, held and lent. Each gets the tokens it would get alone."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+
+import pytest
+
+from checksum_ranks import BLOCK_SIZE, EOS, STOP, VOCAB, ChecksumRanks, generate, states, ticks
+from pdserve.common.config.node import SchedulerConfig
+from pdserve.common.config.speculation import Speculation
+from pdserve.common.core.request import Choice, GenerateJob
+from pdserve.common.core.sampling import SampledToken, SamplingParams
+from pdserve.common.engine.block_pool import BlockPool
+from pdserve.common.engine.core import EngineCore
+from pdserve.common.engine.draft_model import DraftModel
+from pdserve.common.engine.messages import ExpertLoad
+from pdserve.common.engine.ngram import PromptLookup
+from pdserve.common.engine.scheduler import Scheduler
+from pdserve.common.engine.sequence import Finish, Sequence, Status
+from pdserve.common.engine.speculation import Speculator
+
+WINDOW, NUM_BLOCKS = 40, 13
+CLIENTS = 40
+
+
+def speculator(guessing: str) -> Speculator | None:
+    if guessing == "ngram":
+        return PromptLookup(
+            Speculation.read(
+                {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+            ),
+            WINDOW,
+        )
+    if guessing == "draft":
+        config = Speculation.read({"model": "x", "num_speculative_tokens": 3})
+        return DraftModel(config, WINDOW - 6, BlockPool(NUM_BLOCKS - 3, BLOCK_SIZE), chunk=8)
+    return None
+
+
+class Walk:
+    """An engine, its listener and its clients."""
+
+    def __init__(self, seed: str, stages: int, guessing: str) -> None:
+        self.rng = random.Random(seed)
+        self.ranks = ChecksumRanks(self.rng)
+        self.pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
+        config = SchedulerConfig(max_num_seqs=5, max_num_batched_tokens=24)
+        self.scheduler = Scheduler(self.pool, config, (EOS,), stages, speculator(guessing))
+        self.engine = EngineCore(self.ranks, self.scheduler, self, WINDOW)
+        self.seen: Counter[str] = Counter()
+        self.told: dict[int, list[int]] = {}
+        self._ended: dict[int, asyncio.Future[str]] = {}
+        self._admitted: dict[int, asyncio.Event] = {}
+        self._held: set[int] = set()  # seq_ids whose first token is all that is wanted
+        self._num_guests = 0
+        self._generated = 0.0
+        self._prefixes = [[self.rng.randrange(1, VOCAB) for _ in range(24)] for _ in range(3)]
+
+    # ---- what the engine says ----
+
+    def admitted(self, sequence: Sequence) -> None:
+        self._admitted[sequence.seq_id].set()
+        self._check_kv(sequence)
+
+    def computed(self, sequence: Sequence) -> None:
+        self._check_kv(sequence)
+
+    def sampled(
+        self, sequence: Sequence, tokens: tuple[SampledToken, ...], finish: Finish | None
+    ) -> None:
+        self.told[sequence.seq_id] += [each.token_id for each in tokens]
+        if sequence.seq_id in self._held:
+            self.scheduler.hold(sequence)
+        elif finish:
+            self.engine.release(sequence)
+        else:
+            return
+        self._ended[sequence.seq_id].set_result(finish.reason if finish else "held")
+
+    def failed(self, sequence: Sequence, reason: str, code: str) -> None:
+        assert code == "SEQUENCE_FAILED", reason
+        self._ended[sequence.seq_id].set_result("failed")
+
+    def routed(self, load: ExpertLoad) -> None: ...
+
+    def _check_kv(self, sequence: Sequence) -> None:
+        count = sequence.num_computed
+        found = self.ranks.cache.read(sequence.block_table, count)
+        assert found == states(sequence.token_ids[:count])
+        assert self.scheduler.generation_tokens >= self._generated, "a counter that goes back"
+        self._generated = self.scheduler.generation_tokens
+
+    # ---- clients ----
+
+    async def client(self) -> None:
+        rng = self.rng
+        await ticks(rng, 60)
+        job, seed = self._job()
+        remote = rng.random() < 0.4
+        sequence = self.engine.new_sequence(job, job.choices[0], remote=remote)
+        seq_id, begun = sequence.seq_id, len(job.choices[0].output_token_ids)
+        expected, reason = generate(job.prompt_token_ids, job.sampling, seed, WINDOW)
+        expected = expected[begun:]
+        self.ranks.token_ids[seq_id] = sequence.token_ids
+        self.told[seq_id] = told = []
+        self._ended[seq_id] = ended = asyncio.get_running_loop().create_future()
+        self._admitted[seq_id] = asyncio.Event()
+        if not remote and rng.random() < 0.3:
+            self._held.add(seq_id)
+        self.engine.add(sequence)
+        if remote:
+            await self._admitted[seq_id].wait()
+            await ticks(rng, 20)
+            first = expected.pop(0)
+            if rng.random() < 0.2 or await self._land(sequence, first):
+                self.seen["given up"] += bool(expected)
+                self.engine.release(sequence)
+                return
+        if rng.random() < 0.75:
+            await ended
+        else:
+            await ticks(rng, 100)
+            if rng.random() < 0.5 and sequence.status is Status.RUNNING:
+                self.ranks.broken.add(seq_id)
+                await ended
+        how = ended.result() if ended.done() else "stopped"
+        self.seen[how] += 1
+        assert told == expected[: len(told)]
+        assert how not in ("stop", "length") or (told, reason) == (expected, how)
+        if sequence.prompt_logprobs is not None and told:
+            found = sequence.take_prompt_logprobs()
+            assert found is not None
+            assert memoryview(found.logprobs).cast("I").tolist() == [*job.prompt_token_ids[1:]]
+        await self._leave(sequence, how)
+
+    async def _leave(self, sequence: Sequence, how: str) -> None:
+        """What is held stays as it is; some of it is lent and comes back later."""
+        await self.engine.stop(sequence)
+        lent: set[int] = set()
+        if how == "held":
+            for _ in range(self.rng.randrange(12)):
+                await asyncio.sleep(0)
+                self._check_kv(sequence)
+            lent = set(sequence.block_table[: self.rng.randrange(4)])
+        self.engine.release(sequence, lent)
+        await ticks(self.rng, 20)
+        self.engine.given_back(list(lent))
+
+    def _job(self) -> tuple[GenerateJob, int]:
+        """And the seed of its choice."""
+        rng = self.rng
+        length = rng.choice([1, 3, 4, 5, 8, 12, 16, rng.randrange(1, 30)])
+        shared = rng.choice(self._prefixes)[: rng.randrange(25)]
+        prompt = tuple([*shared, *range(10, 40)][:length])
+        index, most = rng.randrange(2), rng.choice([1, 2, 5, 20, 99])
+        params = SamplingParams(
+            max_tokens=most,
+            min_tokens=rng.choice([0, 0, 1, most // 2]),
+            seed=rng.randrange(3),
+            stop_token_ids=(STOP,),
+            bad_words_token_ids=((VOCAB - 1,) * 9,) if rng.random() < 0.3 else (),
+            prompt_logprobs=0 if rng.random() < 0.2 else None,
+        )
+        seed = params.seed + index
+        output, _ = generate(prompt, params, seed, WINDOW)
+        begun = output[: rng.randrange(len(output))] if rng.random() < 0.3 else []
+        job = GenerateJob("r", prompt, params, (Choice(index, tuple(begun)),))
+        return job, seed
+
+    async def _land(self, sequence: Sequence, token: int) -> Finish | None:
+        """Its KV comes from elsewhere; some of its full blocks are guests."""
+        first, true = sequence.num_computed, states(sequence.token_ids)
+        places = range(first // BLOCK_SIZE, sequence.num_tokens // BLOCK_SIZE)
+        if places and self.rng.random() < 0.4:
+            guests = {}
+            for place in self.rng.sample(places, self.rng.randrange(1, len(places) + 1)):
+                guest = guests[place] = NUM_BLOCKS + self._num_guests
+                self._num_guests += 1
+                start = place * BLOCK_SIZE
+                self.ranks.cache.blocks[guest] = true[start : start + BLOCK_SIZE]
+            self.engine.host(sequence, guests, self._gone)
+            self.seen["guests"] += 1
+        for position in range(first, sequence.num_tokens):
+            if sequence.block_table[position // BLOCK_SIZE] < NUM_BLOCKS:
+                self.ranks.cache.write(sequence.block_table, position, true[position])
+            await ticks(self.rng, 2)
+        return self.engine.activate(sequence, SampledToken(token))
+
+    def _gone(self, guests: list[int]) -> None:
+        for guest in guests:
+            del self.ranks.cache.blocks[guest]
+
+
+@pytest.mark.parametrize(
+    ("stages", "guessing"), [(1, ""), (3, ""), (1, "ngram"), (2, "ngram"), (1, "draft")]
+)
+@pytest.mark.parametrize("seed", range(2))
+async def test_whatever_happens_a_sequence_gets_the_tokens_it_would_get_alone(
+    stages: int, guessing: str, seed: int
+) -> None:
+    walk = Walk(f"{stages} {guessing} {seed}", stages, guessing)
+    async with asyncio.TaskGroup() as group:
+        engine = group.create_task(walk.engine.run())
+        clients = [group.create_task(walk.client()) for _ in range(CLIENTS)]
+        await asyncio.wait(clients)
+        engine.cancel()
+    assert walk.pool.num_free == NUM_BLOCKS
+    assert all(block < NUM_BLOCKS for block in walk.ranks.cache.blocks), "a guest nobody told"
+    assert walk.scheduler.generation_tokens == sum(map(len, walk.told.values()))
+    assert walk.scheduler.num_preemptions and walk.scheduler.cache_hits
+    assert walk.seen.keys() >= {"length", "stopped", "held", "given up", "guests"}
+    if (speculator := walk.scheduler.speculator) is not None:
+        assert 0 < speculator.num_accepted_tokens < speculator.num_draft_tokens
+    if isinstance(speculator, DraftModel):
+        assert speculator._pool.num_free == speculator._pool.num_blocks

@@ -1,0 +1,285 @@
+"""LoRA adapters in the decoder, against peft and against models that they are merged into."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from concurrent.futures import wait
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from adapters import make_adapter
+from crowd import Crowd
+from paths import MODELS
+from pdserve.common.core.errors import ConfigError, NodeError
+from pdserve.common.core.lora import AdapterFile, read_adapter
+from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.engine.adapter_calls import LOADED, DropAdapter, LoadAdapter, encode_call
+from pdserve.common.model.attention import AttentionBatch
+from pdserve.common.model.decoder import CausalLM
+from pdserve.common.model.layers import LoRA
+from pdserve.common.planning.footprint import Footprint
+from pdserve.common.worker import adapters as worker_adapters
+from pdserve.common.worker.adapters import AdapterExtension, Adapters
+from pdserve.common.worker.input_batch import StepSequence
+from tiny_engine import BLOCK_SIZE, load, new_cache, single_threaded_inference, some_tokens
+
+LLAMA = MODELS / "llama-gqa"
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    with single_threaded_inference():
+        yield
+
+
+def logits(model: CausalLM, parts: list[list[int]], lora: LoRA | None) -> list[torch.Tensor]:
+    """Of all tokens of prompts that are in one step."""
+    lengths = [len(part) for part in parts]
+    tables = [list(range(8 * i, 8 * i + 8)) for i in range(len(parts))]
+    batch = AttentionBatch(lengths, [0] * len(parts), tables, BLOCK_SIZE)
+    tokens = torch.tensor([token for part in parts for token in part])
+    positions = torch.tensor([i for length in lengths for i in range(length)])
+    context = model.attention.prepare(batch)
+    hidden = model.forward(tokens, positions, context, new_cache(model), lora)
+    return list(model.compute_logits(hidden).split(lengths))
+
+
+def of_peft(model: Path, adapter: Path, tokens: list[int]) -> torch.Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        adapted = peft.PeftModel.from_pretrained(base, adapter).eval()
+        return adapted(torch.tensor([tokens])).logits[0].clone()
+
+
+def loaded(model: CausalLM, *folders: Path) -> tuple[Adapters, list[str]]:
+    adapters = Adapters(model, max_rank=16)
+    digests = [read_adapter(each, model.spec, 16).digest for each in folders]
+    for digest, folder in zip(digests, folders, strict=True):
+        load_it = LoadAdapter(digest, str(folder))
+        adapters.serve(load_it)
+        wait(adapters._loading.values())
+        assert adapters.serve(load_it) == LOADED
+    return adapters, digests
+
+
+def of_step(adapters: Adapters, parts: list[list[int]], digests: list[str]) -> LoRA | None:
+    sequences = [
+        StepSequence(i, tuple(part), 0, (), adapter=digest)
+        for i, (part, digest) in enumerate(zip(parts, digests, strict=True))
+    ]
+    return adapters.of_step(sequences)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama-gqa", {}),
+        ("qwen2", {"targets": ("q_proj", "v_proj"), "rank": 8, "use_rslora": True}),
+        ("qwen3", {"targets": ("o_proj", "down_proj", "up_proj"), "rank": 1, "lora_alpha": 3}),
+        ("mixtral", {"targets": ("q_proj", "k_proj", "v_proj", "o_proj")}),
+    ],
+)
+def test_logits_equal_those_of_peft(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    folder = make_adapter(tmp_path / "a", MODELS / name, seed=1, **options)
+    model, tokens = load(MODELS / name), some_tokens(40)
+    adapters, digests = loaded(model, folder)
+    found = logits(model, [tokens], of_step(adapters, [tokens], digests))[0]
+    expected = of_peft(MODELS / name, folder, tokens)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    assert (found - logits(model, [tokens], None)[0]).abs().max() > 1
+
+
+def test_an_adapter_is_added_to_rounded_weights(tmp_path: Path) -> None:
+    """And not rounded itself: what is off is what the model alone is off."""
+    folder, tokens = make_adapter(tmp_path / "a", LLAMA, seed=1), some_tokens(40)
+    model = load(LLAMA, quantization="int8")
+    adapters, digests = loaded(model, folder)
+    found = logits(model, [tokens], of_step(adapters, [tokens], digests))[0]
+    alone = logits(model, [tokens], None)[0]
+    off = (found - of_peft(LLAMA, folder, tokens)).abs().mean()
+    assert 0 < off < 0.1 * (found - alone).abs().mean()
+
+
+def test_rows_of_several_adapters_are_in_one_step(tmp_path: Path) -> None:
+    """Each has its own adapter's part, and those of the model alone none."""
+    folders = [make_adapter(tmp_path / str(i), LLAMA, seed=i, rank=2 + i) for i in range(2)]
+    model = load(LLAMA)
+    adapters, (first, second) = loaded(model, *folders)
+    parts = [some_tokens(20, seed=i) for i in range(6)]
+    names = [first, "", second, first, "", second]
+    together = logits(model, parts, of_step(adapters, parts, names))
+    for part, name, found in zip(parts, names, together, strict=True):
+        alone = logits(model, [part], of_step(adapters, [part], [name]))[0]
+        torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
+    assert of_step(adapters, parts[:1], [""]) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "quantization"),
+    [("llama-gqa", 4, None), ("qwen3", 2, None), ("mixtral", 2, None), ("llama-gqa", 2, "int8")],
+)
+def test_a_split_adapter_equals_the_whole(
+    name: str, size: int, quantization: str | None, tmp_path: Path
+) -> None:
+    """Four ranks share two KV heads. The first rank's part is as large as the plan says."""
+    folder, tokens = make_adapter(tmp_path / "a", MODELS / name, seed=3), some_tokens(20)
+
+    def work(member: Any = None) -> torch.Tensor:
+        model = load(MODELS / name, member, quantization=quantization)
+        adapters, digests = loaded(model, folder)
+        if member is not None and member.rank == 0:
+            pairs = adapters._pairs[digests[0]].values()
+            footprint = Footprint(model.spec, "float32", size)
+            held = sum(pair.a.nbytes + pair.b.nbytes for pair in pairs)
+            assert footprint.adapters(model.stage, 1, 4, 0) == held
+        return logits(model, [tokens], of_step(adapters, [tokens], digests))[0]
+
+    for found in Crowd(size).run(work):
+        torch.testing.assert_close(found, work(), rtol=1e-4, atol=1e-4)
+
+
+def test_calls_load_and_drop_and_others_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while a file is read."""
+    folder = make_adapter(tmp_path / "a", LLAMA, seed=0)
+    model, tokens = load(LLAMA), some_tokens(4)
+    digest, may_read = read_adapter(folder, model.spec, 16).digest, threading.Event()
+
+    def read(*args: Any) -> AdapterFile:
+        may_read.wait()
+        return read_adapter(*args)
+
+    monkeypatch.setattr(worker_adapters, "read_adapter", read)
+    adapters = Adapters(model, max_rank=16)
+    extension = AdapterExtension(adapters, None)
+    load_it, drop_it = encode_call(LoadAdapter(digest, str(folder))), DropAdapter(digest)
+    assert extension.handle_at_once(load_it) is None
+    assert extension.handle(load_it) == extension.handle(load_it) == b""
+    with pytest.raises(NodeError, match="no extension"):
+        extension.handle(b"another's")
+    with pytest.raises(NodeError, match="is not loaded") as caught:
+        of_step(adapters, [tokens], [digest])
+    assert caught.value.code == "ADAPTER_NOT_LOADED"
+    may_read.set()
+    wait(adapters._loading.values())
+    assert extension.handle(load_it) == extension.handle(load_it) == LOADED
+    assert of_step(adapters, [tokens], [digest]) is not None
+    assert extension.handle(encode_call(drop_it)) == b""
+    with pytest.raises(NodeError, match="is not loaded"):
+        of_step(adapters, [tokens], [digest])
+    wrong = encode_call(LoadAdapter("0" * 32, str(folder)))
+    extension.handle(wrong)
+    wait(adapters._loading.values())
+    with pytest.raises(ConfigError, match="another one on this host"):
+        extension.handle(wrong)
+    assert extension.handle(wrong) == b""  # another try
+    extension.close(1.0)
+
+
+# ---- files ----
+
+
+def config(**changes: Any) -> Any:
+    def change(folder: Path) -> None:
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return change
+
+
+def weights(change: Any) -> Any:
+    def rewrite(folder: Path) -> None:
+        path = folder / "adapter_model.safetensors"
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path)
+
+    return rewrite
+
+
+def raw(name: str, content: bytes | None) -> Any:
+    def rewrite(folder: Path) -> None:
+        (folder / name).unlink()
+        if content is not None:
+            (folder / name).write_bytes(content)
+
+    return rewrite
+
+
+Q_A, Q_B = AdapterFile.tensor_names("model.layers.0.self_attn.q_proj")
+WEIGHTS = "adapter_model.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (config(use_dora=True), "sets use_dora, which is not supported"),
+        (config(modules_to_save=["lm_head"]), "sets modules_to_save"),
+        (config(rank_pattern={"q_proj": 2}), "sets rank_pattern"),
+        (config(something_new={"a": 1}), "sets something_new"),
+        (config(bias="all"), "biases are not supported"),
+        (config(peft_type="IA3"), "peft_type is 'IA3'"),
+        (config(peft_type="x" * 10_000), r"more characters\), not 'LORA'"),
+        (config(init_lora_weights="pissa"), "has changed the model's own weights"),
+        (config(init_lora_weights=["a"]), "has changed the model's own weights"),
+        (config(r=17), "rank 17 is more than --max-lora-rank 16"),
+        (config(r=True), "r must be a whole number"),
+        (config(r=3), r"has the shape \[4, 128\], not \[3, 128\]"),
+        (config(lora_alpha="8"), "lora_alpha must be a number"),
+        (config(lora_alpha=float("inf")), "lora_alpha must be a number"),
+        (raw("adapter_config.json", b"[]"), "does not hold a JSON object"),
+        (raw("adapter_config.json", b"{"), "is not JSON"),
+        (raw("adapter_config.json", b"[" * 100_000), "is not JSON"),
+        (raw("adapter_config.json", None), "there is no adapter_config.json"),
+        (raw(WEIGHTS, None), "only safetensors weights are read"),
+        (raw(WEIGHTS, b"\x80\x02"), "is not a safetensors file"),
+        (raw(WEIGHTS, b"\xff" * 64), "is not a safetensors file"),
+        (raw(WEIGHTS, b"\x02" + b"\0" * 7 + b"[]"), "is not a safetensors file"),
+        (raw(WEIGHTS, b"\x02" + b"\0" * 7 + b"{}"), "it changes nothing"),
+        (weights(lambda t: t.pop(Q_B)), "it lacks .*q_proj.lora_B"),
+        (weights(lambda t: t.update({Q_A: t[Q_A].double()})), "has the dtype F64"),
+        (
+            weights(lambda t: t.update({"lm_head.lora_A.weight": t[Q_A].clone()})),
+            "it has lm_head.lora_A",
+        ),
+        (weights(lambda t: t.update({Q_A.replace("0", "9"): t[Q_A].clone()})), "of 4 layers"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(spoil: Any, says: str, tmp_path: Path) -> None:
+    folder = make_adapter(tmp_path / "a", LLAMA, seed=0)
+    spoil(folder)
+    with pytest.raises(ConfigError, match=says) as caught:
+        read_adapter(folder, ModelSpec.from_folder(LLAMA), max_rank=16)
+    assert str(folder) in caught.value.message
+
+
+def test_a_file_is_as_long_as_it_says(tmp_path: Path) -> None:
+    folder = make_adapter(tmp_path / "a", LLAMA, seed=0)
+    path = folder / WEIGHTS
+    whole = path.read_bytes()
+    for spoiled in (whole[:-1], whole + b"\0"):
+        path.write_bytes(spoiled)
+        with pytest.raises(ConfigError, match="another size than its header says"):
+            read_adapter(folder, ModelSpec.from_folder(LLAMA), max_rank=16)
+
+
+def test_what_it_computes_is_its_identity(tmp_path: Path) -> None:
+    """The same copied is the same; another scale, or one number, is another adapter."""
+    spec = ModelSpec.from_folder(LLAMA)
+    folder = make_adapter(tmp_path / "a", LLAMA, seed=0)
+    copies = [Path(shutil.copytree(folder, tmp_path / str(i))) for i in range(3)]
+    config(base_model_name_or_path="elsewhere")(copies[0])
+    config(lora_alpha=9)(copies[1])
+    weights(lambda t: t[Q_A].view(-1)[:1].add_(0.01))(copies[2])
+    first, same, *others = [read_adapter(each, spec, 16).digest for each in (folder, *copies)]
+    assert first == same and len({first, *others}) == 3

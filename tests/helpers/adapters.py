@@ -1,0 +1,68 @@
+"""LoRA adapters of the tiny models, made of fixed random numbers, and models that they are merged
+into, which are the reference: W + scale · B · A."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+import reference
+from pdserve.common.core.lora import AdapterFile, adapted_shapes
+from pdserve.common.core.model_spec import ModelSpec
+
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def make_adapter(
+    folder: Path,
+    model: Path,
+    seed: int,
+    rank: int = 4,
+    targets: tuple[str, ...] = ALL,
+    size: float = 0.6,
+    **config: Any,
+) -> Path:
+    """An adapter of the model in `folder`. `size`: of what it adds, as a share of a typical weight;
+    `config` goes into adapter_config.json."""
+    folder.mkdir(parents=True)
+    alpha = config.setdefault("lora_alpha", 8)
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    generator = torch.Generator().manual_seed(seed)
+    base, _ = reference.load(model)
+    weights = dict(base.named_parameters())
+    tensors = {}
+    for name, (outputs, inputs) in adapted_shapes(ModelSpec.from_folder(model)).items():
+        if name.rpartition(".")[2] in targets:
+            a = torch.randn(rank, inputs, generator=generator)
+            b = torch.randn(outputs, rank, generator=generator)
+            typical = weights[f"{name}.weight"].std().item()
+            b *= size * typical / (scale * math.sqrt(rank))
+            tensors |= dict(zip(AdapterFile.tensor_names(name), (a, b), strict=True))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    content = {"peft_type": "LORA", "r": rank, "target_modules": list(targets), **config}
+    (folder / "adapter_config.json").write_text(json.dumps(content))
+    return folder
+
+
+@cache
+def merged(adapter: Path, model: Path, target: Path) -> Path:
+    """A checkpoint in `target` of the model with the adapter in it, for `reference`."""
+    file = json.loads((adapter / "adapter_config.json").read_text())
+    rank = file["r"]
+    scale = file["lora_alpha"] / (math.sqrt(rank) if file.get("use_rslora") else rank)
+    base, tokenizer = reference.load.__wrapped__(model)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    with torch.no_grad():
+        for name, weight in base.named_parameters():
+            names = AdapterFile.tensor_names(name.removesuffix(".weight"))
+            if names[0] in tensors:
+                weight += scale * tensors[names[1]] @ tensors[names[0]]
+    base.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    return target

@@ -1,0 +1,197 @@
+"""Ranks without a model: KV and tokens are checksums of all that came before, and a cache says what
+lies in each slot. So it shows at once when a sequence reads what is not its own."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from zlib import crc32
+
+import msgspec
+import torch
+
+from pdserve.common.core.prompt_logprobs import PromptLogprobs
+from pdserve.common.core.request import FinishReason
+from pdserve.common.core.sampling import SampledToken, SamplingParams
+from pdserve.common.distributed.executor import Executor
+from pdserve.common.engine.messages import StepDelta, StepOutput
+from pdserve.common.worker.input_batch import InputBatch, StepSequence
+
+VOCAB, BLOCK_SIZE, EOS, STOP = 64, 4, 0, 9
+
+State = int  # of the tokens up to one: its KV
+WRONG = -1  # KV that is nobody's
+
+
+def after(state: State, token: int) -> State:
+    return crc32(b"%d %d" % (state, token))
+
+
+def states(tokens: Iterable[int]) -> list[State]:
+    found, state = [], 1
+    for token in tokens:
+        found.append(state := after(state, token))
+    return found
+
+
+def draw(state: State, last: int, seed: int, position: int, may_end: bool = True) -> int:
+    """What follows `last`, mostly in a loop, of which n-grams know the next token."""
+    chance = crc32(b"%d %d %d" % (state, seed, position))
+    token = chance // 8 % VOCAB if chance % 8 == 0 else last % 5 + 1
+    return token if may_end or token not in (EOS, STOP) else token + 1
+
+
+def generate(
+    prompt: Sequence[int], params: SamplingParams, seed: int, window: int
+) -> tuple[list[int], FinishReason]:
+    """What a sequence alone draws."""
+    tokens, output = list(prompt), []
+    while True:
+        may_end = len(output) >= params.min_tokens
+        output.append(draw(states(tokens)[-1], tokens[-1], seed, len(tokens), may_end))
+        tokens.append(output[-1])
+        if tokens[-1] in (EOS, STOP):
+            return output, FinishReason.STOP
+        if len(output) >= params.max_tokens or len(tokens) >= window:
+            return output, FinishReason.LENGTH
+
+
+class Cache:
+    """The state after the token of each slot, by block."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, list[State]] = {}
+
+    def write(self, table: Sequence[int], position: int, state: State) -> None:
+        block = self.blocks.setdefault(int(table[position // BLOCK_SIZE]), [WRONG] * BLOCK_SIZE)
+        block[position % BLOCK_SIZE] = state
+
+    def read(self, table: Sequence[int], count: int) -> list[State]:
+        """Of the first `count` positions."""
+        used = table[: -(-count // BLOCK_SIZE)]
+        return [state for block in used for state in self.blocks[int(block)]][:count]
+
+
+async def ticks(rng: random.Random, most: int) -> None:
+    for _ in range(rng.randrange(most)):
+        await asyncio.sleep(0)
+
+
+class StepsAlone(Executor):
+    """An executor's parts beside its steps, for which an engine without KV transfers has no use."""
+
+    async def start(self) -> Sequence[bytes]:
+        return []
+
+    async def call(self, rank: int, message: bytes) -> bytes:
+        return b""
+
+    async def shutdown(self, deadline: float) -> None: ...
+
+
+class ChecksumRanks(StepsAlone):
+    """They compute steps in order, at any time between the call and its answer. A sequence with
+    bad words is deferred now and then."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.cache = Cache()
+        self.token_ids: dict[int, list[int]] = {}  # of the sequences, by seq_id: the engine's
+        # seq_ids whose next token fails, with the KV of its step.
+        self.broken: set[int] = set()
+        self._batch, self._draft_batch = _input_batch(), _input_batch()
+        self._draft_cache = Cache()
+        self._computing, self._answering = asyncio.Lock(), asyncio.Lock()
+
+    async def step(self, message: bytes) -> bytes:
+        delta = msgspec.msgpack.decode(message, type=StepDelta)
+        async with self._computing:
+            await ticks(self.rng, 4)
+            output = self._compute(self._with_drafts(delta))
+        async with self._answering:
+            await ticks(self.rng, 4)
+        return msgspec.msgpack.encode(output)
+
+    def _with_drafts(self, delta: StepDelta) -> StepDelta:
+        """As `Drafter.complete`; guesses are right more often than not."""
+        batch = self._draft_batch.apply(StepDelta(delta.step, delta.drafting, delta.ended))
+        wanted = {each.seq_id: each.num_drafts for each in delta.drafting}
+        drafts = {each.seq_id: self._guess(each, wanted[each.seq_id]) for each in batch.sequences}
+        entries = (
+            replace(each, drafts=each.drafts or drafts.get(each.seq_id, ()))
+            for each in delta.sequences
+        )
+        return replace(delta, sequences=tuple(entries))
+
+    def _guess(self, sequence: StepSequence, count: int) -> tuple[int, ...]:
+        state, position = self._forward(self._draft_cache, sequence)
+        guesses: list[int] = []
+        last = sequence.token_ids[-1]
+        for _ in range(count):
+            right = draw(state, last, sequence.seed, position)
+            last = right if self.rng.random() < 0.7 else self.rng.randrange(VOCAB)
+            guesses.append(last)
+            if len(guesses) < count:  # nothing is computed of the last one
+                state = after(state, last)
+                self._draft_cache.write(sequence.block_table, position, state)
+                position += 1
+        return tuple(guesses)
+
+    def _forward(self, cache: Cache, sequence: StepSequence) -> tuple[State, int]:
+        """Writes its tokens; the state after them, and their end."""
+        start, position = sequence.start, sequence.start
+        before = states(self.token_ids[sequence.seq_id][:start])
+        assert cache.read(sequence.block_table, start) == before, f"{sequence.seq_id} reads others'"
+        state = before[-1] if before else 1
+        for position, token in enumerate(sequence.token_ids, start):
+            state = after(state, token)
+            cache.write(sequence.block_table, position, state)
+        return state, position + 1
+
+    def _compute(self, delta: StepDelta) -> StepOutput:
+        tokens, failed, deferred, prompts = [], [], [], []
+        for each in self._batch.apply(delta).sequences:
+            state, end = self._forward(self.cache, each)
+            if each.scored:
+                scores = array("I", each.scored).tobytes()  # each token's is itself
+                found = PromptLogprobs(each.start + 1, 0, scores, scores, b"", b"")
+                prompts.append((each.seq_id, found))
+            if each.sampling is None:
+                continue
+            if each.seq_id in self.broken:
+                for position in range(each.start, end):
+                    self.cache.write(each.block_table, position, WRONG)
+                failed.append((each.seq_id, "broken"))
+            elif each.sampling.bad_words_token_ids and self.rng.random() < 0.3:
+                deferred.append(each.seq_id)
+            else:
+                tokens += [(each.seq_id, SampledToken(i)) for i in self._drawn(each, state, end)]
+        return StepOutput(
+            delta.step,
+            tuple(tokens),
+            failed=tuple(failed),
+            deferred=tuple(deferred),
+            prompts=tuple(prompts),
+        )
+
+    def _drawn(self, sequence: StepSequence, state: State, position: int) -> Iterable[int]:
+        """Tokens up to the first that is not the draft; the KV of those behind it is wrong."""
+        last = sequence.token_ids[-1]
+        banned = (sequence.banned_token_ids, *sequence.drafts_banned)
+        for index, guess in enumerate((*sequence.drafts, None)):
+            last = draw(state, last, sequence.seed, position, EOS not in banned[index])
+            yield last
+            if last != guess:
+                for late in range(len(sequence.drafts) - index):
+                    self.cache.write(sequence.block_table, position + late, WRONG)
+                return
+            state = after(state, last)
+            self.cache.write(sequence.block_table, position, state)
+            position += 1
+
+
+def _input_batch() -> InputBatch:
+    return InputBatch(BLOCK_SIZE, VOCAB, torch.device("cpu"), samples=True)

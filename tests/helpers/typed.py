@@ -1,0 +1,299 @@
+"""Command lines as pages show them, and what the program that each names finds wrong with it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import re
+import runpy
+import shlex
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+from google.protobuf import json_format
+from pydantic import ValidationError
+
+from paths import ROOT
+from pdserve.common.cli.completion import SHELLS as SHELL_NAMES
+from pdserve.common.cli.main import BENCHES, COMMANDS
+from pdserve.common.config import sources
+from pdserve.common.config.cluster import ClusterConfig
+from pdserve.common.config.node import BothNodeConfig, WorkerNodeConfig
+from pdserve.common.config.router import RouterConfig
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.plugins import import_string
+from pdserve.common.rpc.pb import inference_pb2
+from pdserve.router.http.app import LORA_ROUTES, ROUTES
+from pdserve.router.http.openapi import Route
+from pdserve.router.http.unsupported import unknown_fields
+
+ROLES: dict[str, Any] = {
+    "up": ClusterConfig,
+    "router": RouterConfig,
+    "prefill": WorkerNodeConfig,
+    "decode": WorkerNodeConfig,
+    "both": BothNodeConfig,
+}
+_SEPARATORS = {"|", "||", "&", "&&", ";", "(", ")"}
+
+
+class Wrong(Exception):
+    """What a reader would be told who types what is shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    words: list[str]  # the program and its arguments
+    environment: Mapping[str, str]  # what is set before it
+
+
+def commands(text: str) -> Iterator[Command]:
+    """The simple commands of a piece of shell; what they write to is left out.
+
+    Raises:
+        Wrong: a quotation is not closed.
+    """
+    pending = ""
+    for line in text.splitlines():
+        pending += line
+        if pending.endswith("\\"):
+            pending = pending[:-1]
+            continue
+        try:
+            words = _words(pending)
+        except ValueError:  # the quotation goes on
+            pending += "\n"
+            continue
+        yield from _simple(words)
+        pending = ""
+    if pending:
+        raise Wrong(f"not closed: {pending}")
+
+
+def _words(text: str) -> list[str]:
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    return list(lexer)
+
+
+def _simple(words: list[str]) -> Iterator[Command]:
+    rest: list[str] = []
+    for word in [*words, ";"]:
+        if word not in _SEPARATORS:
+            rest.append(word)
+        elif rest:
+            yield _command(rest)
+            rest = []
+
+
+def _command(words: list[str]) -> Command:
+    environment = {}
+    while words and re.match(r"[A-Z_]+=", words[0]):
+        name, _, value = words[0].partition("=")
+        environment[name] = value
+        words = words[1:]
+    if ">" in words:
+        words = words[: words.index(">")]
+    return Command(words, environment)
+
+
+# ---- programs -----------------------------------------------------------------------------------
+
+
+def check(command: Command) -> None:
+    """Raises Wrong."""
+    if not command.words:  # an assignment
+        return
+    program, *arguments = command.words
+    name = Path(program).name if program.startswith((".venv/bin/", "~/")) else program
+    if name not in PROGRAMS:
+        raise Wrong(f"nobody checks {name}: see PROGRAMS in tests/helpers/typed.py")
+    if (look := PROGRAMS[name]) is not None:
+        look(arguments, command.environment)
+
+
+class _Parsed(BaseException):
+    """The command line was taken: the program need not run."""
+
+
+def _told(run: Callable[[], object]) -> None:
+    """Runs a program up to where its command line is parsed."""
+    real, build = argparse.ArgumentParser.parse_args, sources.build
+
+    def parsed(*args: Any, **kwargs: Any) -> NoReturn:
+        raise _Parsed(real(*args, **kwargs))
+
+    def built(*args: Any) -> NoReturn:
+        with patch.object(sources, "build", build):  # which calls itself
+            raise _Parsed(build(*args))
+
+    said = io.StringIO()
+    try:
+        with (
+            patch.object(argparse.ArgumentParser, "parse_args", parsed),
+            patch.object(sources, "build", built),
+            contextlib.redirect_stderr(said),
+        ):
+            run()
+        raise Wrong("it took no command line")
+    except _Parsed:
+        pass
+    except ConfigError as error:
+        raise Wrong(error.message) from error
+    except SystemExit as stop:
+        if not stop.code:  # --help
+            return
+        raise Wrong(said.getvalue().strip().splitlines()[-1]) from stop
+
+
+def _pdserve(arguments: list[str], environment: Mapping[str, str]) -> None:
+    targets = {name: target for group in COMMANDS.values() for name, (target, _) in group.items()}
+    name, *rest = arguments or ["--help"]
+    if name == "bench" and rest and rest[0] in BENCHES:
+        targets, (name, *rest) = {key: target for key, (target, _) in BENCHES.items()}, rest
+    if name in ("--help", "--version", "COMMAND"):
+        return
+    if name not in targets:
+        raise Wrong(f"there is no command {name}")
+    if not rest:  # as a sentence mentions it
+        return
+    if name in ROLES:
+        _told(lambda: sources.parse(ROLES[name], prog=name, argv=rest, environ=environment))
+    elif name == "completion":
+        if rest[0] not in (*SHELL_NAMES, "--help"):
+            raise Wrong(f"no shell: {rest[0]}")
+    else:
+        _told(lambda: import_string(targets[name])(rest))
+
+
+def _python(arguments: list[str], _: Mapping[str, str]) -> None:
+    if arguments[0] == "-m":
+        if find_spec(arguments[1]) is None:
+            raise Wrong(f"no module {arguments[1]}")
+        return
+    path = _existing(arguments[0])
+    if "parse_args(" in path.read_text():
+        with (
+            patch.object(sys, "argv", arguments),
+            patch.object(sys, "path", [str(path.parent), *sys.path]),
+        ):
+            _told(lambda: runpy.run_path(str(path), run_name="__main__"))
+    elif arguments[1:]:
+        raise Wrong(f"{path} takes no arguments")
+
+
+def _existing(name: str) -> Path:
+    if not (ROOT / name).exists():
+        raise Wrong(f"there is no {name}")
+    return ROOT / name
+
+
+def _make(arguments: list[str], _: Mapping[str, str]) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for word in arguments:
+        name, sets, _value = word.partition("=")
+        pattern = rf"^{name} \?=" if sets else rf"^{re.escape(name)}:(?!=)"
+        if not re.search(pattern, makefile, re.M):
+            raise Wrong(f"the Makefile has no {name}")
+
+
+def _pip(arguments: list[str], _: Mapping[str, str]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for word in arguments:
+        if word.startswith("./"):
+            _existing(word)
+        found = re.fullmatch(r"(?:\.|pdserve)\[([\w,]+)\]", word)
+        for name in found[1].split(",") if found else ():
+            if name not in project["optional-dependencies"]:
+                raise Wrong(f"there is no extra {name}")
+
+
+def _pytest(arguments: list[str], _: Mapping[str, str]) -> None:
+    words = iter(arguments)
+    for word in words:
+        if word == "--pyargs":
+            if find_spec(next(words)) is None:
+                raise Wrong(f"no such module: {arguments}")
+        elif word in ("--kv-connector", "--kv-connector-config"):  # of the conformance kit
+            next(words)
+        elif word.startswith("-"):
+            raise Wrong(f"nobody checks {word}")
+        else:
+            _existing(word)
+
+
+def _docker(arguments: list[str], _: Mapping[str, str]) -> None:
+    for flag, name in pairwise(arguments):
+        if flag == "-f":
+            _existing(name)
+
+
+def _grpcurl(arguments: list[str], _: Mapping[str, str]) -> None:
+    service, _, method = arguments[-1].partition("/")
+    for found in inference_pb2.DESCRIPTOR.services_by_name.values():
+        if found.full_name == service and method in found.methods_by_name:
+            kind = getattr(inference_pb2, found.methods_by_name[method].input_type.name)
+            break
+    else:
+        raise Wrong(f"there is no {arguments[-1]}")
+    try:
+        json_format.Parse(arguments[arguments.index("-d") + 1], kind())
+    except json_format.ParseError as error:
+        raise Wrong(str(error)) from error
+
+
+def _curl(arguments: list[str], _: Mapping[str, str]) -> None:
+    address = next(word for word in arguments if word.startswith(("http://", "https://")))
+    path = "/" + address.partition("://")[2].partition("/")[2].partition("?")[0]
+    body = next((b for a, b in pairwise(arguments) if a == "-d"), None)
+    method = "GET" if body is None else "POST"
+    if "-X" in arguments:
+        method = arguments[arguments.index("-X") + 1]
+    route = route_of(method, path)
+    if body is not None:
+        check_body(route, body)
+
+
+def route_of(method: str, path: str) -> Route:
+    for route in (*ROUTES, *LORA_ROUTES):
+        if re.fullmatch(re.sub(r"\{\w+\}", ".+", route.path), path) and route.method == method:
+            return route
+    raise Wrong(f"there is no {method} {path}")
+
+
+def check_body(route: Route, text: str) -> None:
+    """Raises Wrong unless a request may have such a body."""
+    if route.body is None:
+        raise Wrong(f"{route.path} takes no body")
+    try:
+        body: Any = route.body.model_validate_json(text)
+    except ValidationError as error:
+        raise Wrong(str(error)) from error
+    if unknown := unknown_fields(body.model_extra or {}):
+        raise Wrong(f"nobody reads {sorted(unknown)}")
+
+
+PROGRAMS: dict[str, Callable[[list[str], Mapping[str, str]], None] | None] = {
+    "pdserve": _pdserve,
+    "python": _python,
+    "python3": _python,
+    "make": _make,
+    "pip": _pip,
+    "pytest": _pytest,
+    "docker": _docker,
+    "curl": _curl,
+    "grpcurl": _grpcurl,
+    ".ci/run": lambda _, __: _existing(".ci/run") and None,
+    # What is not ours has nothing to be compared with.
+    **dict.fromkeys(
+        (".", "cd", "export", "git", "head", "kill", "mkdir", "openssl", "pgrep", "sed")
+    ),
+}
