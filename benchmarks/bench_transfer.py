@@ -1,99 +1,57 @@
 """How fast KV blocks move between two processes of this host, connector by connector, and how soon
-one small block is there.
+one small block is there; beside them NIXL (over UCX) and Mooncake's transfer engine (over TCP).
 
-Rounds of a plain memory copy, a transfer without and one with digests take turns; now and then a
-plain loopback socket comes between them. What else a host does only ever makes a round slower: a
-figure is the fastest tenth of its rounds, and ratios are of such figures of one run. Latencies are
-from the run announced to the sink's `Landed`, on an idle connection. What copying and hashing alone
-take is CPU time (`--connectors ""`: nothing else). Prints tables; `--json FILE` also writes the
-figures.
+Rounds of a plain memory copy, a transfer without and one with digests by each connector, and the
+same blocks moved by each peer take turns; now and then a plain loopback socket comes between them.
+What else a host does only ever makes a round slower: a figure is the fastest tenth of its rounds,
+and ratios are of such figures of one run. Latencies are from the run announced to the sink's
+`Landed`, on an idle connection; a peer's are from its call to its end. What copying and hashing
+alone take is CPU time (`--connectors "" --peers ""`: nothing else). Prints tables; `--json FILE`
+also writes the figures.
 
     python benchmarks/bench_transfer.py [--connectors shm,shared,tcp] [--seconds 1.5] [--json FILE]
+    python benchmarks/bench_transfer.py --peers-python VENV/bin/python   # which has their packages
+
+Peers are asked for the same runs of the same blocks, and their first move is checked byte by byte.
+What they leave out is told in `docs/performance.md`. One that is not installed is named with the
+reason.
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
-import mmap
-import multiprocessing
-import os
-import queue
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
-from functools import cache, partial
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
 
-import msgspec
 import numpy as np
 import torch
-from limits import socket_limit
-from rich.console import Console
-from rich.table import Table
 
-from pdserve.common.worker.guest_area import GuestArea
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.compared.movers import NAMES, Mover, Peers
+from benchmarks.compared.servers import Absent
+from benchmarks.limits import socket_limit
+from benchmarks.transfer_ends import (
+    CHUNK_BLOCKS,
+    Pair,
+    Sample,
+    Shape,
+    block_ids,
+    close_view,
+    make_view,
+)
+from benchmarks.transfer_tables import Latency, Parts, Throughput, show, show_parts
 from pdserve.kv_transfer.blocks import CacheBytes, Placement, copy_blocks, memory_of
-from pdserve.kv_transfer.commands import (
-    Accept,
-    Borrow,
-    Command,
-    GiveBack,
-    Ready,
-    Release,
-    Reply,
-    Submit,
-    Verify,
-    VerifyMore,
-)
-from pdserve.kv_transfer.connector import (
-    BlockRun,
-    Event,
-    Failed,
-    Landed,
-    RankContext,
-    SinkTransfer,
-    SourceTransfer,
-)
-from pdserve.kv_transfer.digest import RunDigest
-from pdserve.kv_transfer.layout import CacheView, Piece, Rect
+from pdserve.kv_transfer.connector import BlockRun
+from pdserve.kv_transfer.layout import CacheView
 from pdserve.kv_transfer.rank.digester import Digester, Hashed
-from pdserve.kv_transfer.rank.transfer_rank import TransferRank
-from pdserve.kv_transfer.selection import load_connector
-
-CHUNK_BLOCKS = 32  # blocks announced at once: a prefill chunk of 512 tokens
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A rank's cache and a prompt."""
-
-    name: str
-    layers: int
-    heads: int
-    head_dim: int
-    dtype: str
-    prompt_blocks: int
-    block_size: int = 16
-    num_blocks: int = 512
-    adjacent: bool = False  # the prompt's blocks, on both sides
-
-    @property
-    def cache_shape(self) -> tuple[int, ...]:
-        return (self.layers, 2, self.num_blocks, self.heads, self.block_size, self.head_dim)
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
-
-    @property
-    def block_nbytes(self) -> int:
-        per_layer = self.heads * self.block_size * self.head_dim * self.torch_dtype.itemsize
-        return 2 * self.layers * per_layer
-
 
 SHAPES = (
     Shape("8B bf16 TP8: 4 KiB runs", 32, 1, 128, "bfloat16", 250),
@@ -108,174 +66,92 @@ SMALL = (
     Shape("64 KiB in 16 runs", 8, 1, 128, "bfloat16", 1),
     Shape("0.25 MiB in 64 runs", 32, 1, 128, "bfloat16", 1),
 )
+MIN_ROUNDS = 3
+IDLE_S = 0.001  # before a small block
 
 
-@dataclass(frozen=True)
-class Throughput:
-    connector: str
-    shape: str
-    gb_per_s: float
-    of_memcpy: float
-    of_socket: float
-    cpu_s_per_gb: float  # both processes
-    with_digests: float  # time with ÷ time without
-    hash_gb_per_s: float  # of a rank that makes the digests of a prompt
-    hash_of_memcpy: float
-    copied: float  # of the prompt's blocks: what is read in place counts in GB/s all the same
+class Player:
+    """Whose turn comes in each round."""
 
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.spent = 0.0  # seconds of its turns
+        self.plain: list[Sample] = []
+        self.digested: list[Sample] = []  # by those that make digests
 
-@dataclass(frozen=True)
-class Latency:
-    """Of one block, µs."""
-
-    connector: str
-    shape: str
-    fastest: float
-    p50: float
-    p99: float
-    committed_p50: float  # until the commit is answered
-    digests_p50: float  # the same with digests
-    memcpy: float  # the fastest copy of as many bytes
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One transfer."""
-
-    seconds: float  # from the first run announced to the commit's answer
-    landed: float  # ... to the sink's event
-    cpu: float  # seconds of both processes
-    borrowed: int  # blocks that were not copied
-
-
-def make_view(shape: Shape) -> CacheView:
-    nbytes = shape.num_blocks * shape.block_nbytes
-    fd = os.memfd_create("bench-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, nbytes)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # or no sink would map it
-    cache = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=shape.torch_dtype)
-    cache.fill_(1)  # touch every page
-    own = cache.view(shape.cache_shape)
-    area = GuestArea(fd, own)  # for connectors that lend
-    return CacheView(own, Rect(0, shape.layers, 0, shape.heads), shared_fd=fd, guests=area)
-
-
-def make_rank(
-    name: str, view: CacheView, *, source: bool
-) -> tuple[TransferRank, queue.SimpleQueue[Event | tuple[Landed, float]]]:
-    """Its events come as they are, but `Landed` with the moment it was told."""
-    events: queue.SimpleQueue[Event | tuple[Landed, float]] = queue.SimpleQueue()
-
-    def emit(event: Event) -> None:
-        events.put((event, time.perf_counter()) if isinstance(event, Landed) else event)
-
-    context = RankContext(view, "127.0.0.1", "bench", emit)
-    return TransferRank(load_connector(name)(context, {}), source), events
-
-
-def call(rank: TransferRank, command: Command) -> Reply:
-    message = rank.handle(msgspec.msgpack.encode(command))
-    reply = msgspec.msgpack.decode(message, type=Reply)
-    if reply.error is not None:
-        raise RuntimeError(reply.error.message)
-    return reply
-
-
-def verify(rank: TransferRank, commit: Verify) -> None:
-    """As a decode node does it, step by step, to the end."""
-    reply = call(rank, commit)
-    while reply.left and not reply.digests:
-        reply = call(rank, VerifyMore(commit.transfer_id, 1))
-    if reply.digests:
-        raise RuntimeError("the digests differ")
-
-
-def sink_process(name: str, shape: Shape, control: Connection) -> None:
-    """Accepts what it is told to, and answers each commit when it has landed and is verified."""
-    torch.set_num_threads(1)
-    rank, events = make_rank(name, make_view(shape), source=False)
-    control.send_bytes(rank.info())
-    while message := control.recv_bytes():
-        started = time.process_time()
-        transfer_id, count = message[:16], int(message[16:])
-        call(rank, Accept(SinkTransfer(transfer_id, 1, 0, block_ids(shape, count, seed=2))))
-        control.send_bytes(b"accepted")
-        commit = msgspec.msgpack.decode(control.recv_bytes(), type=Verify)
-        while not isinstance(event := events.get(), tuple):
-            if isinstance(event, Failed):
-                raise RuntimeError(event.message)
-        borrowed = event[0].borrowed
-        if borrowed is not None:  # its lender's blocks come right behind this rank's own
-            call(rank, Borrow(transfer_id, 1, shape.num_blocks))
-        if commit.digests:
-            verify(rank, commit)
-        control.send_bytes(str(len(borrowed.blocks) if borrowed else 0).encode())
-        call(rank, Release(transfer_id))
-        if borrowed is not None:
-            call(rank, GiveBack(borrowed.lender, (((transfer_id, 1), borrowed.blocks),)))
-        cpu = time.process_time() - started
-        control.send_bytes(msgspec.msgpack.encode((event[1], cpu)))
-    rank.close(2.0)
-
-
-@cache
-def block_ids(shape: Shape, count: int, seed: int) -> tuple[int, ...]:
-    """Physical blocks in no order, as after hours of serving, unless they shall be adjacent."""
-    if shape.adjacent:
-        return tuple(range(seed, seed + count))
-    order = np.random.default_rng(seed).permutation(shape.num_blocks)
-    return tuple(order[:count].tolist())
-
-
-class Bench:
-    """A source in this process, a sink in another."""
-
-    def __init__(self, name: str, shape: Shape) -> None:
-        self._shape = shape
-        self._control, theirs = multiprocessing.Pipe()
-        context = multiprocessing.get_context("spawn")
-        self._process = context.Process(target=sink_process, args=(name, shape, theirs))
-        self._process.start()
-        theirs.close()  # so that a sink that ends is seen
-        self.view = make_view(shape)
-        self._rank, _ = make_rank(name, self.view, source=True)
-        self._endpoint = self._control.recv_bytes()
-        self._piece = Piece(0, 0, Rect(0, shape.layers, 0, shape.heads))
-
-    def transfer(self, count: int, digests: bool, pause: float = 0.0) -> Sample:
-        """`pause`: seconds between the transfer's beginning and its first run."""
-        transfer_id = os.urandom(16)
-        self._control.send_bytes(transfer_id + str(count).encode())
-        self._control.recv_bytes()
-        pieces = ((self._piece, self._endpoint),)
-        cpu = time.process_time()
-        call(self._rank, Submit(SourceTransfer(transfer_id, 1, pieces, lend=True)))
-        time.sleep(pause)
+    def turn(self, count: int, pause: float) -> None:
         started = time.perf_counter()
-        made = self._announce(transfer_id, count, digests)
-        self._control.send_bytes(msgspec.msgpack.encode(Verify(transfer_id, 1, made)))
-        borrowed = int(self._control.recv_bytes())
-        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
-        call(self._rank, Release(transfer_id))
-        landed, theirs = msgspec.msgpack.decode(self._control.recv_bytes())
-        return Sample(seconds, landed - started, cpu + theirs, borrowed)
+        self.play(count, pause)
+        self.spent += time.perf_counter() - started
 
-    def _announce(self, transfer_id: bytes, count: int, digests: bool) -> tuple[RunDigest, ...]:
-        ids = block_ids(self._shape, count, seed=1)
-        made: tuple[RunDigest, ...] = ()
-        for first in range(0, count, CHUNK_BLOCKS):
-            part = ids[first : first + CHUNK_BLOCKS]
-            last = first + len(part) == count
-            run = BlockRun(first, len(part))
-            made += call(self._rank, Ready(transfer_id, run, part, last, digests)).digests
-        return made
+    def play(self, count: int, pause: float) -> None:
+        """Moves a prompt of `count` blocks, `pause` seconds after the last."""
+        raise NotImplementedError
 
-    def close(self) -> None:
-        self._control.send_bytes(b"")
-        self._rank.close(2.0)
-        self._process.join()
-        assert self.view.shared_fd is not None
-        os.close(self.view.shared_fd)
+    def over(self, seconds: float) -> bool:
+        return self.spent >= seconds and len(self.plain) >= MIN_ROUNDS
+
+
+class Connector(Player):
+    def __init__(self, name: str, pair: Pair) -> None:
+        super().__init__(name)
+        self._pair = pair
+
+    def play(self, count: int, pause: float) -> None:
+        for digests in (False, True) if len(self.plain) % 2 else (True, False):
+            samples = self.digested if digests else self.plain
+            samples.append(self._pair.transfer(count, digests, pause))
+
+
+class Peer(Player):
+    def __init__(self, mover: Mover, shape: Shape, peers: Peers) -> None:
+        super().__init__(mover.name)
+        self._mover = mover
+        self._shape = shape
+        self._peers = peers
+
+    def play(self, count: int, pause: float) -> None:
+        ends = [block_ids(self._shape, count, seed) for seed in (1, 2)]
+        time.sleep(pause)
+        try:
+            seconds = self._mover.move(*ends)
+            self.plain.append(Sample(seconds, landed=seconds))
+        except Absent as error:
+            self._peers.absent[self.name] = str(error)
+            self.plain.clear()
+
+    def over(self, seconds: float) -> bool:
+        return super().over(seconds) or self.name in self._peers.absent
+
+
+@contextmanager
+def playing(names: Sequence[str], peers: Peers, shape: Shape) -> Iterator[list[Player]]:
+    """Connected, with the pages of a prompt touched."""
+    with ExitStack() as stack:
+        players: list[Player] = [
+            Connector(name, stack.enter_context(closing(Pair(name, shape)))) for name in names
+        ]
+        geometry = (shape.planes, shape.num_blocks, shape.run_nbytes)
+        for mover in stack.enter_context(peers.running(*geometry)):
+            players.append(Peer(mover, shape, peers))
+        for player in players:
+            player.play(shape.prompt_blocks, 0.0)
+            player.plain.clear()
+            player.digested.clear()
+        yield players
+
+
+def take_turns(
+    players: Sequence[Player], count: int, seconds: float, pause: float, between: Callable[[], None]
+) -> list[Player]:
+    """Rounds until each has had its seconds; returns those that have something to show."""
+    waiting = [each for each in players if not each.over(seconds)]
+    while waiting:
+        between()
+        for player in waiting:
+            player.turn(count, pause)
+        waiting = [each for each in waiting[1:] + waiting[:1] if not each.over(seconds)]
+    return [each for each in players if each.plain]
 
 
 def fastest(values: Iterable[float]) -> float:
@@ -284,50 +160,64 @@ def fastest(values: Iterable[float]) -> float:
     return ordered[len(ordered) // 10]
 
 
-def throughput(name: str, shape: Shape, seconds: float) -> Throughput:
-    bench = Bench(name, shape)
-    nbytes = shape.prompt_blocks * shape.block_nbytes
-    copies, plain, digested, hashes = [], [], [], []
+def throughput(
+    names: Sequence[str], peers: Peers, shape: Shape, seconds: float
+) -> list[Throughput]:
+    gigabytes = shape.prompt_blocks * shape.block_nbytes / 1e9
+    copies: list[float] = []
+    hashes: list[float] = []
     streams: list[float] = []
-    try:
-        copy, make = copier(nbytes), hasher(bench.view, shape)
-        bench.transfer(shape.prompt_blocks, digests=True)  # connect, touch
-        end = time.perf_counter() + seconds
-        while time.perf_counter() < end or len(plain) < 3:
-            if len(plain) % 8 == 0:
-                streams.append(1 / socket_limit(0.05))
-            copies.append(timed(copy))
-            for digests in (False, True) if len(plain) % 2 else (True, False):
-                samples = digested if digests else plain
-                samples.append(bench.transfer(shape.prompt_blocks, digests))
-            hashes.append(timed(make))
-    finally:
-        bench.close()
-    gigabytes = nbytes / 1e9
-    speed = gigabytes / fastest(each.seconds for each in plain)
+    view = make_view(shape)
+    copy, make = copier(shape.prompt_blocks * shape.block_nbytes), hasher(view, shape)
+
+    def between() -> None:
+        if len(copies) % 8 == 0:
+            streams.append(1 / socket_limit(0.05))
+        copies.append(timed(copy))
+        hashes.append(timed(make))
+
+    with playing(names, peers, shape) as players:
+        found = take_turns(players, shape.prompt_blocks, seconds, 0.0, between)
+    close_view(view)
+    if not found:
+        return []
     memcpy, hashing = gigabytes / fastest(copies), gigabytes / fastest(hashes)
-    return Throughput(
-        name,
-        shape.name,
-        speed,
-        speed / memcpy,
-        speed * fastest(streams),
-        fastest(each.cpu for each in plain) / gigabytes,
-        fastest(each.seconds for each in digested) * speed / gigabytes,
-        hashing,
-        hashing / memcpy,
-        1 - plain[-1].borrowed / shape.prompt_blocks,
-    )
+    figures = []
+    for each in found:
+        speed = gigabytes / fastest(sample.seconds for sample in each.plain)
+        row = Throughput(each.name, shape.name, speed, speed / memcpy, speed * fastest(streams))
+        if each.digested:
+            digested = fastest(sample.seconds for sample in each.digested)
+            row = replace(
+                row,
+                cpu_s_per_gb=fastest(sample.cpu for sample in each.plain) / gigabytes,
+                with_digests=digested * speed / gigabytes,
+                hash_gb_per_s=hashing,
+                hash_of_memcpy=hashing / memcpy,
+                copied=1 - each.plain[-1].borrowed / shape.prompt_blocks,
+            )
+        figures.append(row)
+    return figures
 
 
-@dataclass(frozen=True)
-class Parts:
-    """GB of a prompt per second of one thread's CPU time: the work itself, whoever else runs."""
-
-    shape: str
-    memcpy: float
-    copy: float  # of its blocks to others
-    hash: float
+def latency(names: Sequence[str], peers: Peers, shape: Shape, seconds: float) -> list[Latency]:
+    copies: list[float] = []
+    copy = copier(shape.block_nbytes)
+    with playing(names, peers, shape) as players:
+        found = take_turns(players, 1, seconds, IDLE_S, lambda: copies.append(timed(copy)))
+    figures = []
+    for each in found:
+        landed = sorted(sample.landed * 1e6 for sample in each.plain)
+        p50, p99 = statistics.median(landed), landed[len(landed) * 99 // 100]
+        row = Latency(each.name, shape.name, landed[0], p50, p99, fastest(copies) * 1e6)
+        if each.digested:
+            committed, digested = (
+                statistics.median(sample.seconds for sample in samples) * 1e6
+                for samples in (each.plain, each.digested)
+            )
+            row = replace(row, committed_p50=committed, digests_p50=digested)
+        figures.append(row)
+    return figures
 
 
 def parts(shape: Shape, seconds: float) -> Parts:
@@ -350,35 +240,8 @@ def parts(shape: Shape, seconds: float) -> Parts:
             spent.append(timed(work, time.thread_time))
     speeds = (count * shape.block_nbytes / 1e9 / fastest(spent) for spent in times)
     for view in (source, target):
-        assert view.shared_fd is not None
-        os.close(view.shared_fd)
+        close_view(view)
     return Parts(shape.name, *speeds)
-
-
-def latency(name: str, shape: Shape, seconds: float) -> Latency:
-    bench = Bench(name, shape)
-    plain, digested, copies = [], [], []
-    try:
-        copy = copier(shape.block_nbytes)
-        bench.transfer(1, digests=True)
-        end = time.perf_counter() + seconds
-        while time.perf_counter() < end:
-            plain.append(bench.transfer(1, digests=False, pause=0.001))
-            digested.append(bench.transfer(1, digests=True, pause=0.001))
-            copies.append(timed(copy))
-    finally:
-        bench.close()
-    landed = sorted(each.landed * 1e6 for each in plain)
-    return Latency(
-        name,
-        shape.name,
-        landed[0],
-        statistics.median(landed),
-        landed[len(landed) * 99 // 100],
-        statistics.median(each.seconds for each in plain) * 1e6,
-        statistics.median(each.seconds for each in digested) * 1e6,
-        fastest(copies) * 1e6,
-    )
 
 
 def timed(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
@@ -407,57 +270,34 @@ def hasher(view: CacheView, shape: Shape) -> Callable[[], None]:
     return make
 
 
-def show_parts(found: list[Parts]) -> None:
-    table = Table("shape", title="the work of one thread, by CPU time")
-    for column in ("memcpy GB/s", "copy ÷ memcpy", "hash ÷ memcpy"):
-        table.add_column(column, justify="right")
-    for each in found:
-        ratios = each.copy / each.memcpy, each.hash / each.memcpy
-        table.add_row(each.shape, f"{each.memcpy:.1f}", *(f"{ratio:.2f}" for ratio in ratios))
-    Console().print(table)
-
-
-def show(throughputs: list[Throughput], latencies: list[Latency]) -> None:
-    columns = "GB/s", "÷ memcpy", "÷ socket", "CPU s/GB", "with digests", "hash ÷ memcpy", "copied"
-    table = _table("transfers", columns)
-    for each in throughputs:
-        ratios = f"{each.of_memcpy:.2f}", f"{each.of_socket:.2f}", f"{each.cpu_s_per_gb:.2f}"
-        digests = f"× {each.with_digests:.2f}", f"{each.hash_of_memcpy:.2f}", f"{each.copied:.1%}"
-        table.add_row(each.connector, each.shape, f"{each.gb_per_s:.2f}", *ratios, *digests)
-    columns = "landed", "p50", "p99", "committed p50", "with digests", "memcpy"
-    blocks = _table("one block, µs", columns)
-    for one in latencies:
-        times = one.fastest, one.p50, one.p99, one.committed_p50, one.digests_p50, one.memcpy
-        blocks.add_row(one.connector, one.shape, *(f"{each:.0f}" for each in times))
-    Console().print(table, blocks)
-
-
-def _table(title: str, figures: tuple[str, ...]) -> Table:
-    table = Table("connector", "shape", title=title)
-    for column in figures:
-        table.add_column(column, justify="right")
-    return table
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--connectors", default="shm,shared,tcp", help="names, separated by commas")
-    parser.add_argument("--only", default="", metavar="TEXT", help="shapes whose names have it")
-    parser.add_argument("--seconds", type=float, default=1.5, help="per connector and shape")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there")
+    add = parser.add_argument
+    add("--connectors", default="shm,shared,tcp", help="names, separated by commas")
+    add("--peers", default=",".join(NAMES), help="libraries to compare with; none: ''")
+    add("--peers-python", default=sys.executable, metavar="FILE", help="a Python that has them")
+    add("--only", default="", metavar="TEXT", help="shapes whose names have it")
+    add("--seconds", type=float, default=1.5, help="per connector or peer, and shape")
+    add("--json", metavar="FILE", help="write the figures there")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    names = [name for name in args.connectors.split(",") if name]
+    names, others = (
+        [name for name in text.split(",") if name] for text in (args.connectors, args.peers)
+    )
+    peers = Peers(others, args.peers_python)
     large, small = ([each for each in all_ if args.only in each.name] for all_ in (SHAPES, SMALL))
     alone = [parts(shape, args.seconds) for shape in large]
     show_parts(alone)
-    moved = [throughput(name, shape, args.seconds) for shape in large for name in names]
-    blocks = [latency(name, shape, args.seconds) for shape in small for name in names]
-    show(moved, blocks)
+    moved, blocks = [], []
+    if names or others:
+        moved = [row for shape in large for row in throughput(names, peers, shape, args.seconds)]
+        blocks = [row for shape in small for row in latency(names, peers, shape, args.seconds)]
+        show(moved, blocks, peers.versions, peers.absent)
     if args.json:
         figures = {"parts": alone, "throughput": moved, "latency": blocks}
+        about = {"peers": peers.versions, "absent": peers.absent}
         with open(args.json, "w") as file:
-            json.dump(figures, file, indent=2, default=asdict)
+            json.dump({**figures, **about}, file, indent=2, default=asdict)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,197 @@
+"""Moves blocks between two processes with a transfer library; run by the Python that has it, which
+needs numpy beside it and nothing of pdserve. `movers.py` starts it:
+
+    VENV/bin/python benchmarks/compared/move_blocks.py {nixl|mooncake} PLANES BLOCKS RUN_NBYTES
+
+A cache is `PLANES` planes (a layer's keys or values) of `BLOCKS` blocks, `RUN_NBYTES` of each in
+one piece. Each line of stdin is a JSON list `[their_ids, our_ids]`, blocks of the passive process
+and of this one; the answer is a line, the seconds that moving them took. After the first move the
+checksums of both ends' blocks must be equal. `{"ready": version}` comes before, `{"absent": why}`
+when there is nothing more to expect.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+import zlib
+from collections.abc import Sequence
+from importlib.metadata import packages_distributions, version
+from multiprocessing.connection import Connection
+from typing import Any, TextIO
+
+import numpy as np
+
+TIMEOUT = 60.0  # seconds for the passive process to be there
+BATCH = 1024  # runs; Mooncake's queue refuses what does not fit
+Ids = Sequence[int]
+
+
+class Library:
+    """One end. `cache`: uint8 (planes, blocks, bytes of a run)."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+        planes, blocks, run = cache.shape
+        self._first = np.arange(planes, dtype=np.int64)[:, None] * blocks  # run of block 0
+        self._run = run
+
+    def runs(self, ids: Ids) -> Any:
+        """The indices of the runs of these blocks, plane by plane."""
+        return (self._first + np.asarray(ids, dtype=np.int64)).reshape(-1)
+
+    def address(self) -> tuple[Any, int]:
+        """What the other end needs: where this process is reached, and where its cache begins."""
+        raise NotImplementedError
+
+    def connect(self, address: tuple[Any, int]) -> None:
+        raise NotImplementedError
+
+    def move(self, theirs: Ids, ours: Ids) -> None:
+        """Returns when all bytes are in place."""
+        raise NotImplementedError
+
+
+class Nixl(Library):
+    """Over UCX; the sink reads, as vLLM's connector has it: all runs are prepared once, and a
+    transfer names those it wants."""
+
+    def __init__(self, cache: Any) -> None:
+        super().__init__(cache)
+        from nixl import nixl_agent, nixl_agent_config
+
+        config = nixl_agent_config(backends=["UCX"])
+        self._agent = nixl_agent(f"bench-{os.getpid()}", config)
+        self._agent.register_memory([(cache.ctypes.data, cache.nbytes, 0, "")], "DRAM")
+
+    def address(self) -> tuple[Any, int]:
+        return self._agent.get_agent_metadata(), self.cache.ctypes.data
+
+    def connect(self, address: tuple[Any, int]) -> None:
+        metadata, base = address
+        peer = self._agent.add_remote_agent(metadata)
+        self._theirs = self._prepare(peer, base)
+        self._ours = self._prepare("NIXL_INIT_AGENT", self.cache.ctypes.data)
+
+    def _prepare(self, agent: str, base: int) -> Any:
+        count = self.cache.nbytes // self._run
+        runs = np.zeros((count, 3), dtype=np.uint64)  # address, bytes, device
+        runs[:, 0] = base + np.arange(count, dtype=np.uint64) * np.uint64(self._run)
+        runs[:, 1] = self._run
+        return self._agent.prep_xfer_dlist(agent, runs, "DRAM")
+
+    def move(self, theirs: Ids, ours: Ids) -> None:
+        wanted, places = (self.runs(ids).astype(np.int32) for ids in (theirs, ours))
+        agent = self._agent
+        handle = agent.make_prepped_xfer("READ", self._ours, places, self._theirs, wanted)
+        state = agent.transfer(handle)
+        while state == "PROC":
+            state = agent.check_xfer_state(handle)
+        agent.release_xfer_handle(handle)
+        if state != "DONE":
+            raise RuntimeError(f"the transfer ended as {state}")
+
+
+class Mooncake(Library):
+    """Over TCP; the source writes, as many runs at once as its queue takes."""
+
+    def __init__(self, cache: Any) -> None:
+        super().__init__(cache)
+        from mooncake.engine import TransferEngine
+
+        self._engine = TransferEngine()
+        self._expect(self._engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""))
+        self._expect(self._engine.register_memory(cache.ctypes.data, cache.nbytes))
+
+    def address(self) -> tuple[Any, int]:
+        return f"127.0.0.1:{self._engine.get_rpc_port()}", self.cache.ctypes.data
+
+    def connect(self, address: tuple[Any, int]) -> None:
+        self._peer, self._base = address
+
+    def move(self, theirs: Ids, ours: Ids) -> None:
+        places = (self._base + self.runs(theirs) * self._run).tolist()
+        data = (self.cache.ctypes.data + self.runs(ours) * self._run).tolist()
+        lengths = [self._run] * BATCH
+        for start in range(0, len(data), BATCH):
+            part = slice(start, start + BATCH)
+            batch = data[part], places[part], lengths[: len(data) - start]
+            self._expect(self._engine.batch_transfer_sync_write(self._peer, *batch))
+
+    def _expect(self, status: int) -> None:
+        if status != 0:
+            raise RuntimeError(f"the engine answers {status}")
+
+
+LIBRARIES: dict[str, type[Library]] = {"nixl": Nixl, "mooncake": Mooncake}
+
+
+def filled(shape: tuple[int, ...]) -> Any:
+    """Every process has other bytes."""
+    return np.random.default_rng(os.getpid()).integers(0, 256, shape, dtype=np.uint8)
+
+
+def checksum(cache: Any, ids: Ids) -> int:
+    return zlib.crc32(np.ascontiguousarray(cache[:, list(ids)]))
+
+
+def passive(name: str, shape: tuple[int, ...], control: Connection) -> None:
+    """The other end: tells its address, then the checksums of blocks, until nobody asks."""
+    library = LIBRARIES[name](filled(shape))
+    control.send(library.address())
+    try:
+        while True:
+            control.send(checksum(library.cache, control.recv()))
+    except EOFError:
+        os._exit(0)  # some libraries' threads do not end
+
+
+def serve(name: str, shape: tuple[int, ...], answers: TextIO) -> None:
+    library = LIBRARIES[name](filled(shape))
+    ours, theirs = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    context.Process(target=passive, args=(name, shape, theirs), daemon=True).start()
+    theirs.close()
+    if not ours.poll(TIMEOUT):
+        raise RuntimeError("the other process does not start")
+    library.connect(ours.recv())
+    answer(answers, {"ready": _version(name)})
+    for number, line in enumerate(sys.stdin):
+        their_ids, our_ids = json.loads(line)
+        started = time.perf_counter()
+        library.move(their_ids, our_ids)
+        seconds = time.perf_counter() - started
+        if number == 0:
+            ours.send(their_ids)
+            if ours.recv() != checksum(library.cache, our_ids):
+                raise RuntimeError("the blocks differ after the transfer")
+        answer(answers, seconds)
+
+
+def _version(name: str) -> str:
+    """Of the packages it may come from."""
+    found = sorted(set(packages_distributions().get(name, ())))
+    return ", ".join(f"{package} {version(package)}" for package in found)
+
+
+def answer(answers: TextIO, value: Any) -> None:
+    answers.write(json.dumps(value) + "\n")
+    answers.flush()
+
+
+def main() -> None:
+    name, *shape = sys.argv[1:]
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print what they like
+    try:
+        serve(name, tuple(map(int, shape)), answers)
+    except Exception as error:
+        answer(answers, {"absent": f"{type(error).__name__}: {error}"})
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""The two ends of `bench_transfer.py`: a source in this process, a sink in another, and what they
+move."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import multiprocessing
+import os
+import queue
+import time
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing.connection import Connection
+
+import msgspec
+import numpy as np
+import torch
+
+from pdserve.common.worker.guest_area import GuestArea
+from pdserve.kv_transfer.commands import (
+    Accept,
+    Borrow,
+    Command,
+    GiveBack,
+    Ready,
+    Release,
+    Reply,
+    Submit,
+    Verify,
+    VerifyMore,
+)
+from pdserve.kv_transfer.connector import (
+    BlockRun,
+    Event,
+    Failed,
+    Landed,
+    RankContext,
+    SinkTransfer,
+    SourceTransfer,
+)
+from pdserve.kv_transfer.digest import RunDigest
+from pdserve.kv_transfer.layout import CacheView, Piece, Rect
+from pdserve.kv_transfer.rank.transfer_rank import TransferRank
+from pdserve.kv_transfer.selection import load_connector
+
+CHUNK_BLOCKS = 32  # blocks announced at once: a prefill chunk of 512 tokens
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A rank's cache and a prompt."""
+
+    name: str
+    layers: int
+    heads: int
+    head_dim: int
+    dtype: str
+    prompt_blocks: int
+    block_size: int = 16
+    num_blocks: int = 512
+    adjacent: bool = False  # the prompt's blocks, on both sides
+
+    @property
+    def cache_shape(self) -> tuple[int, ...]:
+        return (self.layers, 2, self.num_blocks, self.heads, self.block_size, self.head_dim)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @property
+    def planes(self) -> int:
+        return 2 * self.layers
+
+    @property
+    def run_nbytes(self) -> int:
+        """Of a block in a plane, where it lies in one piece."""
+        return self.heads * self.block_size * self.head_dim * self.torch_dtype.itemsize
+
+    @property
+    def block_nbytes(self) -> int:
+        return self.planes * self.run_nbytes
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One transfer."""
+
+    seconds: float  # from the first run announced to the commit's answer
+    landed: float  # ... to the sink's event
+    cpu: float = 0.0  # seconds of both processes
+    borrowed: int = 0  # blocks that were not copied
+
+
+def make_view(shape: Shape) -> CacheView:
+    nbytes = shape.num_blocks * shape.block_nbytes
+    fd = os.memfd_create("bench-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, nbytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # or no sink would map it
+    cache = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=shape.torch_dtype)
+    cache.fill_(1)  # touch every page
+    own = cache.view(shape.cache_shape)
+    area = GuestArea(fd, own)  # for connectors that lend
+    return CacheView(own, Rect(0, shape.layers, 0, shape.heads), shared_fd=fd, guests=area)
+
+
+def close_view(view: CacheView) -> None:
+    assert view.shared_fd is not None
+    os.close(view.shared_fd)
+
+
+def make_rank(
+    name: str, view: CacheView, *, source: bool
+) -> tuple[TransferRank, queue.SimpleQueue[Event | tuple[Landed, float]]]:
+    """Its events come as they are, but `Landed` with the moment it was told."""
+    events: queue.SimpleQueue[Event | tuple[Landed, float]] = queue.SimpleQueue()
+
+    def emit(event: Event) -> None:
+        events.put((event, time.perf_counter()) if isinstance(event, Landed) else event)
+
+    context = RankContext(view, "127.0.0.1", "bench", emit)
+    return TransferRank(load_connector(name)(context, {}), source), events
+
+
+def call(rank: TransferRank, command: Command) -> Reply:
+    message = rank.handle(msgspec.msgpack.encode(command))
+    reply = msgspec.msgpack.decode(message, type=Reply)
+    if reply.error is not None:
+        raise RuntimeError(reply.error.message)
+    return reply
+
+
+def verify(rank: TransferRank, commit: Verify) -> None:
+    """As a decode node does it, step by step, to the end."""
+    reply = call(rank, commit)
+    while reply.left and not reply.digests:
+        reply = call(rank, VerifyMore(commit.transfer_id, 1))
+    if reply.digests:
+        raise RuntimeError("the digests differ")
+
+
+def sink_process(name: str, shape: Shape, control: Connection) -> None:
+    """Accepts what it is told to, and answers each commit when it has landed and is verified."""
+    torch.set_num_threads(1)
+    rank, events = make_rank(name, make_view(shape), source=False)
+    control.send_bytes(rank.info())
+    while message := control.recv_bytes():
+        started = time.process_time()
+        transfer_id, count = message[:16], int(message[16:])
+        call(rank, Accept(SinkTransfer(transfer_id, 1, 0, block_ids(shape, count, seed=2))))
+        control.send_bytes(b"accepted")
+        commit = msgspec.msgpack.decode(control.recv_bytes(), type=Verify)
+        while not isinstance(event := events.get(), tuple):
+            if isinstance(event, Failed):
+                raise RuntimeError(event.message)
+        borrowed = event[0].borrowed
+        if borrowed is not None:  # its lender's blocks come right behind this rank's own
+            call(rank, Borrow(transfer_id, 1, shape.num_blocks))
+        if commit.digests:
+            verify(rank, commit)
+        control.send_bytes(str(len(borrowed.blocks) if borrowed else 0).encode())
+        call(rank, Release(transfer_id))
+        if borrowed is not None:
+            call(rank, GiveBack(borrowed.lender, (((transfer_id, 1), borrowed.blocks),)))
+        cpu = time.process_time() - started
+        control.send_bytes(msgspec.msgpack.encode((event[1], cpu)))
+    rank.close(2.0)
+
+
+@cache
+def block_ids(shape: Shape, count: int, seed: int) -> tuple[int, ...]:
+    """Physical blocks in no order, as after hours of serving, unless they shall be adjacent."""
+    if shape.adjacent:
+        return tuple(range(seed, seed + count))
+    order = np.random.default_rng(seed).permutation(shape.num_blocks)
+    return tuple(order[:count].tolist())
+
+
+class Pair:
+    """A source in this process, a sink in another."""
+
+    def __init__(self, name: str, shape: Shape) -> None:
+        self._shape = shape
+        self._control, theirs = multiprocessing.Pipe()
+        context = multiprocessing.get_context("spawn")
+        self._process = context.Process(target=sink_process, args=(name, shape, theirs))
+        self._process.start()
+        theirs.close()  # so that a sink that ends is seen
+        self.view = make_view(shape)
+        self._rank, _ = make_rank(name, self.view, source=True)
+        self._endpoint = self._control.recv_bytes()
+        self._piece = Piece(0, 0, Rect(0, shape.layers, 0, shape.heads))
+
+    def transfer(self, count: int, digests: bool, pause: float = 0.0) -> Sample:
+        """`pause`: seconds between the transfer's beginning and its first run."""
+        transfer_id = os.urandom(16)
+        self._control.send_bytes(transfer_id + str(count).encode())
+        self._control.recv_bytes()
+        pieces = ((self._piece, self._endpoint),)
+        cpu = time.process_time()
+        call(self._rank, Submit(SourceTransfer(transfer_id, 1, pieces, lend=True)))
+        time.sleep(pause)
+        started = time.perf_counter()
+        made = self._announce(transfer_id, count, digests)
+        self._control.send_bytes(msgspec.msgpack.encode(Verify(transfer_id, 1, made)))
+        borrowed = int(self._control.recv_bytes())
+        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+        call(self._rank, Release(transfer_id))
+        landed, theirs = msgspec.msgpack.decode(self._control.recv_bytes())
+        return Sample(seconds, landed - started, cpu + theirs, borrowed)
+
+    def _announce(self, transfer_id: bytes, count: int, digests: bool) -> tuple[RunDigest, ...]:
+        ids = block_ids(self._shape, count, seed=1)
+        made: tuple[RunDigest, ...] = ()
+        for first in range(0, count, CHUNK_BLOCKS):
+            part = ids[first : first + CHUNK_BLOCKS]
+            last = first + len(part) == count
+            run = BlockRun(first, len(part))
+            made += call(self._rank, Ready(transfer_id, run, part, last, digests)).digests
+        return made
+
+    def close(self) -> None:
+        self._control.send_bytes(b"")
+        self._rank.close(2.0)
+        self._process.join()
+        close_view(self.view)

@@ -1,0 +1,103 @@
+"""The figures of `bench_transfer.py` and how they are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Of a connector or, as far as it was asked, of a peer."""
+
+    connector: str
+    shape: str
+    gb_per_s: float
+    of_memcpy: float
+    of_socket: float
+    cpu_s_per_gb: float | None = None  # both processes
+    with_digests: float | None = None  # time with ÷ time without
+    hash_gb_per_s: float | None = None  # of a rank that makes the digests of a prompt
+    hash_of_memcpy: float | None = None
+    copied: float | None = (
+        None  # of the prompt's blocks: what is read in place counts in GB/s all the same
+    )
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Of one block, µs."""
+
+    connector: str
+    shape: str
+    fastest: float
+    p50: float
+    p99: float
+    memcpy: float  # the fastest copy of as many bytes
+    committed_p50: float | None = None  # until the commit is answered
+    digests_p50: float | None = None  # the same with digests
+
+
+@dataclass(frozen=True)
+class Parts:
+    """GB of a prompt per second of one thread's CPU time: the work itself, whoever else runs."""
+
+    shape: str
+    memcpy: float
+    copy: float  # of its blocks to others
+    hash: float
+
+
+def show_parts(found: list[Parts]) -> None:
+    table = Table("shape", title="the work of one thread, by CPU time")
+    for column in ("memcpy GB/s", "copy ÷ memcpy", "hash ÷ memcpy"):
+        table.add_column(column, justify="right")
+    for each in found:
+        ratios = each.copy / each.memcpy, each.hash / each.memcpy
+        table.add_row(each.shape, f"{each.memcpy:.1f}", *(f"{ratio:.2f}" for ratio in ratios))
+    Console().print(table)
+
+
+def show(
+    throughputs: Sequence[Throughput],
+    latencies: Sequence[Latency],
+    versions: Mapping[str, str],
+    absent: Mapping[str, str],
+) -> None:
+    """`versions` and `absent`, of peers by name: what they are, why they are not there."""
+    columns = "GB/s", "÷ memcpy", "÷ socket", "CPU s/GB", "with digests", "hash ÷ memcpy", "copied"
+    table = _table("transfers", columns)
+    for each in throughputs:
+        table.add_row(
+            each.connector,
+            each.shape,
+            *(f"{figure:.2f}" for figure in (each.gb_per_s, each.of_memcpy, each.of_socket)),
+            _cell(each.cpu_s_per_gb, "{:.2f}"),
+            _cell(each.with_digests, "× {:.2f}"),
+            _cell(each.hash_of_memcpy, "{:.2f}"),
+            _cell(each.copied, "{:.1%}"),
+        )
+    columns = "landed", "p50", "p99", "committed p50", "with digests", "memcpy"
+    blocks = _table("one block, µs", columns)
+    for one in latencies:
+        times = one.fastest, one.p50, one.p99, one.committed_p50, one.digests_p50, one.memcpy
+        blocks.add_row(one.connector, one.shape, *(_cell(each, "{:.0f}") for each in times))
+    Console().print(table, blocks)
+    for name, version in versions.items():
+        print(f"{name}: {version}")
+    for name, why in absent.items():
+        print(f"{name} is not there: {why}")
+
+
+def _cell(figure: float | None, form: str) -> str:
+    return "" if figure is None else form.format(figure)
+
+
+def _table(title: str, figures: tuple[str, ...]) -> Table:
+    table = Table("connector", "shape", title=title)
+    for column in figures:
+        table.add_column(column, justify="right")
+    return table
