@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 Times = tuple[float, float, float]  # as `JobTokens.times`
 LAST_TOKENS = 5.0  # seconds that the last tokens may come after the end of `Decode.Run`
+LAST_WORD = 1.0  # seconds that the prefill node's first word may come after the last token
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ class Attempt:
         self._prefill: Node | None = None  # the one at work
         self._first: pb.TokenEvent | None = None
         self._decoding = False  # the decode node has all KV
-        self._computed = asyncio.Event()  # it has computed the prompt itself
+        self._prompt_told = asyncio.Event()  # what was cached of it, and how long it took
+        self._handing_off: asyncio.Task[None] | None = None
         # Tokens may come: it has the first one, and the client what is wanted of the prompt.
         self._takes = local_prefill and state.prompt_scored
         # Those that overtook `landed`, after `reserved`, or `prefilled`, where that tells of the
@@ -95,9 +97,13 @@ class Attempt:
                     decoding = group.create_task(self._run_decode(group, use))
                     await self._state.ended.wait()
                     if self._local_prefill:
-                        await self._told_of_prompt(decoding)
+                        await self._told_of_prompt(decoding, LAST_TOKENS)
                     decoding.cancel()
                     finishing.cancel()
+                    if self._handing_off is not None:
+                        if self._prefill is not None:
+                            await self._told_of_prompt(self._handing_off, LAST_WORD)
+                        self._handing_off.cancel()
             except BaseExceptionGroup as failures:
                 if self._state.finished:
                     return  # the answer is whole: what fails now is nobody's failure
@@ -106,21 +112,22 @@ class Attempt:
                     raise asyncio.CancelledError from None
                 raise failures.exceptions[0] from None  # what failed first: all follows from it
 
-    async def _told_of_prompt(self, decoding: asyncio.Task[None]) -> None:
-        """Tokens have a stream of their own: a short answer's overtake what its node says of the
-        prompt, as what was cached of it."""
-        computed = asyncio.create_task(self._computed.wait())
+    async def _told_of_prompt(self, listening: asyncio.Task[None], seconds: float) -> None:
+        """Tokens have a stream of their own: a short answer's overtake what is said of the prompt,
+        as what was cached of it. Waits until that is heard, but not for ever: the client has all
+        tokens, and it is no failure if nothing comes."""
+        told = asyncio.create_task(self._prompt_told.wait())
         try:
-            await asyncio.wait(
-                (computed, decoding), timeout=LAST_TOKENS, return_when=asyncio.FIRST_COMPLETED
-            )
+            with self._state.deadline.waiting():
+                await asyncio.wait(
+                    (told, listening), timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+                )
         finally:
-            computed.cancel()
+            told.cancel()
 
     async def _run_decode(self, group: asyncio.TaskGroup, use: InFlight) -> None:
         """Reads what the decode node says; the hand-off goes on beside it."""
         request = pb.DecodeRequest(job=self._job, local_prefill=self._local_prefill)
-        handing_off: asyncio.Task[None] | None = None
         self._decode_use = use
         try:
             with (
@@ -132,10 +139,9 @@ class Attempt:
                         self._state.mark("reserved")
                         self._state.stages.told(Phase.RESERVE, decode_slot=event.reserved.wait_s)
                         self._early = []
-                        handing_off = group.create_task(self._hand_off(event.reserved))
+                        self._handing_off = group.create_task(self._hand_off(event.reserved))
                     elif event.HasField("prefilled"):
                         self._prefilled(event.prefilled, self._decode)
-                        self._computed.set()
                         self._take_early()
                     elif event.HasField("landed"):
                         # What is wanted of the prompt is with the prefill node's first token alone.
@@ -143,7 +149,8 @@ class Attempt:
                         self._landed(event.landed)
                     elif event.HasField("tokens"):
                         self._take(convert.event_from_pb(event.tokens))
-                self._computed.set()  # or it does not say so any more
+                if self._local_prefill:
+                    self._prompt_told.set()  # or it does not say so any more
                 if not self._state.finished:
                     await self._stream.rest(LAST_TOKENS if streamed else 0.0)
         except PdserveError as error:
@@ -152,13 +159,11 @@ class Attempt:
                 return
             self._note_failure(error, self._decode, self._decoding or use.first_in_line)
             raise AttemptFailed from error
-        finally:
-            if handing_off is not None:
-                handing_off.cancel()
 
     def _prefilled(self, event: pb.FirstToken | pb.Prefilled, node: Node) -> None:
         self._state.prefilled(event, node.role)
         node.prefilled(len(self._state.request.prompt_token_ids), event.cached_tokens)
+        self._prompt_told.set()
 
     def _landed(self, landed: pb.Landed) -> None:
         """The tokens that overtook this, or come now, go on after its first one."""

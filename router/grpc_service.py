@@ -59,6 +59,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Streams deltas; the last response carries usage and timeline only."""
         tell = partial(details, request=request)
         async with answering(context, details=tell), self._counted():
+            if is_plain_id(request.request_id):
+                request_id_var.set(request.request_id)  # a refusal's, too
             self._authenticate(context)
             parent = plain_parent(_metadata(context, PARENT))
             arrival_var.set(

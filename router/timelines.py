@@ -15,7 +15,7 @@ from pdserve.common.obs.logging import request_id_var
 from pdserve.router.generation import GenerationStats
 from pdserve.router.request_state import RequestState
 
-MAX_FOUND = 100  # of the prompts of one request
+MAX_FOUND = 100  # of the prompts of one request, or of those that share its id: the newest
 MAX_MESSAGE = 500  # characters of a failure that are kept
 
 
@@ -49,13 +49,13 @@ class Timelines:
     def find(self, name: str) -> list[dict[str, Any]]:
         """Of the request that has this id, as JSON, for each of its prompts."""
         now = monotonic()
-        over = (each for each in self._ended if _is_named(each.ids, name))
+        over = (each for each in reversed(self._ended) if _is_named(each.ids, name))
         served = (
             Ended(ids, state.stats(), now, None)
-            for state, ids in self._served.items()
+            for state, ids in reversed(self._served.items())
             if _is_named(ids, name)
         )
-        found = islice(chain(over, served), MAX_FOUND)
+        found = islice(chain(served, over), MAX_FOUND)
         return [
             _told(each) for each in sorted(found, key=lambda each: (len(each.ids[0]), each.ids))
         ]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, FailFast, create_model
@@ -39,6 +39,7 @@ _SameBody: Any = create_model("_SameBody", __base__=Body, **{name: FIELDS[name] 
 class ForeignBody(_SameBody):
     """What asks for a chat in other words."""
 
+    sent_as: ClassVar[Mapping[str, str]] = {}  # by chat's name the path of a field here
     chat_template_kwargs: Fields | None = None
 
     @classmethod
@@ -89,6 +90,11 @@ class TextOptions(_Options):
 
 class ResponsesBody(ForeignBody):
     """POST /v1/responses. Nothing is stored."""
+
+    sent_as: ClassVar[Mapping[str, str]] = {
+        "reasoning_effort": "reasoning.effort",
+        "verbosity": "text.verbosity",
+    }
 
     input: str | Objects
     instructions: str | None = None

@@ -118,7 +118,7 @@ def as_chat(body: ForeignBody, messages: bool = True) -> ChatBody:
         chat = ChatBody.model_validate(fields)
     except ValidationError as error:
         raise _invalid(error) from error
-    unknown_fields(chat.model_extra or {})
+    unknown_fields(chat.model_extra or {}, sent_as=body.sent_as)
     return chat
 
 

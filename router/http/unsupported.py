@@ -4,6 +4,7 @@ another question than was asked, so it is refused; what nobody defines is ignore
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from pdserve.common.core.errors import InvalidRequest
@@ -69,10 +70,12 @@ ONE_CHOICE = (("n", 1), ("best_of", 1))
 
 
 def unknown_fields(
-    extra: Mapping[str, Any], elsewhere: Collection[str] = frozenset()
+    extra: Mapping[str, Any],
+    elsewhere: Collection[str] = frozenset(),
+    sent_as: Mapping[str, str] = MappingProxyType({}),
 ) -> frozenset[str]:
     """Of the fields that a body's schema lacks those that nobody defines. `elsewhere` are those
-    that other endpoints have.
+    that other endpoints have; `sent_as`: where the client gave what now has another name.
 
     Raises:
         InvalidRequest: one of them asks for what is not done here.
@@ -81,7 +84,8 @@ def unknown_fields(
         if value is None:
             continue
         if name in UNSUPPORTED and value not in UNSUPPORTED[name]:
-            raise InvalidRequest(f"{name} is not supported", param=name)
+            sent = sent_as.get(name, name)
+            raise InvalidRequest(f"{sent} is not supported", param=sent)
         if name in elsewhere and value is not False and (name, value) not in ONE_CHOICE:
             raise InvalidRequest(f"{name} is not supported by this endpoint", param=name)
     return frozenset(extra) - UNSUPPORTED.keys() - WITHOUT_EFFECT

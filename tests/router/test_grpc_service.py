@@ -194,6 +194,17 @@ async def test_details_say_when_to_retry(
     assert told(caught.value, BadRequest) is None
 
 
+async def test_a_refusal_has_the_id_that_the_client_gave(
+    stub: inference_pb2_grpc.InferenceStub,
+) -> None:
+    for given, expected in (("mine", "mine"), ("no word", "ours"), ("", "ours")):
+        request = pb.GenerateRequest(request_id=given, text="a", priority=1)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            [each async for each in stub.Generate(request, metadata=(("x-request-id", "ours"),))]
+        asked = told(caught.value, RequestInfo)
+        assert isinstance(asked, RequestInfo) and asked.request_id == expected
+
+
 async def test_text_to_tokens_and_back(
     stub: inference_pb2_grpc.InferenceStub, generator: FakeGenerator
 ) -> None:

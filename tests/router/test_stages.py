@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,14 @@ import pytest
 from fake_nodes import FakeCluster, FakeNode, fails, fake_cluster
 from pdserve.common.core.errors import Blame, NodeError, Unavailable
 from pdserve.common.core.request import Stage, Timeline
+from pdserve.common.obs.logging import request_id_var
 from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.text.stream import TextStream
 from pdserve.router.arrival import Arrival, arrival_var
+from pdserve.router.generation import GenerationStats, TextDelta
 from pdserve.router.stages import Phase, Stages
+from pdserve.router.timelines import MAX_FOUND
 
 DELAY = 0.2  # seconds
 
@@ -218,9 +221,77 @@ async def test_the_last_ones_are_kept_and_how_they_ended(tmp_path: Path) -> None
         assert timelines.find("r2") == []
 
 
+async def test_of_an_id_that_is_used_again_the_newest_are_found(tmp_path: Path) -> None:
+    async with fake_cluster(tmp_path, ("p0", "d0")) as cluster:
+        token = request_id_var.set("mine")
+        for _ in range(MAX_FOUND + 2):
+            await cluster.ask(max_tokens=1)
+        request_id_var.reset(token)
+        found = cluster.pipeline.timelines.find("mine")
+    assert [each["id"] for each in found] == [f"r{3 + each}" for each in range(MAX_FOUND)]
+
+
 async def test_what_is_cached_is_told_though_all_tokens_overtake_it(tmp_path: Path) -> None:
     async with fake_cluster(tmp_path, ("d0",), local_prefill_threshold=100) as cluster:
         last = pb.DecodeEvent(prefilled=pb.Prefilled(cached_tokens=3))
         cluster["d0"].tells = lambda event: (event, last)[: 1 + bool(event.tokens.finish_reason)]
         assert (await cluster.ask()).cached_tokens == 3
         assert cluster["d0"].local_prefills == 1
+
+
+async def short_answer(cluster: FakeCluster, finished: asyncio.Event) -> GenerationStats:
+    """Sets `finished` when its client has all tokens."""
+    async for update in cluster.pipeline.generate(cluster.request(max_tokens=2)):
+        if isinstance(update, TextDelta) and update.finish_reason is not None:
+            finished.set()
+    assert isinstance(update, GenerationStats)
+    return update
+
+
+async def test_what_a_prefill_node_had_cached_is_told_though_the_answer_overtakes_it(
+    tmp_path: Path,
+) -> None:
+    async with fake_cluster(tmp_path, ("p0", "d0")) as cluster:
+        finished = asyncio.Event()
+        told = cluster["p0"]._told
+
+        async def after_the_answer(events: AsyncIterator[Any]) -> AsyncIterator[Any]:
+            held = [event async for event in told(events)]
+            await finished.wait()
+            for event in held:
+                yield event
+
+        cluster["p0"]._told = after_the_answer  # type: ignore[method-assign]
+        for _ in range(4):
+            finished.clear()
+            stats = await short_answer(cluster, finished)
+            assert (stats.cached_tokens, stats.timeline.prefill_seconds) == (3, 0.5)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+async def test_an_answer_ends_though_its_prefill_node_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    """It has handed the KV over and froze, or is known to be lost: neither is the answer's failure,
+    nor does the deadline end it, however near."""
+    monkeypatch.setattr("pdserve.router.attempt.LAST_WORD", 600.0 if lost else 1.0)
+    async with fake_cluster(tmp_path, ("p0", "d0"), request_timeout=0.5) as cluster:
+
+        async def silent(events: AsyncIterator[Any]) -> AsyncIterator[Any]:
+            async for _ in events:
+                pass
+            await asyncio.Event().wait()
+            yield
+
+        cluster["p0"]._told = silent  # type: ignore[method-assign]
+        finished = asyncio.Event()
+        asking = asyncio.create_task(short_answer(cluster, finished))
+        await finished.wait()
+        assert not asking.done()
+        if lost:
+            (node,) = (n for n in cluster.registry.nodes() if n.info.node_id == "p0")
+            for tell in list(node.on_lost):
+                tell(NodeError("gone", code="PEER_LOST", blame=Blame.PREFILL))
+        stats = await asking
+        assert (stats.completion_tokens, stats.cached_tokens) == (2, 0)
+        assert stats.timeline.migrations == 0
