@@ -200,7 +200,7 @@ def possible(kinds: Sequence[str], console: Console) -> tuple[str, ...]:
     reason = unavailable() if EDGE_KINDS.keys() & set(kinds) else ""
     left_out = [kind for kind in kinds if reason and kind in EDGE_KINDS]
     if left_out:
-        console.print(f"left out: {', '.join(left_out)} ({reason})")
+        console.print(f"left out: {', '.join(left_out)} ({reason})", markup=False)
     return tuple(kind for kind in kinds if kind not in left_out)
 
 

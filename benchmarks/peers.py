@@ -170,12 +170,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace, workloads: Sequence[Workload]) -> int:
     """Exit code 1 when no server answered, 2 for a bad start."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers end with us
     try:
         model = args.model or ensure_embedded_model()
     except ConfigError as error:
-        console.print(f"[red]{error.message}")
+        console.print(error.message, style="red")
         return 2
     cores = args.cores or sorted(os.sched_getaffinity(0))
     machine = Machine(model.resolve(), args.dtype, cores, args.start_timeout)

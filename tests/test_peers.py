@@ -71,6 +71,16 @@ def test_a_cluster_is_measured_and_who_is_absent_is_named(
     assert "absent: vLLM" in capsys.readouterr().out
 
 
+def test_brackets_in_names_and_reasons_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--no-peers", "--quick", "--model", str(MODEL), "--logs", str(tmp_path)]
+    assert peers.main([*argv, "--pdserve", "old [1]@/no [bold]where[/red]="]) == 1
+    told = capsys.readouterr().out
+    assert "starting pdserve old [1]" in told
+    assert "/no [bold]where[/red]" in told.partition("absent: pdserve old [1]")[2]
+
+
 def test_a_server_that_ends_at_once_is_absent(machine: Machine, tmp_path: Path) -> None:
     server = Server("broken", lambda port: [sys.executable, "-c", "raise SystemExit('why')"])
     with pytest.raises(Absent, match="ended with 1"), running(server, machine, tmp_path):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from benchmarks.soak.gauge import Growth
 from benchmarks.soak.hostile import HUNG
@@ -126,11 +127,11 @@ def print_report(report: Report, console: Console) -> None:
             for role, measures in report.growth.items()
             for measure, each in measures.items()
         ),
-        *((name, f"[{'red' if n else 'green'}]{n}") for name, n in report.failures.items()),
+        *((name, Text(str(n), "red" if n else "green")) for name, n in report.failures.items()),
     ]
     for row in rows:
         table.add_row(*row)
-    console.print(table)
+    console.print(table, markup=False)  # what servers said may have brackets
     for name in ("lost", "hung", "wrong", "crashed"):
         for example in getattr(report, name)[:SHOWN]:
             console.print(f"{name}: {example}", markup=False)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import socket
 from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+from rich.console import Console
 
 from benchmarks import hosts
 from benchmarks.hosts import ROUTER, Network, front
@@ -15,7 +17,7 @@ from benchmarks.relay import Relays
 from benchmarks.site import site_network
 from benchmarks.soak.gauge import Gauge, Life
 from benchmarks.soak.load import Tally
-from benchmarks.soak.report import make_report
+from benchmarks.soak.report import make_report, print_report
 
 needs_network = pytest.mark.skipif(bool(hosts.unavailable()), reason=hosts.unavailable())
 PATIENCE = 30.0  # seconds for what should come
@@ -131,3 +133,11 @@ def test_what_hostile_clients_should_not_be_told_is_a_failure() -> None:
     report = make_report(Tally(), 60.0, Counter(), {}, [], told)
     assert report.failures["hung"] == 2 and report.failures["admitted"] == 1
     assert report.answers["poison"] == {"HTTP 400": 9}
+
+
+def test_what_servers_said_is_shown_with_its_brackets() -> None:
+    told = Counter({("poison", "tools[0] is [/wrong]"): 1})
+    report = make_report(Tally(), 60.0, Counter(), {}, [], told)
+    console = Console(file=io.StringIO(), width=200)
+    print_report(report, console)
+    assert "poison: tools[0] is [/wrong]" in console.file.getvalue()
