@@ -13,7 +13,6 @@ from typing import Any
 
 import grpc
 import pytest
-import torch
 
 import reference
 from adapters import make_adapter, merged
@@ -84,12 +83,7 @@ def is_clear(
 ) -> bool:
     expected(folder, name, prompt, num_tokens)
     path = MODEL if name is None else folder / f"merged-{name}"
-    model, _ = reference.load(path)
-    tokens = torch.tensor([prompt + reference.greedy(path, prompt, num_tokens)])
-    with torch.inference_mode():
-        logits = model(tokens).logits[0, len(prompt) - 1 : -1]
-    best, second = logits.topk(2).values.unbind(-1)
-    return bool((best - second).min() > MARGIN)
+    return reference.margin(path, prompt, num_tokens) > MARGIN
 
 
 def ask(cluster: WarmCluster, name: str | None, prompt: tuple[int, ...], **more: Any) -> str:

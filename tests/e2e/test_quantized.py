@@ -4,10 +4,13 @@ process, and nodes with other weights of the same model are not paired."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerFast
 
+import reference
+from adapters import make_adapter, merged
 from benchmarks.quantized_folder import Scheme, quantize_folder
 from cluster import MODELS
 from pdserve.common.config.node import ModelConfig
@@ -17,6 +20,7 @@ from pdserve.common.model.decoder import CausalLM
 from pdserve.common.model.loader import load_model
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.planning.kv_budget import format_bytes
+from slow_quantization import dequantized_folder
 from tiny_engine import CPU, greedy, single_threaded_inference
 from warm import WarmCluster, shared
 
@@ -39,10 +43,9 @@ def expected(model: CausalLM, folder: Path) -> list[str]:
     return [tokenizer.decode(each, skip_special_tokens=True) for each in tokens]
 
 
-def answers(cluster: WarmCluster) -> list[str]:
-    asked = [
-        cluster.complete(list(each), max_tokens=NUM_TOKENS, ignore_eos=True) for each in PROMPTS
-    ]
+def answers(cluster: WarmCluster, **more: Any) -> list[str]:
+    options = {"max_tokens": NUM_TOKENS, "ignore_eos": True, **more}
+    asked = [cluster.complete(list(each), **options) for each in PROMPTS]
     return [each["choices"][0]["text"] for each in asked]
 
 
@@ -53,6 +56,28 @@ def test_a_quantized_checkpoint(tmp_path: Path) -> None:
         cluster.start_node("decode")
         cluster.wait_nodes()
         assert answers(cluster) == expected(load(folder), folder)
+        cluster.wait_idle()
+
+
+def test_an_adapter_of_a_quantized_checkpoint(tmp_path: Path) -> None:
+    """Its text is that of the weights' values, read by another reader, with the adapter in them."""
+    scheme = Scheme("awq", group_size=64)
+    folder = quantize_folder(LLAMA, tmp_path / "quantized", scheme)
+    dense = dequantized_folder(folder, tmp_path / "dense", scheme)
+    adapter = make_adapter(tmp_path / "adapter", LLAMA, seed=1)
+    models = {folder.name: dense, "a": merged(adapter, dense, tmp_path / "merged")}
+    options = {"enable_lora": "", "lora_modules": f"a={adapter}"}
+    with WarmCluster(folder, 0, 0, router=options, warm=shared(), **options) as cluster:
+        cluster.start_node("prefill", tensor_parallel_size=2)
+        cluster.start_node("decode")
+        cluster.wait_nodes()
+        said = {}
+        for name, model in models.items():
+            right = [reference.greedy(model, each, NUM_TOKENS) for each in PROMPTS]
+            assert min(reference.margin(model, each, NUM_TOKENS) for each in PROMPTS) > 1e-2
+            said[name] = answers(cluster, model=name)
+            assert said[name] == [reference.decode(model, each) for each in right]
+        assert not {*said["a"]} & {*said[folder.name]}
         cluster.wait_idle()
 
 

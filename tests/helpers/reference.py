@@ -60,6 +60,16 @@ def greedy(
     return tuple(output[0, len(prompt) :].tolist())
 
 
+def margin(folder: Path, prompt: tuple[int, ...], num_tokens: int) -> float:
+    """By how much the best logit of `greedy`'s tokens is above the second, where it is least."""
+    model, _ = load(folder)
+    tokens = torch.tensor([prompt + greedy(folder, prompt, num_tokens)])
+    with torch.inference_mode():
+        logits = model(tokens).logits[0, len(prompt) - 1 : -1]
+    best, second = logits.topk(2).values.unbind(-1)
+    return float((best - second).min())
+
+
 @cache
 def prompt_logprobs(folder: Path, prompt: tuple[int, ...]) -> torch.Tensor:
     """`[len(prompt) - 1, vocab]`: row i is what follows token i."""

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from adapters import make_adapter
+from benchmarks.quantized_folder import Scheme, quantize_folder
 from crowd import Crowd
 from paths import MODELS
 from pdserve.common.core.errors import ConfigError, NodeError
@@ -30,6 +31,7 @@ from pdserve.common.planning.footprint import Footprint
 from pdserve.common.worker import adapters as worker_adapters
 from pdserve.common.worker.adapters import AdapterExtension, Adapters
 from pdserve.common.worker.input_batch import StepSequence
+from slow_quantization import dequantized_folder
 from tiny_engine import BLOCK_SIZE, load, new_cache, single_threaded_inference, some_tokens
 
 LLAMA = MODELS / "llama-gqa"
@@ -107,6 +109,28 @@ def test_an_adapter_is_added_to_rounded_weights(tmp_path: Path) -> None:
     alone = logits(model, [tokens], None)[0]
     off = (found - of_peft(LLAMA, folder, tokens)).abs().mean()
     assert 0 < off < 0.1 * (found - alone).abs().mean()
+
+
+@pytest.mark.parametrize(
+    "scheme", [Scheme("awq", group_size=64), Scheme("gptq", desc_act=True)], ids=["awq", "gptq"]
+)
+def test_an_adapter_of_4_bit_weights_equals_that_of_their_values(
+    scheme: Scheme, tmp_path: Path
+) -> None:
+    """Whole, and split over two ranks."""
+    folder, tokens = make_adapter(tmp_path / "a", LLAMA, seed=1), some_tokens(40)
+    quantized = quantize_folder(LLAMA, tmp_path / "quantized", scheme)
+    dense = dequantized_folder(quantized, tmp_path / "dense", scheme)
+
+    def work(member: Any = None) -> torch.Tensor:
+        model = load(quantized, member)
+        adapters, digests = loaded(model, folder)
+        return logits(model, [tokens], of_step(adapters, [tokens], digests))[0]
+
+    expected = of_peft(dense, folder, tokens)
+    for found in [work(), *Crowd(2).run(work)]:
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    assert (expected - of_peft(LLAMA, folder, tokens)).abs().max() > 1e-2
 
 
 def test_rows_of_several_adapters_are_in_one_step(tmp_path: Path) -> None:
