@@ -244,7 +244,7 @@ def _chat(preprocessor: Preprocessor, body: ChatBody) -> Preprocessed[Any]:
     plan = plan_tools(body, chat)
     structured = forced_calls(body, plan) or structured
     if structured is not None:
-        plan = with_calls(plan, structured, chat, tokenizer)
+        plan, structured = with_calls(plan, structured, body, chat, tokenizer)
     text = render(tokenizer, chat, body, body.messages)
     plan = with_thought(plan, body, chat, text, tokenizer, held=structured is not None)
     token_ids = model.encode(text, "messages", bool(body.add_special_tokens))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -74,18 +75,25 @@ def with_thought(
 
 
 def with_calls(
-    plan: AnswerPlan, structured: StructuredOutput, config: ChatConfig, tokens: Tokenizer
-) -> AnswerPlan:
+    plan: AnswerPlan,
+    structured: StructuredOutput,
+    body: ChatBody,
+    config: ChatConfig,
+    tokens: Tokenizer,
+) -> tuple[AnswerPlan, StructuredOutput]:
     """As OpenAI has it: under `auto` an answer is either calls or a text as `structured` wants it.
+    A token tells them apart, or else the schema is that of a call or of the text.
 
     Raises:
         InvalidRequest: calls cannot be told from such a text.
     """
     if plan.tool_choice != AUTO:
-        return plan
+        return plan, structured
     assert config.tool_call_parser is not None, "auto needs one"
-    marker = tool_parser(config.tool_call_parser).call_marker
-    call = None if marker is None else tokens.marker(marker)
+    parser = tool_parser(config.tool_call_parser)
+    if parser.bare_calls and structured.kind == ConstraintKind.JSON:
+        return plan, _call_or(structured, _schemas(body, plan))
+    call = None if parser.call_marker is None else tokens.marker(parser.call_marker)
     if call is None:
         raise InvalidRequest(
             f"{structured.param} beside tools needs calls that begin with a token of their own; "
@@ -93,7 +101,7 @@ def with_calls(
             "tool_choice other than auto",
             param=structured.param,
         )
-    return replace(plan, opening=replace(plan.opening, call=call))
+    return replace(plan, opening=replace(plan.opening, call=call)), structured
 
 
 def forced_calls(body: ChatBody, plan: AnswerPlan) -> StructuredOutput | None:
@@ -105,11 +113,7 @@ def forced_calls(body: ChatBody, plan: AnswerPlan) -> StructuredOutput | None:
     """
     if plan.tool_choice not in (REQUIRED, NAMED):
         return None
-    schemas = {
-        tool.function.name: {"type": "object", **(tool.function.parameters or {})}
-        for tool in body.tools or ()
-        if tool.function.name in plan.tool_names
-    }
+    schemas = _schemas(body, plan)
     if plan.tool_choice == NAMED:
         (schema,) = schemas.values()
     else:
@@ -118,8 +122,42 @@ def forced_calls(body: ChatBody, plan: AnswerPlan) -> StructuredOutput | None:
     return StructuredOutput.of_json(ConstraintKind.JSON, schema, "tools", whitespace_pattern=" ?")
 
 
+def _schemas(body: ChatBody, plan: AnswerPlan) -> dict[str, Any]:
+    """Of the arguments, by the names of tools that may be called."""
+    return {
+        tool.function.name: {"type": "object", **(tool.function.parameters or {})}
+        for tool in body.tools or ()
+        if tool.function.name in plan.tool_names
+    }
+
+
+def _call_or(structured: StructuredOutput, schemas: dict[str, Any]) -> StructuredOutput:
+    """A text as `structured` wants it, or one call instead."""
+    calls, moved = _calls(schemas)
+    text = {key: value for key, value in json.loads(structured.text).items() if key != "$id"}
+    try:
+        moved["text"] = _moved(text, "#/$defs/text")
+    except ValueError as error:
+        raise InvalidRequest(
+            f"{structured.param} has {error}, which cannot be kept in one schema with tools: refer "
+            'to "#/$defs/…" instead',
+            param=structured.param,
+        ) from error
+    either = {"anyOf": [*calls, {"$ref": "#/$defs/text"}], "$defs": moved}
+    schema = json.dumps(either, ensure_ascii=False, separators=(",", ":"))
+    return replace(structured, text=schema)
+
+
 def _list_of_calls(schemas: dict[str, Any], parallel: bool) -> dict[str, Any]:
-    """A JSON schema. Those of the tools are moved into it with all that they refer to."""
+    """A JSON schema."""
+    calls, moved = _calls(schemas)
+    most = {} if parallel else {"maxItems": 1}
+    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": moved}
+
+
+def _calls(schemas: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """A schema of each call, and what they refer to: those of the tools, moved into one with all
+    that these refer to."""
     calls = [
         {
             "type": "object",
@@ -129,7 +167,7 @@ def _list_of_calls(schemas: dict[str, Any], parallel: bool) -> dict[str, Any]:
         }
         for index, name in enumerate(schemas)
     ]
-    moved = {}
+    moved: dict[str, Any] = {}
     for index, (name, schema) in enumerate(schemas.items()):
         alone = {key: value for key, value in schema.items() if key != "$id"}
         try:
@@ -140,8 +178,7 @@ def _list_of_calls(schemas: dict[str, Any], parallel: bool) -> dict[str, Any]:
                 'with other tools: refer to "#/$defs/…" instead, or name the tool in tool_choice',
                 param="tools",
             ) from error
-    most = {} if parallel else {"maxItems": 1}
-    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": moved}
+    return calls, moved
 
 
 def _moved(part: Any, root: str) -> Any:

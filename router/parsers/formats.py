@@ -36,6 +36,7 @@ class Llama3JSONParser(ToolParser):
     and later. Nothing marks it as a call, so it must have the name of a tool."""
 
     shows_special_tokens = True
+    bare_calls = True
 
     def parse(self) -> Step[None]:
         reader = self.reader

@@ -35,6 +35,8 @@ class ToolParser(Parser):
     # What each call begins with, or the first of several, where that is a single token: by it calls
     # are told from an answer that is held to a grammar. None: there is no such thing.
     call_marker: ClassVar[str | None] = None
+    # An answer that is `{"name": …, "parameters": {…}}` and nothing else is a call.
+    bare_calls: ClassVar[bool] = False
 
     def __init__(self, names: Iterable[str] = (), parallel: bool = True) -> None:
         """`names` are the tools'. Not `parallel`: calls after the first are not handed out."""

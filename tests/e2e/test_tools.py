@@ -180,6 +180,28 @@ def test_under_auto_an_answer_is_calls_or_keeps_to_its_schema(
     assert not choice.message.tool_calls and choice.finish_reason == "stop"
 
 
+def test_calls_without_a_token_of_their_own_are_told_from_a_text_by_their_schema() -> None:
+    schema = {"type": "object", "properties": {"answer": {"$ref": "#/$defs/a"}}} | {
+        "required": ["answer"], "additionalProperties": False,
+        "$defs": {"a": {"enum": ["nothing", "snow"]}},
+    }  # fmt: skip
+    form = {"type": "json_schema", "json_schema": {"name": "form", "schema": schema}}
+    router = {"enable_auto_tool_choice": "", "tool_call_parser": "llama3_json"}
+    with WarmCluster(MODEL, router=router, warm=shared()) as cluster:
+        url = f"{cluster.url}/v1"
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            for stream in (False, True):
+                asked = {"stream": stream, "tools": [GET_WEATHER], "response_format": form}
+                (choice,) = ask(client, [ASK], **asked, logit_bias={"67": -100}).choices  # "a"
+                (call,) = choice.message.tool_calls
+                assert json.loads(call.function.arguments)["city"] in WEATHER
+                assert choice.finish_reason == "tool_calls" and not choice.message.content
+                (choice,) = ask(client, [ASK], **asked, logit_bias={"316": -100}).choices  # "name"
+                assert json.loads(choice.message.content)["answer"] in ("nothing", "snow")
+                assert not choice.message.tool_calls and choice.finish_reason == "stop"
+        cluster.wait_idle()
+
+
 def test_a_large_body_is_the_same(client: openai.OpenAI) -> None:
     """Above 64 KiB another process prepares it."""
     described = GET_WEATHER["function"] | {"description": "x" * 100_000}
