@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
+
+WIDTH = 140  # columns, where no terminal says how many
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ def show(
     for one in latencies:
         times = one.fastest, one.p50, one.p99, one.committed_p50, one.digests_p50, one.memcpy
         blocks.add_row(one.connector, one.shape, *(_cell(each, "{:.0f}") for each in times))
-    Console().print(table, blocks)
+    Console(width=None if sys.stdout.isatty() else WIDTH).print(table, blocks)
     for name, version in versions.items():
         print(f"{name}: {version}")
     for name, why in absent.items():

@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -18,10 +20,12 @@ SCRIPT = Path(__file__).with_name("move_blocks.py")
 NAMES = ("nixl", "mooncake")
 TIMEOUT = 120.0  # seconds for a library to start, or for one transfer
 STOP_TIMEOUT = 10.0
+AWAKE_S = 0.002  # for both processes to go on before they are asked
 
 
 class Mover:
-    """Moves blocks between two processes that exist for it. Raises `Absent`."""
+    """Moves blocks between two processes that exist for it and stand still while others have their
+    turn: both libraries poll, which takes a core from whoever is measured. Raises `Absent`."""
 
     def __init__(self, name: str, python: str, planes: int, blocks: int, run_nbytes: int) -> None:
         shape = (str(planes), str(blocks), str(run_nbytes))
@@ -34,6 +38,7 @@ class Mover:
                 stderr=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": ""},  # nothing of ours
                 text=True,
+                process_group=0,
             )
         except OSError as error:
             raise Absent(f"{python}: {error.strerror}") from error
@@ -42,14 +47,19 @@ class Mover:
         except Absent:
             self.close()
             raise
+        self._signal(signal.SIGSTOP)
 
     def move(self, theirs: Sequence[int], ours: Sequence[int]) -> float:
         """The seconds that it took to move these blocks of one end to those of the other."""
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
+        time.sleep(AWAKE_S)
         with suppress(BrokenPipeError):  # what it said before tells why
             self._process.stdin.write(json.dumps([theirs, ours]) + "\n")
             self._process.stdin.flush()
-        return float(self._answer())
+        seconds = float(self._answer())
+        self._signal(signal.SIGSTOP)
+        return seconds
 
     def _answer(self) -> Any:
         pipe = self._process.stdout
@@ -65,14 +75,19 @@ class Mover:
 
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
+        self._signal(signal.SIGCONT)
         with suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
             self._process.wait(STOP_TIMEOUT)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self._signal(signal.SIGKILL)
             self._process.wait()
         self._process.stdout.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
 
 
 class Peers:
