@@ -26,6 +26,7 @@ KIT = ROOT / "kv_transfer" / "conformance"
 ALL_CHECKS = ("--pyargs", "pdserve.kv_transfer.conformance")
 CONTROL = "test_delivery.py::test_blocks_arrive[1]"  # every broken connector passes it
 PATIENCE = 1200.0  # seconds; on quiet cores the longest takes 60
+PARTS = 4  # of the broken connectors
 pytestmark = pytest.mark.timeout(PATIENCE)
 
 Outcomes = dict[str, str]  # test id → why it did not pass, or ""
@@ -91,8 +92,8 @@ def name_of(mutant: type[Tampered]) -> str:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     runs = Runs(tmp_path_factory.mktemp("conformance"))
-    for half in (0, 1):
-        start_mutants(runs, f"mutants {half}", MUTANTS[half::2])
+    for part in range(PARTS):
+        start_mutants(runs, f"mutants {part}", MUTANTS[part::PARTS])
     runs.start("built-ins", ["shm", "shared", "tcp"], *ALL_CHECKS)
     shared = tmp_path_factory.mktemp("shared")
     options = ("--kv-connector-config", json.dumps({"directory": str(shared)}))
@@ -141,7 +142,7 @@ def entry_point(pyproject: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_a_broken_connector_is_caught(runs: Runs, mutant: type[Tampered]) -> None:
-    outcomes = runs.outcomes(f"mutants {MUTANTS.index(mutant) % 2}")
+    outcomes = runs.outcomes(f"mutants {MUTANTS.index(mutant) % PARTS}")
     name = name_of(mutant)
     assert outcomes[check_id(mutant.caught_by, name)], "the check meant for it passed"
     assert not outcomes[check_id(CONTROL, name)], "it is broken altogether"

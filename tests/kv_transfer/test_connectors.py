@@ -7,6 +7,7 @@ import mmap
 import multiprocessing
 import os
 import queue
+import select
 import socket
 import threading
 import time
@@ -161,6 +162,25 @@ def test_garbage_ends_the_connection_and_nothing_else(rank: Callable[..., Rank])
     submit(source, sink)
     source.connector.ready(ID, BlockRun(0, 4), (0, 1, 2, 3), True)
     sink.expect(Landed)
+
+
+def test_a_refusal_is_read_when_the_sink_has_left_in_mid_greeting(
+    rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The descriptors go behind the greeting, which the sink may have refused by then."""
+    send_fds = socket.send_fds
+
+    def late(sock: socket.socket, *args: Any) -> int:
+        gone = select.poll()
+        gone.register(sock, 0)  # POLLHUP alone
+        assert gone.poll(60_000)
+        return send_fds(sock, *args)
+
+    monkeypatch.setattr(socket, "send_fds", late)
+    sink, source = rank(ShmConnector), rank(ShmConnector, fingerprint="other")
+    submit(source, sink)
+    failed = source.expect(Failed)
+    assert (failed.code, failed.retryable) == ("FINGERPRINT_MISMATCH", False)
 
 
 @pytest.mark.parametrize("kind", [TCPConnector, ShmConnector])

@@ -14,6 +14,7 @@ import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -101,7 +102,12 @@ class P2PConnector(KVConnector):
         """Connects and introduces itself. Raises OSError or TransferError."""
         pipe = self.connect(endpoint)
         try:
-            self.introduce(pipe)
+            try:
+                self.introduce(pipe)
+            except OSError:
+                with suppress(OSError):
+                    expect_welcome(pipe)  # a sink that refuses leaves: it may have said why
+                raise
             expect_welcome(pipe)
             return Channel(pipe, self.context.view, self.mover(pipe))
         except BaseException:
