@@ -121,8 +121,11 @@ class Pipeline:
             logger.warning("%s failed: %s", state.request_id, error)
             raise
         except asyncio.CancelledError:
-            self._failed(state, Cancelled("the client left"))
-            logger.info("%s cancelled by the client", state.request_id)
+            if state.finished:
+                self._finished(state)  # the client has all of it, and did not wait for its end
+            else:
+                self._failed(state, Cancelled("the client left"))
+                logger.info("%s cancelled by the client", state.request_id)
             raise
         except Exception:
             logger.exception("%s failed: unexpected error", state.request_id)

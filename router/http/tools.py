@@ -13,7 +13,7 @@ from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.http.conversation import text_of
 from pdserve.router.http.schema import ChatBody, NamedTool, Tool
 from pdserve.router.parsers import reasoning
-from pdserve.router.parsers.formats import NamedParser, RequiredParser
+from pdserve.router.parsers.formats import BareCallParser, NamedParser, RequiredParser
 from pdserve.router.parsers.reasoning import AnswerParser, ReasoningParser
 from pdserve.router.parsers.tool_parser import ToolParser, tool_parser
 
@@ -32,6 +32,7 @@ class AnswerPlan:
     tool_choice: str = NONE
     tool_names: tuple[str, ...] = ()  # that may be called
     parallel: bool = True
+    bare: bool = False  # under `auto`: one schema makes it a call or a text
     thinking: bool | None = None  # whether it begins with a thought; None: it has none
     opening: Opening = field(default_factory=Opening)  # where its text is held to a grammar
 
@@ -42,7 +43,11 @@ class AnswerPlan:
         """Of one choice; `auto` reads what the model writes unasked."""
         if self.tool_choice == NONE and self.thinking is None:
             return None
-        kinds = {AUTO: auto, REQUIRED: RequiredParser, NAMED: NamedParser}
+        kinds = {
+            AUTO: BareCallParser if self.bare else auto,
+            REQUIRED: RequiredParser,
+            NAMED: NamedParser,
+        }
         tools = kinds.get(self.tool_choice)
         return AnswerParser(
             None if self.thinking is None else ReasoningParser(self.thinking),
@@ -92,7 +97,7 @@ def with_calls(
     assert config.tool_call_parser is not None, "auto needs one"
     parser = tool_parser(config.tool_call_parser)
     if parser.bare_calls and structured.kind == ConstraintKind.JSON:
-        return plan, _call_or(structured, _schemas(body, plan))
+        return replace(plan, bare=True), _call_or(structured, _schemas(body, plan))
     call = None if parser.call_marker is None else tokens.marker(parser.call_marker)
     if call is None:
         raise InvalidRequest(
@@ -134,9 +139,13 @@ def _schemas(body: ChatBody, plan: AnswerPlan) -> dict[str, Any]:
 def _call_or(structured: StructuredOutput, schemas: dict[str, Any]) -> StructuredOutput:
     """A text as `structured` wants it, or one call instead."""
     calls, moved = _calls(schemas)
-    text = {key: value for key, value in json.loads(structured.text).items() if key != "$id"}
     try:
+        text = {key: value for key, value in json.loads(structured.text).items() if key != "$id"}
         moved["text"] = _moved(text, "#/$defs/text")
+    except RecursionError as error:
+        raise InvalidRequest(
+            f"{structured.param} is nested too deeply", param=structured.param
+        ) from error
     except ValueError as error:
         raise InvalidRequest(
             f"{structured.param} has {error}, which cannot be kept in one schema with tools: refer "

@@ -52,6 +52,49 @@ class Llama3JSONParser(ToolParser):
         self.content(reader.kept())
 
 
+class BareCallParser(ToolParser):
+    """A text, or `{"name": …, "parameters": {…}}` of a tool and nothing else: what a schema of
+    either makes a model write. Which of them it is may show with the last bracket only: a call is
+    handed out whole, and what can be none at once."""
+
+    def parse(self) -> Step[None]:
+        reader = self.reader
+        reader.keep()
+        yield from reader.space()
+        arguments: list[str] = []
+        name = yield from self._begun()
+        if name in self.names and (yield from reader.peek()) == "{":
+            whole = yield from reader.value(arguments.append)
+            yield from reader.space()
+            if whole and (yield from reader.literal("}")):
+                self.begin(name)
+                self.arguments("".join(arguments))
+                self.in_call = False
+                yield from reader.space()
+                return
+        self.content(reader.kept())
+
+    def _begun(self) -> Step[str]:
+        """The name, if it is followed by the parameters; else empty."""
+        reader, name = self.reader, ""
+        for mark, key in (("{", "name"), (",", "parameters")):
+            if not (yield from reader.literal(mark)):
+                return ""
+            yield from reader.space()
+            if not (yield from reader.literal(f'"{key}"')):
+                return ""
+            yield from reader.space()
+            if not (yield from reader.literal(":")):
+                return ""
+            yield from reader.space()
+            if key == "name":
+                name = (yield from reader.string()) or ""
+                if name not in self.names:
+                    return ""
+                yield from reader.space()
+        return name
+
+
 class MistralParser(ToolParser):
     """`[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, or from version 11 of its tokenizer on
     `[TOOL_CALLS]name{…}` or `[TOOL_CALLS]name[ARGS]{…}` for each call."""

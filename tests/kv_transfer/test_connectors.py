@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import multiprocessing
 import os
@@ -181,6 +182,19 @@ def test_a_refusal_is_read_when_the_sink_has_left_in_mid_greeting(
     submit(source, sink)
     failed = source.expect(Failed)
     assert (failed.code, failed.retryable) == ("FINGERPRINT_MISMATCH", False)
+
+
+def test_a_source_that_cannot_introduce_itself_says_why(
+    rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(*_: Any) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(socket, "send_fds", none_left)
+    sink, source = rank(ShmConnector), rank(ShmConnector)
+    submit(source, sink)
+    failed = source.expect(Failed)
+    assert failed.code == "CONNECT_FAILED" and os.strerror(errno.EMFILE) in failed.message
 
 
 @pytest.mark.parametrize("kind", [TCPConnector, ShmConnector])

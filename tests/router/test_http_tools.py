@@ -15,7 +15,7 @@ from pdserve.common.config.router import ChatConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.router.http.schema import ChatBody
 from pdserve.router.http.tools import forced_calls, plan_tools
-from pdserve.router.parsers.formats import HermesParser, MistralParser
+from pdserve.router.parsers.formats import HermesParser, Llama3JSONParser, MistralParser
 from pdserve.router.parsers.tool_parser import ToolParser
 
 TEMPLATE = (
@@ -380,6 +380,16 @@ async def test_bad_tools(site: Site, fields: dict[str, Any], param: str) -> None
     response = await site.post("/v1/chat/completions", {"messages": ASK, **fields})
     await check_error(response, 400, param)
     assert site.generator.requests == []
+
+
+async def test_a_deep_schema_beside_tools_is_refused(tmp_path: Path) -> None:
+    """As text: a body that is nested so deeply is refused before."""
+    chat = ChatConfig(enable_auto_tool_choice=True, tool_call_parser="llama3_json")
+    deep = '{"anyOf":[' * 900 + "{}" + "]}" * 900
+    folder = byte_level_folder(tmp_path)
+    async with serve(folder, chat=chat, tool_parser=Llama3JSONParser) as site:
+        body = {"messages": ASK, "tools": TOOLS, "guided_json": deep}
+        await check_error(await site.post("/v1/chat/completions", body), 400, "guided_json")
 
 
 async def test_auto_needs_its_flags(tmp_path: Path) -> None:

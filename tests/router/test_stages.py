@@ -268,6 +268,14 @@ async def test_what_a_prefill_node_had_cached_is_told_though_the_answer_overtake
             assert (stats.cached_tokens, stats.timeline.prefill_seconds) == (3, 0.5)
 
 
+async def silent(events: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """Of a node that works, and says nothing of it."""
+    async for _ in events:
+        pass
+    await asyncio.Event().wait()
+    yield
+
+
 @pytest.mark.parametrize("lost", [False, True])
 async def test_an_answer_ends_though_its_prefill_node_says_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: bool
@@ -276,13 +284,6 @@ async def test_an_answer_ends_though_its_prefill_node_says_nothing(
     nor does the deadline end it, however near."""
     monkeypatch.setattr("pdserve.router.attempt.LAST_WORD", 600.0 if lost else 1.0)
     async with fake_cluster(tmp_path, ("p0", "d0"), request_timeout=0.5) as cluster:
-
-        async def silent(events: AsyncIterator[Any]) -> AsyncIterator[Any]:
-            async for _ in events:
-                pass
-            await asyncio.Event().wait()
-            yield
-
         cluster["p0"]._told = silent  # type: ignore[method-assign]
         finished = asyncio.Event()
         asking = asyncio.create_task(short_answer(cluster, finished))
@@ -295,3 +296,23 @@ async def test_an_answer_ends_though_its_prefill_node_says_nothing(
         stats = await asking
         assert (stats.completion_tokens, stats.cached_tokens) == (2, 0)
         assert stats.timeline.migrations == 0
+
+
+async def test_who_leaves_with_all_tokens_has_had_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And did not wait for the prefill node's word."""
+    monkeypatch.setattr("pdserve.router.attempt.LAST_WORD", 600.0)
+    async with fake_cluster(tmp_path, ("p0", "d0")) as cluster:
+        cluster["p0"]._told = silent  # type: ignore[method-assign]
+        finished = asyncio.Event()
+        asking = asyncio.create_task(short_answer(cluster, finished))
+        await finished.wait()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        (found,) = cluster.pipeline.timelines.find("r1")
+        while found["status"] == "running":
+            await asyncio.sleep(0.01)
+            (found,) = cluster.pipeline.timelines.find("r1")
+        assert (found["status"], found["completion_tokens"]) == ("finished", 2)

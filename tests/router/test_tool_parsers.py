@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pdserve.common.core.errors import ConfigError
 from pdserve.router.parsers.formats import (
+    BareCallParser,
     HermesParser,
     Llama3JSONParser,
     MistralParser,
@@ -22,7 +23,7 @@ from pdserve.router.parsers.reasoning import AnswerParser, ReasoningParser, begi
 from pdserve.router.parsers.tool_parser import ToolParser, tool_parser
 
 FORMATS: list[type[ToolParser]] = [
-    HermesParser, Llama3JSONParser, MistralParser, NamedParser, RequiredParser,
+    BareCallParser, HermesParser, Llama3JSONParser, MistralParser, NamedParser, RequiredParser,
 ]  # fmt: skip
 Said = tuple[str, str, list[tuple[str, str]]]  # content, reasoning, calls
 
@@ -97,6 +98,15 @@ F, G = ("f", A), ("g", B)
         (Llama3JSONParser, '{"name": "f", "age": 3}', None, []),
         (Llama3JSONParser, ' Say {"name": "f", "parameters": {}}', None, []),
         (Llama3JSONParser, f'{{"name": "g", "parameters": {B}}} and more', " and more", [G]),
+        # -- a call or a text, by one schema
+        (BareCallParser, f' {{"name": "f", "parameters": {A}}}\n', "", [F]),
+        (BareCallParser, f'{{"name":"g","parameters":{B},"note":"kept"}}', None, []),
+        (BareCallParser, f'{{"note":"kept","name":"g","parameters":{B}}}', None, []),
+        (BareCallParser, f'{{"name":"g","arguments":{B}}}', None, []),
+        (BareCallParser, '{"name": "Bob", "parameters": {}}', None, []),
+        (BareCallParser, '{"name": "f", "parameters": [1]}', None, []),
+        (BareCallParser, '{"name": "f", "parameters": {"x', None, []),
+        (BareCallParser, "[1]", None, []),
         # -- mistral
         (MistralParser, f'[TOOL_CALLS] [{{"name": "f", "arguments": {A}}}]', "", [F]),
         (
@@ -221,6 +231,13 @@ def test_little_waits_to_be_read_again(kind: type[ToolParser], unit: str) -> Non
         for _ in range(200):
             parser.push(unit)
             assert len(parser.reader) <= len("[TOOL_CALLS]")
+
+
+def test_a_text_that_can_be_no_call_does_not_wait_for_its_end() -> None:
+    parser = BareCallParser(["f"])
+    assert parser.push('{"na') == []
+    assert parser.push('tion": "N') == [Content('{"nation": "N')]
+    assert parser.push("orway") == [Content("orway")]
 
 
 def test_unknown_names_and_classes_are_refused() -> None:

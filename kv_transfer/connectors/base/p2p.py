@@ -104,7 +104,7 @@ class P2PConnector(KVConnector):
         try:
             try:
                 self.introduce(pipe)
-            except OSError:
+            except ConnectionError:
                 with suppress(OSError):
                     expect_welcome(pipe)  # a sink that refuses leaves: it may have said why
                 raise
