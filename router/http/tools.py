@@ -22,6 +22,7 @@ MAX_TOOLS = 128
 _BY_NAME = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
 _NO_SCHEMAS = {"const", "enum", "default", "examples"}
 _NAMES = {"$id", "$anchor", "$dynamicAnchor", "$recursiveAnchor"}
+_OF_ROOTS = "x-guidance"  # llguidance's own keyword
 NONE, AUTO, REQUIRED, NAMED = "none", "auto", "required", "named"
 
 
@@ -141,6 +142,11 @@ def _call_or(structured: StructuredOutput, schemas: dict[str, Any]) -> Structure
     calls, moved = _calls(schemas)
     try:
         text = {key: value for key, value in json.loads(structured.text).items() if key != "$id"}
+        if _OF_ROOTS in text:
+            raise InvalidRequest(
+                f"{structured.param} has {_OF_ROOTS}, which is not kept beside tools",
+                param=structured.param,
+            )
         moved["text"] = _moved(text, "#/$defs/text")
     except RecursionError as error:
         raise InvalidRequest(

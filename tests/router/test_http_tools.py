@@ -382,14 +382,15 @@ async def test_bad_tools(site: Site, fields: dict[str, Any], param: str) -> None
     assert site.generator.requests == []
 
 
-async def test_a_deep_schema_beside_tools_is_refused(tmp_path: Path) -> None:
-    """As text: a body that is nested so deeply is refused before."""
+async def test_what_cannot_be_in_one_schema_with_tools_is_refused(tmp_path: Path) -> None:
+    """The deep one as text: a body that is nested so deeply is refused before."""
     chat = ChatConfig(enable_auto_tool_choice=True, tool_call_parser="llama3_json")
     deep = '{"anyOf":[' * 900 + "{}" + "]}" * 900
     folder = byte_level_folder(tmp_path)
     async with serve(folder, chat=chat, tool_parser=Llama3JSONParser) as site:
-        body = {"messages": ASK, "tools": TOOLS, "guided_json": deep}
-        await check_error(await site.post("/v1/chat/completions", body), 400, "guided_json")
+        for schema in (deep, {"type": "object", "x-guidance": {"key_separator": " : "}}):
+            body = {"messages": ASK, "tools": TOOLS, "guided_json": schema}
+            await check_error(await site.post("/v1/chat/completions", body), 400, "guided_json")
 
 
 async def test_auto_needs_its_flags(tmp_path: Path) -> None:
