@@ -7,6 +7,7 @@ like any other; only the seconds that importing torch costs are spared.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import logging
 import os
@@ -100,6 +101,8 @@ _codes: dict[int, int | None] = {}  # of all that were started; None: it runs
 def main() -> int:
     for module in (*MAINS.values(), *MORE, "benchmarks.warm_ranks"):
         import_module(module)
+    gc.collect()
+    gc.freeze()  # or each fork's collector writes to, and so copies, every page of it
     signal.signal(signal.SIGCHLD, _reap)
     faulthandler.register(signal.SIGUSR1)  # who asks all of a cluster for their stacks asks it, too
     answers: dict[str, Callable[..., Any]] = {"start": _start, "exit_code": _exit_code}
@@ -126,11 +129,15 @@ def _exit_code(pid: int) -> int | None:
 def _start(
     role: str, flags: list[str], log: str, before: list[str], environment: dict[str, str]
 ) -> int:
+    # Nothing is reaped in between: the pid may be that of one that ended long ago.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     pid = os.fork()
     if pid == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
         _move(environment)
         _become(role, flags, log, before)
-    _codes.setdefault(pid, None)
+    _codes[pid] = None
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
     return pid
 
 
@@ -155,9 +162,10 @@ def _become(role: str, flags: list[str], log: str, before: list[str]) -> Any:
         sys.stdin, sys.argv = open(0), [role, *flags]  # noqa: SIM115
         if before:
             import_string(before[0])(*before[1:])
-        zygote = import_string(FORKED_RANKS)()
+        zygote = None if role == "router" else import_string(FORKED_RANKS)()
         code = int(import_module(MAINS[role]).main(flags))
-        zygote.close()
+        if zygote:
+            zygote.close()
     except SystemExit as stop:  # of wrong flags
         code = stop.code if isinstance(stop.code, int) else 1
     except Exception:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -58,6 +59,12 @@ def pytest_runtestloop(session: pytest.Session) -> None:
         block_code()
         with suppress(BuildError):
             build.load_library()
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: to look through it takes half a second, and collections are many."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFile:

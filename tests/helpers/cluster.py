@@ -171,7 +171,7 @@ class Service:
             for name, process in self.processes.items():
                 if process.poll() is not None:
                     raise AssertionError(f"{name} ended ({process.returncode})\n{self.log()}")
-            time.sleep(0.02)
+            time.sleep(0.05)
         raise AssertionError(f"still not true after {timeout} s\n{self._last_words()}")
 
     def _last_words(self) -> str:

@@ -92,9 +92,9 @@ def name_of(mutant: type[Tampered]) -> str:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     runs = Runs(tmp_path_factory.mktemp("conformance"))
+    runs.start("built-ins", ["shm", "shared", "tcp"], *ALL_CHECKS)  # the longest
     for part in range(PARTS):
         start_mutants(runs, f"mutants {part}", MUTANTS[part::PARTS])
-    runs.start("built-ins", ["shm", "shared", "tcp"], *ALL_CHECKS)
     shared = tmp_path_factory.mktemp("shared")
     options = ("--kv-connector-config", json.dumps({"directory": str(shared)}))
     _, example = entry_point((EXAMPLE / "pyproject.toml").read_text())

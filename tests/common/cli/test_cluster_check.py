@@ -41,6 +41,7 @@ def test_two_ranks_as_json(
     assert all(each["latency_us"] > 0 and each["gb_per_s"] > 0 for each in figures.values())
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_four_ranks_as_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*QUICK, "--tp=2", "--pp=2", "--sizes=1024"]) == 0
     text = capsys.readouterr().out
@@ -115,6 +116,7 @@ class Mortal(GlooCommunicator):
         super().all_reduce(tensor)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_wrong_result_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*QUICK, "--tp=2", f"--device-communicator={__name__}:WrongSums"]) == 1
     text = capsys.readouterr().out
@@ -122,6 +124,7 @@ def test_a_wrong_result_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert "│ tp " not in text  # what is wrong is not measured
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_rank_that_dies_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*QUICK, "--tp=2", f"--device-communicator={__name__}:Mortal"]) == 1
     assert "RANK_" in capsys.readouterr().err

@@ -10,8 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
@@ -32,14 +31,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_wheel
-def test_greedy_tokens_equal_those_of_transformers(folder: Path) -> None:
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    prompt = torch.tensor([ONCE_UPON_A_TIME])
+def test_it_says_what_the_original_says(folder: Path) -> None:
+    """That it says what transformers makes of it is tested in `e2e/test_exact.py`."""
     with single_threaded_inference():
-        output = reference.generate(prompt, max_new_tokens=32, do_sample=False)
-        ours = greedy(load(folder), ONCE_UPON_A_TIME, 32, [7, 2, 5])
-    assert ours == output[0, len(ONCE_UPON_A_TIME) :].tolist()
-    assert ours[: len(CONTINUATION)] == CONTINUATION
+        said = greedy(load(folder), ONCE_UPON_A_TIME, len(CONTINUATION), [7, 2, 5])
+    assert said == CONTINUATION
 
 
 @needs_wheel
