@@ -7,7 +7,6 @@ like any other; only the seconds that importing torch costs are spared.
 from __future__ import annotations
 
 import faulthandler
-import gc
 import json
 import logging
 import os
@@ -25,6 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from pdserve.common.core.host import loading
 from pdserve.common.core.plugins import import_string
 
 MAINS = {  # of each role, as `WarmStart.start` has it
@@ -34,6 +34,10 @@ MAINS = {  # of each role, as `WarmStart.start` has it
     "both_node": "pdserve.decode_node.both",
 }
 MORE = (
+    "pdserve.router.server",
+    "pdserve.decode_node.node",
+    "pdserve.prefill_node.node",
+    "benchmarks.warm_ranks",
     "pdserve.common.worker.worker",
     "pdserve.kv_transfer.connectors.shm",
     "pdserve.kv_transfer.connectors.tcp",
@@ -99,10 +103,9 @@ _codes: dict[int, int | None] = {}  # of all that were started; None: it runs
 
 
 def main() -> int:
-    for module in (*MAINS.values(), *MORE, "benchmarks.warm_ranks"):
-        import_module(module)
-    gc.collect()
-    gc.freeze()  # or each fork's collector writes to, and so copies, every page of it
+    with loading():  # or each fork's collector writes to, and so copies, every page of it
+        for module in (*MAINS.values(), *MORE):
+            import_module(module)
     signal.signal(signal.SIGCHLD, _reap)
     faulthandler.register(signal.SIGUSR1)  # who asks all of a cluster for their stacks asks it, too
     answers: dict[str, Callable[..., Any]] = {"start": _start, "exit_code": _exit_code}

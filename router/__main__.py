@@ -11,11 +11,15 @@ from pdserve.common.config.node import ModelConfig
 from pdserve.common.config.router import RouterConfig
 from pdserve.common.config.sources import parse
 from pdserve.common.core.errors import ConfigError, PdserveError
-from pdserve.common.core.host import host_errors_as_config_errors, leave, raise_open_file_limit
+from pdserve.common.core.host import (
+    host_errors_as_config_errors,
+    leave,
+    loading,
+    raise_open_file_limit,
+)
 from pdserve.common.core.plugins import import_string
 from pdserve.common.obs.logging import setup_logging
 from pdserve.common.obs.process import exit_within
-from pdserve.router.server import serve
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 OPEN_FILES + requests, "--max-concurrent-requests, --max-queued-requests"
             )
             config = replace(config, model=_resolve_model(config.model))
+            with loading():
+                from pdserve.router.server import serve
             return asyncio.run(serve(config, stopping=exit_within))
     except PdserveError as error:
         logger.error("%s", error)

@@ -19,6 +19,8 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 # In the background of a shell the suite ignores SIGINT, and whatever it starts would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+gc.disable()  # until all is imported
+
 collect_ignore = ["clients"]  # they have an environment of their own: make test-clients
 
 # Files that take longest come first, so that the others fill up what is left.
@@ -63,8 +65,8 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
 def pytest_collection_finish() -> None:
     """What was imported stays: to look through it takes half a second, and collections are many."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFile:

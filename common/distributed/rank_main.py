@@ -22,7 +22,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from pdserve.common.core.errors import NodeError
-from pdserve.common.core.host import die_with_parent, leave
+from pdserve.common.core.host import die_with_parent, leave, loading
 from pdserve.common.core.plugins import import_string
 from pdserve.common.distributed import wire
 from pdserve.common.distributed.executor import Worker, WorkerSpec
@@ -146,7 +146,9 @@ def _run(spec: WorkerSpec, steps: zmq.Socket, calls: zmq.Socket, out: Outbox) ->
     """Build, announce, serve, close. Returns the exit status."""
     number = wire.start_number(spec.rank, Link.OUT)
     try:
-        worker: Worker = import_string(spec.factory)(spec, out.emit)
+        with loading():
+            factory = import_string(spec.factory)
+        worker: Worker = factory(spec, out.emit)
         out.send(Kind.RESULT, number, worker.ready())
     except Exception as error:  # the boundary: whatever it was, the node hears it
         calls.close()

@@ -11,7 +11,7 @@ from typing import Any
 from pdserve.common.config.node import BothNodeConfig, WorkerNodeConfig
 from pdserve.common.config.sources import parse
 from pdserve.common.core.errors import ConfigError, PdserveError
-from pdserve.common.core.host import host_errors_as_config_errors, raise_open_file_limit
+from pdserve.common.core.host import host_errors_as_config_errors, loading, raise_open_file_limit
 from pdserve.common.core.plugins import import_string
 from pdserve.common.obs.logging import setup_logging
 from pdserve.common.obs.process import exit_within
@@ -39,7 +39,9 @@ def run_node(
     try:
         with host_errors_as_config_errors():
             raise_open_file_limit(OPEN_FILES)
-            return asyncio.run(_serve(import_string(node), config))
+            with loading():
+                made = import_string(node)
+            return asyncio.run(_serve(made, config))
     except PdserveError as error:
         logger.error("%s", error)
         return 2 if isinstance(error, ConfigError) else 1
