@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import socket
 from collections import Counter
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
-from benchmarks import hosts
+from benchmarks import hosts, warm_start
 from benchmarks.hosts import ROUTER, Network, front
 from benchmarks.relay import Relays
 from benchmarks.site import site_network
@@ -111,6 +112,14 @@ def test_a_relay_spoils_one_edge(place: Place) -> None:
             for _ in range(2):  # the rest of the message never comes
                 said(far, far_end, data, PATIENCE)
     assert place.relays.spoilt() == seen.total() + 1
+
+
+def test_a_process_may_have_the_pid_of_one_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(warm_start._codes, 4242, 0)
+    monkeypatch.setattr(os, "fork", lambda: 4242)
+    assert warm_start._start("router", [], "", [], {}) == 4242
+    assert warm_start._exit_code(4242) is None
+    assert signal.SIGCHLD not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_what_grows_is_seen() -> None:
