@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from time import monotonic
@@ -42,6 +42,8 @@ from pdserve.router.structured import structured_from_pb
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
+Write = Callable[[pb.GenerateResponse], Awaitable[None]]
+
 logger = logging.getLogger(__name__)
 
 MAX_ENTRIES = 2**15  # of a prompt's log-probabilities in one message: clients take 4 MiB
@@ -58,7 +60,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Streams deltas; the last response carries usage and timeline only."""
         tell = partial(details, request=request)
-        async with answering(context, details=tell), self._counted():
+        async with (
+            answering(context, details=tell),
+            self._counted(),
+            self._writing(context) as write,
+        ):
             if is_plain_id(request.request_id):
                 request_id_var.set(request.request_id)  # a refusal's, too
             self._authenticate(context)
@@ -79,7 +85,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 async for batch in updates:
                     if prompt:
                         first = pb.GenerateResponse(request_id=public_id, prompt_token_ids=prompt)
-                        await self._write(context, first)
+                        await write(first)
                         prompt = ()
                     for _, update in coalesced(batch):
                         if isinstance(update, PromptLogprobs):
@@ -87,11 +93,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                                 response = await asyncio.to_thread(
                                     _prompt_response, public_id, part
                                 )
-                                await self._write(context, response)
+                                await write(response)
                         elif isinstance(update, GenerationStats):
-                            await self._write(context, _last_response(public_id, update))
+                            await write(_last_response(public_id, update))
                         else:
-                            await self._write(context, answer(public_id, update, choices))
+                            await write(answer(public_id, update, choices))
 
     @asynccontextmanager
     async def _counted(self) -> AsyncIterator[None]:
@@ -101,15 +107,36 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             self._serving.metrics.observe_error(error)
             raise
 
-    async def _write(self, context: Context, response: pb.GenerateResponse) -> None:
-        """Waits while the client is behind, but not for ever."""
+    @asynccontextmanager
+    async def _writing(self, context: Context) -> AsyncIterator[Write]:
+        """What writes a response: it waits while the client is behind, but not for ever."""
+        first: asyncio.Future[None] | None = None
+
+        async def write(response: pb.GenerateResponse) -> None:
+            nonlocal first
+            try:
+                async with asyncio.timeout(self._write_timeout):
+                    if first is None:
+                        first = asyncio.ensure_future(context.write(response))
+                        await asyncio.shield(first)
+                    else:
+                        await context.write(response)
+            except TimeoutError:
+                logger.info("%s took nothing for %.0f s", context.peer(), self._write_timeout)
+                raise Cancelled("the client did not read", code="CLIENT_TOO_SLOW") from None
+
         try:
-            async with asyncio.timeout(self._write_timeout):
-                await context.write(response)
-        except TimeoutError:
-            logger.info("%s took nothing for %.0f s", context.peer(), self._write_timeout)
-            # It learns of this when it reads again; until then nothing but the call is kept.
-            raise Cancelled("the client did not read", code="CLIENT_TOO_SLOW") from None
+            yield write
+        except Cancelled:
+            # It learns of this when it reads again; until then nothing but the call is kept. The
+            # first write has the call's headers: gRPC would send them twice, and so fail to end the
+            # call, if that were cancelled half-way.
+            if first is not None:
+                await asyncio.wait([first])
+            raise
+        finally:
+            if first is not None:
+                first.cancel()
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         async with answering(context, details=partial(details, request=request)):

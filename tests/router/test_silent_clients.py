@@ -206,30 +206,25 @@ async def test_merge_gives_up_a_reader_that_is_far_behind(monkeypatch: pytest.Mo
         [update async for update in updates]
 
 
-class Observed(InferenceServicer):
-    given_up: asyncio.Event
-
-    async def _write(self, context: Any, response: pb.GenerateResponse) -> None:
-        try:
-            await super()._write(context, response)
-        except Cancelled:
-            self.given_up.set()
-            raise
-
-
-async def test_a_grpc_client_that_does_not_read_is_cancelled(tmp_path: Path) -> None:
+@pytest.mark.parametrize("timeout", [0.2, 0.0])
+async def test_a_grpc_client_that_does_not_read_is_cancelled(
+    tmp_path: Path, timeout: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also when the first message takes too long already."""
+    caplog.set_level("INFO")
     server = grpc.aio.server()
-    service = Observed(Serving(pipeline=Talker(400), model=served_model(tmp_path)), 0.2)
-    service.given_up = asyncio.Event()
+    talker = Talker(400)
+    service = InferenceServicer(Serving(pipeline=talker, model=served_model(tmp_path)), timeout)
     pb_grpc.add_InferenceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             call = pb_grpc.InferenceStub(channel).Generate(pb.GenerateRequest(text="a"))
-            await call.read()
             async with asyncio.timeout(60):
-                await service.given_up.wait()
+                while "took nothing" not in caplog.text:
+                    await asyncio.sleep(0.01)
+                await talker.closed.wait()  # its place is free
             with pytest.raises(grpc.aio.AioRpcError, match="did not read"):
                 async with asyncio.timeout(60):
                     while await call.read() is not grpc.aio.EOF:
