@@ -62,8 +62,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         tell = partial(details, request=request)
         async with (
             answering(context, details=tell),
-            self._counted(),
             self._writing(context) as write,
+            self._counted(),
         ):
             if is_plain_id(request.request_id):
                 request_id_var.set(request.request_id)  # a refusal's, too
