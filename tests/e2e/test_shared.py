@@ -147,12 +147,15 @@ def test_a_decode_node_goes_on_with_the_blocks_of_a_dead_one(cluster: WarmCluste
 
 
 def test_up_serves_with_it_and_leaves_nothing() -> None:
-    """`pdserve up`, twice at once: they do not meet, and no name is left on the host."""
+    """`pdserve up` beside other nodes of the host: they do not meet, and no name is left."""
     assert host_identity()
     before = set(os.listdir("/dev/shm"))
     options = {"kv_connector": "shared", "max_model_len": 512}
-    with Cluster("llama-gqa", **options) as one, Cluster("llama-gqa", **options) as two:
-        for made in (one, two):
+    with (
+        Cluster("llama-gqa", **options) as up,
+        WarmCluster("llama-gqa", 1, 1, warm=shared(), **options) as other,
+    ):
+        for made in (up, other):
             text = reference.decode(made.model, reference.greedy(made.model, PROMPT, 30))
             answer = made.complete(list(PROMPT), max_tokens=30, ignore_eos=True)
             assert answer["choices"][0]["text"] == text
