@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 import reference
@@ -29,6 +30,7 @@ ROUTING = {
     "max_queued_requests": 0,
 }
 LONG = 400  # tokens, a second or two
+UP = (str(Path(sys.executable).with_name("pdserve")), "up", "--port=0")
 
 
 def expected(service: Service, num_tokens: int) -> str:
@@ -171,23 +173,65 @@ def test_all_leave_in_order(roles: WarmCluster) -> None:
 # ---- deaths ---------------------------------------------------------------------------------
 
 
+SMALL_SHM = "mount -t tmpfs -o size=64k tmpfs /dev/shm"
+IN_A_FULL_SHM = f"""#!/bin/sh
+exec unshare --mount sh -c '
+    {SMALL_SHM} && head -c 1M /dev/zero > /dev/shm/filler
+    exec "$@"' up {UP[0]} "$@"
+"""
+
+
 @pytest.fixture(scope="module")
-def fragile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """None of its processes closes a descriptor twice, whatever is killed, to the end."""
+def has_full_shm() -> bool:
+    """Whether processes can be given a /dev/shm of their own: root may do that."""
+    command = ["sh", "-c", f"unshare --mount {SMALL_SHM}"]
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
+@pytest.fixture(scope="module")
+def fragile(tmp_path_factory: pytest.TempPathFactory, has_full_shm: bool) -> Iterator[Cluster]:
+    """None of its processes closes a descriptor twice, whatever is killed, to the end; and none
+    needs /dev/shm."""
     audit = CloseAudit(tmp_path_factory.mktemp("audit"))
+    script = tmp_path_factory.mktemp("bin") / "pdserve"
+    script.write_text(IN_A_FULL_SHM)
+    script.chmod(0o755)
     # A node that comes back may need long, and its requests wait for it.
     options = {"decode_tp": 2, "restart": "on-failure", "queue_timeout": 120}
-    with Cluster(MODEL, audit.environment, **options) as cluster:
+    program = script if has_full_shm else None
+    with Cluster(MODEL, audit.environment, program, **options) as cluster:
         yield cluster
     assert not audit.told(), audit.told()
 
 
 @pytest.mark.skipif(not HAS_COMPILER, reason="there is no g++ here")
-def test_a_descriptor_that_is_closed_twice_is_told_of(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("code", "whose"),
+    [
+        ("import os; os.close(0); os.close(0)", "which was not open"),
+        (
+            "import os, zmq; socket = zmq.Context().socket(zmq.PULL)\n"
+            "os.close(socket.get(zmq.FD)); os._exit(0)",
+            "another library's",
+        ),
+    ],
+)
+def test_a_descriptor_that_is_not_the_closer_s_is_told_of(
+    code: str, whose: str, tmp_path: Path
+) -> None:
     audit = CloseAudit(tmp_path)
-    code = "import os; os.close(0); os.close(0)"
     subprocess.run([sys.executable, "-c", code], env=os.environ | audit.environment)
-    assert audit.told().count("closed") == 1
+    assert audit.told().count("closed") == 1 and whose in audit.told()
+
+
+def test_a_full_dev_shm_stops_nothing(fragile: Cluster, has_full_shm: bool) -> None:
+    if not has_full_shm:
+        pytest.skip("mounting a small /dev/shm needs root")
+    processes = psutil.Process(fragile.processes["up"].pid).children(recursive=True)
+    assert len(processes) >= 5  # of the router, two nodes, three ranks
+    for process in processes:
+        assert not os.statvfs(f"/proc/{process.pid}/root/dev/shm").f_bfree
+    check_exact(fragile)
 
 
 def test_a_storm_of_hang_ups_with_several_ranks(fragile: Cluster) -> None:
@@ -234,7 +278,6 @@ def wait_for_another(cluster: Cluster, role: str, pid: int) -> None:
 
 # ---- options nobody can serve with ----------------------------------------------------------
 
-UP = (str(Path(sys.executable).with_name("pdserve")), "up", "--port=0")
 PREFILL = (sys.executable, "-m", "pdserve.prefill_node")
 ROUTER = ("router", "--port=0", "--grpc-port=0", "--registry-port=0")
 WRONG = [

@@ -1,5 +1,6 @@
-"""Tells who closes a descriptor that is not open. One who does so a moment later closes another's:
-libzmq and gRPC wait for ever for a wake-up through an eventfd that somebody else closed."""
+"""Tells who closes a descriptor that is not open, or another library's eventfd. One who does the
+former closes another's a moment later: libzmq and gRPC wait for ever for a wake-up through an
+eventfd that somebody else closed."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class CloseAudit:
         self.environment: dict[str, str] = {}
         if HAS_COMPILER:
             library, source = folder / "close_audit.so", HELPERS / "close_audit.cpp"
-            subprocess.run(["g++", "-shared", "-fPIC", source, "-o", library], check=True)
+            command = ["g++", "-shared", "-fPIC", source, "-o", library, "-ldl"]
+            subprocess.run(command, check=True)
             loaded = filter(None, [str(library), os.environ.get("LD_PRELOAD")])
             self.environment["LD_PRELOAD"] = " ".join(loaded)
             self.environment["CLOSE_AUDIT"] = str(self._told)

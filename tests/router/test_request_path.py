@@ -34,6 +34,7 @@ from pdserve.common.rpc.status import REQUEST_ID_KEY
 from pdserve.router import registry_service
 from pdserve.router.adapters import Adapter
 from pdserve.router.attempt import Attempt
+from pdserve.router.cluster_view import ClusterView
 from pdserve.router.generation import MAX_BURST, GenerationRequest, merge
 from pdserve.router.health import LINK_COOLDOWN, BreakerState
 
@@ -105,6 +106,26 @@ async def test_a_request_is_served(four: FakeCluster) -> None:
     assert stats.timeline.migrations == 0 and stats.completion_tokens == 8
     one_token = await four.ask(max_tokens=1)
     assert one_token.completion_tokens == 1 and one_token.timeline.migrations == 0
+
+
+async def test_no_request_asks_whether_the_cluster_is_ready(
+    four: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That looks at every pair of nodes: it is for who asks after the cluster's health, and for
+    a request that finds no node."""
+    asked: list[bool] = []
+    ready = ClusterView.ready
+
+    def counted(view: ClusterView) -> tuple[bool, str]:
+        found = ready(view)
+        asked.append(found[0])
+        return found
+
+    monkeypatch.setattr(ClusterView, "ready", counted)
+    for _ in range(3):
+        await four.ask()
+    assert not asked
+    assert four.pipeline.cluster()["ready"] and asked == [True]
 
 
 async def test_the_timeline_has_what_nodes_report(pair: FakeCluster) -> None:
