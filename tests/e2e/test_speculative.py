@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.warm_start import alive
-from cluster import node_metrics
+from cluster import ask_until_preempted, node_metrics
 from deaths import MORE_BLOCKS, ask_until, greedy, several
 from deaths import D as SESSION
 from exact import check_exact, prompts
@@ -144,9 +144,12 @@ def test_preemption_changes_no_token(plain: WarmCluster, config: dict[str, Any])
     with WarmCluster(MODEL, 0, 0, warm=shared(), max_model_len=128) as cluster:
         cluster.start_node("both", num_gpu_blocks_override=24, **option(config))
         cluster.wait_nodes()
-        assert cluster.complete(prompt, **body)["choices"] == expected
+
+        def check() -> None:
+            assert cluster.complete(prompt, **body)["choices"] == expected
+
         (node,) = cluster.nodes()
-        assert node_metrics(node)["pdserve_num_preemptions_total"] > 0
+        ask_until_preempted(node, check)
         assert acceptance(cluster)[1] > 0
         cluster.wait_idle()
 

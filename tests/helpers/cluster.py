@@ -277,6 +277,21 @@ def node_metrics(node: dict[str, Any], engine: int | None = None) -> dict[str, f
     return dict(values)
 
 
+def ask_until_preempted(node: dict[str, Any], ask: Callable[[], object]) -> None:
+    """Until the node has taken back a sequence's blocks: those that are asked for at once are
+    computed one after the other now and then, where the machine stands still in between."""
+
+    def preemptions() -> float:
+        return node_metrics(node)["pdserve_num_preemptions_total"]
+
+    before = preemptions()
+    for _ in range(5):
+        ask()
+        if preemptions() > before:
+            return
+    raise AssertionError("no sequence was preempted")
+
+
 def is_idle(node: dict[str, Any]) -> bool:
     values = node_metrics(node)
     return (
