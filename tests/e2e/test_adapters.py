@@ -125,7 +125,8 @@ def test_ranks_and_stages_hold_their_parts(folder: Path, options: dict[str, Any]
 def test_preempted_and_guessed_tokens_are_the_same(folder: Path, options: dict[str, Any]) -> None:
     """On a node of both roles whose two replicas never have blocks for all, and whose draft model
     knows no adapters."""
-    with WarmCluster(MODEL, 0, 0, router=options, warm=shared(), **options) as cluster:
+    patient = {**options, "heartbeat_timeout": 30}
+    with WarmCluster(MODEL, 0, 0, router=patient, warm=shared(), **options) as cluster:
         few = {"num_gpu_blocks_override": 14, "max_model_len": 160}
         cluster.start_node(
             "both", **few, data_parallel_size=2, speculative_config=json.dumps(DRAFT)

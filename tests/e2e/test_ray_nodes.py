@@ -53,7 +53,7 @@ def test_prefill_on_two_hosts(raylets: Raylets) -> None:
 
 
 def test_decode_on_two_hosts_until_one_of_them_dies(raylets: Raylets) -> None:
-    routing = {"queue_timeout": 2, "request_timeout": 10}
+    routing = {"queue_timeout": 2, "request_timeout": 10, "heartbeat_timeout": 30}
     with WarmCluster(MODEL, 0, 0, router=routing, warm=shared()) as cluster:
         cluster.start_node("prefill")
         decode = cluster.start_node("decode", **on_ray(raylets, kv_host="auto", insecure=""))

@@ -192,7 +192,9 @@ LONG = Ask("grpc", tuple(range(5, 405)), {"temperature": 0.0, "ignore_eos": True
 
 
 def test_a_drained_prefill_node_finishes_its_transfer() -> None:
-    with WarmCluster(MODEL, 0, 0, warm=shared(), kv_lease=30, drain_timeout=60) as cluster:
+    patient = {"heartbeat_timeout": 30}
+    options = {"kv_lease": 30, "drain_timeout": 60}
+    with WarmCluster(MODEL, 0, 0, patient, shared(), **options) as cluster:
         config = json.dumps({"delay": 0, "held": str(cluster.hold("kv"))})
         kv = {"kv_connector": "slow_connector:SlowTCP", "kv_connector_config": config}
         for role in ("prefill", "prefill", "decode"):

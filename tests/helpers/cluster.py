@@ -162,7 +162,9 @@ class Service:
     def wait_for(self, condition: Callable[[], Any], timeout: float = 60.0) -> Any:
         """The condition's value once it is true; fails with the log when it stays false."""
         deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
+        late = False
+        while not late:
+            late = time.monotonic() >= deadline  # then it looks for the last time
             try:
                 if value := condition():
                     return value

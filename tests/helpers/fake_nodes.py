@@ -208,7 +208,8 @@ class FakeCluster:
     """A pipeline over fake nodes, named `p0`, `d1` …"""
 
     def __init__(self, folder: Path, **routing: Any) -> None:
-        options = {"queue_timeout": 10.0, "heartbeat_timeout": 60.0, **routing}
+        late = {"queue_timeout": 10.0, "heartbeat_timeout": 60.0, "breaker_cooldown": 600.0}
+        options = {**late, **routing}
         self.config = RoutingConfig(**options)
         self.registry = Registry(self.config)
         self.channels = Channels()

@@ -67,7 +67,7 @@ async def decode_node(
     torch_threads = torch.get_num_threads()
     node = DecodeNode(node_config(replicas, stall, lora))
     serving = asyncio.create_task(node.serve())
-    await eventually(lambda: node.server._metrics or serving.done(), 30)
+    await eventually(lambda: node.server._metrics or serving.done(), 120)
     gates = [Gate(replica.ranks.executor) for replica in node.replicas]
     try:
         yield node, serving, gates

@@ -42,7 +42,7 @@ from pdserve.kv_transfer.frame import Frame, Kind
 from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import Piece, Rect
 
-PROMPT = 4.0  # seconds within which whoever is blocked must be free: before any time-out
+PROMPT = 20.0  # seconds within which whoever is blocked must be free: before any time-out
 
 
 @pytest.fixture

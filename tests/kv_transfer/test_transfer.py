@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ from pdserve.kv_transfer.control.background import Lease
 from pdserve.kv_transfer.control.source import Handoff
 from pdserve.kv_transfer.control.ticket import RankEndpoint, Ticket
 from pdserve.kv_transfer.layout import Rect
+from pdserve.router.health import AwakeClock
 
 FAKE = "kv_fakes:FakeConnector"
 SOURCE_IDS, SINK_IDS = (9, 3, 4, 5, 12), (2, 3, 11, 0, 7)
@@ -32,11 +33,29 @@ decode = msgspec.msgpack.Decoder(Command).decode
 @asynccontextmanager
 async def pair(*args: Any, **options: Any) -> AsyncIterator[Pair]:
     torch.set_num_threads(1)
-    made = make_pair(*args, **options)
+    with awake_time():
+        made = make_pair(*args, **options)
+        try:
+            yield made
+        finally:
+            await made.close()
+
+
+@contextmanager
+def awake_time() -> Iterator[None]:
+    """The loop's time, by which leases lapse, does not go on while this process stands still."""
+
+    async def look() -> None:
+        while True:
+            await asyncio.sleep(0.02)
+
+    loop = asyncio.get_running_loop()
+    loop.time = AwakeClock(0.1, loop.time)  # type: ignore[method-assign]
+    looking = loop.create_task(look())
     try:
-        yield made
+        yield
     finally:
-        await made.close()
+        looking.cancel()
 
 
 async def start(made: Pair, first_block: int = 0) -> tuple[Ticket, Handoff]:

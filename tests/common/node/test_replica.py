@@ -355,7 +355,7 @@ async def test_a_stalled_replica_is_avoided_until_it_goes_on(
 ) -> None:
     caplog.set_level("INFO")
     async with (
-        decode_node(replicas=2, stall=1.2) as (node, _, gates),
+        decode_node(replicas=2, stall=2.5) as (node, _, gates),
         grpc.aio.insecure_channel(node.address) as channel,
     ):
         sample, (one, two) = node.metrics.registry.get_sample_value, node.replicas

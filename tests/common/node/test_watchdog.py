@@ -49,7 +49,7 @@ IDLE = EngineProgress(
     free_blocks=8,
     total_blocks=8,
 )
-STALL = 1.2  # seconds
+STALL = 2.5  # seconds
 QUEUED = replace(IDLE, waiting=2, needed_blocks=5, free_blocks=3)
 
 

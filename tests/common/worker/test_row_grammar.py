@@ -91,10 +91,11 @@ def test_one_that_could_not_be_compiled_is_tried_again(tokens: GrammarTokens) ->
 
 def test_what_nobody_waits_for_is_not_compiled(tokens: GrammarTokens) -> None:
     """Of clients that have left: there is one thread for all."""
-    go, compiled = Event(), []
+    at_work, go, compiled = Event(), Event(), []
 
     class Watched(Grammars):
         def _compile(self, grammar: str) -> AnswerMatcher:
+            at_work.set()
             assert go.wait(30)
             compiled.append(grammar)
             return super()._compile(grammar)
@@ -108,6 +109,7 @@ def test_what_nobody_waits_for_is_not_compiled(tokens: GrammarTokens) -> None:
     ]
     begin = [SequenceDelta(i, (5,), 0, 0, (i,), True, each) for i, each in enumerate(new)]
     batch.apply(StepDelta(1, tuple(begin)))
+    assert at_work.wait(30)  # what has begun is not taken back
     (again,) = batch.apply(
         StepDelta(2, (replace(begin[1], seq_id=9),), ended=(0, 1, 2, 4))
     ).sequences
