@@ -26,7 +26,7 @@ KIT = ROOT / "kv_transfer" / "conformance"
 ALL_CHECKS = ("--pyargs", "pdserve.kv_transfer.conformance")
 CONTROL = "test_delivery.py::test_blocks_arrive[1]"  # every broken connector passes it
 PATIENCE = 1200.0  # seconds; on quiet cores the longest takes 30
-PARTS = 4  # of the broken connectors
+PARTS = 6  # of the broken connectors
 BUILT_IN = ("shm", "shared", "tcp")
 pytestmark = pytest.mark.timeout(PATIENCE)
 
