@@ -228,7 +228,7 @@ def test_a_full_dev_shm_stops_nothing(fragile: Cluster, has_full_shm: bool) -> N
     if not has_full_shm:
         pytest.skip("mounting a small /dev/shm needs root")
     processes = psutil.Process(fragile.processes["up"].pid).children(recursive=True)
-    assert len(processes) >= 5  # of the router, two nodes, three ranks
+    assert len(processes) >= 5  # the router, two nodes, the ranks of one
     for process in processes:
         assert not os.statvfs(f"/proc/{process.pid}/root/dev/shm").f_bfree
     check_exact(fragile)
