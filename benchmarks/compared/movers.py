@@ -64,7 +64,9 @@ class Mover:
     def _answer(self) -> Any:
         pipe = self._process.stdout
         assert pipe is not None
-        if not select.select([pipe], [], [], TIMEOUT)[0]:
+        readable = select.poll()
+        readable.register(pipe, select.POLLIN)
+        if not readable.poll(1000 * TIMEOUT):
             raise Absent(f"no answer in {TIMEOUT:.0f} s")
         if not (line := pipe.readline()):
             raise Absent(f"it ended with status {self._process.wait()}")

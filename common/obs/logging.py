@@ -191,9 +191,11 @@ class LogWriter(logging.Handler):
 
 def _write(fd: int, data: bytes) -> None:
     """Below Python's own standard error, whose lock the end of the process needs."""
+    writable = select.poll()  # select() takes no descriptor above 1,023
+    writable.register(fd, select.POLLOUT)
     with suppress(OSError):  # closed: nobody will ever read it
         while data:
             try:
                 data = data[os.write(fd, data) :]
             except BlockingIOError:  # another process has set the file so
-                select.select([], [fd], [])
+                writable.poll()

@@ -385,11 +385,15 @@ class Terminal:
     def until(self, text: str) -> str:
         """What came up to the text, which must come within a while; the rest waits."""
         while text not in self.seen:
-            ready, _, _ = select.select([self._end], [], [], 60)
-            assert ready, self.seen
+            assert self._is_readable(60), self.seen
             self.seen += os.read(self._end, 65536).decode(errors="replace")
         before, _, self.seen = self.seen.partition(text)
         return before
+
+    def _is_readable(self, within: float) -> bool:
+        poll = select.poll()
+        poll.register(self._end, select.POLLIN)
+        return bool(poll.poll(1000 * within))
 
     def type(self, keys: str) -> None:
         os.write(self._end, keys.encode())
@@ -399,7 +403,7 @@ class Terminal:
         a key."""
         self.type("\x03")
         while text not in self.seen:
-            if select.select([self._end], [], [], 5)[0]:
+            if self._is_readable(5):
                 self.seen += os.read(self._end, 65536).decode(errors="replace")
             else:
                 self.type("\x03")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import logging
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -128,6 +130,27 @@ def test_a_line_is_bounded_and_a_closed_pipe_is_no_failure(pipe: tuple[int, int]
     writer.handle(record("to nobody"))
     writer.flush()
     writer.close()
+
+
+def test_a_slow_reader_behind_a_high_descriptor_reads_all(pipe: tuple[int, int]) -> None:
+    """A process with a thousand connections has such numbers; and another one may have set the
+    file so that it does not block."""
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 1100:
+        pytest.skip("ulimit -n is too low")
+    reader, fd = pipe
+    high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 1024)
+    os.set_blocking(high, False)
+    writer = LogWriter(high)
+    lines = [f"line {number} {'z' * 1000}\n" for number in range(200)]  # more than a pipe holds
+    for line in lines:
+        writer.put(line)
+    text = ""
+    while len(text) < len("".join(lines)):
+        text += os.read(reader, 2**12).decode()
+    assert text == "".join(lines)
+    writer.flush()
+    writer.close()
+    os.close(high)
 
 
 ENDING = """
