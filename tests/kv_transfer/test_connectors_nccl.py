@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import multiprocessing
 import os
@@ -16,6 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -359,14 +359,8 @@ def test_a_group_listens_where_the_connector_does(make: Callable[..., Rank], hos
 
 def listening() -> set[tuple[str, int]]:
     """Addresses and ports at which this process's sockets listen."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as sock:
-            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getsockopt(
-                socket.SOL_SOCKET, socket.SO_ACCEPTCONN
-            ):
-                found.add(sock.getsockname()[:2])
-    return found
+    sockets = psutil.Process().net_connections("tcp")
+    return {(each.laddr.ip, each.laddr.port) for each in sockets if each.status == "LISTEN"}
 
 
 def test_misconfiguration_is_told_at_start(
