@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ from cluster import Cluster, node_metrics
 from deaths import CLIENT, PROMPT, RESERVATION, SINK, D, ask_until, at_every_step, check, greedy
 from exact import check_exact, prompts
 from pdserve.common.core.host import host_identity
+from segments import check_none_left
 from warm import WarmCluster, shared
 
 OPTIONS: dict[str, Any] = {"kv_connector": "shared", "kv_lease": 10, "max_model_len": 512}
@@ -160,7 +160,4 @@ def test_up_serves_with_it_and_leaves_nothing() -> None:
             answer = made.complete(list(PROMPT), max_tokens=30, ignore_eos=True)
             assert answer["choices"][0]["text"] == text
             made.wait_idle()
-    deadline = time.monotonic() + 10  # in which those of other tests are gone again
-    while set(os.listdir("/dev/shm")) - before and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert set(os.listdir("/dev/shm")) <= before
+    check_none_left(before)

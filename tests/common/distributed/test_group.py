@@ -35,6 +35,7 @@ from pdserve.common.distributed.shared_memory import (
     make_segment,
 )
 from ranks import Ranks
+from segments import check_none_left
 
 T = TypeVar("T")
 TRANSPORTS = [(2, "shm"), (2, "gloo"), (4, "shm"), (4, "gloo")]
@@ -382,11 +383,7 @@ def test_a_killed_rank_is_an_error_in_all_others(
                 assert "is gone" in message
     finally:
         processes.close()
-    left = set(os.listdir("/dev/shm")) - names
-    deadline = time.monotonic() + 60  # what other tests' processes have there will go
-    while left := left & set(os.listdir("/dev/shm")):
-        assert time.monotonic() < deadline, f"left behind: {left}"
-        time.sleep(0.05)
+    check_none_left(names)
 
 
 def test_a_closed_group_keeps_no_descriptor(tmp_path: Path) -> None:
