@@ -15,7 +15,7 @@ from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc
 from story_grammar import make_corpus
 
-NUM_TOKENS = 20  # a block of 16 fills up in every answer
+NUM_TOKENS = 17  # a block of 16 fills up in every answer, on the decode node
 
 
 def prompts(folder: Path) -> list[tuple[int, ...]]:

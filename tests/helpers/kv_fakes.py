@@ -240,7 +240,7 @@ def make_pair(
     source_tp: int = 1,
     sink_tp: int = 1,
     *,
-    lease_s: float = 5.0,
+    lease_s: float = 60.0,
     geometry: Geometry | None = None,
     faults: Mapping[str, Any] | None = None,
     digests: bool = True,

@@ -16,8 +16,12 @@ from benchmarks.fleet import free_port
 from pdserve.common.distributed.environment import address_towards
 
 START_TIMEOUT = 240.0  # seconds
-# Ray would give its workers what CPU nobody else wants.
-ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+# Ray would give its workers what CPU nobody else wants, and start some that nobody asked for.
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+    "RAY_prestart_worker_first_driver": "0",
+}
 
 
 class Raylets:

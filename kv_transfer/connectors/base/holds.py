@@ -14,6 +14,7 @@ import fcntl
 import mmap
 import os
 import struct
+import threading
 
 PLACES = 4096
 _ENTRY = struct.Struct("=I16s12x")  # epoch (0: nobody), transfer id
@@ -21,31 +22,38 @@ NBYTES = PLACES * _ENTRY.size
 
 
 class Holds:
-    """A source's table. One thread at a time enters and takes out."""
+    """A source's table."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("pdserve-kv-holds", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, NBYTES)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        self._table = memoryview(mmap.mmap(self.fd, NBYTES))
+        self._memory = mmap.mmap(self.fd, NBYTES)  # has a descriptor of its own
+        self._table = memoryview(self._memory)
+        self._lock = threading.Lock()
 
     def enter(self, transfer_id: bytes, epoch: int) -> None:
         place = _place(transfer_id)
-        if not _epoch(self._table, place):
-            self._table[place + 4 : place + 20] = transfer_id
-            self._table[place : place + 4] = struct.pack("=I", epoch)  # last: now it holds
+        with self._lock:
+            if self.fd >= 0 and not _epoch(self._table, place):
+                self._table[place + 4 : place + 20] = transfer_id
+                self._table[place : place + 4] = struct.pack("=I", epoch)  # last: now it holds
 
     def take_out(self, transfer_id: bytes) -> None:
         place = _place(transfer_id)
-        if self._table[place + 4 : place + 20] == transfer_id:
-            self._table[place : place + 4] = bytes(4)
+        with self._lock:
+            if self.fd >= 0 and self._table[place + 4 : place + 20] == transfer_id:
+                self._table[place : place + 4] = bytes(4)
 
     def close(self) -> None:
-        """Nothing is held any more."""
-        self._table[:] = bytes(NBYTES)
-        if self.fd >= 0:
-            os.close(self.fd)
-        self.fd = -1
+        """Nothing is held any more, nor will be."""
+        with self._lock:
+            if self.fd >= 0:
+                self._table[:] = bytes(NBYTES)
+                self._table.release()
+                self._memory.close()
+                os.close(self.fd)
+            self.fd = -1
 
 
 class PeerHolds:
