@@ -200,19 +200,24 @@ def test_a_table_of_holds_has_what_is_held_now() -> None:
 def test_a_closed_table_keeps_no_descriptor_while_somebody_has_it() -> None:
     """A closed connector is part of cycles, which the collector may not come to for minutes."""
     holds = Holds()
-    inode = os.fstat(holds.fd).st_ino
-    assert opened().count(inode) > 1
+    table = file_of(holds.fd)
+    assert opened().count(table) > 1
     holds.close()
-    assert inode not in opened()
+    assert table not in opened()
 
 
-def opened() -> list[int]:
-    """The inodes behind this process's descriptors."""
-    inodes = []
+def opened() -> list[tuple[int, int]]:
+    """The files behind this process's descriptors."""
+    files = []
     for fd in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # the list's own
-            inodes.append(os.stat(f"/proc/self/fd/{fd}").st_ino)
-    return inodes
+            files.append(file_of(int(fd)))
+    return files
+
+
+def file_of(fd: int) -> tuple[int, int]:
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino
 
 
 def test_a_table_that_could_shrink_is_refused() -> None:
