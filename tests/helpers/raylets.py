@@ -48,7 +48,7 @@ class Raylets:
 
     def _start(self, *options: str) -> None:
         ray = Path(sys.executable).with_name("ray")
-        ports = ["--min-worker-port=0", "--max-worker-port=0"]
+        ports = ["--min-worker-port=0", "--max-worker-port=0", "--include-log-monitor=false"]
         fixed = [f"--num-cpus={self._cpus}", "--num-gpus=0", "--object-store-memory=80000000"]
         log = Path(self._folder.name, f"start.{len(self._started)}")
         command = [str(ray), "start", "--block", "--disable-usage-stats", *fixed, *ports, *options]
