@@ -18,7 +18,7 @@ import yaml
 
 from benchmarks.fleet import free_port
 from paths import ROOT
-from warm import WarmCluster, shared
+from warm import WarmCluster
 
 FOLDER = ROOT / "compose" / "observability"
 MODEL = "llama-gqa"
@@ -125,7 +125,7 @@ class Prometheus:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[WarmCluster]:
     options = {"metrics_prefix": "both"}
-    with WarmCluster(MODEL, warm=shared(), router=options, **options) as cluster:
+    with WarmCluster(MODEL, router=options, **options) as cluster:
         yield cluster
 
 

@@ -24,7 +24,7 @@ from pdserve.common.core.lora import read_adapter
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc
-from warm import WarmCluster, ranks_of, run_roles, shared, suspended
+from warm import WarmCluster, ranks_of, run_roles, suspended
 
 MODEL = MODELS / "llama-gqa"
 NUM_TOKENS = 24
@@ -55,7 +55,7 @@ def options(folder: Path) -> dict[str, Any]:
 def cluster(folder: Path, options: dict[str, Any]) -> Iterator[WarmCluster]:
     """Whose decode node reads a prompt's KV where the prefill node has it."""
     router = {**options, "runtime_lora_dir": folder, "heartbeat_timeout": 30}
-    with WarmCluster(MODEL, router=router, warm=shared(), kv_connector="shared", **options) as made:
+    with WarmCluster(MODEL, router=router, kv_connector="shared", **options) as made:
         yield made
 
 
@@ -114,7 +114,7 @@ def test_adapters_answer_beside_each_other(cluster: WarmCluster, folder: Path) -
 
 
 def test_ranks_and_stages_hold_their_parts(folder: Path, options: dict[str, Any]) -> None:
-    with WarmCluster(MODEL, 0, 0, router=options, warm=shared(), **options) as cluster:
+    with WarmCluster(MODEL, 0, 0, router=options, **options) as cluster:
         cluster.start_node("prefill", tensor_parallel_size=2)
         speculative = json.dumps(NGRAM)
         cluster.start_node("decode", pipeline_parallel_size=2, speculative_config=speculative)
@@ -126,7 +126,7 @@ def test_preempted_and_guessed_tokens_are_the_same(folder: Path, options: dict[s
     """On a node of both roles whose two replicas never have blocks for all, and whose draft model
     knows no adapters."""
     patient = {**options, "heartbeat_timeout": 30}
-    with WarmCluster(MODEL, 0, 0, router=patient, warm=shared(), **options) as cluster:
+    with WarmCluster(MODEL, 0, 0, router=patient, **options) as cluster:
         few = {"num_gpu_blocks_override": 14, "max_model_len": 160}
         cluster.start_node(
             "both", **few, data_parallel_size=2, speculative_config=json.dumps(DRAFT)
@@ -336,7 +336,7 @@ def test_mistakes_are_told_at_the_start(folder: Path, tmp_path: Path) -> None:
 
 
 def test_clients_load_nothing_unless_they_may(folder: Path, options: dict[str, Any]) -> None:
-    with WarmCluster(MODEL, 0, 0, router=options, warm=shared()) as cluster:
+    with WarmCluster(MODEL, 0, 0, router=options) as cluster:
         cluster.start_node("both")  # without --enable-lora
         cluster.wait_nodes()
         assert load(cluster, "c", "c").status_code == 404

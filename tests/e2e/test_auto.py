@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import reference
-from warm import WarmCluster, shared
+from warm import WarmCluster
 
 NUM_TOKENS = 24
 
 
 def test_nodes_choose_their_connectors_and_say_so() -> None:
-    with WarmCluster("llama-gqa", warm=shared(), device="cpu") as cluster:
+    with WarmCluster("llama-gqa", device="cpu") as cluster:
         said = "KV connectors: shm, tcp (auto: CPU cache)"
         assert cluster.log().count(said) == 2, cluster.log()
         assert all(node["kv_connectors"] == ["shm", "tcp"] for node in cluster.nodes())

@@ -20,7 +20,7 @@ from benchmarks.soak.load import Load, Tally, clients
 from benchmarks.soak.poisoned import TOKEN, poisoned
 from benchmarks.soak.report import Report, make_report
 from cluster import MODELS
-from warm import WarmCluster, shared, slowness
+from warm import WarmCluster, slowness
 
 SOAK = Soak(
     seconds=10,
@@ -57,7 +57,7 @@ async def soak(cluster: WarmCluster) -> Report:
 def test_nothing_is_lost_wrong_or_leaked() -> None:
     """With two nodes of each role, and of both."""
     options = NODE_OPTIONS | {"kv_lease": 3 * slowness()}
-    with WarmCluster("llama-gqa", 2, 2, warm=shared(), **options) as cluster:
+    with WarmCluster("llama-gqa", 2, 2, **options) as cluster:
         for _ in range(2):
             cluster.start_node("both")
         cluster.wait_nodes()
@@ -92,7 +92,7 @@ async def attacked(cluster: WarmCluster) -> Report:
 
 def test_hostile_clients_are_not_noticed(tmp_path: Path) -> None:
     model, key = poisoned(MODELS / "llama-gqa", tmp_path / "llama-gqa"), {"cluster_key": "k" * 32}
-    with WarmCluster(model, 2, 2, router=key, warm=shared(), **NODE_OPTIONS, **key) as cluster:
+    with WarmCluster(model, 2, 2, router=key, **NODE_OPTIONS, **key) as cluster:
         report = asyncio.run(attacked(cluster))
         assert not any(report.failures.values()), f"{report}\n{cluster.log()[-6000:]}"
     assert {name.split()[0] for name in report.faults} == {*HOSTILE.kinds}, report
@@ -129,7 +129,7 @@ def test_failures_are_counted() -> None:
     # Nothing fails because a node is late.
     routing = {"migration_limit": 0, "queue_timeout": 0.5, "heartbeat_timeout": 30}
     options = NODE_OPTIONS | {"kv_lease": 30}
-    with WarmCluster("llama-gqa", router=routing, warm=shared(), **options) as cluster:
+    with WarmCluster("llama-gqa", router=routing, **options) as cluster:
         report = asyncio.run(bad_luck(cluster))
     assert report.failures["lost"] > 0, report
     assert report.failures["wrong"] > 0 and "usage" in report.wrong[0], report

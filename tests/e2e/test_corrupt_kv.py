@@ -15,7 +15,7 @@ import pytest
 
 import reference
 from cluster import node_metrics
-from warm import WarmCluster, shared
+from warm import WarmCluster
 
 SHM, TCP = "corrupt_connector:CorruptShm", "corrupt_connector:CorruptTCP"
 FAULTS = 500
@@ -41,7 +41,7 @@ def cluster() -> Iterator[WarmCluster]:
     """Two prefill nodes that speak shm and tcp; a decode node for each of them. Transfers do not
     end because somebody is late: what was spoilt would not be looked at."""
     options = {"router": {"heartbeat_timeout": 30}, "kv_lease": 30, "no_enable_prefix_caching": ""}
-    with WarmCluster("llama-gqa", 0, 0, warm=shared(), **options) as made:
+    with WarmCluster("llama-gqa", 0, 0, **options) as made:
         for _ in range(2):
             made.start_node("prefill", **speaks(ledger(made), SHM, TCP))
         for seed, connector in enumerate((SHM, TCP)):

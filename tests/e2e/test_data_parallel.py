@@ -14,7 +14,7 @@ import pytest
 import reference
 from callers import call
 from cluster import node_metrics
-from warm import WarmCluster, ranks_of, shared, suspended
+from warm import WarmCluster, ranks_of, suspended
 
 NUM_TOKENS = 24
 BLOCKS = 192  # of each replica
@@ -25,7 +25,7 @@ def cluster() -> Iterator[WarmCluster]:
     """Nothing ends because somebody is late, or stands still for a while."""
     late = {"router": {"heartbeat_timeout": 30}, "kv_lease": 60, "engine_stall_timeout": 60}
     options = {"data_parallel_size": 2, "num_gpu_blocks_override": BLOCKS, **late}
-    with WarmCluster("llama-gqa", warm=shared(), **options) as made:
+    with WarmCluster("llama-gqa", **options) as made:
         yield made
 
 
@@ -104,7 +104,7 @@ def test_a_prompt_goes_to_the_replica_that_knows_it(cluster: WarmCluster) -> Non
     ids=["dp2-tp2-to-1", "1-to-dp2"],
 )
 def test_roles_choose_by_themselves(prefill: dict[str, Any], decode: dict[str, Any]) -> None:
-    with WarmCluster("llama-gqa", 0, 0, warm=shared()) as cluster:
+    with WarmCluster("llama-gqa", 0, 0) as cluster:
         cluster.start_node("prefill", **prefill)
         cluster.start_node("decode", **decode)
         cluster.wait_nodes()

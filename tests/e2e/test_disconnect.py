@@ -13,7 +13,7 @@ import pytest
 import reference
 from callers import KINDS, Caller, call, fresh_prompt, storm
 from cluster import Cluster, ended, node_metrics, text_of
-from warm import IMPORTS, WarmCluster, shared
+from warm import IMPORTS, WarmCluster
 
 MODEL = "llama-gqa"
 BLOCKS = 512
@@ -41,7 +41,7 @@ def cluster() -> Iterator[WarmCluster]:
         "heartbeat_timeout": 30,  # a node that stands still is not lost
     }
     options = {"num_gpu_blocks_override": BLOCKS, "kv_lease": 30}
-    with WarmCluster(MODEL, 0, 0, router, shared(), **options) as cluster:
+    with WarmCluster(MODEL, 0, 0, router, **options) as cluster:
         kv = slow(delay=DELAY, held=str(cluster.hold("kv")))
         cluster.start_held("prefill", **kv)
         cluster.start_held("decode", **kv)
@@ -183,7 +183,7 @@ def test_a_connector_that_fails() -> None:
     """No KV ever arrives: after two failures the decode node computes the prompt itself."""
     options = slow(delay=0.2, breaks=True)
     router = {"breaker_failures": 100, "heartbeat_timeout": 30}
-    with WarmCluster(MODEL, router=router, warm=shared(), **options) as cluster:
+    with WarmCluster(MODEL, router=router, **options) as cluster:
         prompt = fresh_prompt(40)
         choice = cluster.complete(prompt, max_tokens=8, ignore_eos=True)["choices"][0]
         expected = reference.greedy(cluster.model, tuple(prompt), 8)
@@ -205,7 +205,7 @@ def test_a_node_ends_whose_connector_does_not_leave_blocks(ranks: int) -> None:
     def options(clings: bool) -> dict[str, Any]:
         return {"kv_connector_config": json.dumps({"clings": clings}), "dtype": "float32"}
 
-    with WarmCluster(MODEL, 0, 0, warm=shared(), **connector) as cluster:
+    with WarmCluster(MODEL, 0, 0, **connector) as cluster:
         cluster.start_node("decode", **options(False))
         clinging = cluster.start_node("prefill", tensor_parallel_size=ranks, **options(True))
         cluster.wait_nodes()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from warm import WarmCluster, shared
+from warm import WarmCluster
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
@@ -19,7 +19,7 @@ CONFIG = {
 def test_random_weights_from_a_config_alone(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     dummy = {"load_format": "dummy"}
-    with WarmCluster(tmp_path, 0, 1, router=dummy, warm=shared(), **dummy) as cluster:
+    with WarmCluster(tmp_path, 0, 1, router=dummy, **dummy) as cluster:
         cluster.start_node("prefill", tensor_parallel_size=2)
         cluster.wait_nodes()
         whole = cluster.complete("héllo", max_tokens=12, ignore_eos=True)

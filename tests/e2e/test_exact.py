@@ -22,7 +22,7 @@ from cluster import node_metrics
 from exact import NUM_TOKENS, Asker, check_exact, check_prompt_logprobs, prompts
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc
-from warm import WarmCluster, shared
+from warm import WarmCluster
 
 DENSE = ("llama-gqa", "qwen2", "qwen3", "mistral")
 SPARSE = ("mixtral", "qwen2-moe", "qwen3-moe")
@@ -81,7 +81,7 @@ def test_the_demo_model_equals_transformers() -> None:
         folder = embedded.ensure_embedded_model()
     except embedded.ConfigError as error:
         pytest.skip(str(error))
-    with WarmCluster(folder, warm=shared(), max_model_len=1024) as cluster:
+    with WarmCluster(folder, max_model_len=1024) as cluster:
         cases = [prompts(folder)[number] for number in (1, 10, 13)]
         check_exact(cluster, cases, range(0, 3, 2), at_once=len(cases), num_tokens=10)
 
@@ -92,7 +92,7 @@ def test_the_demo_model_equals_transformers() -> None:
 def test_greedy_output_equals_transformers(
     model: str, prefill: Layout, decode: Layout, connector: str, exchange: str
 ) -> None:
-    with WarmCluster(model, 0, 0, warm=shared(), kv_connector=connector, kv_lease=10) as cluster:
+    with WarmCluster(model, 0, 0, kv_connector=connector, kv_lease=10) as cluster:
         cluster.start_node("prefill", **prefill.flags(exchange))
         cluster.start_node("decode", **decode.flags(exchange))
         cluster.wait_nodes()
@@ -109,7 +109,7 @@ def test_greedy_output_equals_transformers(
     ids=str,
 )
 def test_a_node_of_both_roles_equals_transformers(model: str, layout: Layout) -> None:
-    with WarmCluster(model, 0, 0, warm=shared()) as cluster:
+    with WarmCluster(model, 0, 0) as cluster:
         cluster.start_node("both", **layout.flags("alltoallv"))
         cluster.wait_nodes()
         check_exact(cluster, prompts(cluster.model), range(0, 16, 4))
@@ -119,7 +119,7 @@ def test_a_node_of_both_roles_equals_transformers(model: str, layout: Layout) ->
 @pytest.mark.parametrize("model", ["llama-gqa", "qwen3-moe"])
 def test_bad_words_and_allowed_token_ids_are_exact_over_stages(model: str) -> None:
     """The first token is drawn by the last stage of one node, the others by that of the other."""
-    with WarmCluster(model, 0, 0, warm=shared()) as cluster:
+    with WarmCluster(model, 0, 0) as cluster:
         cluster.start_node("prefill", pipeline_parallel_size=2, tensor_parallel_size=2)
         cluster.start_node("decode", pipeline_parallel_size=2)
         cluster.wait_nodes()
@@ -155,7 +155,7 @@ def check_constrained(
 
 
 def test_without_a_prefix_cache_the_tokens_are_the_same() -> None:
-    with WarmCluster("llama-gqa", warm=shared(), no_enable_prefix_caching="") as cluster:
+    with WarmCluster("llama-gqa", no_enable_prefix_caching="") as cluster:
         folder = cluster.model
         for case in prompts(folder)[-3:] * 2:
             expected = reference.greedy(folder, case, NUM_TOKENS)

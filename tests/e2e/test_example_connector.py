@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import reference
-from warm import WarmCluster, shared
+from warm import WarmCluster
 
 CONNECTOR = "pdserve_file_connector.connector:FileConnector"
 NUM_TOKENS = 24
@@ -20,7 +20,7 @@ def test_greedy_output_equals_transformers(tmp_path: Path) -> None:
         "kv_connector": CONNECTOR,
         "kv_connector_config": json.dumps({"directory": str(tmp_path)}),
     }
-    with WarmCluster("llama-gqa", 1, 0, warm=shared(), **options) as cluster:
+    with WarmCluster("llama-gqa", 1, 0, **options) as cluster:
         cluster.start_node("decode", tensor_parallel_size=2)
         cluster.wait_nodes()
         ids = reference.encode(cluster.model, TEXT * 20)

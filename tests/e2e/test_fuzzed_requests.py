@@ -20,7 +20,7 @@ import reference
 from cluster import MODELS, node_metrics
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc as pb_grpc
-from warm import WarmCluster, shared
+from warm import WarmCluster
 
 REQUESTS = int(os.environ.get("FUZZ_REQUESTS", 300))
 NUM_TOKENS = 20
@@ -50,7 +50,7 @@ GRPC_ALLOWED = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAU
 def cluster() -> Iterator[WarmCluster]:
     """A node that is late is not given up: that would look like one that was hurt."""
     options = {"router": {"heartbeat_timeout": 30}, "kv_lease": 30, "max_model_len": 1024}
-    with WarmCluster("mistral", 1, 1, warm=shared(), **options) as made:
+    with WarmCluster("mistral", 1, 1, **options) as made:
         yield made
 
 

@@ -22,7 +22,7 @@ from deaths import MORE_BLOCKS, D, P
 from paths import ROOT
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc as pb_grpc
-from warm import WarmCluster, shared
+from warm import WarmCluster
 
 MODEL = "qwen2"
 PROMPT = "Once upon a time there was a naïve girl named Zoë. She lived in an old mill"
@@ -41,7 +41,7 @@ def cluster() -> Iterator[WarmCluster]:
     """Steps of the decode node can be held. A node that stands still is not noticed: its requests
     must not go elsewhere before their clients leave."""
     options = {"router": {"heartbeat_timeout": 30}, "kv_lease": 30}
-    with WarmCluster(MODEL, 1, 0, warm=shared(), **options) as cluster:
+    with WarmCluster(MODEL, 1, 0, **options) as cluster:
         cluster.start_held("decode")
         cluster.wait_nodes()
         yield cluster

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import reference
 from cluster import node_metrics, text_of
-from warm import WarmCluster, ranks_of, shared, suspended
+from warm import WarmCluster, ranks_of, suspended
 
 MODEL = "mistral"
 PROMPT = "Once upon a time there was a girl who lived in an old mill"
@@ -57,7 +57,7 @@ def complete(cluster: WarmCluster) -> str:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[WarmCluster]:
     options = {"router": {"heartbeat_timeout": 30}, "kv_lease": 30}  # longer than it stands still
-    with WarmCluster(MODEL, 1, 0, warm=shared(), **options) as cluster:
+    with WarmCluster(MODEL, 1, 0, **options) as cluster:
         cluster.start_node("decode", tensor_parallel_size=2, engine_stall_timeout=STALL)
         cluster.wait_nodes()
         yield cluster

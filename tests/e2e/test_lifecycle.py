@@ -18,7 +18,7 @@ from callers import storm
 from close_audit import HAS_COMPILER, CloseAudit
 from cluster import START_TIMEOUT, Cluster, Service, text_of
 from paths import MODELS
-from warm import WarmCluster, run_roles, shared
+from warm import WarmCluster, run_roles
 
 MODEL = "mistral"
 PROMPT = "Once upon a time there was a naïve girl named Zoë. She lived in an old mill"
@@ -75,7 +75,7 @@ class LongStream:
 @pytest.fixture(scope="module")
 def roles() -> Iterator[WarmCluster]:
     """Nodes first, router last."""
-    with WarmCluster(MODEL, 0, 0, router=ROUTING, warm=shared(), drain_timeout=60) as roles:
+    with WarmCluster(MODEL, 0, 0, router=ROUTING, drain_timeout=60) as roles:
         roles.kill("router")
         roles.start_held("decode")
         roles.start_node("prefill")

@@ -25,7 +25,7 @@ from otlp import Receiver
 from pdserve.common.cli.main import main
 from pdserve.common.obs.exposition import NODE_NAMES, ROUTER_NAMES
 from pdserve.common.rpc.pb import inference_pb2, inference_pb2_grpc
-from warm import WarmCluster, shared
+from warm import WarmCluster
 
 MODEL = "llama-gqa"
 
@@ -35,7 +35,7 @@ def cluster() -> Iterator[WarmCluster]:
     """Decode nodes can be held. One that dies is noticed by its connections; one whose heartbeats
     are late is not lost."""
     router = {"heartbeat_timeout": 10}
-    with WarmCluster(MODEL, prefill=2, decode=0, router=router, warm=shared()) as cluster:
+    with WarmCluster(MODEL, prefill=2, decode=0, router=router) as cluster:
         for _ in range(2):
             cluster.start_held("decode")
         cluster.wait_nodes()
@@ -276,9 +276,7 @@ def slow(receiver: Receiver) -> Iterator[WarmCluster]:
         "num_gpu_blocks_override": 26,
         "max_model_len": 400,
     }
-    with WarmCluster(
-        MODEL, warm=shared(), router={"otlp_traces_endpoint": receiver.url}, **options
-    ) as cluster:
+    with WarmCluster(MODEL, router={"otlp_traces_endpoint": receiver.url}, **options) as cluster:
         yield cluster
         cluster.wait_idle()
 

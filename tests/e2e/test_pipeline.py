@@ -15,7 +15,7 @@ import pytest
 
 import reference
 from cluster import MODELS, ask_until_preempted
-from warm import WarmCluster, ranks_of, shared
+from warm import WarmCluster, ranks_of
 
 NUM_TOKENS = 24
 FEW_BLOCKS = 26
@@ -43,7 +43,7 @@ def check_at_once(cluster: WarmCluster, cases: list[tuple[int, ...]], num_tokens
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[WarmCluster]:
     """Layers 2 + 1 + 1 → 1 + 3, and few blocks to decode in."""
-    with WarmCluster("qwen2", 0, 0, warm=shared(), max_model_len=384) as made:
+    with WarmCluster("qwen2", 0, 0, max_model_len=384) as made:
         made.start_node("prefill", pipeline_parallel_size=3, pipeline_partition="2,1,1")
         stages = {"pipeline_parallel_size": 2, "pipeline_partition": "1,3"}
         made.start_node("decode", num_gpu_blocks_override=FEW_BLOCKS, **stages)

@@ -12,7 +12,7 @@ import pytest
 import reference
 from benchmarks.soak.poisoned import TOKEN, poisoned
 from cluster import MODELS, node_metrics
-from warm import WarmCluster, shared
+from warm import WarmCluster
 
 NUM_TOKENS = 60
 STEADY = [tuple(5 + (37 * k + 7 * i) % 480 for i in range(20 + 30 * k)) for k in range(3)]
@@ -29,7 +29,7 @@ POISONS: list[tuple[list[int], dict[str, Any]]] = [
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmCluster]:
     model = poisoned(MODELS / "mistral", tmp_path_factory.mktemp("poison") / "mistral")
     options = {"router": {"breaker_failures": 1000}}
-    with WarmCluster(str(model), 0, 0, warm=shared(), **options) as made:
+    with WarmCluster(str(model), 0, 0, **options) as made:
         made.start_node("prefill", tensor_parallel_size=2)
         made.start_node("decode", pipeline_parallel_size=2)
         made.wait_nodes()

@@ -22,7 +22,7 @@ from pdserve.common.model.sharding import Sharding
 from pdserve.common.planning.kv_budget import format_bytes
 from slow_quantization import dequantized_folder
 from tiny_engine import CPU, greedy, single_threaded_inference
-from warm import WarmCluster, shared
+from warm import WarmCluster
 
 LLAMA = MODELS / "llama-gqa"
 PROMPTS = [tuple(range(5, 75)), (7, 300, 41), tuple(range(3, 500, 3))]
@@ -51,7 +51,7 @@ def answers(cluster: WarmCluster, **more: Any) -> list[str]:
 
 def test_a_quantized_checkpoint(tmp_path: Path) -> None:
     folder = quantize_folder(LLAMA, tmp_path / "quantized", Scheme("gptq", desc_act=True))
-    with WarmCluster(folder, 0, 0, warm=shared()) as cluster:
+    with WarmCluster(folder, 0, 0) as cluster:
         cluster.start_node("prefill", tensor_parallel_size=2)
         cluster.start_node("decode")
         cluster.wait_nodes()
@@ -67,7 +67,7 @@ def test_an_adapter_of_a_quantized_checkpoint(tmp_path: Path) -> None:
     adapter = make_adapter(tmp_path / "adapter", LLAMA, seed=1)
     models = {folder.name: dense, "a": merged(adapter, dense, tmp_path / "merged")}
     options = {"enable_lora": "", "lora_modules": f"a={adapter}"}
-    with WarmCluster(folder, 0, 0, router=options, warm=shared(), **options) as cluster:
+    with WarmCluster(folder, 0, 0, router=options, **options) as cluster:
         cluster.start_node("prefill", tensor_parallel_size=2)
         cluster.start_node("decode")
         cluster.wait_nodes()
@@ -82,7 +82,7 @@ def test_an_adapter_of_a_quantized_checkpoint(tmp_path: Path) -> None:
 
 
 def test_int8_nodes_work_with_each_other_only() -> None:
-    with WarmCluster(LLAMA, 0, 0, warm=shared()) as cluster:
+    with WarmCluster(LLAMA, 0, 0) as cluster:
         prefill = cluster.start_node("prefill", quantization="int8")
         decode = cluster.start_node("decode", quantization="int8", tensor_parallel_size=2)
         cluster.start_node("prefill")

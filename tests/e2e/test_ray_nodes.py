@@ -15,7 +15,7 @@ from test_exact import prompts
 
 import reference
 from raylets import Raylets
-from warm import WarmCluster, shared
+from warm import WarmCluster
 
 NUM_TOKENS = 12
 MODEL = "llama-gqa"
@@ -40,7 +40,7 @@ def check(cluster: WarmCluster) -> None:
 
 
 def test_prefill_on_two_hosts(raylets: Raylets) -> None:
-    with WarmCluster(MODEL, 0, 0, warm=shared()) as cluster:
+    with WarmCluster(MODEL, 0, 0) as cluster:
         prefill = cluster.start_node("prefill", **on_ray(raylets, tensor_parallel_size=2))
         cluster.start_node("decode", tensor_parallel_size=2)
         cluster.wait_nodes()
@@ -54,7 +54,7 @@ def test_prefill_on_two_hosts(raylets: Raylets) -> None:
 
 def test_decode_on_two_hosts_until_one_of_them_dies(raylets: Raylets) -> None:
     routing = {"queue_timeout": 2, "request_timeout": 10, "heartbeat_timeout": 30}
-    with WarmCluster(MODEL, 0, 0, router=routing, warm=shared()) as cluster:
+    with WarmCluster(MODEL, 0, 0, router=routing) as cluster:
         cluster.start_node("prefill")
         decode = cluster.start_node("decode", **on_ray(raylets, kv_host="auto", insecure=""))
         cluster.wait_nodes()

@@ -22,7 +22,7 @@ from benchmarks.soak.faults import restart
 from benchmarks.soak.load import Load, Tally, clients
 from callers import KINDS, call
 from cluster import MODELS, node_metrics
-from warm import WarmCluster, shared
+from warm import WarmCluster
 
 MODEL = "llama-gqa"
 ASKS = make_asks(42, seed=0, max_tokens=(6, 20), vocab_size=512)
@@ -35,7 +35,7 @@ Event = Callable[[], Coroutine[Any, Any, None]]
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[WarmCluster]:
-    with WarmCluster(MODEL, prefill=2, decode=0, warm=shared(), **NODE_OPTIONS) as made:
+    with WarmCluster(MODEL, prefill=2, decode=0, **NODE_OPTIONS) as made:
         for _ in range(2):
             made.start_held("decode")
         made.wait_nodes()
@@ -182,7 +182,7 @@ def test_two_versions_side_by_side_and_a_move(tmp_path: Path) -> None:
     folder = other_version(MODELS / MODEL, tmp_path)
     # No lease lapses in time to end a wait in vain.
     options = {**NODE_OPTIONS, "num_gpu_blocks_override": FEW_BLOCKS, "kv_lease": 60}
-    with WarmCluster(MODEL, prefill=1, decode=2, warm=shared(), **options) as cluster:
+    with WarmCluster(MODEL, prefill=1, decode=2, **options) as cluster:
         asyncio.run(move(cluster, folder))
 
 
@@ -194,7 +194,7 @@ LONG = Ask("grpc", tuple(range(5, 405)), {"temperature": 0.0, "ignore_eos": True
 def test_a_drained_prefill_node_finishes_its_transfer() -> None:
     patient = {"heartbeat_timeout": 30}
     options = {"kv_lease": 30, "drain_timeout": 60}
-    with WarmCluster(MODEL, 0, 0, patient, shared(), **options) as cluster:
+    with WarmCluster(MODEL, 0, 0, patient, **options) as cluster:
         config = json.dumps({"delay": 0, "held": str(cluster.hold("kv"))})
         kv = {"kv_connector": "slow_connector:SlowTCP", "kv_connector_config": config}
         for role in ("prefill", "prefill", "decode"):

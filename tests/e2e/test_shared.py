@@ -18,7 +18,7 @@ from deaths import CLIENT, PROMPT, RESERVATION, SINK, D, ask_until, at_every_ste
 from exact import check_exact, prompts
 from pdserve.common.core.host import host_identity
 from segments import check_none_left
-from warm import WarmCluster, shared
+from warm import WarmCluster
 
 OPTIONS: dict[str, Any] = {"kv_connector": "shared", "kv_lease": 10, "max_model_len": 512}
 LONG = {**OPTIONS, "max_model_len": 1024}
@@ -46,7 +46,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tokens_are_transformers(layout: str) -> None:
     prefill, decode, lent = LAYOUTS[layout]
-    with WarmCluster("llama-gqa", 0, 0, warm=shared(), **OPTIONS) as cluster:
+    with WarmCluster("llama-gqa", 0, 0, **OPTIONS) as cluster:
         cluster.start_node("prefill", **prefill)
         cluster.start_node("decode", **decode)
         cluster.wait_nodes()
@@ -88,7 +88,7 @@ STEPS = [
 def cluster() -> Iterator[WarmCluster]:
     """Whose decode nodes want all of a prompt, whatever they computed before."""
     options = {**LONG, "no_enable_prefix_caching": ""}
-    with WarmCluster("llama-gqa", prefill=1, decode=1, warm=shared(), **options) as made:
+    with WarmCluster("llama-gqa", prefill=1, decode=1, **options) as made:
         yield made
 
 
@@ -127,7 +127,7 @@ def test_both_nodes_die_with_blocks_lent(cluster: WarmCluster) -> None:
 def test_a_decode_node_goes_on_with_the_blocks_of_a_dead_one(cluster: WarmCluster) -> None:
     """What a prefill node has lent stays readable when it is gone."""
     prompt, length = list(PROMPT), 850
-    with WarmCluster("llama-gqa", 1, 1, warm=shared(), **LONG) as other:
+    with WarmCluster("llama-gqa", 1, 1, **LONG) as other:
         events = other.stream(prompt, max_tokens=length, ignore_eos=True)
         text = next(events)["choices"][0]["text"] + next(events)["choices"][0]["text"]
         decode = psutil.Process(other.pids[other.names("decode")[0]])
@@ -153,7 +153,7 @@ def test_up_serves_with_it_and_leaves_nothing() -> None:
     options = {"kv_connector": "shared", "max_model_len": 512}
     with (
         Cluster("llama-gqa", **options) as up,
-        WarmCluster("llama-gqa", 1, 1, warm=shared(), **options) as other,
+        WarmCluster("llama-gqa", 1, 1, **options) as other,
     ):
         for made in (up, other):
             text = reference.decode(made.model, reference.greedy(made.model, PROMPT, 30))

@@ -16,7 +16,7 @@ from deaths import MORE_BLOCKS, ask_until, greedy, several
 from deaths import D as SESSION
 from exact import check_exact, prompts
 from paths import MODELS
-from warm import WarmCluster, run_roles, shared
+from warm import WarmCluster, run_roles
 
 MODEL = "llama-gqa"
 NGRAM = {
@@ -49,7 +49,7 @@ def acceptance(cluster: WarmCluster) -> tuple[float, float]:
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[WarmCluster]:
-    with WarmCluster(MODEL, warm=shared()) as made:
+    with WarmCluster(MODEL) as made:
         yield made
 
 
@@ -60,7 +60,7 @@ def guesses(request: pytest.FixtureRequest) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def cluster(guesses: dict[str, str]) -> Iterator[WarmCluster]:
-    with WarmCluster(MODEL, 1, 0, warm=shared()) as made:
+    with WarmCluster(MODEL, 1, 0) as made:
         made.start_node("decode", **guesses)
         made.wait_nodes()
         yield made
@@ -113,7 +113,7 @@ def test_what_is_drawn_is_what_is_drawn_without_it(
 def test_several_ranks_verify_the_same_guesses(
     config: dict[str, Any], layout: dict[str, int]
 ) -> None:
-    with WarmCluster(MODEL, 1, 0, warm=shared()) as cluster:
+    with WarmCluster(MODEL, 1, 0) as cluster:
         cluster.start_node("decode", **option(config), **layout)
         cluster.wait_nodes()
         check_exact(cluster, prompts(cluster.model)[2::4], range(0, 4, 3), caching=())
@@ -141,7 +141,7 @@ def test_preemption_changes_no_token(plain: WarmCluster, config: dict[str, Any])
     body = {"n": 6, "seed": 5, "temperature": 0.6, "ignore_eos": True, "max_tokens": 70}
     prompt = list(prompts(plain.model)[8])
     expected = plain.complete(prompt, **body)["choices"]
-    with WarmCluster(MODEL, 0, 0, warm=shared(), max_model_len=128) as cluster:
+    with WarmCluster(MODEL, 0, 0, max_model_len=128) as cluster:
         cluster.start_node("both", num_gpu_blocks_override=24, **option(config))
         cluster.wait_nodes()
 

@@ -19,7 +19,7 @@ from pdserve.common.rpc.auth import TOKEN_KEY, ClusterKey
 from pdserve.common.rpc.convert import job_to_pb
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
-from warm import WarmCluster, shared
+from warm import WarmCluster
 
 MODEL = "mistral"
 KEY = "known-to-this-cluster"
@@ -31,7 +31,7 @@ STEADY = {"heartbeat_timeout": 30}  # seconds: fakes send none, and a live node'
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[WarmCluster]:
     router = {"cluster_key": KEY, **STEADY}
-    with WarmCluster(MODEL, router=router, cluster_key=KEY, warm=shared()) as cluster:
+    with WarmCluster(MODEL, router=router, cluster_key=KEY) as cluster:
         yield cluster
         cluster.wait_idle()
 
@@ -39,7 +39,7 @@ def guarded() -> Iterator[WarmCluster]:
 @pytest.fixture(scope="module")
 def unguarded() -> Iterator[WarmCluster]:
     routing = {"migration_limit": 0, "request_timeout": 2, "queue_timeout": 2, **STEADY}
-    with WarmCluster(MODEL, 0, 0, router=routing, warm=shared()) as cluster:
+    with WarmCluster(MODEL, 0, 0, router=routing) as cluster:
         cluster.wait_for(lambda: cluster.get("/health").ok)
         yield cluster
 

@@ -18,7 +18,7 @@ from cluster import ask_until_preempted, text_of
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc as pb_grpc
 from reference import encode
-from warm import WarmCluster, shared
+from warm import WarmCluster
 
 PROMPT = "Once upon a time there was a naïve girl named"
 # Bounded, so that a tiny model's answer ends.
@@ -54,7 +54,7 @@ class Girl(BaseModel):
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[WarmCluster]:
     """Few blocks to decode in."""
-    with WarmCluster("llama-gqa", 1, 0, warm=shared(), max_model_len=384) as made:
+    with WarmCluster("llama-gqa", 1, 0, max_model_len=384) as made:
         made.start_node("decode", num_gpu_blocks_override=26)
         made.wait_nodes()
         yield made

@@ -12,7 +12,7 @@ import pytest
 
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc as pb_grpc
-from warm import WarmCluster, shared
+from warm import WarmCluster
 
 MODEL = "tool-caller"
 ROUTER = {
@@ -42,7 +42,7 @@ ADD = tool("add", a="integer", b="integer")
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[WarmCluster]:
-    with WarmCluster(MODEL, router=ROUTER, warm=shared()) as cluster:
+    with WarmCluster(MODEL, router=ROUTER) as cluster:
         yield cluster
         cluster.wait_idle()
 
@@ -187,7 +187,7 @@ def test_calls_without_a_token_of_their_own_are_told_from_a_text_by_their_schema
     }  # fmt: skip
     form = {"type": "json_schema", "json_schema": {"name": "form", "schema": schema}}
     router = {"enable_auto_tool_choice": "", "tool_call_parser": "llama3_json"}
-    with WarmCluster(MODEL, router=router, warm=shared()) as cluster:
+    with WarmCluster(MODEL, router=router) as cluster:
         url = f"{cluster.url}/v1"
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
             for stream in (False, True):

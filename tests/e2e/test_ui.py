@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from deaths import MORE_BLOCKS
-from warm import WarmCluster, shared
+from warm import WarmCluster
 
 CHROMIUM = shutil.which("chromium")
 if CHROMIUM is None:
@@ -27,7 +27,7 @@ TIMEOUT = 30_000  # ms
 def cluster() -> Iterator[WarmCluster]:
     """It forgets a lost node after ten time-outs, which must be seen until then."""
     router = {"heartbeat_timeout": 5}
-    with WarmCluster("llama-gqa", 2, 1, router=router, warm=shared()) as cluster:
+    with WarmCluster("llama-gqa", 2, 1, router=router) as cluster:
         yield cluster
 
 

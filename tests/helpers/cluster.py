@@ -32,6 +32,8 @@ DEFAULTS = {
     "max_num_seqs": 16,
     "cpu_threads": 1,
     "drain_timeout": 10,
+    "peak_tflops": 0.05,  # to measure them would take half of a node's start
+    "peak_bandwidth": 10,
 }
 UP_DEFAULTS = {"queue_timeout": 20, "restart": "no"}  # a death must show
 MODEL_NAME = re.compile(r'model_name="[^"]*"')

@@ -29,7 +29,7 @@ BESIDE_OTHERS = 3.0  # what takes a second alone may take so many: other tests r
 
 @cache
 def shared() -> WarmStart:
-    """One for all clusters of this test process that ask for it."""
+    """One for all clusters of this test process."""
     warm = WarmStart(IMPORTS)
     atexit.register(warm.close)
     return warm
@@ -86,7 +86,6 @@ class WarmCluster(Fleet, Service):
         prefill: int = 1,
         decode: int = 1,
         router: dict[str, Any] | None = None,
-        warm: WarmStart | None = None,
         **options: Any,
     ) -> None:
         Service.__init__(self, model)
@@ -94,7 +93,7 @@ class WarmCluster(Fleet, Service):
         options = {**DEFAULTS, "kv_lease": 3 * slowness(), **options}
         late = {name: FAST[name] * slowness() for name in ("heartbeat_timeout", "queue_timeout")}
         router = {**late, **(router or {})}
-        Fleet.__init__(self, self.model, self.log_path, environment, router, warm, **options)
+        Fleet.__init__(self, self.model, self.log_path, environment, router, shared(), **options)
         self._sizes = {"prefill": prefill, "decode": decode}
 
     def __enter__(self) -> WarmCluster:
