@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import islice
 from typing import Any
 
@@ -16,8 +16,9 @@ import requests
 
 import reference
 from benchmarks import hosts
+from benchmarks.warm_start import WarmStart
 from pdserve.router.http.request import TIMELINE_HEADER
-from warm import WarmCluster
+from warm import IMPORTS, WarmCluster
 
 pytestmark = pytest.mark.skipif(bool(hosts.unavailable()), reason=hosts.unavailable())
 PROMPT = tuple(range(5, 75))
@@ -95,11 +96,13 @@ def site() -> Iterator[Site]:
     options = {"host": "0.0.0.0", "queue_timeout": PATIENCE, "cluster_key": key}
     with (
         hosts.network() as network,
+        closing(WarmStart(IMPORTS)) as on_router,  # a fork is where what it was forked from is
         WarmCluster(
             "llama-gqa",
             0,
             0,
-            router=options,
+            options,
+            on_router,
             kv_lease=2,
             no_enable_prefix_caching="",
             cluster_key=key,

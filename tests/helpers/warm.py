@@ -86,14 +86,17 @@ class WarmCluster(Fleet, Service):
         prefill: int = 1,
         decode: int = 1,
         router: dict[str, Any] | None = None,
+        warm: WarmStart | None = None,
         **options: Any,
     ) -> None:
+        """`warm`: what forks its processes, where it is not `shared`."""
         Service.__init__(self, model)
         environment = {"TMPDIR": str(self.home.tmp), **IMPORTS}
         options = {**DEFAULTS, "kv_lease": 3 * slowness(), **options}
         late = {name: FAST[name] * slowness() for name in ("heartbeat_timeout", "queue_timeout")}
         router = {**late, **(router or {})}
-        Fleet.__init__(self, self.model, self.log_path, environment, router, shared(), **options)
+        warm = warm or shared()
+        Fleet.__init__(self, self.model, self.log_path, environment, router, warm, **options)
         self._sizes = {"prefill": prefill, "decode": decode}
 
     def __enter__(self) -> WarmCluster:
