@@ -31,6 +31,7 @@ SOAK = Soak(
     period=0.8,
     seed=15,
 )
+ALL = {*NODE_KINDS}, {*ROLES, "both"}  # kinds and targets of faults
 VOCAB_SIZE = 512
 
 
@@ -47,11 +48,27 @@ def paced(soak: Soak) -> Soak:
     return replace(soak, requests=round(soak.requests / slowness()))
 
 
-async def soak(cluster: WarmCluster) -> Report:
+def struck(reports: list[Report]) -> tuple[set[str], set[str]]:
+    """Kinds and targets of the faults that came."""
+    names = [name.split() for report in reports for name in report.faults]
+    return {kind for kind, _ in names}, {target for _, target in names}
+
+
+async def soak(cluster: WarmCluster) -> list[Report]:
+    """Until every fault has come and a request was moved: a starved machine has few in flight, and
+    what is to be struck may be idle, or not there."""
+    reports: list[Report] = []
     async with clients(cluster, SOAK.asks(VOCAB_SIZE)) as load:
         await load.learn()
         await asyncio.to_thread(check_greedy, load, cluster.model, 8)
-        return await run(cluster, paced(SOAK), load)
+        for _ in range(5):
+            report = await run(cluster, paced(SOAK), load)
+            assert not any(report.failures.values()), f"{report}\n{cluster.log()[-6000:]}"
+            assert report.completed > paced(SOAK).requests
+            reports.append(report)
+            if struck(reports) == ALL and any(each.migrations for each in reports):
+                break
+    return reports
 
 
 def test_nothing_is_lost_wrong_or_leaked() -> None:
@@ -61,13 +78,10 @@ def test_nothing_is_lost_wrong_or_leaked() -> None:
         for _ in range(2):
             cluster.start_node("both")
         cluster.wait_nodes()
-        report = asyncio.run(soak(cluster))
-        assert not any(report.failures.values()), f"{report}\n{cluster.log()[-6000:]}"
-    assert report.migrations > 0, report
-    assert {name.split()[0] for name in report.faults} == {*NODE_KINDS}, report
-    assert {name.split()[1] for name in report.faults} == {*ROLES, "both"}, report
-    assert report.completed > paced(SOAK).requests
-    assert json.loads(json.dumps(report.as_json()))["num_lost"] == 0
+        reports = asyncio.run(soak(cluster))
+    assert struck(reports) == ALL, reports
+    assert any(report.migrations for report in reports), reports
+    assert json.loads(json.dumps(reports[0].as_json()))["num_lost"] == 0
 
 
 # ---- clients and strangers that mean no good, beside a load that must not notice ----
