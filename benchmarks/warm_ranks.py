@@ -113,6 +113,7 @@ def _become(stdin: int, directory: Path, rank: int, node: int) -> Any:
     code = 1
     try:
         while os.getppid() != node:
+            os.kill(node, 0)  # an error once there is no such process, which nobody else would tell
             time.sleep(0.001)
         _libc.prctl(PR_SET_NAME, b"python3")
         os.setsid()

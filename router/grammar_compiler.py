@@ -50,6 +50,9 @@ class Compiled:
     seconds: float = 0.0  # of CPU
 
 
+_replies = msgspec.msgpack.Decoder(Compiled)
+
+
 class GrammarCompiler:
     """The router's: remembers verdicts."""
 
@@ -124,7 +127,7 @@ def compile_apart(structured: StructuredOutput, model: ServedModel) -> Compiled:
         reply = pipe.read()
     _, status, usage = os.wait4(child, 0)
     if reply and status == 0:
-        return msgspec.msgpack.decode(reply, type=Compiled)
+        return _replies.decode(reply)
     return Compiled(
         error=f"{structured.param} cannot be compiled: it takes more than {CPU_SECONDS} s of CPU "
         f"time or {MEMORY >> 20} MiB",

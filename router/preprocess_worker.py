@@ -100,18 +100,23 @@ class Head:
     num_texts: int
 
 
+_specs = msgspec.msgpack.Decoder(Spec)
+_asks = msgspec.msgpack.Decoder(Ask)
+_grammars = msgspec.msgpack.Decoder(StructuredOutput)
+
+
 def main(fd: int) -> int:
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY, MAX_MEMORY))
     os.nice(NICENESS)
     connection = socket.socket(fileno=fd)
     frames = connection.makefile("rb")
-    spec = msgspec.msgpack.decode(_receive(frames), type=Spec)
+    spec = _specs.decode(_receive(frames))
     setup_logging("router/text", LogConfig(**spec.log))
     model = load_served_model(ModelConfig(**spec.model))
     preprocessor = Preprocessor(model, ChatConfig(**spec.chat))
     try:
         while True:
-            ask = msgspec.msgpack.decode(_receive(frames), type=Ask)
+            ask = _asks.decode(_receive(frames))
             reply = answer(replace(preprocessor, adapters=ask.adapters), ask.kind, _receive(frames))
             for frame in _frames(reply):
                 connection.sendall(LENGTH.pack(len(frame)))
@@ -132,7 +137,7 @@ def _frames(reply: Reply) -> Iterator[bytes]:
 def answer(preprocessor: Preprocessor, kind: str, raw: bytes | bytearray) -> Reply:
     try:
         if kind == GRAMMAR:
-            structured = msgspec.msgpack.decode(raw, type=StructuredOutput)
+            structured = _grammars.decode(raw)
             return Reply(compiled=compile_apart(structured, preprocessor.model))
         preprocessed = preprocessor.preprocess(kind, raw)
         return Reply(

@@ -34,6 +34,8 @@ _STOP_TIMEOUT = 2.0
 _MAX_FRAME = 2**30  # bytes of a reply
 PIECE = 64 * 1024  # bytes that a piece of a body has at least, but for the last
 
+_heads = msgspec.msgpack.Decoder(Head)
+
 
 class Pieces:
     """A body as it comes, in pieces, each of which is freed when it is passed on. A block of a
@@ -184,7 +186,7 @@ class _Worker:
     async def ask(self, ask: Ask, raw: Pieces) -> Reply:
         await self._send(Pieces(msgspec.msgpack.encode(ask)))
         await self._send(raw)
-        head = msgspec.msgpack.decode(await self._receive(), type=Head)
+        head = _heads.decode(await self._receive())
         prompts = [_ids(await self._receive()) for _ in range(head.num_prompts)]
         texts = [(await self._receive()).decode() for _ in range(head.num_texts)]
         return replace(head.reply, prompts=tuple(prompts), texts=tuple(texts))

@@ -173,6 +173,23 @@ def test_nothing_executable_is_read() -> None:
         assert not imports(tree, everywhere=True) & set(words), module
 
 
+def test_types_are_known_to_msgspec_before_threads_need_them() -> None:
+    """If several threads are the first to decode a type, msgspec (0.22) crashes the process, as
+    ranks did whose peers all connected at once. A `Decoder` knows its type when it is made: with
+    its module, or with what has it."""
+    trees = [*modules().items()] + [
+        (path.name, ast.parse(path.read_text())) for path in (ROOT / "examples").rglob("*.py")
+    ]
+    wrong = [
+        f"{module}: make a Decoder once, instead of {ast.unparse(call)}"
+        for module, tree in trees
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(".decode")
+        if any(keyword.arg == "type" for keyword in call.keywords)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_the_stubs_are_fresh(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "proto/generate.py", str(tmp_path)], check=True, cwd=ROOT)
     committed = ROOT / "common" / "rpc" / "pb"

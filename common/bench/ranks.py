@@ -20,6 +20,8 @@ from pdserve.common.worker.worker import ModelWorker, WorkerConfig, build_worker
 
 SHUTDOWN = 5.0  # seconds
 
+_steps = msgspec.msgpack.Decoder(tuple[BenchStepConfig, tuple[Cell, ...]])
+
 
 async def measure_on_ranks(config: BenchStepConfig, cells: Sequence[Cell]) -> dict[str, Any]:
     """`as_json` of what rank 0 measured.
@@ -55,8 +57,7 @@ class BenchWorker:
         worker.runner.cache.normal_()  # memory is there once it was written to
 
     def step(self, message: bytes) -> bytes:
-        kind = tuple[BenchStepConfig, tuple[Cell, ...]]
-        config, cells = msgspec.msgpack.decode(message, type=kind)
+        config, cells = _steps.decode(message)
         return json.dumps(as_json(config, measure(config, cells, self._worker.runner))).encode()
 
 

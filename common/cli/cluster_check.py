@@ -26,6 +26,8 @@ from pdserve.common.distributed.parallel_state import group_layout
 SIZES = (1 << 10, 16 << 10, 256 << 10, 4 << 20)
 STOP_TIMEOUT = 5.0  # seconds
 
+_reports = msgspec.msgpack.Decoder(Report)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if every collective gave the right result, 1 if not or if a rank was lost."""
@@ -48,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NodeError as error:
         print(f"pdserve cluster-check: {error}", file=sys.stderr)
         return 1
-    return _report(msgspec.msgpack.decode(body, type=Report), options)
+    return _report(_reports.decode(body), options)
 
 
 def _parser() -> argparse.ArgumentParser:

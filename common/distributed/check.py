@@ -63,6 +63,9 @@ class RankHost:
     variables: dict[str, str]
 
 
+_checks = msgspec.msgpack.Decoder(tuple[list[Check], RankHost])
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """Everything; `layout` and `transports` by name of group."""
@@ -113,7 +116,7 @@ class CheckWorker:
         checks = [check for group in groups for check in verify(group)]
         world = self.state.world
         everyone = [
-            msgspec.msgpack.decode(body, type=tuple[list[Check], RankHost])
+            _checks.decode(body)
             for body in world.all_gather_bytes(msgspec.msgpack.encode((checks, self._host)))
         ]
         checks = [check for theirs, _ in everyone for check in theirs]

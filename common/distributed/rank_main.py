@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 FLUSH_MS = 1000
 
+_specs = msgspec.msgpack.Decoder(WorkerSpec)
+_seconds = msgspec.msgpack.Decoder(float)
+
 
 class Outbox:
     """The rank's one way out; any thread may send. After `close`, nothing leaves any more."""
@@ -71,7 +74,7 @@ class LogForwarder(io.TextIOBase):
 
 def main(directory: Path, rank: int) -> int:
     exit_with_node()
-    spec = msgspec.msgpack.decode(wire.spec_path(directory, rank).read_bytes(), type=WorkerSpec)
+    spec = _specs.decode(wire.spec_path(directory, rank).read_bytes())
     return run_rank(spec, wire.local_address(directory))
 
 
@@ -193,7 +196,7 @@ def _serve(
         head, body = requests.recv_multipart()
         (number,) = wire.NUMBER.unpack(head)
         if number == wire.STOP:
-            return msgspec.msgpack.decode(body, type=float)
+            return _seconds.decode(body)
         try:
             result = handle(body)
         except Exception as error:  # the boundary: every failure becomes a typed answer

@@ -45,6 +45,9 @@ _HEAD_MISSES = 2  # looks in a row after which it is gone
 # Of the node's environment, what its ranks inherit; the rest is the business of their hosts.
 _INHERITED = ("NCCL_", "GLOO_", "TORCH_", "OMP_")
 
+_specs = msgspec.msgpack.Decoder(WorkerSpec)
+_addresses = msgspec.msgpack.Decoder(NodeAddress)
+
 
 class RayExecutor(FanOutExecutor):
     """Runs `specs[r]` in an actor, `tensor_parallel_size` neighbours on each host. `device` is
@@ -156,10 +159,7 @@ class RayRank:
 
     def run(self, spec: bytes, node: bytes) -> int:
         """Both are msgpack: a `WorkerSpec`, a `NodeAddress`."""
-        return run_rank(
-            msgspec.msgpack.decode(spec, type=WorkerSpec),
-            msgspec.msgpack.decode(node, type=NodeAddress),
-        )
+        return run_rank(_specs.decode(spec), _addresses.decode(node))
 
 
 # ---- what is asked of the cluster: to be there, to have room, and to stay ----

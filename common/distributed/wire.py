@@ -109,6 +109,9 @@ class _Failure:
     retryable: bool
 
 
+_failures = msgspec.msgpack.Decoder(_Failure)
+
+
 def to_pdserve_error(error: BaseException, rank: int) -> PdserveError:
     """`error` itself if it is typed, else a NodeError that names the rank and the cause. What
     nobody foresaw is logged here, where its traceback still is."""
@@ -132,7 +135,7 @@ def encode_failure(error: BaseException, rank: int) -> bytes:
 
 def decode_failure(body: bytes) -> PdserveError:
     """The error a rank met. A class that is not a rank's business becomes a NodeError."""
-    failure = msgspec.msgpack.decode(body, type=_Failure)
+    failure = _failures.decode(body)
     return _CLASSES.get(failure.error, NodeError)(
         failure.message,
         code=failure.code,

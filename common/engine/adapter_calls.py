@@ -24,6 +24,8 @@ class DropAdapter(Struct, frozen=True, tag=True):
 
 AdapterCall = LoadAdapter | DropAdapter
 
+_calls = msgpack.Decoder(AdapterCall)
+
 
 def encode_call(call: AdapterCall) -> bytes:
     return _MARK + msgpack.encode(call)
@@ -33,5 +35,5 @@ def decode_call(message: bytes) -> AdapterCall | None:
     """None: it is another extension's."""
     if not message.startswith(_MARK):
         return None
-    call: AdapterCall = msgpack.decode(message[1:], type=AdapterCall)
+    call: AdapterCall = _calls.decode(message[1:])
     return call

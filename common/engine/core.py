@@ -28,6 +28,8 @@ from pdserve.common.engine.sequence import Finish, Sequence, Status, check_finis
 
 logger = logging.getLogger(__name__)
 
+_outputs = msgspec.msgpack.Decoder(StepOutput)
+
 
 class EngineListener(Protocol):
     """What a node is told by its engine; called on the event loop, must not block."""
@@ -259,7 +261,7 @@ class EngineCore:
                 new.cancel()
             if not oldest.done():
                 return
-        output = msgspec.msgpack.decode(await oldest, type=StepOutput)
+        output = _outputs.decode(await oldest)
         step = self._in_flight.popleft()
         if output.step != step.batch.step:
             raise RuntimeError(f"the ranks answered step {output.step}, not {step.batch.step}")

@@ -62,6 +62,10 @@ class _Tensor(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
+_headers = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_tensors = msgspec.json.Decoder(_Tensor)
+
+
 def weights_revision(folder: Path, load_format: str = "auto", seed: int = 0) -> str:
     """16 hex digits over `config.json` and, of each weights file, its header (names, shapes,
     dtypes) and a page of every tensor: fine-tunes of one base differ nowhere else, and a merged
@@ -97,9 +101,9 @@ def _revision_parts(path: Path) -> list[bytes]:
 def _tensor_ranges(path: Path, header: bytes) -> list[tuple[int, int]]:
     """Where tensors lie in the file's data, in order."""
     try:
-        entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        entries = _headers.decode(header)
         entries.pop("__metadata__", None)
-        tensors = [msgspec.json.decode(entry, type=_Tensor) for entry in entries.values()]
+        tensors = [_tensors.decode(entry) for entry in entries.values()]
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{path} is not a safetensors file: {error}") from error
     return sorted(tensor.data_offsets for tensor in tensors)

@@ -25,6 +25,8 @@ from pdserve.common.worker.worker import ExtensionConfig, WorkerConfig, worker_s
 RANKS_STOP = 5.0  # seconds ranks get to end by themselves
 DRAFTED_SHARE = 4  # part of --max-num-batched-tokens that a draft model computes of prompts
 
+_ready_ranks = msgspec.msgpack.Decoder(RankReady)
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
@@ -50,7 +52,7 @@ class Ranks:
         specs = worker_specs(config, role, log, replica)
         executor = make_executor(specs, parallel, facts.device)
         answers = await executor.start()
-        ready = tuple(msgspec.msgpack.decode(answer, type=RankReady) for answer in answers)
+        ready = tuple(map(_ready_ranks.decode, answers))
         cache = ready[0].cache
         pool = BlockPool(cache.num_blocks, cache.block_size, engine.cache.enable_prefix_caching)
         scheduler = Scheduler(

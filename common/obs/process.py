@@ -132,14 +132,16 @@ def _where(stack: traceback.StackSummary) -> str:
     )
 
 
-# ---- the stacks of a process that runs: `kill -USR1 PID` ----
+# ---- the stacks of a process that runs (`kill -USR1 PID`) or crashes ----
 
 
 def dump_stacks_on_signal() -> None:
     """The threads' stacks come even if the interpreter is stuck; the tasks follow once it runs
-    Python again. A loop that is idle shows nothing else: what it waits for, the tasks say."""
+    Python again. A loop that is idle shows nothing else: what it waits for, the tasks say. A crash
+    (SIGSEGV and its kin) shows the stacks, too, and still ends the process."""
     signal.signal(signal.SIGUSR1, _print_tasks)
     faulthandler.register(signal.SIGUSR1, file=_STDERR, all_threads=True, chain=True)
+    faulthandler.enable(file=_STDERR)
 
 
 def _print_tasks(number: int, frame: FrameType | None) -> None:

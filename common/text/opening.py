@@ -19,6 +19,8 @@ import msgspec
 from pdserve.common.core.structured import Opening
 from pdserve.common.text.grammar import DIRECTIVE, GrammarError, GrammarTokens, Matcher
 
+_openings = msgspec.json.Decoder(Opening)
+
 
 def opened(grammar: str, opening: Opening) -> str:
     """The grammar of an answer whose text, if there is one, is of this one."""
@@ -32,7 +34,7 @@ def _split(grammar: str) -> tuple[Opening, str]:
         return Opening(), grammar
     first, _, rest = grammar.removeprefix(DIRECTIVE).partition("\n")
     try:
-        return msgspec.json.decode(first, type=Opening), rest
+        return _openings.decode(first), rest
     except msgspec.DecodeError as error:
         raise GrammarError(f"not an opening: {error}") from error
 

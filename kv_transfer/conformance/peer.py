@@ -47,6 +47,9 @@ class Report(msgspec.Struct, omit_defaults=True):
     event: bytes = b""
 
 
+_orders = msgspec.json.Decoder(Order)
+
+
 class Peer:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -57,7 +60,7 @@ class Peer:
     def run(self) -> None:
         for line in self._sock.makefile("rb"):
             try:
-                report = self._obey(msgspec.json.decode(line, type=Order))
+                report = self._obey(_orders.decode(line))
             except Exception as error:  # the test that gave the order fails with it
                 report = Report(error=repr(error))
             self._say(report)

@@ -23,6 +23,8 @@ from pdserve.kv_transfer.connector import BlockRun, Event, SinkTransfer, SourceT
 START_S = 60.0  # a process has loaded everything by then
 ANSWER_S = 15.0  # and does what it is told
 
+_reports = msgspec.json.Decoder(Report)
+
 
 class Process:
     """A Python process that serves one connector after another; `RemoteEnd` speaks to it."""
@@ -58,7 +60,7 @@ class Process:
 
     def _read(self) -> None:
         for line in self._lines:
-            report = msgspec.json.decode(line, type=Report)
+            report = _reports.decode(line)
             if report.event:
                 self.on_event(decode_event(report.event))
                 continue

@@ -27,6 +27,9 @@ class Endpoint(msgspec.Struct):
     tls: bool | None = None  # None: an older release, which does not say
 
 
+_endpoints = msgspec.msgpack.Decoder(Endpoint)
+
+
 class Options(msgspec.Struct, forbid_unknown_fields=True):
     """`--kv-connector-config` of the tcp connector."""
 
@@ -80,7 +83,7 @@ class TCPTransport(PipeTransport):
             TransferError: TLS_MISMATCH, one of the two speaks TLS alone.
         """
         try:
-            where = msgspec.msgpack.decode(endpoint, type=Endpoint)
+            where = _endpoints.decode(endpoint)
             self._check_tls(where.tls)
             sock = socket.create_connection((where.host, where.port), CONNECT_TIMEOUT_S)
         except ValueError as error:  # msgspec.DecodeError is one; so is a host like "a..b"

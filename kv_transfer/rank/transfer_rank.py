@@ -67,6 +67,9 @@ class RankConfig:
     source: bool = False  # a source announces no endpoint
 
 
+_configs = msgspec.msgpack.Decoder(RankConfig)
+
+
 FACTORY = "pdserve.kv_transfer.rank.transfer_rank:build_rank"  # what a worker imports
 
 
@@ -295,7 +298,7 @@ def build_rank(
         ConfigError: no such connector, an unknown option, another API version, or the cache is
             not where a connector can reach it.
     """
-    settings = msgspec.msgpack.decode(config, type=RankConfig)
+    settings = _configs.decode(config)
     context = RankContext(
         view=CacheView(cache, Rect.of(shape), shared_fd, guests=guests),
         bind_host=host,

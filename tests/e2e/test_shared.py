@@ -12,12 +12,12 @@ import psutil
 import pytest
 
 import reference
+import segments
 from benchmarks.warm_start import alive
 from cluster import Cluster, node_metrics
 from deaths import CLIENT, PROMPT, RESERVATION, SINK, D, ask_until, at_every_step, check, greedy
 from exact import check_exact, prompts
 from pdserve.common.core.host import host_identity
-from segments import check_none_left
 from warm import WarmCluster
 
 OPTIONS: dict[str, Any] = {"kv_connector": "shared", "kv_lease": 10, "max_model_len": 512}
@@ -149,7 +149,7 @@ def test_a_decode_node_goes_on_with_the_blocks_of_a_dead_one(cluster: WarmCluste
 def test_up_serves_with_it_and_leaves_nothing() -> None:
     """`pdserve up` beside other nodes of the host: they do not meet, and no name is left."""
     assert host_identity()
-    before = set(os.listdir("/dev/shm"))
+    before = segments.names()
     options = {"kv_connector": "shared", "max_model_len": 512}
     with (
         Cluster("llama-gqa", **options) as up,
@@ -160,4 +160,4 @@ def test_up_serves_with_it_and_leaves_nothing() -> None:
             answer = made.complete(list(PROMPT), max_tokens=30, ignore_eos=True)
             assert answer["choices"][0]["text"] == text
             made.wait_idle()
-    check_none_left(before)
+    segments.check_none_left(before)

@@ -30,8 +30,7 @@ from pdserve.kv_transfer.connector import (
     SourceTransfer,
 )
 from pdserve.kv_transfer.connectors.tcp import TCPConnector
-
-SEGMENT = "pdserve-broken-"  # what one of them leaves in /dev/shm
+from segments import LEFT_ON_PURPOSE, SHM
 
 
 class Tampered(KVConnector):
@@ -442,7 +441,7 @@ class LeavesSharedMemory(Broken):
 
     def close(self, deadline: float) -> None:
         super().close(deadline)
-        os.close(tempfile.mkstemp(prefix=SEGMENT, dir="/dev/shm")[0])
+        os.close(tempfile.mkstemp(prefix=LEFT_ON_PURPOSE, dir=SHM)[0])
 
 
 class GoesOnAfterClose(Broken):

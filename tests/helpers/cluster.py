@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from paths import MODELS
 from pdserve.common.obs.process import read_ports
 
 START_TIMEOUT = 120.0
+ANSWER_TIMEOUT = 120.0  # seconds without a byte of it
 STOP_TIMEOUT = 30.0
 DEFAULTS = {
     "dtype": "float32",
@@ -135,7 +136,10 @@ class Service:
         return requests.get(self.url + path, headers=self.headers, timeout=10)
 
     def post(self, path: str, **body: Any) -> requests.Response:
-        return requests.post(self.url + path, json=body, headers=self.headers, timeout=120)
+        with self._no_hang():
+            return requests.post(
+                self.url + path, json=body, headers=self.headers, timeout=ANSWER_TIMEOUT
+            )
 
     def complete(self, prompt: Any, **body: Any) -> dict[str, Any]:
         """One whole completion, greedy unless told otherwise."""
@@ -148,9 +152,22 @@ class Service:
         """The events of one streamed completion, errors included; it must end with [DONE]."""
         body = {"prompt": prompt, "temperature": 0, "stream": True, **body}
         url = f"{self.url}/v1/completions"
-        with requests.post(url, json=body, stream=True, timeout=120) as response:
+        with (
+            self._no_hang(),
+            requests.post(url, json=body, stream=True, timeout=ANSWER_TIMEOUT) as response,
+        ):
             assert response.status_code == 200, f"{response.text}\n{self.log()}"
             yield from events(response.iter_lines(chunk_size=1))
+
+    @contextmanager
+    def _no_hang(self) -> Iterator[None]:
+        try:
+            yield
+        except (requests.ReadTimeout, requests.ConnectionError) as error:
+            if "timed out" not in str(error).lower():  # within a stream it is no ReadTimeout
+                raise
+            last_words = self._last_words()
+            raise AssertionError(f"nothing in {ANSWER_TIMEOUT} s\n{last_words}") from error
 
     def nodes(self, role: str | None = None) -> list[dict[str, Any]]:
         nodes = self.get("/v1/cluster").json()["nodes"]

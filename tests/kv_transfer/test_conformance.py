@@ -16,11 +16,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from broken_connectors import MUTANTS, SEGMENT, Tampered
+from broken_connectors import MUTANTS, Tampered
 from paths import EXAMPLE, HELPERS, ROOT
 from pdserve.kv_transfer.conformance.ends import EventLog
 from pdserve.kv_transfer.connector import Failed, Landed
 from pdserve.kv_transfer.selection import ENTRY_POINTS
+from segments import LEFT_ON_PURPOSE, SHM
 
 KIT = ROOT / "kv_transfer" / "conformance"
 ALL_CHECKS = ("--pyargs", "pdserve.kv_transfer.conformance")
@@ -107,7 +108,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     runs.start("page", [], *page_command(), source=page)
     yield runs
     runs.close()
-    for path in Path("/dev/shm").glob(f"{SEGMENT}*"):
+    for path in Path(SHM).glob(f"{LEFT_ON_PURPOSE}*"):
         path.unlink()
     assert not list(shared.iterdir()), "the example left files in its directory"
 

@@ -20,6 +20,7 @@ import msgspec
 import pytest
 import torch
 
+import segments
 from kv_fakes import FakeConnector, Geometry, shared_cache
 from pdserve.common.core.errors import ConfigError, TransferError
 from pdserve.kv_transfer.blocks import byte_runs, memory_of, piece_nbytes
@@ -539,13 +540,13 @@ def test_offers_are_checked(
 
 
 def test_nothing_is_left_in_dev_shm(rank: Callable[..., Rank]) -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = segments.names()
     sink, source = rank(ShmConnector), rank(ShmConnector)
     sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
     submit(source, sink)
     source.connector.ready(ID, BlockRun(0, 4), (0, 1, 2, 3), True)
     sink.expect(Landed)
-    assert not [name for name in set(os.listdir("/dev/shm")) - before if "pdserve" in name]
+    segments.check_none_left(before)
 
 
 # ---- processes that die ----

@@ -79,6 +79,7 @@ class PullConnector(P2PConnector, Generic[G]):
         if config:
             raise ConfigError(f"{type(self).__name__} has no option {', '.join(sorted(config))!r}")
         super().__init__(context, config)
+        self._hello_decoder = msgspec.msgpack.Decoder(self.greeting)
 
     @abstractmethod
     def introduce(self, pipe: KVPipe) -> None:
@@ -113,7 +114,7 @@ class PullConnector(P2PConnector, Generic[G]):
         assert isinstance(pipe, SocketPipe)  # our own listener made it
         check_same_user(pipe.sock)
         try:
-            greeting = msgspec.msgpack.decode(hello, type=self.greeting)
+            greeting = self._hello_decoder.decode(hello)
         except msgspec.DecodeError as error:
             raise bad_frame(f"greeting: {error}") from error
         check_fingerprint(pipe, self.context.fingerprint, greeting.fingerprint)

@@ -101,13 +101,16 @@ class Endpoints(msgspec.Struct, frozen=True):
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
 
-    @classmethod
-    def decode(cls, data: bytes) -> Endpoints:
+    @staticmethod
+    def decode(data: bytes) -> Endpoints:
         """Raises TransferError (BAD_FRAME)."""
         try:
-            return msgspec.msgpack.decode(data, type=cls)
+            return _endpoints.decode(data)
         except msgspec.DecodeError as error:
             raise bad_frame(f"a decode rank's endpoint: {error}", Blame.DECODE) from error
+
+
+_endpoints = msgspec.msgpack.Decoder(Endpoints)
 
 
 class RecentFailures:

@@ -31,6 +31,8 @@ MEET_S = 5.0  # within which both ranks must come
 DONE = ""  # the key that ends the meeting
 BREAK_TAG = 1  # of a receive that nobody answers
 
+_values = msgspec.msgpack.Decoder(tuple[str, bytes])
+
 
 class Side(IntEnum):
     """A rank's number in its pair."""
@@ -218,7 +220,7 @@ class PairStore(dist.Store):
         if frame.kind is not Kind.MEET:
             raise bad_frame(f"{frame.kind.name} where MEET was due", self._peer)
         try:
-            key, value = msgspec.msgpack.decode(payload, type=tuple[str, bytes])
+            key, value = _values.decode(payload)
         except msgspec.DecodeError as error:
             raise bad_frame(f"meeting: {error}", self._peer) from error
         self._known[key] = value

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
+import segments
 from pdserve.common.core.errors import ConfigError, NodeError
 from pdserve.common.distributed.environment import init_distributed_environment
 from pdserve.common.distributed.group import GroupCoordinator
@@ -35,7 +36,6 @@ from pdserve.common.distributed.shared_memory import (
     make_segment,
 )
 from ranks import Ranks
-from segments import check_none_left
 
 T = TypeVar("T")
 TRANSPORTS = [(2, "shm"), (2, "gloo"), (4, "shm"), (4, "gloo")]
@@ -366,7 +366,7 @@ def _hello(state: ParallelState) -> None:
 def test_a_killed_rank_is_an_error_in_all_others(
     communicator: str, work: Callable[..., Any], tmp_path: Path
 ) -> None:
-    names = set(os.listdir("/dev/shm"))
+    names = segments.names()
     processes = Ranks(4, tmp_path)
     try:
         processes.run(_hello, tp=4, communicator=communicator)
@@ -383,7 +383,7 @@ def test_a_killed_rank_is_an_error_in_all_others(
                 assert "is gone" in message
     finally:
         processes.close()
-    check_none_left(names)
+    segments.check_none_left(names)
 
 
 def test_a_closed_group_keeps_no_descriptor(tmp_path: Path) -> None:

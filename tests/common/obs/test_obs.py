@@ -323,16 +323,22 @@ asyncio.run(wait_for_godot())
 """
 
 
-async def test_sigusr1_shows_what_a_process_waits_for_and_does_not_end_it() -> None:
+async def signalled(number: int) -> asyncio.subprocess.Process:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", STUCK),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout is not None
     assert await process.stdout.readline() == b"waiting\n"
-    process.send_signal(signal.SIGUSR1)
+    process.send_signal(number)
+    return process
+
+
+async def test_sigusr1_shows_what_a_process_waits_for_and_does_not_end_it() -> None:
+    process = await signalled(signal.SIGUSR1)
+    assert process.stderr is not None
     async with asyncio.timeout(60):
         errors = await process.stderr.readuntil(b"in run_forever")
         output, rest = await process.communicate(b"")  # it shows its tasks, then goes on
@@ -340,6 +346,14 @@ async def test_sigusr1_shows_what_a_process_waits_for_and_does_not_end_it() -> N
     assert (output, process.returncode) == (b"gone on\n", 0)
     assert b"in run_forever" in errors, "a thread's stack"
     assert b"Task Task-1" in errors and b"in wait_for_godot" in errors, "what the task waits for"
+
+
+async def test_a_process_that_crashes_shows_where_it_was() -> None:
+    process = await signalled(signal.SIGSEGV)
+    async with asyncio.timeout(60):
+        _, errors = await process.communicate()
+    assert process.returncode == -signal.SIGSEGV
+    assert b"Fatal Python error: Segmentation fault" in errors and b"in run_forever" in errors
 
 
 async def test_routes() -> None:

@@ -31,6 +31,9 @@ class Endpoint(msgspec.Struct):
     fingerprint: str
 
 
+_endpoints = msgspec.json.Decoder(Endpoint)
+
+
 @dataclass(slots=True)
 class Lane:
     """One piece of a transfer on its way to one sink."""
@@ -139,7 +142,7 @@ class Source:
 
     def _find(self, endpoint: bytes) -> Path:
         try:
-            where = msgspec.json.decode(endpoint, type=Endpoint)
+            where = _endpoints.decode(endpoint)
         except msgspec.DecodeError as error:
             raise TransferError(
                 f"no endpoint: {error}", code="CONNECT_FAILED", blame=Blame.DECODE, retryable=False
