@@ -103,7 +103,7 @@ def ticks(pid: int) -> Counter[str]:
     for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
         try:
             name, count = _ticks(stat)
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):  # the thread ended
             continue
         found["main" if stat.parent.name == str(pid) else name] += count
     return found

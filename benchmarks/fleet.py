@@ -107,14 +107,16 @@ class Fleet:
         """Ends all processes; the exit codes, by name, of those that should have run."""
         running = [p for p in (*self.pids.values(), *self.drained) if self.exit_code(p) is None]
         for pid in filter(alive, running):
-            os.kill(pid, signal.SIGCONT)
-            os.kill(pid, number)
+            with suppress(ProcessLookupError):  # it was told to end before
+                os.kill(pid, signal.SIGCONT)
+                os.kill(pid, number)
         deadline = time.monotonic() + STOP_TIMEOUT
         while any(map(alive, running)) and time.monotonic() < deadline:
             time.sleep(0.01)
         codes = {name: self.exit_code(pid) for name, pid in self.pids.items()}
         for pid in filter(alive, running):
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         if not self._shared:
             self._warm.close()
         return {name: -signal.SIGKILL if code is None else code for name, code in codes.items()}

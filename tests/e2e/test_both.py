@@ -12,6 +12,7 @@ import requests
 import reference
 from benchmarks.warm_start import alive
 from cluster import Cluster, node_metrics, text_of
+from processes import command
 from warm import WarmCluster
 
 MODEL = "mistral"
@@ -47,7 +48,7 @@ def test_one_process_serves_and_listens_for_nobody_else(up: Cluster) -> None:
     (process,) = (
         each
         for each in psutil.Process(up.processes["up"].pid).children()
-        if "pdserve.decode_node.both" in each.cmdline()
+        if "pdserve.decode_node.both" in command(each)
     )
     listening = {
         each.laddr.port for each in process.net_connections("tcp") if each.status == "LISTEN"

@@ -29,6 +29,7 @@ from pdserve import LLM, LoRARequest, SamplingParams
 from pdserve.common.cli.main import main
 from pdserve.common.core.errors import InvalidRequest, RequestError
 from pdserve.common.offline.batch_file import succeeded
+from processes import command
 
 MODEL = MODELS / "llama-gqa"
 NAME = "tiny/llama"
@@ -40,7 +41,7 @@ CHAT = [{"role": "user", "content": "Please write about Zoë and the dog."}]
 
 def _children() -> set[tuple[int, str]]:
     """Processes of pdserve that this one has started: pid and command."""
-    children = [(each.pid, " ".join(each.cmdline())) for each in psutil.Process().children()]
+    children = [(each.pid, " ".join(command(each))) for each in psutil.Process().children()]
     return {(pid, command) for pid, command in children if "pdserve" in command}
 
 

@@ -22,6 +22,7 @@ import requests
 from benchmarks.fleet import flags
 from paths import MODELS
 from pdserve.common.obs.process import read_ports
+from processes import command
 
 START_TIMEOUT = 120.0
 ANSWER_TIMEOUT = 120.0  # seconds without a byte of it
@@ -86,7 +87,8 @@ class Home:
         running = self.processes()
         left = [f"process {each.pid}: {each.name()}" for each in running]
         for process in running:
-            process.kill()
+            with suppress(psutil.NoSuchProcess):  # it ended with another one
+                process.kill()
         left += [f"file {path.name}" for path in self.tmp.iterdir()]
         self._folder.cleanup()
         return left
@@ -252,9 +254,7 @@ class Cluster(Service):
     def node_process(self, role: str) -> psutil.Process | None:
         """The first node of a role, if it runs (its ranks are this process's children)."""
         children = psutil.Process(self.processes["up"].pid).children()
-        return next(
-            (child for child in children if f"pdserve.{role}_node" in child.cmdline()), None
-        )
+        return next((child for child in children if f"pdserve.{role}_node" in command(child)), None)
 
 
 def ended(process: subprocess.Popen[bytes]) -> int:

@@ -8,12 +8,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 from benchmarks.fleet import free_port
 from pdserve.common.distributed.environment import address_towards
+from processes import alive
 
 START_TIMEOUT = 240.0  # seconds
 # Ray would give its workers what CPU nobody else wants, and start some that nobody asked for.
@@ -91,7 +93,8 @@ class Raylets:
         sessions = {process.pid for process in started}
         while running := [each for each in psutil.process_iter() if _session(each.pid) in sessions]:
             for process in running:  # twice: one was about to start others
-                process.kill()
+                with suppress(psutil.NoSuchProcess):  # it ended with another one
+                    process.kill()
             psutil.wait_procs(running, 5)
 
 
@@ -100,10 +103,3 @@ def _session(pid: int) -> int | None:
         return os.getsid(pid) if alive(pid) else None
     except ProcessLookupError:
         return None
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

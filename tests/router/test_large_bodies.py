@@ -38,6 +38,7 @@ from pdserve.router.preprocess_worker import Spec
 from pdserve.router.preprocess_workers import PIECE, Pieces, PreprocessWorkers
 from pdserve.router.served_model import ServedModel, load_served_model
 from pdserve.router.serving import INLINE, Serving
+from processes import command
 from warm import slowness
 
 MODEL = MODELS / "llama-gqa"
@@ -238,10 +239,7 @@ async def workers() -> AsyncIterator[PreprocessWorkers]:
 
 
 def _prepares(process: psutil.Process) -> bool:
-    try:
-        return "pdserve.router.preprocess_worker" in process.cmdline()
-    except psutil.NoSuchProcess:  # it has ended
-        return False
+    return "pdserve.router.preprocess_worker" in command(process)
 
 
 CHAT = [{"role": "user", "content": "Tell me a story."}]

@@ -32,6 +32,7 @@ from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.node import CacheConfig, EngineConfig, ParallelConfig
 from pdserve.common.config.router import ServerConfig
 from pdserve.common.core.errors import ConfigError, NodeError
+from processes import alive
 
 FAKE_ROLE = str(HELPERS / "fake_role.py")
 FAKES = {
@@ -77,14 +78,6 @@ def make(lines: Lines, **options: object) -> Cluster:
     config = ClusterConfig(**{"server": server, **options})  # type: ignore[arg-type]
     count = sum(config.nodes.values())
     return Cluster(config, [NodeShare(config.engine)] * count, lines, FAKES)
-
-
-def alive(pid: int) -> bool:
-    """Zombies, whose parent has not asked yet, are not alive."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:

@@ -28,6 +28,7 @@ from pdserve.common.distributed import fanout, wire
 from pdserve.common.distributed.executor import Executor, InProcessExecutor, WorkerSpec
 from pdserve.common.distributed.launch import MultiprocessExecutor, make_executor
 from pdserve.common.distributed.rank_main import Outbox
+from processes import alive
 from toy_worker import specs
 
 # ---- helpers ----
@@ -54,13 +55,6 @@ both = pytest.mark.parametrize("make", [in_process, multi_process])
 
 def pids_of(answers: list[bytes]) -> list[int]:
     return [int(answer.split()[1]) for answer in answers]
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 async def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> None:

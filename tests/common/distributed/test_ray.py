@@ -27,8 +27,9 @@ from pdserve.common.distributed.environment import (
 from pdserve.common.distributed.launch import choose_backend, make_executor
 from pdserve.common.distributed.wire import Link, NodeAddress
 from pdserve.common.worker.worker import ExtensionConfig, build_worker, resolve_host, worker_specs
+from processes import alive
 from ray_toy import places, toys
-from raylets import Raylets, alive
+from raylets import Raylets
 from toy_worker import specs
 from warm import slowness
 

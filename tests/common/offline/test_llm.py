@@ -20,6 +20,7 @@ from paths import HELPERS
 from pdserve import LLM, SamplingParams
 from pdserve.common.cli import cluster
 from pdserve.common.core.errors import ConfigError, NodeError, PdserveError
+from processes import command
 
 FAKE_ROLE = str(HELPERS / "fake_role.py")
 FAKES = {
@@ -45,13 +46,6 @@ def fake_roles(monkeypatch: pytest.MonkeyPatch) -> None:
 def fakes(process: psutil.Process | None = None) -> list[psutil.Process]:
     children = (process or psutil.Process()).children()
     return [each for each in children if FAKE_ROLE in command(each)]
-
-
-def command(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:  # it has just ended
-        return []
 
 
 def wait_until(condition: Callable[[], Any]) -> None:
