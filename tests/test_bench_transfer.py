@@ -42,18 +42,28 @@ def python(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_peers_take_turns_with_connectors(python: str, capsys: pytest.CaptureFixture[str]) -> None:
-    peers = Peers(["nixl", "mooncake"], python)
+@pytest.fixture
+def peers(python: str) -> Peers:
+    return Peers(["nixl", "mooncake"], python)
+
+
+def test_peers_take_turns_with_connectors(peers: Peers, capsys: pytest.CaptureFixture[str]) -> None:
     moved = throughput(["shm"], peers, SMALL, 0.0)
     assert [each.connector for each in moved] == ["shm", "mooncake"]
     assert all(each.gb_per_s > 0 for each in moved)
     assert moved[0].with_digests and moved[1].with_digests is None
     assert peers.absent == {"nixl": "ImportError: no libucp.so"}
+    show(moved, [], peers.versions, peers.absent)
+    assert "nixl is not there: ImportError: no libucp.so" in capsys.readouterr().out
+
+
+def test_latencies_are_told(peers: Peers, capsys: pytest.CaptureFixture[str]) -> None:
     soon = latency(["shm"], peers, SMALL, 0.0)
+    assert [each.connector for each in soon] == ["shm", "mooncake"]
     assert all(0 < each.fastest <= each.p50 <= each.p99 for each in soon)
     assert soon[0].digests_p50 and soon[1].digests_p50 is None
-    show(moved, soon, peers.versions, peers.absent)
-    assert "nixl is not there: ImportError: no libucp.so" in capsys.readouterr().out
+    show([], soon, peers.versions, peers.absent)
+    assert "mooncake" in capsys.readouterr().out
 
 
 def test_what_is_told_as_moved_has_moved(python: str) -> None:

@@ -39,35 +39,55 @@ def check(cluster: WarmCluster) -> None:
         assert answer["choices"][0]["text"] == reference.decode(cluster.model, expected)
 
 
-def test_prefill_on_two_hosts(raylets: Raylets) -> None:
+@pytest.fixture(scope="module")
+def split_prefill(raylets: Raylets) -> Iterator[WarmCluster]:
     with WarmCluster(MODEL, 0, 0) as cluster:
-        prefill = cluster.start_node("prefill", **on_ray(raylets, tensor_parallel_size=2))
+        cluster.start_node("prefill", **on_ray(raylets, tensor_parallel_size=2))
         cluster.start_node("decode", tensor_parallel_size=2)
         cluster.wait_nodes()
-        check(cluster)
-        cluster.wait_idle()
-        pid = cluster.drain(prefill)
-        cluster.wait_for(lambda: cluster.exit_code(pid) == 0)
-        lines = re.findall("^.* INFO    prefill/0 - loading weights: 100 %", cluster.log(), re.M)
-        assert len(lines) == 1
+        yield cluster
 
 
-def test_decode_on_two_hosts_until_one_of_them_dies(raylets: Raylets) -> None:
+def test_prefill_on_two_hosts(split_prefill: WarmCluster) -> None:
+    check(split_prefill)
+    split_prefill.wait_idle()
+    lines = re.findall("^.* INFO    prefill/0 - loading weights: 100 %", split_prefill.log(), re.M)
+    assert len(lines) == 1
+
+
+def test_a_node_on_two_hosts_is_drained(split_prefill: WarmCluster) -> None:
+    (prefill,) = split_prefill.names("prefill")
+    pid = split_prefill.drain(prefill)
+    split_prefill.wait_for(lambda: split_prefill.exit_code(pid) == 0)
+
+
+@pytest.fixture(scope="module")
+def split_decode(raylets: Raylets) -> Iterator[WarmCluster]:
     routing = {"queue_timeout": 2, "request_timeout": 10, "heartbeat_timeout": 30}
     with WarmCluster(MODEL, 0, 0, router=routing) as cluster:
         cluster.start_node("prefill")
-        decode = cluster.start_node("decode", **on_ray(raylets, kv_host="auto", insecure=""))
+        cluster.start_node("decode", **on_ray(raylets, kv_host="auto", insecure=""))
         cluster.wait_nodes()
-        check(cluster)
-        cluster.wait_idle()
-        stream = cluster.stream([1, 2, 3], max_tokens=900, ignore_eos=True)
-        assert next(stream)["choices"]
-        pid = cluster.pids.pop(decode)
-        started = time.monotonic()
-        raylets.kill(1)
-        cluster.wait_for(lambda: cluster.exit_code(pid) is not None)
-        assert time.monotonic() - started < 25  # sooner than by --distributed-timeout
-        assert cluster.exit_code(pid) == 1
-        assert re.search(r"rank \d \(host .*\) was lost: its host, or the raylet", cluster.log())
-        assert "error" in list(stream)[-1]
-        assert "decode" in cluster.get("/ready").text
+        yield cluster
+
+
+def test_decode_on_two_hosts(split_decode: WarmCluster) -> None:
+    check(split_decode)
+    split_decode.wait_idle()
+
+
+def test_a_host_of_a_decode_node_dies(split_decode: WarmCluster, raylets: Raylets) -> None:
+    """The last one: it takes a raylet with it."""
+    cluster = split_decode
+    stream = cluster.stream([1, 2, 3], max_tokens=900, ignore_eos=True)
+    assert next(stream)["choices"]
+    (decode,) = cluster.names("decode")
+    pid = cluster.pids.pop(decode)
+    started = time.monotonic()
+    raylets.kill(1)
+    cluster.wait_for(lambda: cluster.exit_code(pid) is not None)
+    assert time.monotonic() - started < 25  # sooner than by --distributed-timeout
+    assert cluster.exit_code(pid) == 1
+    assert re.search(r"rank \d \(host .*\) was lost: its host, or the raylet", cluster.log())
+    assert "error" in list(stream)[-1]
+    assert "decode" in cluster.get("/ready").text

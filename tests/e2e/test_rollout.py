@@ -9,7 +9,7 @@ import shutil
 import signal
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -31,6 +31,7 @@ MANY = 96  # some of which wait for blocks, given FEW_BLOCKS
 FEW_BLOCKS = 96
 
 Event = Callable[[], Coroutine[Any, Any, None]]
+T = TypeVar("T")
 
 
 @pytest.fixture(scope="module")
@@ -133,57 +134,88 @@ def check_pairings(cluster: WarmCluster, *pools: set[str]) -> None:
     }
 
 
-async def learn_alone(cluster: WarmCluster, load: Load, others: set[str]) -> None:
-    """The answers of a cluster whose other nodes are out of reach."""
-    for name in others:
-        cluster.send(name, signal.SIGSTOP)
-    await asyncio.to_thread(cluster.wait_for, lambda: cluster.ready().isdisjoint(others))
-    await load.learn()
-    for name in others:
-        cluster.send(name, signal.SIGCONT)
-    await asyncio.to_thread(cluster.wait_nodes)
+class Versions:
+    """A cluster with nodes of version A and of version B; `expected` has the answers of both."""
+
+    def __init__(self, cluster: WarmCluster, folder: Path) -> None:
+        self.cluster = cluster
+        self.a = {*cluster.names("prefill"), *cluster.names("decode")}
+        self.expected: list[list[Answer]] = []
+        self.run(Load.learn)
+        self.b = {cluster.start_node(role, model=folder) for role in ("prefill", "decode")}
+        cluster.wait_nodes()
+        check_pairings(cluster, self.a, self.b)
+        for name in self.a:
+            cluster.send(name, signal.SIGSTOP)
+        cluster.wait_for(lambda: cluster.ready().isdisjoint(self.a))
+        self.run(Load.learn)
+        for name in self.a:
+            cluster.send(name, signal.SIGCONT)
+        cluster.wait_nodes()
+
+    def run(self, what: Callable[[Load], Coroutine[Any, Any, T]]) -> T:
+        """With clients who know the answers."""
+
+        async def run() -> T:
+            async with clients(self.cluster, ASKS) as load:
+                load.expected = self.expected or load.expected
+                result = await what(load)
+                self.expected = load.expected
+                return result
+
+        return asyncio.run(run())
+
+    def check(self, event: Event) -> None:
+        check(self.cluster, self.run(lambda load: load.during(event(), MANY)))
+
+    def answers(self) -> tuple[int, int]:
+        """How many of all answers are those of A, and of B."""
+
+        async def count(load: Load) -> tuple[int, int]:
+            answers = await load.ask_all()
+            return answers_of(answers, load, 0), answers_of(answers, load, 1)
+
+        return self.run(count)
 
 
-async def move(cluster: WarmCluster, folder: Path) -> None:
-    """From version A to version B."""
-    a = {*cluster.names("prefill"), *cluster.names("decode")}
-    prefill, doomed, decode = sorted(a, reverse=True)
-    async with clients(cluster, ASKS) as load:
-        await load.learn()
-        b = {cluster.start_node(role, model=folder) for role in ("prefill", "decode")}
-        await asyncio.to_thread(cluster.wait_nodes)
-        check_pairings(cluster, a, b)
-        await learn_alone(cluster, load, a)
-        assert answers_of([old for old, _ in load.expected], load, 1) < len(ASKS) / 2
-
-        both = await load.ask_all()
-        of_a, of_b = (answers_of(both, load, version) for version in (0, 1))
-        assert min(of_a, of_b) > 0 and of_a + of_b >= len(ASKS)
-
-        async def fail() -> None:
-            """Streams go on on the other node of A, though there is one of B."""
-            await asyncio.sleep(0.5)
-            cluster.kill(doomed)
-            await asyncio.sleep(0.5)
-
-        async def leave() -> None:
-            """What waits on A for a prefill moves to B."""
-            await asyncio.sleep(0.5)
-            await drain(cluster, prefill)
-            await drain(cluster, decode)
-
-        for event in (fail, leave):
-            check(cluster, await load.during(event(), MANY))
-        check_pairings(cluster, b)
-        assert answers_of(await load.ask_all(), load, 1) == len(ASKS)
-
-
-def test_two_versions_side_by_side_and_a_move(tmp_path: Path) -> None:
-    folder = other_version(MODELS / MODEL, tmp_path)
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Versions]:
+    folder = other_version(MODELS / MODEL, tmp_path_factory.mktemp("b"))
     # No lease lapses in time to end a wait in vain.
     options = {**NODE_OPTIONS, "num_gpu_blocks_override": FEW_BLOCKS, "kv_lease": 60}
     with WarmCluster(MODEL, prefill=1, decode=2, **options) as cluster:
-        asyncio.run(move(cluster, folder))
+        yield Versions(cluster, folder)
+
+
+def test_two_versions_side_by_side(versions: Versions) -> None:
+    differ = [bool(difference(*answers)) for answers in versions.expected]
+    assert sum(differ) > len(ASKS) / 2
+    of_a, of_b = versions.answers()
+    assert min(of_a, of_b) > 0 and of_a + of_b >= len(ASKS)
+
+
+def test_streams_stay_with_their_version(versions: Versions) -> None:
+    """They go on on the other node of A, though there is one of B."""
+
+    async def fail() -> None:
+        await asyncio.sleep(0.5)
+        versions.cluster.kill("decode-3")
+        await asyncio.sleep(0.5)
+
+    versions.check(fail)
+
+
+def test_a_version_leaves(versions: Versions) -> None:
+    """What waits on A for a prefill moves to B."""
+
+    async def leave() -> None:
+        await asyncio.sleep(0.5)
+        await drain(versions.cluster, "prefill-1")
+        await drain(versions.cluster, "decode-2")
+
+    versions.check(leave)
+    check_pairings(versions.cluster, versions.b)
+    assert versions.answers()[1] == len(ASKS)
 
 
 # ---- a drain in mid-transfer ----------------------------------------------------------------

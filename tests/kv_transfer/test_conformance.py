@@ -8,14 +8,15 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
+import told
 from broken_connectors import MUTANTS, Tampered
 from paths import EXAMPLE, HELPERS, ROOT
 from pdserve.kv_transfer.conformance.ends import EventLog
@@ -27,11 +28,12 @@ KIT = ROOT / "kv_transfer" / "conformance"
 ALL_CHECKS = ("--pyargs", "pdserve.kv_transfer.conformance")
 CONTROL = "test_delivery.py::test_blocks_arrive[1]"  # every broken connector passes it
 PATIENCE = 1200.0  # seconds; on quiet cores the longest takes 30
-PARTS = 6  # of the broken connectors
+PART = 7  # broken connectors that share a run
 BUILT_IN = ("shm", "shared", "tcp")
+FILES = sorted(path.name for path in KIT.glob("test_*.py"))
 pytestmark = pytest.mark.timeout(PATIENCE)
 
-Outcomes = dict[str, str]  # test id → why it did not pass, or ""
+Outcomes = dict[str, str]  # check → why it did not pass, or ""
 
 
 class Runs:
@@ -48,8 +50,16 @@ class Runs:
         folder.mkdir()
         self._runs[name] = self._pool.submit(run_kit, folder, connectors, args, source)
 
-    def outcomes(self, name: str) -> Outcomes:
-        return self._runs[name].result()
+    def outcomes(self, name: str, part: str) -> Outcomes:
+        """Of the checks that have `part` in their name, once they are over."""
+        while True:
+            ended = self._runs[name].done()
+            checks, outcomes = told.read(self._folder / name)
+            if checks and all(check in outcomes for check in checks if part in check):
+                return {check: why for check, why in outcomes.items() if part in check}
+            if ended:
+                raise AssertionError(f"not all were run: {self._runs[name].result()}")
+            time.sleep(0.05)
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
@@ -58,10 +68,10 @@ class Runs:
 def run_kit(folder: Path, connectors: list[str], args: tuple[str, ...], source: Path) -> Outcomes:
     """In `folder`; connectors are found in `source`, among the helpers and in the example."""
     named = [part for name in connectors for part in ("--kv-connector", name)]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *named, *args]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "told"]
     path = os.pathsep.join(map(str, (source, HELPERS, EXAMPLE / "src", ROOT)))
     done = subprocess.run(
-        [*command, "--junitxml=report.xml"],
+        [*command, *named, *args],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
@@ -69,16 +79,7 @@ def run_kit(folder: Path, connectors: list[str], args: tuple[str, ...], source: 
         timeout=PATIENCE,
     )
     assert done.returncode in (0, 1), done.stdout + done.stderr
-    return read_report(folder / "report.xml")
-
-
-def read_report(path: Path) -> Outcomes:
-    return {
-        f"{case.get('classname', '').rpartition('.')[2]}.py::{case.get('name')}": "".join(
-            each.text or each.tag for each in case
-        )
-        for case in ElementTree.parse(path).iter("testcase")
-    }
+    return told.read(folder)[1]
 
 
 def check_id(check: str, connector: str) -> str:
@@ -94,8 +95,8 @@ def name_of(mutant: type[Tampered]) -> str:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     runs = Runs(tmp_path_factory.mktemp("conformance"))
-    for part in range(PARTS):  # in the order in which tests wait for them
-        start_mutants(runs, f"mutants {part}", MUTANTS[part::PARTS])
+    for first in range(0, len(MUTANTS), PART):  # in the order in which tests wait for them
+        start_mutants(runs, first, MUTANTS[first : first + PART])
     for name in BUILT_IN:
         runs.start(name, [name], *ALL_CHECKS)
     shared = tmp_path_factory.mktemp("shared")
@@ -113,13 +114,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     assert not list(shared.iterdir()), "the example left files in its directory"
 
 
-def start_mutants(runs: Runs, name: str, mutants: list[type[Tampered]]) -> None:
-    checks = {
-        f"{KIT}/{check_id(check, name_of(mutant))}"
+def start_mutants(runs: Runs, first: int, mutants: list[type[Tampered]]) -> None:
+    checks = {  # in order, each once
+        f"{KIT}/{check_id(check, name_of(mutant))}": None
         for mutant in mutants
         for check in (CONTROL, mutant.caught_by)
     }
-    runs.start(name, [name_of(mutant) for mutant in mutants], *sorted(checks))
+    runs.start(f"mutants {first}", [name_of(mutant) for mutant in mutants], *checks)
 
 
 def block_of_page(language: str) -> str:
@@ -145,17 +146,23 @@ def entry_point(pyproject: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_a_broken_connector_is_caught(runs: Runs, mutant: type[Tampered]) -> None:
-    outcomes = runs.outcomes(f"mutants {MUTANTS.index(mutant) % PARTS}")
-    name = name_of(mutant)
+    index, name = MUTANTS.index(mutant), name_of(mutant)
+    outcomes = runs.outcomes(f"mutants {index - index % PART}", f"[{name}")
     assert outcomes[check_id(mutant.caught_by, name)], "the check meant for it passed"
     assert not outcomes[check_id(CONTROL, name)], "it is broken altogether"
 
 
+@pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("run", [*BUILT_IN, "example", "page"])
-def test_what_is_right_passes(runs: Runs, run: str) -> None:
-    outcomes = runs.outcomes(run)
-    assert len(outcomes) > 70
+def test_what_is_right_passes(runs: Runs, run: str, file: str) -> None:
+    outcomes = runs.outcomes(run, f"{file}::")
+    assert outcomes
     assert {name: why for name, why in outcomes.items() if why} == {}
+
+
+@pytest.mark.parametrize("run", [*BUILT_IN, "example", "page"])
+def test_everything_is_checked(runs: Runs, run: str) -> None:
+    assert len(runs.outcomes(run, "")) > 70
 
 
 def test_nothing_is_checked_unasked(tmp_path: Path) -> None:

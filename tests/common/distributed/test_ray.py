@@ -281,22 +281,30 @@ class Node:
         self.process.communicate()
 
 
+@pytest.fixture
+def node(raylets: Raylets) -> Iterator[Node]:
+    with Node(raylets) as node:
+        yield node
+
+
 @pytest.mark.usefixtures("all_free")
-async def test_ranks_die_with_their_node(raylets: Raylets) -> None:
-    with Node(raylets) as node:
-        assert not node.ended()
-        node.process.kill()
-        await eventually(node.ended)
+async def test_ranks_die_with_their_node(node: Node) -> None:
+    assert not node.ended()
+    node.process.kill()
+    await eventually(node.ended)
 
 
-async def test_a_dead_raylet_and_a_dead_head(raylets: Raylets) -> None:
-    """The last one: nothing is left of the cluster."""
-    with Node(raylets) as node:
-        await check_death(node, lambda: raylets.kill(1), "was lost: its host, or the raylet")
-    with Node(raylets) as node:
-        ray.shutdown()  # or this process would end with the head
-        # `ray start --block` ends the head's raylet, too: either may be seen first.
-        await check_death(node, lambda: raylets.kill(0, "gcs_server"), "lost")
+# These two are the last ones: nothing is left of the cluster.
+
+
+async def test_a_dead_raylet(raylets: Raylets, node: Node) -> None:
+    await check_death(node, lambda: raylets.kill(1), "was lost: its host, or the raylet")
+
+
+async def test_a_dead_head(raylets: Raylets, node: Node) -> None:
+    ray.shutdown()  # or this process would end with the head
+    # `ray start --block` ends the head's raylet, too: either may be seen first.
+    await check_death(node, lambda: raylets.kill(0, "gcs_server"), "lost")
 
 
 async def check_death(node: Node, strike: Callable[[], None], reason: str) -> None:

@@ -1,0 +1,50 @@
+"""A plug-in of pytest (`-p told`) that writes what became of a test as soon as it is over, for
+whoever waits for it; and how to read that."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+FILE = Path("told.jsonl")  # in the folder where pytest runs
+
+_why: defaultdict[str, str] = defaultdict(str)
+
+
+def read(folder: Path) -> tuple[list[str], dict[str, str]]:
+    """The tests of a run that has begun, and why those that are over did not pass, or "". A test is
+    `FILE.py::NAME[PARAMETERS]`."""
+    told = folder / FILE
+    lines = (
+        told.read_text().split("\n")[:-1] if told.exists() else []
+    )  # the last one may be partial
+    if not lines:
+        return [], {}
+    collected, *over = map(json.loads, lines)
+    return collected, dict(over)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    _tell([_name(item.nodeid) for item in session.items])
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if not report.passed:
+        _why[report.nodeid] += report.longreprtext or report.outcome
+
+
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    _tell([_name(nodeid), _why.pop(nodeid, "")])
+
+
+def _name(nodeid: str) -> str:
+    file, _, test = nodeid.partition("::")
+    return f"{Path(file).name}::{test}"
+
+
+def _tell(line: list[str]) -> None:
+    with FILE.open("a") as file:
+        file.write(json.dumps(line) + "\n")
