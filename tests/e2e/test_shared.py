@@ -124,40 +124,59 @@ def test_both_nodes_die_with_blocks_lent(cluster: WarmCluster) -> None:
     cluster.wait_idle()
 
 
-def test_a_decode_node_goes_on_with_the_blocks_of_a_dead_one(cluster: WarmCluster) -> None:
+@pytest.fixture(scope="module")
+def bereft() -> Iterator[WarmCluster]:
+    with WarmCluster("llama-gqa", 1, 1, **LONG) as made:
+        yield made
+
+
+def test_a_decode_node_goes_on_with_the_blocks_of_a_dead_one(bereft: WarmCluster) -> None:
     """What a prefill node has lent stays readable when it is gone."""
-    prompt, length = list(PROMPT), 850
-    with WarmCluster("llama-gqa", 1, 1, **LONG) as other:
-        events = other.stream(prompt, max_tokens=length, ignore_eos=True)
-        text = next(events)["choices"][0]["text"] + next(events)["choices"][0]["text"]
-        decode = psutil.Process(other.pids[other.names("decode")[0]])
-        decode.suspend()  # the answer is not over before the prefill node is gone
-        other.wait_for(lambda: counted(other, "prefill", "lent") > 0)
-        os.kill(other.pids.pop("prefill-1"), signal.SIGKILL)
-        decode.resume()
-        text += "".join(choice["text"] for event in events for choice in event["choices"])
-        tokens = reference.greedy(other.model, PROMPT, length)
-        assert text == reference.decode(other.model, tokens)
-        other.start_node("prefill")  # its successor is another lender, in the same place
-        other.wait_nodes()
-        before = counted(other, "decode", "borrowed_blocks")
-        assert greedy(other) == greedy(cluster)
-        assert counted(other, "decode", "borrowed_blocks") > before
-        other.wait_idle()
+    length = 850
+    events = bereft.stream(list(PROMPT), max_tokens=length, ignore_eos=True)
+    text = next(events)["choices"][0]["text"] + next(events)["choices"][0]["text"]
+    decode = psutil.Process(bereft.pids[bereft.names("decode")[0]])
+    decode.suspend()  # the answer is not over before the prefill node is gone
+    bereft.wait_for(lambda: counted(bereft, "prefill", "lent") > 0)
+    os.kill(bereft.pids.pop("prefill-1"), signal.SIGKILL)
+    decode.resume()
+    text += "".join(choice["text"] for event in events for choice in event["choices"])
+    tokens = reference.greedy(bereft.model, PROMPT, length)
+    assert text == reference.decode(bereft.model, tokens)
 
 
-def test_up_serves_with_it_and_leaves_nothing() -> None:
-    """`pdserve up` beside other nodes of the host: they do not meet, and no name is left."""
-    assert host_identity()
+def test_the_successor_of_a_dead_node_lends(cluster: WarmCluster, bereft: WarmCluster) -> None:
+    """It is another lender, in the same place."""
+    for name in bereft.names("prefill"):
+        bereft.kill(name)
+    bereft.start_node("prefill")
+    bereft.wait_nodes()
+    before = counted(bereft, "decode", "borrowed_blocks")
+    assert greedy(bereft) == greedy(cluster)
+    assert counted(bereft, "decode", "borrowed_blocks") > before
+    bereft.wait_idle()
+
+
+# ---- beside other clusters ----
+
+
+@pytest.fixture
+def two() -> Iterator[tuple[Cluster, WarmCluster]]:
     before = segments.names()
     options = {"kv_connector": "shared", "max_model_len": 512}
     with (
         Cluster("llama-gqa", **options) as up,
         WarmCluster("llama-gqa", 1, 1, **options) as other,
     ):
-        for made in (up, other):
-            text = reference.decode(made.model, reference.greedy(made.model, PROMPT, 30))
-            answer = made.complete(list(PROMPT), max_tokens=30, ignore_eos=True)
-            assert answer["choices"][0]["text"] == text
-            made.wait_idle()
+        yield up, other
     segments.check_none_left(before)
+
+
+def test_up_serves_with_it_and_leaves_nothing(two: tuple[Cluster, WarmCluster]) -> None:
+    """`pdserve up` beside other nodes of the host: they do not meet, and no name is left."""
+    assert host_identity()
+    for made in two:
+        text = reference.decode(made.model, reference.greedy(made.model, PROMPT, 30))
+        answer = made.complete(list(PROMPT), max_tokens=30, ignore_eos=True)
+        assert answer["choices"][0]["text"] == text
+        made.wait_idle()
