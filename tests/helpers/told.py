@@ -18,12 +18,10 @@ def read(folder: Path) -> tuple[list[str], dict[str, str]]:
     """The tests of a run that has begun, and why those that are over did not pass, or "". A test is
     `FILE.py::NAME[PARAMETERS]`."""
     told = folder / FILE
-    lines = (
-        told.read_text().split("\n")[:-1] if told.exists() else []
-    )  # the last one may be partial
-    if not lines:
+    text = told.read_text() if told.exists() else ""
+    if "\n" not in text:
         return [], {}
-    collected, *over = map(json.loads, lines)
+    collected, *over = map(json.loads, text.split("\n")[:-1])  # the last line may be a part of one
     return collected, dict(over)
 
 

@@ -62,7 +62,11 @@ class Runs:
             time.sleep(0.05)
 
     def close(self) -> None:
+        """A run that crashed after its last check fails here."""
         self._pool.shutdown(cancel_futures=True)
+        for run in self._runs.values():
+            if not run.cancelled():
+                run.result()
 
 
 def run_kit(folder: Path, connectors: list[str], args: tuple[str, ...], source: Path) -> Outcomes:
@@ -108,9 +112,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     (page / "my_package" / "connector.py").write_text(block_of_page("python"))
     runs.start("page", [], *page_command(), source=page)
     yield runs
-    runs.close()
-    for path in Path(SHM).glob(f"{LEFT_ON_PURPOSE}*"):
-        path.unlink()
+    try:
+        runs.close()
+    finally:
+        for path in Path(SHM).glob(f"{LEFT_ON_PURPOSE}*"):
+            path.unlink()
     assert not list(shared.iterdir()), "the example left files in its directory"
 
 
