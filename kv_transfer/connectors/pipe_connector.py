@@ -20,7 +20,7 @@ class PipeConnector(P2PConnector):
     payloads take another way than the pipe overrides `mover`."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        push=True, devices=frozenset({"cpu", "cuda"})
+        push=True, devices=frozenset({"cpu", "cuda"}), authenticates=True
     )
 
     def __init__(self, context: RankContext, config: Mapping[str, Any]) -> None:
