@@ -177,6 +177,7 @@ def test_who_knows_the_fingerprint_and_not_the_key_is_refused_before_anything_is
             kind, number = hear(sock)
             assert (kind, len(number)) == (Kind.CHALLENGE, 32)
             say(sock, Kind.PROOF, guess)
+            sock.shutdown(socket.SHUT_WR)
             said = b""
             with contextlib.suppress(ConnectionError):
                 kind, said = hear(sock)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass
 
 from pdserve.common.core.errors import Blame, TransferError
@@ -76,7 +77,10 @@ def check_source(pipe: KVPipe, keys: Keys, endpoint: bytes) -> None:
     send_frame(pipe, Frame(Kind.CHALLENGE), meeting.of_sink)
     key = meeting.key_of(_question(pipe, Kind.PROOF), keys, _SOURCE)
     if key is None:
-        raise refused(pipe, CODE, f"the prefill node has another cluster key: {_SAME_KEY}")
+        error = refused(pipe, CODE, f"the prefill node has another cluster key: {_SAME_KEY}")
+        with suppress(OSError, TransferError):
+            recv_greeting(pipe, Blame.PREFILL)  # its HELLO: unread, it would cost the refusal
+        raise error
     send_frame(pipe, Frame(Kind.PROOF), meeting.mac(key, _SINK))
 
 
