@@ -1,7 +1,7 @@
 """A folder whose files this process executes.
 
 It is opened one part of its path after the other, each from the one before, and each is checked
-once it is open: nobody can put another in the place of what was looked at. Who may replace a
+once it is open: what was checked cannot be exchanged before it is used. A user who may replace a
 folder on the way may replace all below it, so all of them are checked, and links as well (as
 OpenSSH does with the path of a user's keys).
 """
@@ -22,8 +22,8 @@ _OPEN = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def open_private(path: Path) -> int:
-    """A descriptor (O_PATH) of the folder, which is made if it is not there. Nobody but this
-    process's user and root may change what lies in it.
+    """A descriptor (O_PATH) of the folder, which is made if it is not there. Only this process's
+    user and root may change what lies in it.
 
     Raises:
         OSError: it cannot be opened or made. A PermissionError says who could change it.
@@ -88,7 +88,7 @@ def _check(status: os.stat_result, where: str, trusted: frozenset[int]) -> None:
     the place of what lies in it."""
     if status.st_uid not in trusted:
         raise PermissionError(f"{where} belongs to another user ({status.st_uid})")
-    # In a sticky folder, such as /tmp, everybody may replace what is his own.
+    # In a sticky folder, such as /tmp, users replace only what is their own.
     if not status.st_mode & stat.S_ISVTX and _others_write(status):
         raise PermissionError(f"others may write to {where}: chmod go-w it")
 

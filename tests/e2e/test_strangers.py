@@ -237,7 +237,7 @@ def told(port: int, kind: Kind, payload: bytes) -> bytes:
     return heard
 
 
-def test_a_crowd_at_the_kv_port_learns_nothing_and_keeps_nobody_out(guarded: WarmCluster) -> None:
+def test_a_crowd_at_the_kv_port_learns_nothing_and_keeps_no_node_out(guarded: WarmCluster) -> None:
     port, fingerprint = kv_port(guarded), guarded.nodes("decode")[0]["fingerprint"].encode()
     for kind, payload in (
         (Kind.HELLO, b"a guess"),

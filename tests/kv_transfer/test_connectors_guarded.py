@@ -381,7 +381,9 @@ def test_strangers_of_one_host_take_no_place_of_another_s(
         assert hear(slow)[0] is Kind.REFUSED  # it was heard
 
 
-def test_a_welcomed_source_is_nobody_s_to_drop(rank: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_welcomed_source_is_not_dropped_for_strangers(
+    rank: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server, "MAX_STRANGERS", 2)
     sink, source = rank(), rank(fill=1.0)
     check_lands(sink, source)

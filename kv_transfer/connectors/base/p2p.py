@@ -33,6 +33,7 @@ from pdserve.kv_transfer.connectors.base.channel import (
     as_transfer_error,
 )
 from pdserve.kv_transfer.connectors.base.handshake import (
+    check_fingerprint,
     expect_welcome,
     greeting_limit,
     recv_frame,
@@ -90,7 +91,8 @@ class P2PConnector(KVConnector):
 
     @abstractmethod
     def welcome(self, pipe: KVPipe, hello: bytes) -> Mover:
-        """Sink: answers the payload of a HELLO; how the payloads of this source are received.
+        """Sink: answers the payload of a HELLO, by `admit` first; how the payloads of this source
+        are received.
 
         Raises:
             TransferError: the source is refused, or what it says cannot be.
@@ -172,7 +174,6 @@ class P2PConnector(KVConnector):
         with greeting_limit(pipe, Blame.PREFILL):
             hello = self._hear(pipe)
         mover = self.welcome(pipe, hello)
-        self._known(pipe)
         while True:
             pipe.wait()
             frame = recv_frame(pipe)
@@ -197,6 +198,12 @@ class P2PConnector(KVConnector):
         if hello.kind is not Kind.HELLO:
             raise bad_frame(f"{hello.kind.name} before HELLO")
         return payload
+
+    def admit(self, pipe: KVPipe, fingerprint: str) -> None:
+        """Sink: the source is no stranger any more. Raises TransferError after refusing one with
+        another fingerprint."""
+        check_fingerprint(pipe, self.context.fingerprint, fingerprint)
+        self._known(pipe)
 
     def _known(self, pipe: KVPipe) -> None:
         if self._server is not None:

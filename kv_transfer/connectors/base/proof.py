@@ -65,7 +65,7 @@ def prove_source(pipe: KVPipe, keys: Keys, endpoint: bytes) -> Meeting:
 
 
 def check_sink(pipe: KVPipe, keys: Keys, meeting: Meeting) -> None:
-    """Source: raises TransferError when whoever took the connection does not know a key."""
+    """Source: raises TransferError when the other end of the connection does not know a key."""
     if meeting.key_of(_answer(pipe, Kind.PROOF), keys, _SINK) is None:
         raise _unproved("it answers with another cluster key")
 

@@ -23,7 +23,7 @@ import numpy as np
 from pdserve.common.core.errors import Blame, ConfigError
 from pdserve.kv_transfer.connector import RankContext
 from pdserve.kv_transfer.connectors.base.channel import Mover
-from pdserve.kv_transfer.connectors.base.handshake import check_fingerprint, recv_frame, send_frame
+from pdserve.kv_transfer.connectors.base.handshake import recv_frame, send_frame
 from pdserve.kv_transfer.connectors.base.p2p import P2PConnector
 from pdserve.kv_transfer.connectors.base.proof import Keys
 from pdserve.kv_transfer.connectors.base.sockets import SocketListener, SocketPipe
@@ -122,7 +122,7 @@ class PullConnector(P2PConnector, Generic[G]):
             greeting = self._hello_decoder.decode(hello)
         except msgspec.DecodeError as error:
             raise bad_frame(f"greeting: {error}") from error
-        check_fingerprint(pipe, self.context.fingerprint, greeting.fingerprint)
+        self.admit(pipe, greeting.fingerprint)
         peer = self.open(pipe, greeting)
         send_frame(pipe, Frame(Kind.WELCOME))
         return PullMover(self.context.view, pipe, peer)
@@ -181,7 +181,7 @@ class UnixListener(SocketListener):
         super().__init__(sock, name)
 
     def accept(self) -> SocketPipe:
-        """Another user's connection is a ConnectionAbortedError: it takes nobody's place."""
+        """Another user's connection is a ConnectionAbortedError: it takes no place."""
         sock = self._sock.accept()[0]
         try:
             check_same_user(sock)
