@@ -90,7 +90,7 @@ class ClusterKey:
 
     def derive(self, purpose: str) -> tuple[bytes, ...]:
         """Keys for something else than calls, one for each of the list and in its order. They do
-        not give the list away: whoever has them can sign no call."""
+        not give the list away, and sign no call."""
         use = f"pdserve key for {purpose}".encode()  # no method of gRPC begins like this
         return tuple(hmac.digest(key, use, "sha256") for key in self._keys)
 

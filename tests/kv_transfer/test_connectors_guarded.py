@@ -308,7 +308,7 @@ def test_what_an_honest_source_said_is_of_no_use_again(rank: Made) -> None:
 
 
 def test_a_source_does_not_trust_its_own_words_from_another(rank: Made) -> None:
-    """Whoever has taken the port of a dead decode rank mirrors the source, or makes things up."""
+    """A stranger who has taken the port of a dead decode rank mirrors the source."""
     source = rank(fill=1.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

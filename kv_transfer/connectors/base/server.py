@@ -26,7 +26,8 @@ class PipeServer:
     A pipe that comes when MAX_STRANGERS wait takes the place of one of them: of the host that has
     most, the one that has waited longest. An honest source says who it is within a round trip, so
     strangers would have to open as many connections in that time to keep it out. Pipes beyond
-    MAX_PIPES, and those for which there may be no more threads, are closed at once. All are counted.
+    MAX_PIPES, and those for which there may be no more threads, are closed at once. All are
+    counted.
     """
 
     def __init__(
