@@ -88,12 +88,6 @@ class ClusterKey:
         self._now = now
         self._seen: OrderedDict[str, float] = OrderedDict()  # nonce → when it may be forgotten
 
-    def derive(self, purpose: str) -> tuple[bytes, ...]:
-        """Keys for something else than calls, one for each of the list and in its order. They do
-        not give the list away, and sign no call."""
-        use = f"pdserve key for {purpose}".encode()  # no method of gRPC begins like this
-        return tuple(hmac.digest(key, use, "sha256") for key in self._keys)
-
     def sign(self, role: str, node_id: str, method: str, address: str) -> str:
         """The token of one call of `method` of the server dialled at `address`."""
         fields = f"{_VERSION} {role} {node_id} {address} {self._now():.3f} {secrets.token_hex(8)}"
@@ -122,6 +116,12 @@ class ClusterKey:
         check_role(frozenset({role}), method)
         self._check_nonce(nonce)
         return Caller(frozenset({role}), node_id)
+
+    def derive(self, purpose: str) -> tuple[bytes, ...]:
+        """Keys for something else than calls, one for each of the list and in its order. They do
+        not give the list away, and sign no call."""
+        use = f"pdserve key for {purpose}".encode()  # no method of gRPC begins like this
+        return tuple(hmac.digest(key, use, "sha256") for key in self._keys)
 
     def _check_time(self, made: float) -> None:
         late = self._now() - made
