@@ -27,13 +27,20 @@ class LogThrottle:
         self._lock = threading.Lock()
         self._written_at, self._unwritten = float("-inf"), 0
 
+    def info(self, message: str, *args: object) -> None:
+        """As `Logger.info`."""
+        self._log(logging.INFO, message, *args)
+
     def warning(self, message: str, *args: object) -> None:
         """As `Logger.warning`."""
+        self._log(logging.WARNING, message, *args)
+
+    def _log(self, level: int, message: str, *args: object) -> None:
         unwritten = self._turn()
         if unwritten is None:
             return
         more = f" ({unwritten} more since the last line)" if unwritten else ""
-        self._logger.warning(message + more, *args, stacklevel=2)
+        self._logger.log(level, message + more, *args, stacklevel=3)
 
     def _turn(self) -> int | None:
         """How many lines were left out before this one; None: this one is left out."""

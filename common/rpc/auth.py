@@ -117,12 +117,6 @@ class ClusterKey:
         self._check_nonce(nonce)
         return Caller(frozenset({role}), node_id)
 
-    def derive(self, purpose: str) -> tuple[bytes, ...]:
-        """Keys for something else than calls, one for each of the list and in its order. They do
-        not give the list away, and sign no call."""
-        use = f"pdserve key for {purpose}".encode()  # no method of gRPC begins like this
-        return tuple(hmac.digest(key, use, "sha256") for key in self._keys)
-
     def _check_time(self, made: float) -> None:
         late = self._now() - made
         if abs(late) > WINDOW_S:
@@ -140,6 +134,12 @@ class ClusterKey:
         if nonce in self._seen:
             raise _refusal("the token was used before", "make a new one for each call")
         self._seen[nonce] = now + 2 * WINDOW_S
+
+    def derive(self, purpose: str) -> tuple[bytes, ...]:
+        """Keys for something else than calls, one for each of the list and in its order. They do
+        not give the list away, and sign no call."""
+        use = f"pdserve key for {purpose}".encode()  # no method of gRPC begins like this
+        return tuple(hmac.digest(key, use, "sha256") for key in self._keys)
 
 
 _SAME_KEY = "give all roles the same --cluster-key (PDSERVE_CLUSTER_KEY)"
