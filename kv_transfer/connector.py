@@ -63,6 +63,7 @@ class Capabilities:
     same_host: bool = False  # both ranks must share a host
     devices: frozenset[str] = field(default_factory=lambda: frozenset({"cpu"}))
     lends: bool = False  # is a `LendingConnector`
+    authenticates: bool = False  # peers prove `RankContext.keys`, or the kernel says who they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +177,9 @@ class RankContext:
     bind_host: str
     fingerprint: str  # peers with another one are refused at connect
     emit: Callable[[Event], None]  # thread-safe
+    # What peers prove to know before they are told anything or taken anything from; all are good,
+    # the first is to sign with. Empty: the cluster has no key. They belong into no log.
+    keys: tuple[bytes, ...] = field(default=(), repr=False)
 
 
 class KVConnector(ABC):

@@ -1,6 +1,8 @@
 """What two ranks say to each other: fixed-size headers, each followed by `nbytes` of payload.
 
 source                                  sink
+CHALLENGE  a random number      ◀─▶     and mine                           (with a cluster key)
+PROOF  payload: its MAC         ◀─▶     and mine                           (with a cluster key)
 HELLO  payload: who I am        ──▶
                                 ◀──     WELCOME, or REFUSED (payload: code: why)
 MEET  payload: my address       ◀─▶     and mine: so a group of the two forms       (group)
@@ -28,7 +30,7 @@ MAGIC = b"pdKV"
 # magic, version, kind, transfer id, epoch, rectangle, first block, blocks, payload bytes
 _HEADER = struct.Struct("!4sHH16sI4IIIQ")
 HEADER_NBYTES = _HEADER.size
-MAX_GREETING = 4096  # bytes a peer may say before it is known
+MAX_GREETING = 4096  # bytes of one frame that a peer may say before it is known
 
 
 class Kind(IntEnum):
@@ -41,6 +43,8 @@ class Kind(IntEnum):
     TAKEN = 7
     CONFIRM = 8
     MEET = 9
+    CHALLENGE = 10
+    PROOF = 11
 
 
 NOWHERE = Rect(0, 0, 0, 0)

@@ -24,7 +24,7 @@ from pdserve.common.core.errors import Blame, ConfigError, TransferError
 if TYPE_CHECKING:
     import torch
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 
 
 class Part(Protocol):

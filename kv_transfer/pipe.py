@@ -23,6 +23,9 @@ class KVPipe(ABC):
     """An ordered, reliable, two-way pipe. Every send is met by a receive of equal size."""
 
     on_moved: Callable[[], None] | None = None  # call it now and then while a tensor moves
+    # The peer's host, where that is known: a listener may set it, so that those of one host who do
+    # not say who they are take no place of another host's.
+    peer_host: str = ""
 
     @abstractmethod
     def send_tensor(self, tensor: torch.Tensor) -> None:

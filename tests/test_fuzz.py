@@ -135,12 +135,15 @@ def test_headers(header: bytes) -> None:
 class Sink:
     """A connector that takes blocks, and what it said."""
 
-    def __init__(self, kind: type[KVConnector], fill: float = 0.0) -> None:
+    def __init__(
+        self, kind: type[KVConnector], fill: float = 0.0, keys: tuple[bytes, ...] = ()
+    ) -> None:
         self.cache, self.fd = shared_cache(GEOMETRY.shape(RECT), GEOMETRY.dtype)
         self.cache.fill_(fill)
+        self.said = b""  # to all who were heard
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.view = CacheView(self.cache, RECT, self.fd)
-        context = RankContext(self.view, "127.0.0.1", "same", self.events.put)
+        context = RankContext(self.view, "127.0.0.1", "same", self.events.put, keys)
         self.connector: Any = kind(context, {})
 
     def hear(self, stream: bytes, fd: int | None = None) -> None:
@@ -160,8 +163,8 @@ class Sink:
             if fd is not None:
                 socket.send_fds(ours, [b"F"], [fd])
             ours.shutdown(socket.SHUT_WR)
-            while ours.recv(1 << 16):  # whatever it answers
-                pass
+            while data := ours.recv(1 << 16):
+                self.said += data
         thread.join(60.0)
         assert not thread.is_alive(), "the connection's thread hangs"
         assert self.ended() == before + 1
@@ -229,6 +232,28 @@ def test_streams_at_a_sink(kind: type[KVConnector]) -> None:
         hear()
         check_still_serves(sink, source)
     assert memory_kib() - before < 128 << 10
+
+
+def test_streams_at_a_sink_that_asks_for_a_key() -> None:
+    """Nothing that a stranger says is an answer to a number that it has not seen yet."""
+    sink = Sink(TCPConnector, keys=(b"a key of thirty-two bytes, or so",))
+    challenge, proof = (
+        Frame(kind, nbytes=32).encode() + bytes(32) for kind in (Kind.CHALLENGE, Kind.PROOF)
+    )
+
+    @given(STREAMS, st.sampled_from([b"", challenge, challenge + proof]))
+    @example(HELLO, challenge + proof)
+    def hear(stream: bytes, before: bytes) -> None:
+        sink.connector.accept(SinkTransfer(ID, 1, 0, OURS))
+        sink.hear(before + stream)
+        sink.connector.quiesce(ID)
+
+    try:
+        hear()
+        assert not sink.cache.any() and not sink.connector.counts["CONNECTOR_FAILED"]
+        assert Frame(Kind.WELCOME).encode() not in sink.said
+    finally:
+        sink.close()
 
 
 GREETINGS = st.fixed_dictionaries(

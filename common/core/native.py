@@ -3,12 +3,14 @@
 A shared library has a C interface (`extern "C"`, pointers and integers), so that it needs no
 headers but the compiler's and no rebuild for each Python. Its name is a digest of all that it
 depends on. Processes that start at once build it once, under a lock; a file of the final name is
-always whole.
+always whole. All that is done in the folder goes through a descriptor of it (`private_folder.py`):
+what was checked is what is built in and loaded from, whatever happens to its path meanwhile.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import hashlib
 import logging
@@ -22,15 +24,18 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pdserve.common.core.host import default_cache_dir, usable_cores
+from pdserve.common.core.private_folder import has_private_file, open_private
 
 logger = logging.getLogger(__name__)
 
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
 BUILD_TIMEOUT = 300.0  # seconds of a compiler; it takes a few
 LOCK_TIMEOUT = 600.0  # seconds until another process's build is not waited for any longer
+ROOM_NBYTES = 16 << 20  # that a build must find in the folder; it takes less
 KEPT = 8  # libraries in a folder: of other versions, compilers or hosts that share it
 SCRATCH = ".build-"
 INSTALL = "install a C++ compiler (apt-get install g++), or name one in CXX"
@@ -54,7 +59,10 @@ class Library:
 
     @property
     def files(self) -> list[Path]:
-        return sorted(path for path in self.sources.iterdir() if path.suffix in (".cpp", ".h"))
+        return self.files_of(".cpp", ".h")
+
+    def files_of(self, *suffixes: str) -> list[Path]:
+        return sorted(path for path in self.sources.iterdir() if path.suffix in suffixes)
 
 
 def load_library(library: Library, cache_dir: Path | None = None) -> ctypes.CDLL:
@@ -66,17 +74,32 @@ def load_library(library: Library, cache_dir: Path | None = None) -> ctypes.CDLL
     compiler = _find_compiler()
     folder = (cache_dir or default_cache_dir()) / library.name
     try:
-        result = folder / f"{_digest(library, compiler)}.so"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_owner(folder)
-        if not result.is_file():
-            with _locked(folder / "lock"):
-                if not result.is_file():
-                    _build_atomically(library, compiler, result)
-                    _forget_oldest(folder)
-        return ctypes.CDLL(str(result))
+        with _opened(folder) as fd:
+            return _load(library, compiler, fd)
     except OSError as error:
         raise BuildError(f"{error}: PDSERVE_CACHE names another folder than {folder}") from error
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    fd = open_private(folder)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _load(library: Library, compiler: str, fd: int) -> ctypes.CDLL:
+    """`fd` is of the folder. The name that the loader is given must be the library's own: it
+    remembers names, and descriptors' numbers come again."""
+    name = f"{_digest(library, compiler)}.so"
+    folder = Path(f"/proc/self/fd/{fd}")
+    if not has_private_file(fd, name):
+        with _locked(folder / "lock"):
+            if not has_private_file(fd, name):
+                _build_atomically(library, compiler, folder / name, fd)
+                _forget_oldest(folder)
+    return ctypes.CDLL(str(folder / name))
 
 
 def _find_compiler() -> str:
@@ -84,16 +107,6 @@ def _find_compiler() -> str:
         if found := shutil.which(name):
             return found
     raise BuildError(f"no C++ compiler was found: {INSTALL}")
-
-
-def _check_owner(folder: Path) -> None:
-    """What lies there is executed."""
-    status = folder.stat()
-    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise BuildError(
-            f"{folder} belongs to another user, or others may write to it: chmod go-w it, or name "
-            "another folder in PDSERVE_CACHE"
-        )
 
 
 # ---- the name of a library ----
@@ -120,33 +133,58 @@ def _cpu() -> str:
 # ---- building ----
 
 
-def _build_atomically(library: Library, compiler: str, result: Path) -> None:
-    """Under the lock: a scratch folder that is there was left by a process that was killed."""
+def _build_atomically(library: Library, compiler: str, result: Path, fd: int) -> None:
+    """Under the lock: a scratch folder that is there was left by a process that was killed. `fd` is
+    the descriptor that `result` goes through, which the compiler needs as well."""
     for left in result.parent.glob(f"{SCRATCH}*"):
         shutil.rmtree(left, ignore_errors=True)
-    logger.info("compiling %s for this machine, once", library.name)
     with (
         tempfile.TemporaryDirectory(prefix=SCRATCH, dir=result.parent) as scratch,
         ThreadPoolExecutor(usable_cores()) as threads,
     ):
-        sources = [path for path in library.files if path.suffix == ".cpp"]
-        compiling = [threads.submit(_compile, library, compiler, each, scratch) for each in sources]
-        objects = [each.result() for each in compiling]
+        _check_room(Path(scratch) / "room")
+        logger.info("compiling %s for this machine, once", library.name)
+        run = partial(_run, fd=fd, scratch=scratch)
+        flags = [compiler, *FLAGS, *library.flags]
+
+        def compiled(source: Path) -> str:
+            run([*flags, "-c", str(source), "-o", f"{scratch}/{source.stem}.o"])
+            return f"{scratch}/{source.stem}.o"
+
+        objects = list(threads.map(compiled, library.files_of(".cpp")))
         made = f"{scratch}/library.so"
         # -z defs: what a linked library lacks fails here, not in the midst of a step.
-        _run([compiler, "-shared", "-Wl,-z,defs", "-o", made, *objects, *library.linked])
+        run([compiler, "-shared", "-Wl,-z,defs", "-o", made, *objects, *library.linked])
         os.replace(made, result)
 
 
-def _compile(library: Library, compiler: str, source: Path, scratch: str) -> str:
-    result = f"{scratch}/{source.stem}.o"
-    _run([compiler, *FLAGS, *library.flags, "-c", str(source), "-o", result])
-    return result
-
-
-def _run(command: list[str]) -> str:
+def _check_room(path: Path) -> None:
+    """Takes the room that a build needs and gives it back: half a minute of compiling is not
+    spent before it is found that there is none. Raises OSError."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT)
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, ROOM_NBYTES)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        what = f"there is no room for the {ROOM_NBYTES >> 20} MiB that compiling takes"
+        raise OSError(f"{what} ({error.strerror}): make room") from error
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _run(command: list[str], fd: int | None = None, scratch: str | None = None) -> str:
+    """`scratch` is a folder for its temporary files; it may lie below the open folder `fd`."""
+    environment = os.environ if scratch is None else {**os.environ, "TMPDIR": scratch}
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=BUILD_TIMEOUT,
+            env=environment,
+            pass_fds=() if fd is None else (fd,),
+        )
     except subprocess.TimeoutExpired as error:
         raise BuildError(f"{command[0]} took longer than {BUILD_TIMEOUT:.0f} s") from error
     if done.returncode:

@@ -76,7 +76,8 @@ class WorkerSpec:
     rank: int
     world_size: int
     init_method: str  # where ranks find each other; "": the executor provides a place
-    config: Any  # plain data the factory decodes (the engine config as builtins)
+    # Plain data the factory decodes (the engine config as builtins); it may hold secrets.
+    config: Any = field(repr=False)
     answer_rank: int = 0  # whose answers to steps are used
     local_rank: int = 0  # its place among the node's ranks of its host: the GPU it computes on
     local_world_size: int = 1  # those ranks, of all replicas: they share the host's cores and RAM

@@ -74,7 +74,9 @@ class LogForwarder(io.TextIOBase):
 
 def main(directory: Path, rank: int) -> int:
     exit_with_node()
-    spec = _specs.decode(wire.spec_path(directory, rank).read_bytes())
+    path = wire.spec_path(directory, rank)
+    spec = _specs.decode(path.read_bytes())
+    path.unlink()  # it may hold secrets
     return run_rank(spec, wire.local_address(directory))
 
 

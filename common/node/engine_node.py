@@ -79,9 +79,12 @@ class EngineNode(ABC, Generic[S, T]):
         self.metrics = NodeMetrics()
         hosts = (config.node.host, config.transfer.kv_host)
         self.tracer = Tracer(config.observability.otlp_endpoint, self.blame, self.node_id)
+        self.credentials = Credentials.load(
+            self.blame, self.node_id, config.tls, config.auth, hosts
+        )
         self.server = NodeServer(
             config.node,
-            Credentials.load(self.blame, self.node_id, config.tls, config.auth, hosts),
+            self.credentials,
             TraceInterceptor(self.tracer, self.node_id) if self.tracer.enabled else None,
         )
         self.address = ""
@@ -139,7 +142,8 @@ class EngineNode(ABC, Generic[S, T]):
         if not self.connectors:
             return None
         source, tls = self.role == pb.ROLE_PREFILL, self.config.tls
-        config = rank_config(self.connectors, self.fingerprint, tls, source=source)
+        key = self.credentials.key
+        config = rank_config(self.connectors, self.fingerprint, tls, source=source, key=key)
         return ExtensionConfig(FACTORY, config, self.config.transfer.kv_host, self.lends)
 
     async def _serve(self, ranks: Sequence[Ranks], stopping: Callable[[], None]) -> int:

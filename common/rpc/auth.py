@@ -135,6 +135,12 @@ class ClusterKey:
             raise _refusal("the token was used before", "make a new one for each call")
         self._seen[nonce] = now + 2 * WINDOW_S
 
+    def derive(self, purpose: str) -> tuple[bytes, ...]:
+        """Keys for something else than calls, one for each of the list and in its order. They do
+        not give the list away, and sign no call."""
+        use = f"pdserve key for {purpose}".encode()  # no method of gRPC begins like this
+        return tuple(hmac.digest(key, use, "sha256") for key in self._keys)
+
 
 _SAME_KEY = "give all roles the same --cluster-key (PDSERVE_CLUSTER_KEY)"
 _SAME_RELEASE = "run one release of pdserve on all hosts"

@@ -64,7 +64,7 @@ class ExtensionConfig:
     one to bind to: --kv-host."""
 
     factory: str  # "module:callable"
-    config: bytes = b""
+    config: bytes = field(default=b"", repr=False)  # it may hold secrets
     host: str = "127.0.0.1"
     guests: bool = False  # the factory gets a `GuestArea`, where the cache is on a CPU; else None
 

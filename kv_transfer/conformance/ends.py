@@ -25,6 +25,7 @@ ARRIVAL_S = 10.0  # whatever must happen has happened by then
 DEATH_S = 8.0  # a peer's death is noticed by then
 SETTLE_S = 0.2  # what must not happen would have happened by then
 CLOSE_S = 5.0
+KEYS = (b"the key of the ranks of the kit!",)  # of all that are not asked for with others
 
 E = TypeVar("E", bound=Event)
 
@@ -113,9 +114,15 @@ class End(ABC):
 class LocalEnd(End):
     """In this process. A call that does not return in time fails the test, not hangs it."""
 
-    def __init__(self, target: Target, cache: MemoryCache, fingerprint: str = "same") -> None:
+    def __init__(
+        self,
+        target: Target,
+        cache: MemoryCache,
+        fingerprint: str = "same",
+        keys: tuple[bytes, ...] = KEYS,
+    ) -> None:
         super().__init__(cache)
-        context = RankContext(cache.view, "127.0.0.1", fingerprint, self.events.put)
+        context = RankContext(cache.view, "127.0.0.1", fingerprint, self.events.put, keys)
         self.connector = target.load()(context, target.config)
         self._closed = False
 

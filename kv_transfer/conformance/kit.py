@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 
 from pdserve.kv_transfer.conformance.caches import Geometry, MemoryCache
-from pdserve.kv_transfer.conformance.ends import End, LocalEnd, Target
+from pdserve.kv_transfer.conformance.ends import KEYS, End, LocalEnd, Target
 from pdserve.kv_transfer.conformance.nodes import Node, Pair
 from pdserve.kv_transfer.conformance.remote import Process, RemoteEnd
 from pdserve.kv_transfer.connector import Capabilities
@@ -49,11 +49,12 @@ class Kit:
         rects: Sequence[Rect] | None = None,
         geometry: Geometry = GEOMETRY,
         fingerprint: str = "same",
+        keys: tuple[bytes, ...] = KEYS,
     ) -> Node[LocalEnd]:
         """Ranks in this process; default: one that covers all."""
         ends = []
         for rect in rects or (geometry.rect,):
-            ends.append(LocalEnd(self.target, MemoryCache(geometry, rect), fingerprint))
+            ends.append(LocalEnd(self.target, MemoryCache(geometry, rect), fingerprint, keys))
             self._ends.append(ends[-1])
         return Node(geometry, ends)
 

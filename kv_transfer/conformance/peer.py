@@ -17,6 +17,7 @@ import torch
 
 from pdserve.kv_transfer.commands import Accept, Ready, Submit, encode_event
 from pdserve.kv_transfer.conformance.caches import Geometry, MemoryCache
+from pdserve.kv_transfer.conformance.ends import KEYS
 from pdserve.kv_transfer.connector import Event, KVConnector, RankContext
 from pdserve.kv_transfer.layout import Rect
 from pdserve.kv_transfer.selection import load_connector
@@ -91,7 +92,7 @@ class Peer:
         fd = os.open(setup.cache, os.O_RDWR | os.O_CLOEXEC)
         self._cache = MemoryCache(setup.geometry, setup.rect, fd)
         kind = load_connector(setup.connector)
-        context = RankContext(self._cache.view, "127.0.0.1", "same", self._emit)
+        context = RankContext(self._cache.view, "127.0.0.1", "same", self._emit, KEYS)
         self._connector = kind(context, msgspec.json.decode(setup.config))
         return Report(endpoint=self._live.endpoint())
 

@@ -175,3 +175,27 @@ def test_another_fingerprint_is_refused(kit: Kit) -> None:
     assert failed.code == "FINGERPRINT_MISMATCH", "code FINGERPRINT_MISMATCH"
     assert not failed.retryable, "no retry mends it"
     assert pair.others_untouched(()), "blocks were written by a source of another fingerprint"
+
+
+@pytest.mark.parametrize(
+    "keys", [(), (b"the key of another cluster than !",)], ids=["none", "another"]
+)
+def test_another_key_is_refused(kit: Kit, keys: tuple[bytes, ...]) -> None:
+    """A connector that declares `authenticates`, and whose peers are not the kernel's to know
+    (`same_host`): a source without the sink's key writes nothing and learns that it is refused,
+    and so does a source whose sink has none. Those who have it go on."""
+    if not kit.capabilities.authenticates or kit.capabilities.same_host:
+        return
+    pair = Pair(kit.node(), kit.node())
+    for stranger in (Pair(kit.node(keys=keys), pair.sink), Pair(pair.source, kit.node(keys=keys))):
+        stranger.accept(ID, (7, 8, 9))
+        stranger.submit(ID)
+        stranger.announce(ID, (1, 2, 3))
+        failed = stranger.source.end.events.wait(Failed, ID, DEATH_S)
+        check_typed(failed)
+        assert failed.code == "CLUSTER_AUTH_FAILED", "code CLUSTER_AUTH_FAILED"
+        assert stranger.others_untouched(()), "blocks were written by a source without the key"
+        stranger.source.end.quiesce(ID)
+        stranger.sink.end.quiesce(ID)
+    pair.send(OTHER, (4, 5), (20, 30))
+    assert pair.arrived((4, 5), (20, 30)), "the connector is of no use after a stranger came"

@@ -41,7 +41,11 @@ class CudaIpcConnector(pull.PullConnector[Greeting]):
     """Takes no options. The GPUs must reach each other's memory."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        pull=True, one_sided=True, same_host=True, devices=frozenset({"cuda"})
+        pull=True,
+        one_sided=True,
+        same_host=True,
+        devices=frozenset({"cuda"}),
+        authenticates=True,
     )
     greeting = Greeting
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from pdserve.kv_transfer.connector import Capabilities, RankContext
 from pdserve.kv_transfer.connectors.base.channel import Mover, PipeMover
-from pdserve.kv_transfer.connectors.base.handshake import check_fingerprint, send_frame
+from pdserve.kv_transfer.connectors.base.handshake import send_frame
 from pdserve.kv_transfer.connectors.base.p2p import P2PConnector
 from pdserve.kv_transfer.frame import Frame, Kind
 from pdserve.kv_transfer.pipe import KVPipe, PipeListener, PipeTransport
@@ -20,7 +20,7 @@ class PipeConnector(P2PConnector):
     payloads take another way than the pipe overrides `mover`."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        push=True, devices=frozenset({"cpu", "cuda"})
+        push=True, devices=frozenset({"cpu", "cuda"}), authenticates=True
     )
 
     def __init__(self, context: RankContext, config: Mapping[str, Any]) -> None:
@@ -46,6 +46,6 @@ class PipeConnector(P2PConnector):
         send_frame(pipe, Frame(Kind.HELLO), self.context.fingerprint.encode())
 
     def welcome(self, pipe: KVPipe, hello: bytes) -> Mover:
-        check_fingerprint(pipe, self.context.fingerprint, hello.decode(errors="replace"))
+        self.admit(pipe, hello.decode(errors="replace"))
         send_frame(pipe, Frame(Kind.WELCOME))
         return self.mover(pipe)

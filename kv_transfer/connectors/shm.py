@@ -41,7 +41,9 @@ class Greeting(pull.Greeting):
 class ShmConnector(pull.PullConnector[Greeting]):
     """Takes no options."""
 
-    capabilities: ClassVar[Capabilities] = Capabilities(pull=True, one_sided=True, same_host=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        pull=True, one_sided=True, same_host=True, authenticates=True
+    )
     greeting = Greeting
 
     def __init__(self, context: RankContext, config: Mapping[str, Any]) -> None:

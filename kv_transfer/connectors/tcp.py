@@ -19,6 +19,7 @@ from pdserve.kv_transfer.pipe import PipeListener, PipeTransport
 CONNECT_TIMEOUT_S = 5.0
 UNACKED_TIMEOUT_MS = 30_000  # a peer behind a cut link is lost after so long
 BUFFER_NBYTES = 4 << 20  # of all streams to a rank
+BACKLOG = 1024  # connections that wait to be accepted; the kernel drops those beyond
 
 
 class Endpoint(msgspec.Struct):
@@ -118,12 +119,21 @@ class TCPListener(SocketListener):
         self._options = options
         self._context = context
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        sock = socket.create_server((host, 0), family=family, backlog=128)
+        sock = socket.create_server((host, 0), family=family, backlog=BACKLOG)
         endpoint = Endpoint(host, sock.getsockname()[1], context is not None)
         super().__init__(sock, msgspec.msgpack.encode(endpoint))
 
     def accept(self) -> SocketPipe:
-        sock = tune(self._sock.accept()[0], self._options)
+        sock, address = self._sock.accept()
+        try:
+            pipe = self._pipe(tune(sock, self._options))
+        except OSError as error:
+            sock.close()
+            raise ConnectionAbortedError(f"the peer left at once: {error}") from error
+        pipe.peer_host = address[0]
+        return pipe
+
+    def _pipe(self, sock: socket.socket) -> SocketPipe:
         if self._context is None:
             return SocketPipe(sock)
         return TLSPipe(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from pdserve.common.config.shared import TLSConfig
 from pdserve.common.core.errors import ConfigError, TransferError
 from pdserve.common.core.host import leave
+from pdserve.common.rpc.auth import ClusterKey
 from pdserve.kv_transfer.blocks import piece_nbytes
 from pdserve.kv_transfer.commands import (
     Accept,
@@ -65,26 +66,40 @@ class RankConfig:
     connectors: Connectors
     fingerprint: str
     source: bool = False  # a source announces no endpoint
+    keys: tuple[bytes, ...] = field(default=(), repr=False)  # as `RankContext` has them
 
 
 _configs = msgspec.msgpack.Decoder(RankConfig)
 
 
+KEY_PURPOSE = "KV connections"  # ranks and plugins get a key for this, not the cluster's
 FACTORY = "pdserve.kv_transfer.rank.transfer_rank:build_rank"  # what a worker imports
 
 
-def rank_config(connectors: Connectors, fingerprint: str, tls: TLSConfig, *, source: bool) -> bytes:
-    """The bytes `build_rank` wants, for a node's options. KV that leaves the host is encrypted
-    where gRPC is, unless the connector cannot or was told not to, which is logged.
+def rank_config(
+    connectors: Connectors,
+    fingerprint: str,
+    tls: TLSConfig,
+    *,
+    source: bool,
+    key: ClusterKey | None = None,
+) -> bytes:
+    """The bytes `build_rank` wants, for a node's options; they are a secret if there is a `key`. KV
+    that leaves the host is encrypted where gRPC is, and its ports ask for the key, unless the
+    connector cannot or was told not to, which is logged.
 
     Raises:
         ConfigError: a connector shall use TLS and the node has no certificate.
     """
+    for name in connectors if key is not None else ():
+        if not load_connector(name).capabilities.authenticates:
+            logger.warning("gRPC asks for the cluster key, but KV that goes by %s does not", name)
     spelt_out = {
         name: connector_options(_encrypted(name, options, tls), tls)
         for name, options in connectors.items()
     }
-    return msgspec.msgpack.encode(RankConfig(spelt_out, fingerprint, source))
+    keys = () if key is None else key.derive(KEY_PURPOSE)
+    return msgspec.msgpack.encode(RankConfig(spelt_out, fingerprint, source, keys))
 
 
 def _encrypted(name: str, options: Mapping[str, Any], tls: TLSConfig) -> Mapping[str, Any]:
@@ -304,6 +319,7 @@ def build_rank(
         bind_host=host,
         fingerprint=settings.fingerprint,
         emit=lambda event: emit(encode_event(event)),
+        keys=settings.keys,
     )
     children = {name: load_connector(name) for name in settings.connectors}
     if settings.source:

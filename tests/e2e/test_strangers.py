@@ -5,12 +5,14 @@ Without the key the same things work, which shows that the strangers here know h
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 
 from pdserve.common.core.request import GenerateJob
@@ -19,21 +21,24 @@ from pdserve.common.rpc.auth import TOKEN_KEY, ClusterKey
 from pdserve.common.rpc.convert import job_to_pb
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
+from pdserve.kv_transfer.frame import Frame, Kind
 from warm import WarmCluster
 
 MODEL = "mistral"
 KEY = "known-to-this-cluster"
 PROMPT = tuple(range(5, 45))
 FAKES = 500
+CROWD = 1100  # connections
 STEADY = {"heartbeat_timeout": 30}  # seconds: fakes send none, and a live node's may be late
 
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[WarmCluster]:
     router = {"cluster_key": KEY, **STEADY}
-    with WarmCluster(MODEL, router=router, cluster_key=KEY) as cluster:
+    with WarmCluster(MODEL, router=router, cluster_key=KEY, kv_connector="tcp") as cluster:
         yield cluster
         cluster.wait_idle()
+        assert KEY not in cluster.log()
 
 
 @pytest.fixture(scope="module")
@@ -208,6 +213,54 @@ def test_the_clients_port_takes_no_registration(guarded: WarmCluster) -> None:
         pb_grpc.RegistryStub(channel).Register(request, timeout=10)
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
     assert "--registry-port" in caught.value.details()
+
+
+def kv_port(cluster: WarmCluster) -> int:
+    """What the decode node listens on beside gRPC and metrics."""
+    (node,) = cluster.nodes("decode")
+    (name,) = cluster.names("decode")
+    known = {int(node[at].rpartition(":")[2]) for at in ("address", "metrics_address")}
+    sockets = psutil.Process(cluster.pids[name]).net_connections("tcp")
+    listening = {each.laddr.port for each in sockets if each.status == psutil.CONN_LISTEN}
+    (port,) = listening - known
+    return port
+
+
+def told(port: int, kind: Kind, payload: bytes) -> bytes:
+    """All that a KV port says to one frame, until it hangs up."""
+    heard = b""
+    with socket.create_connection(("127.0.0.1", port), 30) as sock, suppress(ConnectionError):
+        sock.sendall(Frame(kind, nbytes=len(payload)).encode() + payload)
+        sock.shutdown(socket.SHUT_WR)
+        while data := sock.recv(4096):
+            heard += data
+    return heard
+
+
+def test_a_crowd_at_the_kv_port_learns_nothing_and_keeps_no_node_out(guarded: WarmCluster) -> None:
+    port, fingerprint = kv_port(guarded), guarded.nodes("decode")[0]["fingerprint"].encode()
+    for kind, payload in (
+        (Kind.HELLO, b"a guess"),
+        (Kind.HELLO, fingerprint),
+        (Kind.CHALLENGE, bytes(32)),
+        (Kind.PROOF, bytes(32)),
+    ):
+        heard = told(port, kind, payload)
+        assert fingerprint not in heard and Frame(Kind.WELCOME).encode() not in heard
+    began = len(guarded.log().splitlines())
+    with ExitStack() as stack:
+        for _ in range(CROWD):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), 30))
+        guarded.start_node("prefill")  # one that has no connection yet
+        guarded.wait_nodes()
+        for _ in range(4):
+            ask(guarded)
+    lines = guarded.log().splitlines()[began:]
+    assert not [line for line in lines if "KV connection failed" in line]
+    crowd = [line for line in lines if "had not said who it is" in line]
+    assert 1 <= len(crowd) < 100  # one a second
+    guarded.drain(guarded.names("prefill")[-1])
+    guarded.wait_for(lambda: len(guarded.nodes()) == 2)
 
 
 def test_a_node_with_another_key_says_so_and_stays_out(guarded: WarmCluster) -> None:

@@ -451,4 +451,25 @@ class GoesOnAfterClose(Broken):
         pass
 
 
+class TrustsEverybody(Broken):
+    """Asks for no key."""
+
+    caught_by = "test_calls.py::test_another_key_is_refused[another]"
+
+    @property
+    def keys(self) -> tuple[bytes, ...]:
+        return ()
+
+
+class RefusesWithoutACode(Broken):
+    """Tells who has another key that something went wrong, not what."""
+
+    caught_by = "test_calls.py::test_another_key_is_refused[none]"
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, Failed) and event.code == "CLUSTER_AUTH_FAILED":
+            event = replace(event, code="PEER_LOST")
+        super().emit(event)
+
+
 MUTANTS = [kind for kind in list(globals().values()) if hasattr(kind, "caught_by")]

@@ -1,11 +1,11 @@
-"""The first frames of a connection: who are you, and may you send here? Nobody waits for a
-stranger's answer longer than `GREETING_S`."""
+"""The first frames of a connection: who are you, and may you send here? Neither side waits longer
+than `GREETING_S` for all that a stranger has to say."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 from pdserve.common.core.errors import Blame, TransferError
@@ -14,6 +14,7 @@ from pdserve.kv_transfer.frame import HEADER_NBYTES, MAX_GREETING, Frame, Kind, 
 from pdserve.kv_transfer.pipe import KVPipe, recv_bytes, send_bytes
 
 GREETING_S = 5.0  # in which a peer must have said who it is
+MAX_FINGERPRINT = 200  # characters of another one's that are repeated
 
 
 def send_frame(pipe: KVPipe, frame: Frame, payload: bytes = b"") -> None:
@@ -27,16 +28,12 @@ def recv_frame(pipe: KVPipe) -> Frame:
 
 
 def recv_greeting(pipe: KVPipe, blame: Blame) -> tuple[Frame, bytes]:
-    """The first frame of a connection, with its (small) payload.
-
-    Raises:
-        TransferError: BAD_FRAME, or CONNECT_FAILED when it takes longer than GREETING_S.
-    """
-    with time_limit(pipe, GREETING_S, blame):
-        frame = recv_frame(pipe)
-        if frame.nbytes > MAX_GREETING:
-            raise bad_frame(f"a greeting of {frame.nbytes} bytes", blame)
-        return frame, recv_bytes(pipe, frame.nbytes)
+    """One of the first frames of a connection, with its (small) payload. Raises TransferError
+    BAD_FRAME."""
+    frame = recv_frame(pipe)
+    if frame.nbytes > MAX_GREETING:
+        raise bad_frame(f"a greeting of {frame.nbytes} bytes", blame)
+    return frame, recv_bytes(pipe, frame.nbytes)
 
 
 def expect_welcome(pipe: KVPipe) -> None:
@@ -50,18 +47,26 @@ def expect_welcome(pipe: KVPipe) -> None:
 def check_fingerprint(pipe: KVPipe, ours: str, theirs: str) -> None:
     """Sink: raises TransferError after refusing another fingerprint."""
     if theirs != ours:
-        message = f"fingerprint {theirs} ≠ {ours}: the nodes serve different models or layouts"
-        raise refused(pipe, "FINGERPRINT_MISMATCH", message)
+        code, why = "FINGERPRINT_MISMATCH", "the nodes serve different models or layouts"
+        said = printable(theirs, MAX_FINGERPRINT)
+        # The source may be anybody, and learns no more than that its guess is wrong.
+        told = f"fingerprint {said} is not the decode rank's: {why} (/v1/cluster shows the parts)"
+        raise refused(pipe, code, told, f"fingerprint {said} ≠ {ours}: {why}")
 
 
-def refused(pipe: KVPipe, code: str, message: str) -> TransferError:
-    """Sink: tells the source why; returns the error for this end."""
-    send_frame(pipe, Frame(Kind.REFUSED), f"{code}: {message}".encode())
-    return _refusal(code, message)
+def refused(pipe: KVPipe, code: str, told: str, known: str = "") -> TransferError:
+    """Sink: tells the source why; returns the error for this end, with what is `known` here."""
+    send_frame(pipe, Frame(Kind.REFUSED), f"{code}: {told}".encode())
+    return _refusal(code, known or told)
 
 
 def _refusal(code: str, message: str) -> TransferError:
     return TransferError(message, code=code, blame=Blame.PREFILL, retryable=False)
+
+
+def greeting_limit(pipe: KVPipe, peer: Blame) -> AbstractContextManager[None]:
+    """Around all that two ranks say until they know each other; as `time_limit`."""
+    return time_limit(pipe, GREETING_S, peer)
 
 
 @contextmanager

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from pdserve.common.core.errors import Blame, ConfigError, TransferError
+from pdserve.common.core.throttle import LogThrottle
 from pdserve.kv_transfer.connector import (
     BlockRun,
     KVConnector,
@@ -32,15 +32,28 @@ from pdserve.kv_transfer.connectors.base.channel import (
     Mover,
     as_transfer_error,
 )
-from pdserve.kv_transfer.connectors.base.handshake import expect_welcome, recv_frame, recv_greeting
+from pdserve.kv_transfer.connectors.base.handshake import (
+    check_fingerprint,
+    expect_welcome,
+    greeting_limit,
+    recv_frame,
+    recv_greeting,
+)
+from pdserve.kv_transfer.connectors.base.proof import (
+    Keys,
+    Meeting,
+    check_sink,
+    check_source,
+    prove_source,
+    refuse_challenge,
+)
 from pdserve.kv_transfer.connectors.base.receiver import InboundTransfer, Receiver
 from pdserve.kv_transfer.connectors.base.sender import Sender
+from pdserve.kv_transfer.connectors.base.server import PipeServer
 from pdserve.kv_transfer.frame import Frame, Kind, bad_frame
 from pdserve.kv_transfer.pipe import KVPipe, PipeListener
 
 logger = logging.getLogger(__name__)
-
-MAX_PIPES = 1024  # at a time; each has a thread
 
 
 class P2PConnector(KVConnector):
@@ -57,6 +70,7 @@ class P2PConnector(KVConnector):
         self.receiver = Receiver(context.view, context.emit)
         self.sender = Sender(self.dial, context.emit, context.view.cache)
         self._server: PipeServer | None = None
+        self._refusals = LogThrottle(logger)
         self._starting = threading.Lock()
 
     @abstractmethod
@@ -77,11 +91,17 @@ class P2PConnector(KVConnector):
 
     @abstractmethod
     def welcome(self, pipe: KVPipe, hello: bytes) -> Mover:
-        """Sink: answers the payload of a HELLO; how the payloads of this source are received.
+        """Sink: answers the payload of a HELLO, by `admit` first; how the payloads of this source
+        are received.
 
         Raises:
             TransferError: the source is refused, or what it says cannot be.
         """
+
+    @property
+    def keys(self) -> Keys:
+        """What both ends of a connection prove to know before HELLO; empty: they do not."""
+        return self.context.keys
 
     @property
     def counts(self) -> Counter[str]:
@@ -102,17 +122,28 @@ class P2PConnector(KVConnector):
         """Connects and introduces itself. Raises OSError or TransferError."""
         pipe = self.connect(endpoint)
         try:
-            try:
-                self.introduce(pipe)
-            except ConnectionError:
-                with suppress(OSError):
-                    expect_welcome(pipe)  # a sink that refuses leaves: it may have said why
-                raise
-            expect_welcome(pipe)
+            with greeting_limit(pipe, Blame.DECODE):
+                self._greet(pipe, endpoint)
             return Channel(pipe, self.context.view, self.mover(pipe))
         except BaseException:
             pipe.close()
             raise
+
+    def _greet(self, pipe: KVPipe, endpoint: bytes) -> None:
+        """Says HELLO behind the source's own proof, which spares waiting for the sink's."""
+        meeting = prove_source(pipe, self.keys, endpoint) if self.keys else None
+        try:
+            self.introduce(pipe)
+        except ConnectionError:
+            with suppress(OSError):
+                self._expect_welcome(pipe, meeting)  # a sink that refuses leaves: it may say why
+            raise
+        self._expect_welcome(pipe, meeting)
+
+    def _expect_welcome(self, pipe: KVPipe, meeting: Meeting | None) -> None:
+        if meeting is not None:
+            check_sink(pipe, self.keys, meeting)
+        expect_welcome(pipe)
 
     # ---- sink ----
 
@@ -134,16 +165,15 @@ class P2PConnector(KVConnector):
             typed = as_transfer_error(error, Blame.PREFILL)
             self.counts[typed.code] += 1
             if typed.code != "PEER_LOST":  # which is how every connection ends
-                logger.warning("a KV connection was refused: %s", typed)
+                self._refusals.warning("a KV connection was refused: %s", typed)
             self.receiver.disconnected(pipe, typed)
 
     def _receive(self, pipe: KVPipe) -> None:
         """Greets the source behind `pipe` and takes its blocks until it leaves (OSError) or
         breaks the rules (TransferError)."""
-        hello, payload = recv_greeting(pipe, Blame.PREFILL)
-        if hello.kind is not Kind.HELLO:
-            raise bad_frame(f"{hello.kind.name} before HELLO")
-        mover = self.welcome(pipe, payload)
+        with greeting_limit(pipe, Blame.PREFILL):
+            hello = self._hear(pipe)
+        mover = self.welcome(pipe, hello)
         while True:
             pipe.wait()
             frame = recv_frame(pipe)
@@ -156,6 +186,28 @@ class P2PConnector(KVConnector):
             else:
                 does = "pushes" if mover.kind is Kind.DATA else "offers"
                 raise bad_frame(f"{frame.kind.name} from a source that {does}")
+
+    def _hear(self, pipe: KVPipe) -> bytes:
+        """What the HELLO says of a source that knows the cluster's key, if there is one."""
+        if self.keys:
+            check_source(pipe, self.keys, self.endpoint())
+            self._known(pipe)
+        hello, payload = recv_greeting(pipe, Blame.PREFILL)
+        if hello.kind is Kind.CHALLENGE:
+            raise refuse_challenge(pipe)
+        if hello.kind is not Kind.HELLO:
+            raise bad_frame(f"{hello.kind.name} before HELLO")
+        return payload
+
+    def admit(self, pipe: KVPipe, fingerprint: str) -> None:
+        """Sink: the source is no stranger any more. Raises TransferError after refusing one with
+        another fingerprint."""
+        check_fingerprint(pipe, self.context.fingerprint, fingerprint)
+        self._known(pipe)
+
+    def _known(self, pipe: KVPipe) -> None:
+        if self._server is not None:
+            self._server.known(pipe)
 
     def _take(self, pipe: KVPipe, frame: Frame, mover: Mover) -> None:
         """Blocks count once it is known that the source held them while their bytes were moved:
@@ -208,69 +260,3 @@ def _expired() -> TransferError:
         blame=Blame.PREFILL,
         retryable=True,
     )
-
-
-class PipeServer:
-    """One thread that accepts pipes, and one for each pipe, which runs `serve(pipe)` until it
-    returns or `close` interrupts it. Pipes beyond MAX_PIPES, and those for which there may be no
-    more threads, are closed at once and counted."""
-
-    def __init__(
-        self, listener: PipeListener, serve: Callable[[KVPipe], None], counts: Counter[str]
-    ) -> None:
-        self.endpoint = listener.endpoint
-        self._listener = listener
-        self._serve = serve
-        self._counts = counts
-        self._lock = threading.Lock()
-        self._pipes: dict[KVPipe, threading.Thread] = {}
-        self._closing = False
-        self._acceptor = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
-        self._acceptor.start()
-
-    def _accept(self) -> None:
-        while not self._closing:
-            try:
-                pipe = self._listener.accept()
-            except OSError as error:
-                if not self._closing:
-                    logger.warning("cannot accept a KV connection: %s", error)
-                    time.sleep(0.1)  # out of descriptors, most likely: do not spin
-                continue
-            if len(self._pipes) >= MAX_PIPES or not self._start(pipe):
-                self._counts["refused_connection"] += 1
-                pipe.close()
-
-    def _start(self, pipe: KVPipe) -> bool:
-        thread = threading.Thread(target=self._run, args=(pipe,), name="kv-sink", daemon=True)
-        with self._lock:
-            try:
-                thread.start()
-            except RuntimeError as error:  # the host or the container allows no more threads
-                logger.warning("cannot serve a KV connection: %s", error)
-                return False
-            self._pipes[pipe] = thread
-            if self._closing:
-                pipe.interrupt()
-        return True
-
-    def _run(self, pipe: KVPipe) -> None:
-        try:
-            self._serve(pipe)
-        finally:
-            with self._lock:
-                del self._pipes[pipe]
-                pipe.close()
-
-    def close(self, deadline: float) -> None:
-        """Ends all threads; `deadline` is in seconds from now."""
-        end = time.monotonic() + deadline
-        with self._lock:
-            self._closing = True
-            threads = list(self._pipes.values())
-            for pipe in self._pipes:
-                pipe.interrupt()
-        self._listener.interrupt()
-        for thread in (self._acceptor, *threads):
-            thread.join(max(0.0, end - time.monotonic()))
-        self._listener.close()

@@ -23,8 +23,9 @@ import numpy as np
 from pdserve.common.core.errors import Blame, ConfigError
 from pdserve.kv_transfer.connector import RankContext
 from pdserve.kv_transfer.connectors.base.channel import Mover
-from pdserve.kv_transfer.connectors.base.handshake import check_fingerprint, recv_frame, send_frame
+from pdserve.kv_transfer.connectors.base.handshake import recv_frame, send_frame
 from pdserve.kv_transfer.connectors.base.p2p import P2PConnector
+from pdserve.kv_transfer.connectors.base.proof import Keys
 from pdserve.kv_transfer.connectors.base.sockets import SocketListener, SocketPipe
 from pdserve.kv_transfer.connectors.base.staging import OwnStream
 from pdserve.kv_transfer.frame import Frame, Kind, bad_frame
@@ -81,6 +82,11 @@ class PullConnector(P2PConnector, Generic[G]):
         super().__init__(context, config)
         self._hello_decoder = msgspec.msgpack.Decoder(self.greeting)
 
+    @property
+    def keys(self) -> Keys:
+        """None are asked for: the kernel says who the peer is, before it says anything."""
+        return ()
+
     @abstractmethod
     def introduce(self, pipe: KVPipe) -> None:
         """Source: says HELLO with its `Greeting`."""
@@ -112,12 +118,11 @@ class PullConnector(P2PConnector, Generic[G]):
 
     def welcome(self, pipe: KVPipe, hello: bytes) -> Mover:
         assert isinstance(pipe, SocketPipe)  # our own listener made it
-        check_same_user(pipe.sock)
         try:
             greeting = self._hello_decoder.decode(hello)
         except msgspec.DecodeError as error:
             raise bad_frame(f"greeting: {error}") from error
-        check_fingerprint(pipe, self.context.fingerprint, greeting.fingerprint)
+        self.admit(pipe, greeting.fingerprint)
         peer = self.open(pipe, greeting)
         send_frame(pipe, Frame(Kind.WELCOME))
         return PullMover(self.context.view, pipe, peer)
@@ -176,7 +181,14 @@ class UnixListener(SocketListener):
         super().__init__(sock, name)
 
     def accept(self) -> SocketPipe:
-        return SocketPipe(self._sock.accept()[0])
+        """Another user's connection is a ConnectionAbortedError: it takes no place."""
+        sock = self._sock.accept()[0]
+        try:
+            check_same_user(sock)
+        except PermissionError as error:
+            sock.close()
+            raise ConnectionAbortedError(str(error)) from error
+        return SocketPipe(sock)
 
 
 def check_same_user(sock: socket.socket) -> None:

@@ -106,7 +106,10 @@ class GroupTransport(TCPTransport):
 
 class GroupListener(TCPListener):
     def accept(self) -> GroupPipe:
-        return GroupPipe(super().accept().sock, Side.SINK)
+        accepted = super().accept()
+        pipe = GroupPipe(accepted.sock, Side.SINK)
+        pipe.peer_host = accepted.peer_host
+        return pipe
 
 
 class GroupMover(Mover):

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import pwd
+import resource
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from pdserve.common.core import native
+from pdserve.common.core import native, private_folder
 from pdserve.common.core.native import Library
+from pdserve.common.core.private_folder import has_private_file
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++ here")
 
@@ -88,6 +94,128 @@ def test_a_folder_that_others_may_write_to_is_not_trusted(tmp_path: Path, toy: L
     (tmp_path / "toys").chmod(0o777)
     with pytest.raises(native.BuildError, match="others may write"):
         native.load_library(toy, tmp_path)
+
+
+def prepared(folder: Path, toy: Library, value: int) -> None:
+    """A library of the toy's name that gives `value`, built as its owner would."""
+    code = toy.sources / "toy.cpp"
+    honest = code.read_text()
+    code.write_text(honest.replace("2 * x", str(value)))
+    native.load_library(toy, folder)
+    (made,) = (folder / "toys").glob("*.so")
+    code.write_text(honest)
+    os.rename(made, made.with_name(f"{native._digest(toy, native._find_compiler())}.so"))
+
+
+def open_to_others(folder: Path) -> None:
+    folder.chmod(0o777)
+
+
+def another_user_s(folder: Path) -> None:
+    os.chown(folder, 4711, -1)
+
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives folders away")
+
+
+@needs_compiler
+@pytest.mark.parametrize("change", [open_to_others, pytest.param(another_user_s, marks=as_root)])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_what_lies_below_a_folder_of_others_is_not_executed(
+    tmp_path: Path, toy: Library, change: Callable[[Path], None], depth: int
+) -> None:
+    """Who may rename a folder on the way puts his own code in its place."""
+    cache = tmp_path / "one" / "two" / "three"
+    cache.mkdir(parents=True)
+    prepared(cache, toy, 13)
+    change(list(cache.parents)[depth - 2] if depth > 1 else cache)
+    with pytest.raises(native.BuildError, match=r"others may write|another user") as caught:
+        native.load_library(toy, cache)
+    assert "PDSERVE_CACHE names another folder" in str(caught.value)
+
+
+@needs_compiler
+def test_a_folder_that_is_swapped_after_it_was_checked_is_not_loaded_from(
+    tmp_path: Path, toy: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, evil = tmp_path / "cache", tmp_path / "evil"
+    prepared(evil, toy, 13)
+    native.load_library(toy, good)
+    checked: list[str] = []
+
+    def check_and_swap(fd: int, name: str) -> bool:
+        found = has_private_file(fd, name)
+        good.rename(tmp_path / "aside")
+        evil.rename(good)
+        checked.append(name)
+        return found
+
+    monkeypatch.setattr(native, "has_private_file", check_and_swap)
+    assert native.load_library(toy, good).twice(21) == 42
+    assert checked and (good / "toys" / checked[0]).exists()  # it was there, and not taken
+
+
+@needs_compiler
+def test_what_another_may_write_to_is_not_executed(tmp_path: Path, toy: Library) -> None:
+    prepared(tmp_path, toy, 13)
+    (made,) = (tmp_path / "toys").glob("*.so")
+    made.chmod(0o666)
+    with pytest.raises(native.BuildError, match="others may write to it: delete it"):
+        native.load_library(toy, tmp_path)
+    made.unlink()
+    made.symlink_to("/dev/null")
+    with pytest.raises(native.BuildError, match="no plain file"):
+        native.load_library(toy, tmp_path)
+
+
+@needs_compiler
+def test_folders_are_found_through_links_and_made(tmp_path: Path, toy: Library) -> None:
+    """A home may be a link; a folder is made for its user alone."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "home").symlink_to("disk")
+    (tmp_path / "disk" / "absolute").symlink_to(tmp_path / "disk")
+    made = native.load_library(toy, tmp_path / "home" / "absolute" / ".." / "disk" / "new")
+    assert made.twice(21) == 42
+    assert (tmp_path / "disk" / "new" / "toys").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "round").symlink_to("round")
+    with pytest.raises(native.BuildError, match="symbolic links"):
+        native.load_library(toy, tmp_path / "round")
+
+
+@as_root
+def test_a_link_of_another_user_is_not_followed(tmp_path: Path, toy: Library) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    os.chown(tmp_path / "link", 4711, -1, follow_symlinks=False)
+    with pytest.raises(native.BuildError, match="another user"):
+        native.load_library(toy, tmp_path / "link")
+
+
+def test_a_user_s_own_group_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many systems make a group for each user, and folders that it may write to."""
+    tmp_path.chmod(0o775)
+    status = tmp_path.stat()
+    me = pwd.getpwuid(os.geteuid()).pw_name
+    for name, members, ok in ((me, [], True), (me, ["eve"], False), ("staff", [], False)):
+        group = SimpleNamespace(gr_name=name, gr_mem=members)
+        monkeypatch.setattr(private_folder.grp, "getgrgid", lambda gid, group=group: group)
+        assert private_folder._others_write(status) is not ok
+
+
+@needs_compiler
+def test_a_full_folder_is_noticed_before_anything_is_compiled(
+    tmp_path: Path, compiler: Path, toy: Library
+) -> None:
+    """It would take the compiler half a minute at every start to find that there is no room."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (native.ROOM_NBYTES // 2, limits[1]))
+    try:
+        with pytest.raises(native.BuildError, match="no room for the 16 MiB") as caught:
+            native.load_library(toy, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(tmp_path) in str(caught.value) and "make room" in str(caught.value)
+    assert "-c" not in compiler.read_text()
+    assert [path.name for path in (tmp_path / "toys").iterdir()] == ["lock"]
 
 
 @needs_compiler

@@ -67,7 +67,7 @@ from pdserve.kv_transfer.connector import (
     SinkTransfer,
     SourceTransfer,
 )
-from pdserve.kv_transfer.connectors.base import handshake, p2p
+from pdserve.kv_transfer.connectors.base import handshake, server
 from pdserve.kv_transfer.connectors.base.handshake import recv_frame, send_frame
 from pdserve.kv_transfer.connectors.base.sockets import TLSPipe
 from pdserve.kv_transfer.connectors.tcp import Endpoint, Options, TCPConnector, TCPTransport
@@ -732,14 +732,16 @@ def test_a_sink_that_does_not_greet_back_is_given_up(
 def test_connections_are_bounded(
     rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(p2p, "MAX_PIPES", 3)
+    """Of sources that have said who they are; `test_connectors_guarded.py` has the others."""
+    monkeypatch.setattr(server, "MAX_PIPES", 2)
+    monkeypatch.setattr(server, "MAX_STRANGERS", 1)
     sink = rank()
     with contextlib.ExitStack() as stack:
-        strangers = [stack.enter_context(connect(sink)) for _ in range(3)]
+        sources = [stack.enter_context(greeted(sink)) for _ in range(3)]
         late = stack.enter_context(connect(sink))
         assert is_closed(late)
         assert sink.connector.counts["refused_connection"] == 1
-        strangers[0].close()
+        sources[0].close()
         wait_for_count(sink, "PEER_LOST", 1)
         check_healthy(sink, rank(fill=1.0))
 

@@ -1,0 +1,117 @@
+"""How two ranks prove to each other that they know the cluster's key, before they say who they are.
+
+source                              sink
+CHALLENGE  a random number     ──▶
+                               ◀──  CHALLENGE  another one
+PROOF  the source's MAC        ──▶
+                               ◀──  PROOF  the sink's MAC, by the key that the source has used
+HELLO …
+
+A MAC is HMAC-SHA256 over the side that speaks, both numbers and the endpoint that was dialled. The
+numbers are new each time, so no proof is good twice; a proof of one side is none of the other, and
+one for another sink is none here. The sink tells a peer without a proof nothing but that it wants
+one. Frames after that carry no MAC: who can change packets on their way is kept out by TLS alone.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass
+
+from pdserve.common.core.errors import Blame, TransferError
+from pdserve.common.core.printable import MAX_PEER_TEXT, printable
+from pdserve.kv_transfer.connectors.base.handshake import recv_greeting, refused, send_frame
+from pdserve.kv_transfer.frame import Frame, Kind, bad_frame
+from pdserve.kv_transfer.pipe import KVPipe
+
+CODE = "CLUSTER_AUTH_FAILED"
+NUMBER_NBYTES = 32
+_LABEL = b"pdserve KV connection 1"
+_SAME_KEY = "give all roles the same --cluster-key (PDSERVE_CLUSTER_KEY)"
+_SOURCE, _SINK = b"source", b"sink"
+
+Keys = tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What a proof is about: one connection, to one endpoint."""
+
+    endpoint: bytes
+    of_source: bytes
+    of_sink: bytes
+
+    def mac(self, key: bytes, side: bytes) -> bytes:
+        """The endpoint comes last: it alone may have any length."""
+        facts = (_LABEL, side, self.of_source, self.of_sink, self.endpoint)
+        return hmac.digest(key, b"\0".join(facts), "sha256")
+
+    def key_of(self, proof: bytes, keys: Keys, side: bytes) -> bytes | None:
+        """The key that the proof was made with; None: another one."""
+        made = [key for key in keys if hmac.compare_digest(self.mac(key, side), proof)]
+        return made[0] if made else None
+
+
+def prove_source(pipe: KVPipe, keys: Keys, endpoint: bytes) -> Meeting:
+    """Source: says what proves it; `check_sink` reads the answer. Raises TransferError or
+    OSError."""
+    number = secrets.token_bytes(NUMBER_NBYTES)
+    send_frame(pipe, Frame(Kind.CHALLENGE), number)
+    meeting = Meeting(endpoint, number, _answer(pipe, Kind.CHALLENGE))
+    send_frame(pipe, Frame(Kind.PROOF), meeting.mac(keys[0], _SOURCE))
+    return meeting
+
+
+def check_sink(pipe: KVPipe, keys: Keys, meeting: Meeting) -> None:
+    """Source: raises TransferError when the other end of the connection does not know a key."""
+    if meeting.key_of(_answer(pipe, Kind.PROOF), keys, _SINK) is None:
+        raise _unproved("it answers with another cluster key")
+
+
+def check_source(pipe: KVPipe, keys: Keys, endpoint: bytes) -> None:
+    """Sink: raises TransferError after refusing a source that does not know a key."""
+    theirs = _question(pipe, Kind.CHALLENGE)
+    meeting = Meeting(endpoint, theirs, secrets.token_bytes(NUMBER_NBYTES))
+    send_frame(pipe, Frame(Kind.CHALLENGE), meeting.of_sink)
+    key = meeting.key_of(_question(pipe, Kind.PROOF), keys, _SOURCE)
+    if key is None:
+        error = refused(pipe, CODE, f"the prefill node has another cluster key: {_SAME_KEY}")
+        with suppress(OSError, TransferError):
+            recv_greeting(pipe, Blame.PREFILL)  # its HELLO: unread, it would cost the refusal
+        raise error
+    send_frame(pipe, Frame(Kind.PROOF), meeting.mac(key, _SINK))
+
+
+def refuse_challenge(pipe: KVPipe) -> TransferError:
+    """Sink without a key: tells a source that has one."""
+    what = "the prefill node has a cluster key and the decode node has none"
+    return refused(pipe, CODE, f"{what}: {_SAME_KEY}")
+
+
+def _question(pipe: KVPipe, kind: Kind) -> bytes:
+    frame, payload = recv_greeting(pipe, Blame.PREFILL)
+    if frame.kind is Kind.HELLO:
+        raise refused(pipe, CODE, f"the prefill node shows no cluster key: {_SAME_KEY}")
+    return _checked(frame, payload, kind, Blame.PREFILL)
+
+
+def _answer(pipe: KVPipe, kind: Kind) -> bytes:
+    """Whatever a sink says that has proved nothing yet is no reason to give up for good."""
+    frame, payload = recv_greeting(pipe, Blame.DECODE)
+    if frame.kind is Kind.REFUSED:
+        said = payload.decode(errors="replace").removeprefix(f"{CODE}: ")
+        raise _unproved(f"it refuses: {printable(said, MAX_PEER_TEXT)}")
+    return _checked(frame, payload, kind, Blame.DECODE)
+
+
+def _checked(frame: Frame, payload: bytes, kind: Kind, peer: Blame) -> bytes:
+    if frame.kind is not kind or len(payload) != NUMBER_NBYTES:
+        raise bad_frame(f"{frame.kind.name} of {len(payload)} bytes before {kind.name}", peer)
+    return payload
+
+
+def _unproved(what: str) -> TransferError:
+    message = f"the KV port of the decode node does not know the cluster key ({what})"
+    return TransferError(message, code=CODE, blame=Blame.DECODE, retryable=True)
