@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdserve.common.core.host import default_cache_dir, usable_cores
+from pdserve.common.core.host import default_cache_dir, helper_environment, usable_cores
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,13 @@ def _compile(library: Library, compiler: str, source: Path, scratch: str) -> str
 
 def _run(command: list[str]) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=BUILD_TIMEOUT,
+            env=helper_environment(),
+        )
     except subprocess.TimeoutExpired as error:
         raise BuildError(f"{command[0]} took longer than {BUILD_TIMEOUT:.0f} s") from error
     if done.returncode:
