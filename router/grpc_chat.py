@@ -28,7 +28,7 @@ def chat_fields(chat: pb.Chat, given: dict[str, Any]) -> dict[str, Any]:
     body: dict[str, Any] = {name: given[name] for name in _SHARED if name in given}
     body["messages"] = [_message(each) for each in chat.messages]
     if chat.tools:
-        parameters = Structure("the parameters of tools", "tools")
+        parameters = Structure("the text of tools' parameters", "tools")
         for each in chat.tools:
             parameters.check(each.parameters.encode())
         body["tools"] = [_tool(index, each) for index, each in enumerate(chat.tools)]

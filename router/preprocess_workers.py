@@ -22,7 +22,7 @@ from pdserve.common.core.errors import PdserveError, Unavailable
 from pdserve.common.core.structured import StructuredOutput
 from pdserve.common.obs.logging import request_id_var
 from pdserve.router.fair_share import Turns
-from pdserve.router.fork_server import LENGTH, Fork, ForkServer, unless_stopped
+from pdserve.router.fork_server import LENGTH, Fork, ForkServer, is_stopped, unless_stopped
 from pdserve.router.grammar_compiler import Compiled
 from pdserve.router.http.preprocess import KINDS, Preprocessed, parse
 from pdserve.router.preprocess_worker import GRAMMAR, Ask, Head, Reply, Spec
@@ -34,7 +34,6 @@ MAX_CLIENT_WAITING = 192  # of one client
 _MODULE = "pdserve.router.preprocess_worker"
 _TIMEOUT = 60.0  # seconds one body may take
 _RESTART_PAUSE = 0.5  # seconds: a host without memory kills the next one, too
-_TRIES = 2  # in as many processes, each of which may be killed
 _MAX_FRAME = 2**30  # bytes of a reply
 PIECE = 64 * 1024  # bytes that a piece of a body has at least, but for the last
 
@@ -149,16 +148,16 @@ class PreprocessWorkers:
         how = "ended a process, and another one when it was tried again"
         try:
             async with asyncio.timeout(_TIMEOUT):
-                for _ in range(_TRIES):
-                    with suppress(DiedError):
-                        return await self._try(ask, raw)
+                with suppress(DiedError):
+                    return await self._try(ask, raw, await self._worker())
+                with suppress(DiedError):
+                    return await self._try(ask, raw, await self._fresh())
         except TimeoutError:
             how = f"took more than {_TIMEOUT:.0f} s"
         logger.error("preparing a body of %d bytes %s", len(raw), how)
         raise PdserveError(f"preparing the body {how}", code="PREPARATION_FAILED")
 
-    async def _try(self, ask: Ask, raw: Pieces) -> Answer:
-        worker = await self._worker()
+    async def _try(self, ask: Ask, raw: Pieces, worker: _Worker) -> Answer:
         try:
             answer = await unless_stopped(worker.pid, worker.ask(ask, raw))
         except (OSError, EOFError, msgspec.DecodeError) as error:
@@ -175,22 +174,21 @@ class PreprocessWorkers:
         return answer
 
     async def _worker(self) -> _Worker:
-        """One that lives: an idle one may have been killed, as by a host without memory.
-
-        Raises:
-            Unavailable: the host has no room for a process.
-        """
+        """An idle one, if it works: it may have been killed, as by a host without memory."""
         while self._idle:
-            if (worker := self._idle.pop()).alive:
+            if (worker := self._idle.pop()).alive and not is_stopped(worker.pid):
                 return worker
             await worker.end()
-        for tries_left in reversed(range(_TRIES)):
-            try:
-                return _Worker(await (await self._fork_server()).fork())
-            except OSError as error:
-                if not tries_left:
-                    raise _no_process(error) from None
-        raise AssertionError("unreachable")
+        return await self._fresh()
+
+    async def _fresh(self) -> _Worker:
+        """Raises Unavailable: the host has no room for a process."""
+        with suppress(OSError):  # of a fork server that is gone or stands still
+            return _Worker(await (await self._fork_server()).fork())
+        try:
+            return _Worker(await (await self._fork_server()).fork())
+        except OSError as error:
+            raise _no_process(error) from None
 
     async def _fork_server(self) -> ForkServer:
         async with self._starting:

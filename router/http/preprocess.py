@@ -296,7 +296,7 @@ def _chat(preprocessor: Preprocessor, body: ChatBody) -> Preprocessed[Any]:
 
 
 def _render(preprocessor: Preprocessor, body: ChatTemplateBody, messages: list[Message]) -> str:
-    arguments = Structure("arguments of tool calls", "messages")
+    arguments = Structure("the text of tool calls' arguments", "messages")
     for call in (call for message in messages for call in message.tool_calls or ()):
         if isinstance(text := call.function.arguments, str):  # of JSON, which is parsed
             arguments.check(text.encode())
