@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from pdserve.common.core.errors import Unavailable
 from pdserve.common.core.host import die_with_parent
 
 _PIECE = 2**16  # bytes of one read
@@ -35,7 +36,11 @@ class Outcome:
 
 
 def run_apart(work: Callable[[], bytes], bounds: Bounds) -> Outcome:
-    """The result of `work`. The calling process must have a single thread that holds locks."""
+    """What comes of `work`. The calling process must have a single thread that holds locks.
+
+    Raises:
+        Unavailable: the host is too busy for it, or has too little memory.
+    """
     ours, theirs = os.pipe()
     child = os.fork()
     if child == 0:
@@ -43,6 +48,12 @@ def run_apart(work: Callable[[], bytes], bounds: Bounds) -> Outcome:
     os.close(theirs)
     result = _read(ours, child, time.monotonic() + bounds.wall_seconds)
     _, status, usage = os.wait4(child, 0)
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGALRM, signal.SIGKILL):
+        raise Unavailable(
+            f"preparing the body came to nothing within {bounds.wall_seconds} s: this host is busy",
+            code="PREPARATION_FAILED",
+            retry_after=2.0,
+        )
     done = result if status == 0 else None
     return Outcome(done, usage.ru_utime + usage.ru_stime)
 

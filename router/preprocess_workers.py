@@ -63,6 +63,11 @@ class Pieces:
     def whole(self) -> bytes:
         return b"".join(self._pieces)
 
+    def clear(self) -> None:
+        """Frees them, whoever still knows this, as a refusal's traceback does."""
+        self._pieces.clear()
+        self._size = 0
+
     def __iter__(self) -> Iterator[bytearray]:
         return iter(self._pieces)
 
@@ -101,8 +106,8 @@ class PreprocessWorkers:
         adapters: frozenset[str] = frozenset(),
         costly: bool = False,
     ) -> Preprocessed[Any]:
-        """As `Preprocessor.preprocess`, in another process; clients take turns. `costly`: its
-        template is known to be.
+        """As `Preprocessor.preprocess`, in another process; clients take turns. `raw` is used up.
+        `costly`: its template is known to be.
 
         Raises:
             Overloaded: too many bodies wait.
@@ -145,6 +150,16 @@ class PreprocessWorkers:
         return answer
 
     async def _ask(self, ask: Ask, raw: Pieces) -> Answer:
+        keep = False
+        try:
+            answer = await self._ask_twice(ask, raw)
+            keep = answer.reply.costly  # it is asked again
+            return answer
+        finally:
+            if not keep:
+                raw.clear()
+
+    async def _ask_twice(self, ask: Ask, raw: Pieces) -> Answer:
         how = "ended a process, and another one when it was tried again"
         try:
             async with asyncio.timeout(_TIMEOUT):

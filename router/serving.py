@@ -101,7 +101,8 @@ class Serving:
         return await asyncio.to_thread(compile_here, structured, self.model)
 
     async def preprocess(self, kind: str, raw: Pieces, client: str) -> Preprocessed[Any]:
-        """A JSON body, of one of `pdserve.router.http.preprocess.KINDS`, as what it asks.
+        """A JSON body, of one of `pdserve.router.http.preprocess.KINDS`, as what it asks. `raw` is
+        used up.
 
         Raises:
             PdserveError: as `Preprocessor.preprocess`, or there is no room for it.
