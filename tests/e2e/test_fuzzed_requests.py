@@ -49,7 +49,8 @@ ARGUMENTS = (
 )  # fmt: skip
 SCHEMAS = (
     {"const": 2**70}, {"enum": [10**4000, NAN]}, {"pattern": "("}, {"minimum": INF},
-    {"$ref": "#/x"}, {"properties": {"ü": {"const": "🐶"}}}, {"type": "object"}, {"type": []}, None, 7,
+    {"$ref": "#/x"}, {"properties": {"ü": {"const": "🐶"}}}, {"type": "object"}, {"type": []},
+    None, 7,
 )  # fmt: skip
 PATHS = ("/v1/chat/completions", "/tokenize")
 ALLOWED = {200, 400, 413, 429}
