@@ -100,7 +100,7 @@ async def measure(pid: int, port: int, kind: str, count: int, size: int) -> Figu
                 assert response.status == 200
             waits.append(1e3 * (time.perf_counter() - asked))
             peak = max(peak, _mib(process))
-            helpers = max(helpers, sum(_mib(child) for child in process.children()))
+            helpers = max(helpers, sum(_mib(child) for child in process.children(recursive=True)))
             await asyncio.sleep(0.02)
     output, _ = await ended
     waits.sort()

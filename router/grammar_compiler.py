@@ -11,29 +11,27 @@ needs a part of; nodes compile only what has come through here, within the same.
 from __future__ import annotations
 
 import asyncio
-import os
-import resource
-import signal
+import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from time import process_time
 from weakref import WeakValueDictionary
 
 import msgspec
 
-from pdserve.common.core.errors import InvalidRequest
-from pdserve.common.core.host import die_with_parent
+from pdserve.common.core.errors import InvalidRequest, is_defect
 from pdserve.common.core.structured import ConstraintKind, StructuredOutput
 from pdserve.common.text.grammar import GrammarError, GrammarTokens, check_grammar, to_grammar
+from pdserve.router.apart import Bounds, run_apart
 from pdserve.router.served_model import ServedModel
 
-CPU_SECONDS = 0.5  # on which nodes rely: there it takes as long again
-WALL_SECONDS = 20
-MEMORY = 512 * 2**20  # bytes beyond what its process had
+# Nodes rely on these: there it takes as long again.
+BOUNDS = Bounds(cpu_seconds=0.5, memory=512 * 2**20)
+logger = logging.getLogger(__name__)
+
 MAX_KNOWN = 64  # verdicts, each of some 100 KiB at most
 
 _ANY_OBJECT = '{"type":"object"}'
@@ -112,54 +110,24 @@ def compile_here(structured: StructuredOutput, model: ServedModel) -> Compiled:
         return Compiled(error=error.message, seconds=process_time() - start)
     except GrammarError as error:
         return Compiled(error=f"{structured.param} is not supported: {error}")
+    except BaseException as error:  # a panic of the library is no Exception
+        if not is_defect(error) or isinstance(error, MemoryError):
+            raise
+        logger.error("compiling %s failed", structured.param, exc_info=error)
+        return Compiled(error=f"{structured.param} cannot be compiled: {type(error).__name__}")
 
 
 def compile_apart(structured: StructuredOutput, model: ServedModel) -> Compiled:
     """In a child of this process, which must have a single thread."""
     with suppress(GrammarError):
         _tokens(model)  # once, for all children
-    ours, theirs = os.pipe()
-    child = os.fork()
-    if child == 0:
-        _compile_and_exit(structured, model, theirs)
-    os.close(theirs)
-    with open(ours, "rb") as pipe:
-        reply = pipe.read()
-    _, status, usage = os.wait4(child, 0)
-    if reply and status == 0:
-        return _replies.decode(reply)
+    outcome = run_apart(lambda: msgspec.msgpack.encode(compile_here(structured, model)), BOUNDS)
+    if outcome.result is not None:
+        return _replies.decode(outcome.result)
     return Compiled(
-        error=f"{structured.param} cannot be compiled: it takes more than {CPU_SECONDS} s of CPU "
-        f"time or {MEMORY >> 20} MiB",
-        seconds=usage.ru_utime + usage.ru_stime,
+        error=f"{structured.param} cannot be compiled: it takes more than {BOUNDS}",
+        seconds=outcome.seconds,
     )
-
-
-def _compile_and_exit(structured: StructuredOutput, model: ServedModel, pipe: int) -> None:
-    """The child's life. The timers' signals end it wherever it is."""
-    status = 1
-    try:
-        signal.signal(signal.SIGPROF, signal.SIG_DFL)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-        signal.alarm(WALL_SECONDS)
-        die_with_parent()
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + MEMORY, hard))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library's last words
-        reply = msgspec.msgpack.encode(compile_here(structured, model))
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        with open(pipe, "wb") as file:
-            file.write(reply)
-        status = 0
-    finally:
-        os._exit(status)
-
-
-def _data_bytes() -> int:
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.partition("VmData:")[2].split()[0])
 
 
 @lru_cache(maxsize=1)

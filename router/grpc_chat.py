@@ -12,6 +12,7 @@ from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.router.generation import TextDelta
 from pdserve.router.http.chat import ChatChoices
+from pdserve.router.http.preprocess import Structure
 from pdserve.router.structured import structured_fields
 
 _MODES = {pb.TOOL_MODE_NONE: "none", pb.TOOL_MODE_AUTO: "auto", pb.TOOL_MODE_REQUIRED: "required"}
@@ -22,11 +23,14 @@ def chat_fields(chat: pb.Chat, given: dict[str, Any]) -> dict[str, Any]:
     """Those of the JSON body that asks for the same; `given`: the sampling parameters.
 
     Raises:
-        InvalidRequest: a tool's parameters, or the template's, are no JSON.
+        InvalidRequest: a tool's parameters, or the template's, are no JSON, or too large.
     """
     body: dict[str, Any] = {name: given[name] for name in _SHARED if name in given}
     body["messages"] = [_message(each) for each in chat.messages]
     if chat.tools:
+        parameters = Structure("the text of tools' parameters", "tools")
+        for each in chat.tools:
+            parameters.check(each.parameters.encode())
         body["tools"] = [_tool(index, each) for index, each in enumerate(chat.tools)]
     match chat.WhichOneof("tool_choice"):
         case "tool":

@@ -36,6 +36,7 @@ from pdserve.router.generation import (
 from pdserve.router.grpc_chat import answer, chat_fields
 from pdserve.router.grpc_details import details
 from pdserve.router.http.chat import ChatChoices
+from pdserve.router.http.preprocess import failed
 from pdserve.router.preprocess_workers import Pieces
 from pdserve.router.serving import DEFAULT_MAX_TOKENS, INLINE, Serving
 from pdserve.router.structured import structured_from_pb
@@ -260,7 +261,10 @@ async def _body(request: Message, fields: Callable[[], dict[str, Any]]) -> Piece
     """The JSON body that asks the same; of a large message a thread makes it."""
 
     def make() -> bytes:
-        return encode(fields())
+        try:
+            return encode(fields())
+        except (RecursionError, UnicodeError, OverflowError) as error:  # of values in it
+            raise failed(error) from error
 
     return Pieces(make() if request.ByteSize() <= INLINE else await asyncio.to_thread(make))
 

@@ -1,15 +1,14 @@
 """A process that preprocesses large bodies, so that the router's own neither stops nor swells.
 
-    router ── spec ──▶ worker               once: the model's options
-           ── what is asked, raw body ──▶   preprocesses it
+    router ── what is asked, raw body ──▶ worker   preprocesses it
            ◀── what it asks, or a typed error ──
            ◀── the token ids of each prompt, then each text ──
-           ── GRAMMAR, a constraint ──▶     compiles it in a child
+           ── GRAMMAR, a constraint ──▶            compiles it in a child
            ◀── grammar, or an error ──
 
-Frames are eight bytes of length and as many bytes. A worker (`python -m
-pdserve.router.preprocess_worker FD`) ends with its router, or when a body has cost it much memory,
-which only the end of a process gives back.
+Frames are eight bytes of length and as many bytes. Whatever is wrong with a body is answered. A
+worker, which `fork_server` forks, ends with its router. The router ends it when a body has cost it
+much memory, which only the end of a process gives back.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from __future__ import annotations
 import os
 import resource
 import socket
-import struct
 import sys
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
@@ -31,15 +30,17 @@ import msgspec
 from pdserve.common.config.node import ModelConfig
 from pdserve.common.config.router import ChatConfig
 from pdserve.common.config.shared import LogConfig
-from pdserve.common.core.errors import InvalidRequest, PdserveError
+from pdserve.common.core.errors import InvalidRequest, PdserveError, is_defect
 from pdserve.common.core.structured import StructuredOutput
-from pdserve.common.obs.logging import setup_logging
+from pdserve.common.obs.logging import request_id_var, setup_logging
+from pdserve.common.obs.process import dump_stacks_on_signal
+from pdserve.router.fork_server import LENGTH, serve
 from pdserve.router.grammar_compiler import Compiled, compile_apart
-from pdserve.router.http.preprocess import Preprocessed, Preprocessor
+from pdserve.router.http.conversation import CostlyTemplate, Templates
+from pdserve.router.http.preprocess import Preprocessed, Preprocessor, failed
 from pdserve.router.http.tools import AnswerPlan
 from pdserve.router.served_model import load_served_model
 
-LENGTH = struct.Struct("!Q")
 GRAMMAR = "grammar"  # what is asked beside the kinds of bodies
 MAX_MEMORY = 2 * 2**30  # bytes of data; a body that needs more kills this process only
 NICENESS = 5  # of small requests, and of nodes on the same host, nobody waits for a large body
@@ -73,6 +74,8 @@ class Ask:
 
     kind: str
     adapters: frozenset[str] = frozenset()  # that are models by name now
+    request_id: str | None = None  # for the log
+    costly: bool = False  # render a template that may take any time, in a child with bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +83,11 @@ class Reply:
     """An answer or an error; `last`: ask another process next time."""
 
     last: bool = False
+    costly: bool = False  # ask again with `Ask.costly`
     body: bytes = b""  # JSON, without what has become token ids or text
-    # Arrays of 32 bits; these and the texts are frames of their own.
-    prompts: tuple[Any, ...] = ()
-    texts: tuple[str, ...] = ()
+    # Arrays of 32 bits, and UTF-8: frames of their own.
+    prompts: tuple[bytes, ...] = ()
+    texts: tuple[bytes, ...] = ()
     structured: StructuredOutput | None = None
     answer: AnswerPlan = field(default_factory=AnswerPlan)
     unknown: tuple[str, ...] = ()
@@ -108,56 +112,69 @@ _grammars = msgspec.msgpack.Decoder(StructuredOutput)
 def main(fd: int) -> int:
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY, MAX_MEMORY))
     os.nice(NICENESS)
-    connection = socket.socket(fileno=fd)
-    frames = connection.makefile("rb")
-    spec = _specs.decode(_receive(frames))
-    setup_logging("router/text", LogConfig(**spec.log))
+    dump_stacks_on_signal()
+    return serve(socket.socket(fileno=fd), _load)
+
+
+def _load(spec_: bytes) -> Callable[[socket.socket], None]:
+    spec = _specs.decode(spec_)
     model = load_served_model(ModelConfig(**spec.model))
     preprocessor = Preprocessor(model, ChatConfig(**spec.chat))
+    return partial(_work, preprocessor, LogConfig(**spec.log))
+
+
+def _work(preprocessor: Preprocessor, log: LogConfig, connection: socket.socket) -> None:
+    setup_logging("router/text", log)
+    frames = connection.makefile("rb")
+    while True:
+        ask = _asks.decode(_receive(frames))
+        for frame in frames_of(preprocessor, ask, _receive(frames)):
+            connection.sendall(LENGTH.pack(len(frame)))
+            connection.sendall(frame)
+
+
+def frames_of(preprocessor: Preprocessor, ask: Ask, raw: bytes) -> list[bytes]:
+    """The reply to a body, whatever that is."""
+    request_id_var.set(ask.request_id)
+    templates: Templates = "apart" if ask.costly else "elsewhere"
+    asked = replace(preprocessor, adapters=ask.adapters, templates=templates)
     try:
-        while True:
-            ask = _asks.decode(_receive(frames))
-            reply = answer(replace(preprocessor, adapters=ask.adapters), ask.kind, _receive(frames))
-            for frame in _frames(reply):
-                connection.sendall(LENGTH.pack(len(frame)))
-                connection.sendall(frame)
-            if reply.last:
-                return 0
-    except (EOFError, ConnectionError):
-        return 0  # the router is gone
+        reply = answer(asked, ask.kind, raw)
+    except CostlyTemplate:
+        reply = Reply(costly=True)
+    except PdserveError as error:
+        reply = _refusal(error)
+    except BaseException as error:
+        if not is_defect(error):
+            raise
+        reply = _refusal(failed(error))
+    return _frames(replace(reply, last=_peak_memory() > KEEP_MEMORY))
 
 
-def _frames(reply: Reply) -> Iterator[bytes]:
+def _refusal(error: PdserveError) -> Reply:
+    fields = {name: getattr(error, name) for name in ("message", "code", "param")}
+    return Reply(error={"type": type(error).__name__, **fields})
+
+
+def _frames(reply: Reply) -> list[bytes]:
     alone = replace(reply, prompts=(), texts=())
-    yield msgspec.msgpack.encode(Head(alone, len(reply.prompts), len(reply.texts)))
-    yield from (each.tobytes() for each in reply.prompts)
-    yield from (each.encode() for each in reply.texts)
+    head = msgspec.msgpack.encode(Head(alone, len(reply.prompts), len(reply.texts)))
+    return [head, *reply.prompts, *reply.texts]
 
 
 def answer(preprocessor: Preprocessor, kind: str, raw: bytes | bytearray) -> Reply:
-    try:
-        if kind == GRAMMAR:
-            structured = _grammars.decode(raw)
-            return Reply(compiled=compile_apart(structured, preprocessor.model))
-        preprocessed = preprocessor.preprocess(kind, raw)
-        return Reply(
-            last=_peak_memory() > KEEP_MEMORY,
-            body=_fields(kind, preprocessed),
-            prompts=tuple(array("I", ids) for ids in preprocessed.prompts),
-            texts=tuple(preprocessed.texts),
-            structured=preprocessed.structured,
-            answer=preprocessed.answer,
-            unknown=tuple(name[:64] for name in sorted(preprocessed.unknown)[:100]),
-        )
-    except PdserveError as error:
-        fields = {name: getattr(error, name) for name in ("message", "code", "param")}
-        return Reply(
-            last=_peak_memory() > KEEP_MEMORY, error={"type": type(error).__name__, **fields}
-        )
-    except MemoryError:
-        message = "preparing the body takes too much memory"
-        fields = {"message": message, "code": "REQUEST_TOO_LARGE", "param": None}
-        return Reply(last=True, error={"type": "RequestTooLarge", **fields})
+    if kind == GRAMMAR:
+        structured = _grammars.decode(raw)
+        return Reply(compiled=compile_apart(structured, preprocessor.model))
+    preprocessed = preprocessor.preprocess(kind, raw)
+    return Reply(
+        body=_fields(kind, preprocessed),
+        prompts=tuple(array("I", ids).tobytes() for ids in preprocessed.prompts),
+        texts=tuple(text.encode() for text in preprocessed.texts),
+        structured=preprocessed.structured,
+        answer=preprocessed.answer,
+        unknown=tuple(name[:64] for name in sorted(preprocessed.unknown)[:100]),
+    )
 
 
 def _fields(kind: str, preprocessed: Preprocessed[Any]) -> bytes:

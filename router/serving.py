@@ -23,6 +23,7 @@ from pdserve.router.auth import APIKeys
 from pdserve.router.fair_share import Turns
 from pdserve.router.generation import GenerationRequest
 from pdserve.router.grammar_compiler import Compiled, GrammarCompiler, compile_here
+from pdserve.router.http.conversation import CostlyTemplate, Templates
 from pdserve.router.http.preprocess import Preprocessed, Preprocessor
 from pdserve.router.parsers.tool_parser import ToolParser
 from pdserve.router.pipeline import Pipeline
@@ -81,7 +82,8 @@ class Serving:
     chat: ChatConfig = field(default_factory=ChatConfig)
     priorities: bool = False  # --scheduling-policy priority
     tool_parser: type[ToolParser] | None = None  # --tool-call-parser
-    workers: PreprocessWorkers | None = None  # without them threads take large bodies, too
+    # Without them threads take large bodies and costly templates, too, which have no bounds there.
+    workers: PreprocessWorkers | None = None
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     adapters: Adapters = field(default_factory=Adapters)
     cached: Cached = field(default_factory=Cached)
@@ -105,20 +107,27 @@ class Serving:
         Raises:
             PdserveError: as `Preprocessor.preprocess`, or there is no room for it.
         """
-        adapters = self.adapters.names()
-        preprocessor = Preprocessor(self.model, self.chat, adapters)
-        if len(raw) <= INLINE:
-            result = preprocessor.preprocess(kind, raw.whole())
-        elif len(raw) <= SMALL or self.workers is None:
-            work = partial(asyncio.to_thread, preprocessor.preprocess, kind, raw.whole())
-            result = await self.threads.run(client, work)
-        else:
-            result = await self.workers.preprocess(kind, raw, client, adapters)
+        result = await self._preprocess(kind, raw, client)
         self.unknown_fields.note(set(result.unknown))
         if result.structured is None:
             return result
         grammar = await self.grammar(result.structured, client)
         return replace(result, grammar=opened(grammar, result.answer.opening))
+
+    async def _preprocess(self, kind: str, raw: Pieces, client: str) -> Preprocessed[Any]:
+        adapters, workers = self.adapters.names(), self.workers
+        if workers is not None and len(raw) > SMALL:
+            return await workers.preprocess(kind, raw, client, adapters)
+        templates: Templates = "here" if workers is None else "elsewhere"
+        preprocessor = Preprocessor(self.model, self.chat, adapters, templates)
+        try:
+            if len(raw) <= INLINE:
+                return preprocessor.preprocess(kind, raw.whole())
+            work = partial(asyncio.to_thread, preprocessor.preprocess, kind, raw.whole())
+            return await self.threads.run(client, work)
+        except CostlyTemplate:
+            assert workers is not None
+            return await workers.preprocess(kind, raw, client, adapters, costly=True)
 
     def answering(self, name: str | None) -> str:
         """The name of answers to who asks for this one: an adapter's own, or the model's first.

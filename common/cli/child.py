@@ -10,8 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from pdserve.common.config.options import PREFIX
-from pdserve.common.core.host import die_with_parent
+from pdserve.common.core.host import die_with_parent, role_environment
 
 Write = Callable[[str, str], None]
 """Shows a line of a named process."""
@@ -55,7 +54,7 @@ class Child:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env=_environment(self.spec.environment),
+            env=role_environment({"PYTHONUNBUFFERED": "1", **self.spec.environment}),
             # Ctrl-C in the terminal reaches the parent only, which then drains in order.
             start_new_session=True,
             preexec_fn=partial(_die_with, os.getpid()),
@@ -97,15 +96,6 @@ class Child:
                 self.write(self.name, line.decode(errors="replace"))
         if rest:
             self.write(self.name, rest.decode(errors="replace"))
-
-
-def _environment(extra: Mapping[str, str]) -> dict[str, str]:
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(PREFIX) or name == PREFIX + "CACHE"
-    }
-    return {**kept, "PYTHONUNBUFFERED": "1", **extra}
 
 
 def _die_with(parent: int) -> None:

@@ -22,6 +22,7 @@ fields: `code` (stable, upper snake case), `blame`, `retryable`.
 
 from __future__ import annotations
 
+import asyncio
 from enum import StrEnum
 from typing import ClassVar
 
@@ -56,6 +57,8 @@ class PdserveError(Exception):
         param: str | None = None,
         retry_after: float | None = None,
     ) -> None:
+        # It may repeat half a character of a client's, which no answer could have.
+        message = message.encode(errors="backslashreplace").decode()
         super().__init__(message)
         self.message = message
         self.code = code or self.default_code
@@ -148,3 +151,10 @@ class TransferError(NodeError):
 
     default_code = "TRANSFER_FAILED"
     default_blame = Blame.NETWORK
+
+
+def is_defect(error: BaseException) -> bool:
+    """Whether code has failed, and not a task or the process ended. A panic of a library in Rust is
+    no Exception."""
+    ends = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
+    return not isinstance(error, (PdserveError, *ends))

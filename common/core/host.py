@@ -19,7 +19,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
@@ -246,6 +246,37 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+_OPTIONS = "PDSERVE_"
+_CACHE = _OPTIONS + "CACHE"
+# Words of the names under which programs find secrets, and an address with a password in it.
+_SECRET_WORDS = frozenset(
+    {"AUTH", "AUTHORIZATION", "CREDENTIAL", "CREDENTIALS", "HEADERS", "KEY", "KEYS", "PASSPHRASE",
+     "PASSWD", "PASSWORD", "SECRET", "SECRETS", "TOKEN", "APIKEY"}
+)  # fmt: skip
+_WITH_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]*@")
+
+
+def role_environment(added: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a role that this process starts: its own without options, which the role
+    gets one by one."""
+    own = os.environ.items()
+    kept = {name: each for name, each in own if name == _CACHE or not name.startswith(_OPTIONS)}
+    return {**kept, **added}
+
+
+def helper_environment(added: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a process that works for this one and calls nobody: a role's without
+    secrets. Whoever takes such a process over finds none."""
+    kept = role_environment({})
+    found = {name: each for name, each in kept.items() if not _is_secret(name, each)}
+    return {**found, **(added or {})}
+
+
+def _is_secret(name: str, value: str) -> bool:
+    words = re.split("[^A-Z0-9]+", name.upper())
+    return not _SECRET_WORDS.isdisjoint(words) or _WITH_PASSWORD.search(value) is not None
+
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None  # loaded before any fork
 
@@ -283,7 +314,7 @@ def leave(code: int) -> NoReturn:
 
 def default_cache_dir() -> Path:
     """`$PDSERVE_CACHE`, or `~/.cache/pdserve`: what is made once and may be deleted."""
-    return Path(os.environ.get("PDSERVE_CACHE") or Path.home() / ".cache" / "pdserve")
+    return Path(os.environ.get(_CACHE) or Path.home() / ".cache" / "pdserve")
 
 
 def cpu_name() -> str:

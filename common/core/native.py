@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from pdserve.common.core.host import default_cache_dir, usable_cores
+from pdserve.common.core.host import default_cache_dir, helper_environment, usable_cores
 from pdserve.common.core.private_folder import has_private_file, open_private
 
 logger = logging.getLogger(__name__)
@@ -175,7 +175,7 @@ def _check_room(path: Path) -> None:
 
 def _run(command: list[str], fd: int | None = None, scratch: str | None = None) -> str:
     """`scratch` is a folder for its temporary files; it may lie below the open folder `fd`."""
-    environment = os.environ if scratch is None else {**os.environ, "TMPDIR": scratch}
+    environment = helper_environment({} if scratch is None else {"TMPDIR": scratch})
     try:
         done = subprocess.run(
             command,

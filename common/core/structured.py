@@ -47,8 +47,11 @@ class StructuredOutput:
     whitespace_pattern: str | None = None  # JSON: a regex instead
 
     def __post_init__(self) -> None:
-        """Raises InvalidRequest: it is too large to be looked at."""
-        size = len(self.text.encode(errors="surrogatepass")) + len(self.whitespace_pattern or "")
+        """Raises InvalidRequest: it is too large to be looked at, or no text."""
+        try:
+            size = len(self.text.encode()) + len((self.whitespace_pattern or "").encode())
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"{self.param} has half a character", param=self.param) from error
         if size > MAX_CONSTRAINT:
             raise InvalidRequest(
                 f"{self.param} has {size} bytes; at most {MAX_CONSTRAINT} are compiled",

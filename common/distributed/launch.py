@@ -21,6 +21,7 @@ import zmq.asyncio
 
 from pdserve.common.config.node import ParallelConfig
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.host import helper_environment
 from pdserve.common.distributed import wire
 from pdserve.common.distributed.executor import Executor, InProcessExecutor, WorkerSpec
 from pdserve.common.distributed.fanout import FanOutExecutor, Launcher
@@ -145,7 +146,7 @@ async def spawn(directory: Path, rank: int) -> Process:
         *(*rank_main, str(directory), str(rank)),
         stdin=PIPE,  # its end tells the rank that this process is gone
         stdout=2,  # whatever a rank prints goes to standard error
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+        env=helper_environment({"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}),
         start_new_session=True,  # a terminal's Ctrl-C is for the node alone
     )
 

@@ -13,10 +13,11 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerFast
 
 from pdserve.common.core.errors import ConfigError, InvalidRequest
+from pdserve.common.core.printable import cut
 from pdserve.common.text.tokenizer_file import (
     byte_level_alphabet,
     byte_tokenizer,
@@ -26,17 +27,8 @@ from pdserve.common.text.tokenizer_file import (
 
 _RESERVED = frozenset(signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
 _MAX_TEXTS = 2**16
+_MAX_ERROR = 500  # characters of what a template says went wrong
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-# What a template may raise when it meets messages it was not written for.
-_TEMPLATE_ERRORS = (
-    TemplateError,
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-)
 
 
 class Tokenizer:
@@ -191,9 +183,13 @@ class Tokenizer:
                 tokenize=False,
                 **(template_kwargs or {}),
             )
-        except _TEMPLATE_ERRORS as error:
+            str(text).encode()
+        except MemoryError:
+            raise
+        except Exception as error:  # whatever code does that meets what it was not written for
             param = "messages" if chat_template is None else "chat_template"
-            raise InvalidRequest(f"the chat template failed: {error}", param=param) from error
+            said = cut(str(error), _MAX_ERROR)
+            raise InvalidRequest(f"the chat template failed: {said}", param=param) from error
         return str(text)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from pdserve.common.core.host import helper_environment
 from pdserve.kv_transfer.commands import Accept, Ready, Submit, decode_event
 from pdserve.kv_transfer.conformance.caches import MemoryCache
 from pdserve.kv_transfer.conformance.ends import End, Target
@@ -35,7 +36,7 @@ class Process:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "pdserve.kv_transfer.conformance.peer", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
-            env={**os.environ, "PYTHONPATH": path},
+            env=helper_environment({"PYTHONPATH": path}),
         )
         theirs.close()
         self._sock = ours

@@ -2,13 +2,101 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
 
 from pdserve.common.config.router import ChatConfig
 from pdserve.common.core.errors import InvalidRequest
 from pdserve.common.text.tokenizer import Tokenizer
+from pdserve.router.apart import Bounds, run_apart
 from pdserve.router.http.schema import ChatTemplateBody, Message, TextPart, Tool
 from pdserve.router.parsers.reader import decode
+
+# An honest conversation of 30 MB takes a part of these.
+BOUNDS = Bounds(cpu_seconds=2.0, memory=512 * 2**20)
+# What a template is given in a request and cannot multiply by much: numbers up to so many, texts of
+# so many characters, so many values of a list or an object.
+_NUMBER, _LONG, _MANY = 2**16, 1024, 64
+
+Templates = Literal["here", "elsewhere", "apart"]
+"""Where a template is rendered that may take any time: here without bounds, in another process, or
+in a child of this one."""
+
+
+class CostlyTemplate(Exception):
+    """Another process is to render it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rendered:
+    """What a child says."""
+
+    text: str = ""
+    error: tuple[str, str, str | None] | None = None  # message, code, param of an InvalidRequest
+
+
+_rendered = msgspec.msgpack.Decoder(_Rendered)
+
+
+def render_bounded(
+    tokenizer: Tokenizer,
+    config: ChatConfig,
+    body: ChatTemplateBody,
+    messages: list[Message],
+    templates: Templates,
+) -> str:
+    """As `render`.
+
+    Raises:
+        CostlyTemplate: the template may take any time, and that is for another process.
+        InvalidRequest: also when it took more than BOUNDS.
+    """
+    if templates == "here" or not _may_be_costly(config, body):
+        return render(tokenizer, config, body, messages)
+    if templates == "elsewhere":
+        raise CostlyTemplate
+    done = run_apart(lambda: _try(tokenizer, config, body, messages), BOUNDS).result
+    if done is None:
+        param = "chat_template_kwargs" if body.chat_template is None else "chat_template"
+        raise InvalidRequest(f"the chat template takes more than {BOUNDS}", param=param)
+    rendered = _rendered.decode(done)
+    if rendered.error is not None:
+        message, code, param_ = rendered.error
+        raise InvalidRequest(message, code=code, param=param_)
+    return rendered.text
+
+
+def _try(
+    tokenizer: Tokenizer, config: ChatConfig, body: ChatTemplateBody, messages: list[Message]
+) -> bytes:
+    try:
+        rendered = _Rendered(render(tokenizer, config, body, messages))
+    except InvalidRequest as error:
+        rendered = _Rendered(error=(error.message, error.code, error.param))
+    return msgspec.msgpack.encode(rendered)
+
+
+def _may_be_costly(config: ChatConfig, body: ChatTemplateBody) -> bool:
+    """A client's own template, or the server's with values that it may multiply."""
+    if body.chat_template is not None:
+        return config.trust_request_chat_template  # else it is refused
+    return not _is_slight(body.chat_template_kwargs)
+
+
+def _is_slight(value: Any) -> bool:
+    match value:
+        case bool() | float() | None:
+            return True
+        case int():
+            return abs(value) <= _NUMBER
+        case str():
+            return len(value) <= _LONG
+        case dict():
+            return len(value) <= _MANY and all(map(_is_slight, value.values()))
+        case _:
+            return len(value) <= _MANY and all(map(_is_slight, value))
 
 
 def render(

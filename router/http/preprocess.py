@@ -5,6 +5,7 @@ Nothing here does I/O.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,20 +15,23 @@ from typing import Any, Generic, TypeVar, cast
 from pydantic import ValidationError
 
 from pdserve.common.config.router import ChatConfig
-from pdserve.common.core.errors import InvalidRequest
+from pdserve.common.core.errors import InvalidRequest, PdserveError, RequestTooLarge, is_defect
 from pdserve.common.core.parameters import MAX_CHOICES, check_range
 from pdserve.common.core.prompt_logprobs import check_size
 from pdserve.common.core.structured import StructuredOutput
-from pdserve.router.http.conversation import render
+from pdserve.common.obs.logging import request_id_var
+from pdserve.router.http.conversation import CostlyTemplate, Templates, render_bounded
 from pdserve.router.http.foreign import ForeignBody, MessagesBody, ResponsesBody
 from pdserve.router.http.schema import (
     SHAPES,
     Body,
     ChatBody,
+    ChatTemplateBody,
     CompletionBody,
     DetokenizeBody,
     GenerationBody,
     LoadLoRABody,
+    Message,
     TokenizeBody,
     UnloadLoRABody,
 )
@@ -43,6 +47,8 @@ from pdserve.router.http.unsupported import unknown_fields
 from pdserve.router.sampling import make_choices
 from pdserve.router.served_model import ServedModel
 from pdserve.router.structured import structured_of
+
+logger = logging.getLogger(__name__)
 
 MAX_PROMPTS = 1024  # of one body; each waits for a slot of its own
 MAX_BODY_CHOICES = 4096  # prompts × n
@@ -77,18 +83,32 @@ class Preprocessor:
     model: ServedModel
     chat: ChatConfig = field(default_factory=ChatConfig)
     adapters: frozenset[str] = frozenset()  # that are models by name
+    templates: Templates = "here"  # where costly ones are rendered
 
     def preprocess(self, kind: str, raw: bytes | bytearray) -> Preprocessed[Any]:
-        """`kind` is one of `KINDS`.
+        """`kind` is one of `KINDS`; `raw` may be any bytes.
 
         Raises:
             InvalidRequest: no JSON, a field of the wrong type or out of range, or too long a
                 prompt.
             ModelNotFound: it names another model; then nothing has been tokenized.
+            RequestTooLarge: it takes too much memory.
+            PdserveError: a defect, which is logged.
+            CostlyTemplate: another process is to do it.
         """
+        try:
+            return self._preprocess(kind, raw)
+        except (PdserveError, CostlyTemplate):
+            raise
+        except BaseException as error:
+            if not is_defect(error):
+                raise
+            raise failed(error) from error
+
+    def _preprocess(self, kind: str, raw: bytes | bytearray) -> Preprocessed[Any]:
         schema, preprocess = KINDS[kind]
         if len(raw) > _SMALL:
-            _check_structure(raw)
+            Structure("the body").check(raw)
         body = parse(schema, raw)
         if body.model not in self.adapters:
             self.model.check_name(body.model)
@@ -141,25 +161,45 @@ def _is_shape(step: int | str) -> bool:
     return isinstance(step, str) and (step == "str" or "[" in step)
 
 
-def _check_structure(raw: bytes | bytearray) -> None:
-    """Counts outside strings, and no further than it must."""
-    containers = values = end = 0
-    for string in _STRING.finditer(raw):
-        containers, values = _count(raw, end, string.start(), containers, values)
-        end = string.end()
-    _count(raw, end, len(raw), containers, values)
+class Structure:
+    """Counts the containers and values of JSON texts before they are parsed, outside strings, and
+    no further than it must."""
+
+    def __init__(self, name: str, param: str | None = None) -> None:
+        """Of one text, or of several together: `name` and `param` are for the refusal."""
+        self._name = name
+        self._param = param
+        self._containers = self._values = 0
+
+    def check(self, raw: bytes | bytearray) -> None:
+        """Raises InvalidRequest: there are too many."""
+        end = 0
+        for string in _STRING.finditer(raw):
+            self._count(raw, end, string.start())
+            end = string.end()
+        self._count(raw, end, len(raw))
+
+    def _count(self, raw: bytes | bytearray, start: int, end: int) -> None:
+        self._containers += raw.count(b"[", start, end) + raw.count(b"{", start, end)
+        self._values += raw.count(b",", start, end)
+        if self._containers > MAX_CONTAINERS:
+            self._refuse(MAX_CONTAINERS, "lists and objects")
+        if self._values > MAX_VALUES:
+            self._refuse(MAX_VALUES, "values")
+
+    def _refuse(self, most: int, what: str) -> None:
+        raise InvalidRequest(f"{self._name} has more than {most} {what}", param=self._param)
 
 
-def _count(
-    raw: bytes | bytearray, start: int, end: int, containers: int, values: int
-) -> tuple[int, int]:
-    containers += raw.count(b"[", start, end) + raw.count(b"{", start, end)
-    values += raw.count(b",", start, end)
-    if containers > MAX_CONTAINERS:
-        raise InvalidRequest(f"the body has more than {MAX_CONTAINERS} lists and objects")
-    if values > MAX_VALUES:
-        raise InvalidRequest(f"the body has more than {MAX_VALUES} values")
-    return containers, values
+def failed(error: BaseException) -> PdserveError:
+    """The typed error for what preparing a body ended in."""
+    if isinstance(error, MemoryError):
+        return RequestTooLarge("preparing the body takes too much memory")
+    if isinstance(error, (RecursionError, UnicodeError, OverflowError)):  # of the values in it
+        return InvalidRequest(f"the body cannot be prepared: {error}")
+    logger.error("preparing a body failed", exc_info=error)
+    log = f"its log entry is under request id {request_id_var.get()}"
+    return PdserveError(f"preparing the body failed; {log}", code="PREPARATION_FAILED")
 
 
 # ---- completions ----------------------------------------------------------------------------
@@ -245,7 +285,7 @@ def _chat(preprocessor: Preprocessor, body: ChatBody) -> Preprocessed[Any]:
     structured = forced_calls(body, plan) or structured
     if structured is not None:
         plan, structured = with_calls(plan, structured, body, chat, tokenizer)
-    text = render(tokenizer, chat, body, body.messages)
+    text = _render(preprocessor, body, body.messages)
     plan = with_thought(plan, body, chat, text, tokenizer, held=structured is not None)
     token_ids = model.encode(text, "messages", bool(body.add_special_tokens))
     prompt = _truncated(model, body, token_ids)
@@ -253,6 +293,15 @@ def _chat(preprocessor: Preprocessor, body: ChatBody) -> Preprocessed[Any]:
         check_range("prompt_logprobs", body.prompt_logprobs, 0, model.max_logprobs)
         check_size(len(prompt), body.prompt_logprobs)
     return Preprocessed(body, [prompt], structured=structured, answer=plan)
+
+
+def _render(preprocessor: Preprocessor, body: ChatTemplateBody, messages: list[Message]) -> str:
+    arguments = Structure("the text of tool calls' arguments", "messages")
+    for call in (call for message in messages for call in message.tool_calls or ()):
+        if isinstance(text := call.function.arguments, str):  # of JSON, which is parsed
+            arguments.check(text.encode())
+    tokenizer, templates = preprocessor.model.tokenizer, preprocessor.templates
+    return render_bounded(tokenizer, preprocessor.chat, body, messages, templates)
 
 
 # ---- tokens alone ---------------------------------------------------------------------------
@@ -263,7 +312,7 @@ def _tokenize(preprocessor: Preprocessor, body: TokenizeBody) -> Preprocessed[An
         raise InvalidRequest("give either prompt or messages", param="prompt")
     if body.messages is not None:
         check_tools(body.tools or [])
-        text = render(preprocessor.model.tokenizer, preprocessor.chat, body, body.messages)
+        text = _render(preprocessor, body, body.messages)
         special = bool(body.add_special_tokens)
         return Preprocessed(body, [preprocessor.model.encode(text, "messages", special)])
     special = body.add_special_tokens is not False

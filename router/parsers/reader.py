@@ -22,6 +22,7 @@ _SPACE = re.compile(r"\s+")
 _NO_ESCAPE = re.compile(r'[^"\\]+')
 _BETWEEN = re.compile(r"[\w\s:,.+-]+")  # what may stand between brackets and strings in JSON
 _SCALAR = re.compile(r"[\w.+-]+")
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a character, which may have its other half behind it
 
 
 class Reader:
@@ -156,12 +157,17 @@ class Reader:
 
 
 def decode(text: str) -> object:
-    """What a JSON text stands for; None if it is none. Half a character in a string is `?`."""
+    """What a JSON text stands for; None if it is none. Half a character in it is `?`."""
     try:
         value = json.loads(text, strict=False)
+        return _whole(value) if _HALF.search(text) else value
     except (ValueError, RecursionError):
         return None
-    return value.encode(errors="replace").decode() if isinstance(value, str) else value
+
+
+def _whole(value: object) -> object:
+    text = json.dumps(value, ensure_ascii=False).encode(errors="replace")
+    return json.loads(text)
 
 
 def nowhere(text: str) -> None:

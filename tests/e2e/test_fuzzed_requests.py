@@ -42,6 +42,17 @@ LISTS: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({"5": 100}, {"5": NAN}, {"x": 1}, {"600": 1}, {"-1": 1}, {"1": "2"}),
     "prompt": ("once", [1, 2], [[1], [2]], ["a", "b"], [], [[]], [-1], [10**9], "", [1.5]),
 }  # fmt: skip
+# Arguments that a model once wrote, as the next turn of a conversation sends them again.
+ARGUMENTS = (
+    '{"a": "\\ud800"}', '{"\\udfff": 1}', '{"a":' * 900 + "1" + "}" * 900, "[" * 60_000, "{", "",
+    '{"a": NaN, "b": 1e999, "c": 1' + "0" * 5000 + "}", {"a": 2**70}, {}, None, 7, "\x00",
+)  # fmt: skip
+SCHEMAS = (
+    {"const": 2**70}, {"enum": [10**4000, NAN]}, {"pattern": "("}, {"minimum": INF},
+    {"$ref": "#/x"}, {"properties": {"ü": {"const": "🐶"}}}, {"type": "object"}, {"type": []},
+    None, 7,
+)  # fmt: skip
+PATHS = ("/v1/chat/completions", "/tokenize")
 ALLOWED = {200, 400, 413, 429}
 GRPC_ALLOWED = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED}
 
@@ -63,14 +74,33 @@ def odd_body(rng: random.Random) -> dict[str, Any]:
     return body
 
 
+def odd_chat(rng: random.Random) -> str:
+    """JSON; of a third more bytes than those that the router's own process prepares."""
+    call = {"type": "function", "function": {"name": "f", "arguments": rng.choice(ARGUMENTS)}}
+    said = {"role": "assistant", "content": "x", "tool_calls": [call] * rng.randint(0, 2)}
+    messages = [{"role": "user", "content": "once"}, said, {"role": "user", "content": "upon"}]
+    function = {"name": "f", "parameters": rng.choice(SCHEMAS)}
+    body: dict[str, Any] = {"messages": messages, "max_tokens": 6}
+    if rng.random() < 0.5:
+        body["tools"] = [{"type": "function", "function": function}]
+        body["tool_choice"] = rng.choice(("none", "required", "auto", 7))
+    else:
+        schema = {"name": "f", "schema": rng.choice(SCHEMAS)}
+        body["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return json.dumps(body) + " " * rng.choice((0, 0, 70_000))
+
+
 def send_http(cluster: WarmCluster, rng: random.Random) -> str:
-    body = json.dumps(odd_body(rng))
+    if is_chat := rng.random() < 0.3:
+        path, body = rng.choice(PATHS), odd_chat(rng)
+    else:
+        path, body = "/v1/completions", json.dumps(odd_body(rng))
     headers = {"Content-Type": "application/json"}
-    response = requests.post(f"{cluster.url}/v1/completions", body, headers=headers, timeout=120)
+    response = requests.post(f"{cluster.url}{path}", body, headers=headers, timeout=120)
     assert response.status_code in ALLOWED, (body, response.text)
     answer = response.json()
     assert ("error" in answer) == (response.status_code != 200), body
-    return f"HTTP {response.status_code}"
+    return f"{'chat ' if is_chat else ''}HTTP {response.status_code}"
 
 
 def odd_sampling(rng: random.Random) -> pb.SamplingParams:

@@ -1,0 +1,100 @@
+"""Work that a client's input may make endless, in a child of this process with bounds of its own:
+whatever becomes of the child, this process goes on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import select
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdserve.common.core.errors import Unavailable
+from pdserve.common.core.host import die_with_parent
+
+_PIECE = 2**16  # bytes of one read
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    cpu_seconds: float
+    memory: int  # bytes of data beyond what its parent has
+    wall_seconds: int = 20
+
+    def __str__(self) -> str:
+        return f"{self.cpu_seconds:g} s of CPU time or {self.memory >> 20} MiB"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    result: bytes | None  # None: the child came to nothing, or took more than its bounds
+    seconds: float  # of CPU
+
+
+def run_apart(work: Callable[[], bytes], bounds: Bounds) -> Outcome:
+    """What comes of `work`. The calling process must have a single thread that holds locks.
+
+    Raises:
+        Unavailable: the host is too busy for it, or has too little memory.
+    """
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _work_and_exit(work, bounds, theirs)
+    os.close(theirs)
+    result = _read(ours, child, time.monotonic() + bounds.wall_seconds)
+    _, status, usage = os.wait4(child, 0)
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGALRM, signal.SIGKILL):
+        raise Unavailable(
+            f"preparing the body came to nothing within {bounds.wall_seconds} s: this host is busy",
+            code="PREPARATION_FAILED",
+            retry_after=2.0,
+        )
+    done = result if status == 0 else None
+    return Outcome(done, usage.ru_utime + usage.ru_stime)
+
+
+def _read(pipe: int, child: int, deadline: float) -> bytes:
+    """All that the child writes. One that was stopped, and so misses its own alarm, is killed."""
+    parts: list[bytes] = []
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    with open(pipe, "rb", buffering=0) as file:
+        while poll.poll(1000 * max(0.0, deadline - time.monotonic())):
+            if not (part := file.read(_PIECE)):
+                return b"".join(parts)
+            parts.append(part)
+    os.kill(child, signal.SIGKILL)
+    return b""
+
+
+def _work_and_exit(work: Callable[[], bytes], bounds: Bounds, pipe: int) -> None:
+    """The child's life. The timers' signals end it wherever it is."""
+    status = 1
+    try:
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, bounds.cpu_seconds)
+        signal.alarm(bounds.wall_seconds)
+        die_with_parent()
+        logging.disable()  # the thread that writes the log is the parent's
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + bounds.memory, hard))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a library's last words
+        result = work()
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        with open(pipe, "wb") as file:
+            file.write(result)
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _data_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("VmData:")[2].split()[0])

@@ -1,0 +1,86 @@
+"""Row B10: processes that work for another inherit none of its secrets."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pdserve.common.core import native
+from pdserve.common.core.host import helper_environment, role_environment
+from pdserve.common.distributed.launch import spawn
+from pdserve.kv_transfer.conformance.remote import Process
+
+SECRETS = {
+    "PDSERVE_API_KEY": "s3cret",
+    "PDSERVE_CLUSTER_KEY": "s3cret-of-16-chars",
+    "HF_TOKEN": "s3cret",
+    "HUGGING_FACE_HUB_TOKEN": "s3cret",
+    "OPENAI_API_KEY": "s3cret",
+    "OTEL_EXPORTER_OTLP_HEADERS": "authorization=s3cret",
+    "OTEL_EXPORTER_OTLP_TRACES_HEADERS": "authorization=s3cret",
+    "AWS_SECRET_ACCESS_KEY": "s3cret",
+    "AWS_SESSION_TOKEN": "s3cret",
+    "GOOGLE_APPLICATION_CREDENTIALS": "/s3cret",
+    "DB_PASSWORD": "s3cret",
+    "https_proxy": "http://me:s3cret@proxy:3128",
+}
+NEEDED = {
+    "PDSERVE_CACHE": "/cache",
+    "TOKENIZERS_PARALLELISM": "false",
+    "CUDA_VISIBLE_DEVICES": "0",
+    "NCCL_SOCKET_IFNAME": "eth0",
+    "OMP_NUM_THREADS": "1",
+    "http_proxy": "http://proxy:3128",
+}
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**SECRETS, **NEEDED}.items():
+        monkeypatch.setenv(name, value)
+
+
+def check(environment: str) -> None:
+    """Of a process that runs, as its kernel shows it."""
+    assert "s3cret" not in environment
+    assert not [name for name in SECRETS if f"{name}=" in environment]
+    assert "NCCL_SOCKET_IFNAME=eth0" in environment
+
+
+def shown(pid: int) -> str:
+    return Path(f"/proc/{pid}/environ").read_bytes().decode()
+
+
+def test_helpers_get_what_they_need_and_no_secrets() -> None:
+    got = helper_environment({"PYTHONPATH": "/here"})
+    assert not SECRETS.keys() & got.keys()
+    assert got.items() >= {**NEEDED, "PYTHONPATH": "/here", "PATH": os.environ["PATH"]}.items()
+
+
+def test_roles_get_options_by_flags_and_what_their_libraries_need() -> None:
+    got = role_environment({"PDSERVE_CLUSTER_KEY": "its own"})
+    assert got["PDSERVE_CLUSTER_KEY"] == "its own" and "PDSERVE_API_KEY" not in got
+    assert got.items() >= {**NEEDED, "HF_TOKEN": "s3cret"}.items(), "a role may download"
+
+
+async def test_ranks_inherit_no_secrets(tmp_path: Path) -> None:
+    rank = await spawn(tmp_path, 0)
+    try:
+        check(shown(rank.pid))
+    finally:
+        rank.kill()
+        await rank.wait()
+
+
+def test_compilers_inherit_no_secrets() -> None:
+    check(native._run(["env"]))
+
+
+def test_peers_of_the_conformance_kit_inherit_no_secrets() -> None:
+    peer = Process()
+    try:
+        check(shown(peer._process.pid))
+    finally:
+        peer.kill()

@@ -1,0 +1,470 @@
+"""Processes that prepare bodies: their deaths and standstills, what may be in a body, templates
+that would take any time, and what they inherit."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+import pytest_asyncio
+
+from benchmarks.bench_bodies import router
+from paths import MODELS
+from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.router import ChatConfig
+from pdserve.common.config.shared import LogConfig
+from pdserve.common.core.errors import InvalidRequest, PdserveError, RequestError
+from pdserve.router import fork_server
+from pdserve.router import preprocess_workers as workers_module
+from pdserve.router.http.conversation import BOUNDS
+from pdserve.router.http.preprocess import MAX_CONTAINERS, Preprocessor
+from pdserve.router.preprocess_worker import Spec
+from pdserve.router.preprocess_workers import Pieces, PreprocessWorkers
+from pdserve.router.served_model import ServedModel, load_served_model
+from pdserve.router.serving import INLINE, SMALL, Serving
+from processes import alive, command
+
+MODEL = MODELS / "llama-gqa"
+# Its template knows how to multiply.
+CONFIG = ModelConfig(
+    model=str(MODEL),
+    max_model_len=1024,
+    chat_template="{% for m in messages %}{{ m.content }}{% for c in m.tool_calls | default([]) %}"
+    "{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}{{ 'x' * (width | default(0)) }}",
+)
+one_loop = pytest.mark.asyncio(loop_scope="module")
+CHATS = ChatConfig(trust_request_chat_template=True)
+CHAT = [{"role": "user", "content": "Tell me a story."}]
+
+
+@pytest.fixture(scope="module")
+def model() -> ServedModel:
+    return load_served_model(CONFIG)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def workers() -> AsyncIterator[PreprocessWorkers]:
+    made = PreprocessWorkers(Spec(asdict(CONFIG), asdict(LogConfig()), asdict(CHATS)))
+    yield made
+    await made.close()
+    assert not ours()
+
+
+def ours() -> list[psutil.Process]:
+    """The fork server and its workers."""
+    found = psutil.Process().children(recursive=True)
+    return [each for each in found if "pdserve.router.preprocess_worker" in command(each)]
+
+
+def server_lives(workers: PreprocessWorkers) -> bool:
+    return workers._server is not None and workers._server.alive
+
+
+def pids(workers: PreprocessWorkers) -> list[int]:
+    return [each.pid for each in workers._idle]
+
+
+def encode(**fields: Any) -> bytes:
+    return json.dumps(fields).encode()
+
+
+async def tokens(workers: PreprocessWorkers) -> list[int]:
+    done = await workers.preprocess("tokenize", Pieces(encode(prompt="once")))
+    return list(done.prompts[0])
+
+
+def while_it_works(monkeypatch: pytest.MonkeyPatch, number: int, times: int = 1) -> list[int]:
+    """The first `times` workers get this signal before they can answer; their process ids."""
+    hit: list[int] = []
+    real = workers_module._Worker.ask
+
+    async def ask(self: Any, *asked: Any) -> Any:
+        if len(hit) < times:
+            os.kill(self.pid, number)
+            hit.append(self.pid)
+        return await real(self, *asked)
+
+    monkeypatch.setattr(workers_module._Worker, "ask", ask)
+    return hit
+
+
+# ---- row 17: a worker that is killed --------------------------------------------------------
+
+
+@one_loop
+async def test_a_killed_worker_costs_its_body_a_second_try(
+    workers: PreprocessWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = await tokens(workers)
+    first = pids(workers)[-1]
+    hit = while_it_works(monkeypatch, signal.SIGKILL)
+    assert await tokens(workers) == expected
+    assert hit == [first] and not alive(first)
+    idle = pids(workers)[-1]  # which a host without memory kills, say, while it has nothing to do
+    os.kill(idle, signal.SIGKILL)
+    assert await tokens(workers) == expected
+
+
+@one_loop
+async def test_a_body_that_ends_two_workers_is_refused(
+    workers: PreprocessWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = await tokens(workers)
+    while_it_works(monkeypatch, signal.SIGKILL, times=2)
+    with pytest.raises(PdserveError, match="ended a process, and another") as refused:
+        await tokens(workers)
+    assert (refused.value.code, refused.value.http_status) == ("PREPARATION_FAILED", 500)
+    assert await tokens(workers) == expected
+
+
+@one_loop
+async def test_a_fork_server_that_dies_is_replaced(workers: PreprocessWorkers) -> None:
+    expected = await tokens(workers)
+    server = workers._server
+    assert server is not None
+    os.kill(server._process.pid, signal.SIGKILL)
+    assert await tokens(workers) == expected, "by a worker that has not ended yet, or a new one"
+    async with asyncio.timeout(60):
+        while workers._server is server or not server_lives(workers):
+            await asyncio.sleep(0.01)  # without a body that asks for it
+    assert await tokens(workers) == expected
+
+
+# ---- a worker that stands still -------------------------------------------------------------
+
+
+@one_loop
+async def test_a_stopped_worker_is_given_up_and_its_body_tried_again(
+    workers: PreprocessWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fork_server, "LOOK_PERIOD", 0.05)
+    expected = await tokens(workers)
+    (hit, began) = (while_it_works(monkeypatch, signal.SIGSTOP), time.monotonic())
+    assert await tokens(workers) == expected
+    assert len(hit) == 1 and not alive(hit[0])
+    assert time.monotonic() - began < 30, "without the look it would be 60 s"
+
+
+@one_loop
+async def test_idle_workers_that_are_stopped_cost_nothing(
+    workers: PreprocessWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = await tokens(workers)
+    await asyncio.gather(tokens(workers), tokens(workers))
+    stopped = pids(workers)
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    async with asyncio.timeout(60):
+        while not all(map(fork_server.is_stopped, stopped)):
+            await asyncio.sleep(0.01)
+    # Two looks at one that owes an answer would take for ever.
+    monkeypatch.setattr(fork_server, "LOOK_PERIOD", 1e6)
+    assert await asyncio.gather(tokens(workers), tokens(workers)) == [expected] * 2
+    assert not set(stopped) & set(pids(workers))
+
+
+@one_loop
+async def test_a_stopped_fork_server_is_replaced(
+    workers: PreprocessWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fork_server, "LOOK_PERIOD", 0.05)
+    monkeypatch.setattr(fork_server, "STOP_TIMEOUT", 0.2)
+    expected = await tokens(workers)
+    server = workers._server
+    assert server is not None
+    os.kill(server._process.pid, signal.SIGSTOP)
+    while_it_works(monkeypatch, signal.SIGKILL)  # so that another one is needed
+    assert await tokens(workers) == expected
+    assert not alive(server._process.pid)
+
+
+@one_loop
+async def test_a_worker_that_computes_for_long_is_no_stopped_one(
+    workers: PreprocessWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy host looks alike from outside, but for the state that the kernel tells."""
+    monkeypatch.setattr(fork_server, "LOOK_PERIOD", 0.001)
+    monkeypatch.setattr(fork_server, "FROZEN_LOOKS", 1)
+    await tokens(workers)
+    before = pids(workers)
+    with pytest.raises(InvalidRequest, match="maximum context length"):
+        await workers.preprocess("tokenize", Pieces(encode(prompt="once upon " * 200_000)))
+    assert pids(workers) == before
+
+
+# ---- row B6: whatever is in a body ----------------------------------------------------------
+
+HALF = '{"a": "\\ud800", "\\udfff": ["\\uD83D"]}'  # JSON in a string, as a body may have it
+HUGE, LONG = 2**70, 10**4000
+DEPTH = 100_000
+NESTED = '{"a":' * DEPTH + "1" + "}" * DEPTH
+WIDE = {
+    "type": "object",
+    "properties": {f"p{i}": {} for i in range(600)},
+}  # refused, with its place
+
+
+def said(arguments: Any) -> list[dict[str, Any]]:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [*CHAT, {"role": "assistant", "tool_calls": [call]}]
+
+
+def tool(**parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+def answered(arguments: str) -> list[dict[str, Any]]:
+    """Items of the Responses API."""
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}
+    return [call, {"type": "function_call_output", "call_id": "c", "output": arguments}]
+
+
+SCHEMAS = [
+    {"const": HUGE}, {"enum": [LONG]}, {"minimum": float("nan")}, {"maximum": float("inf")},
+    {"pattern": "("}, {"$ref": "#/nowhere"},
+]  # fmt: skip
+ODD: dict[str, tuple[str, bytes]] = {
+    "half": ("chat", encode(messages=said(HALF))),
+    "nested": ("chat", encode(messages=said(NESTED))),
+    "nested less": ("chat", encode(messages=said("[" * 900 + "]" * 900))),
+    "nested object": ("chat", encode(messages=said('{"a":' * 900 + "1" + "}" * 900))),
+    "long number": ("chat", encode(messages=said('{"a": 1' + "0" * 5000 + "}"))),
+    "no number": ("chat", encode(messages=said('{"a": NaN, "b": 1e999}'))),
+    "object": ("chat", encode(messages=said({"a": HUGE, "b": LONG}))),
+    "tokenize": ("tokenize", encode(messages=said(HALF))),
+    "responses": ("responses", encode(input=answered(HALF))),
+    "responses nested": ("responses", encode(input=answered(NESTED))),
+    "told again": (
+        "responses",
+        encode(input="a", tools=[{"type": "function", "name": "f", "parameters": {"x": HUGE}}],
+               tool_choice="none", metadata={"a": LONG, "b": float("nan")}),
+    ),
+    "anthropic": (
+        "messages",
+        encode(messages=[*CHAT, {"role": "assistant", "content": [
+            {"type": "tool_use", "id": "c", "name": "f", "input": {"a": HUGE, "b": LONG}}]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "c", "content": HALF}]}], max_tokens=1),
+    ),
+    **{f"tool {i}": ("chat", encode(messages=CHAT, tools=[tool(properties={"a": each})],
+                                    tool_choice="required")) for i, each in enumerate(SCHEMAS)},
+    **{f"format {i}": ("chat", encode(messages=CHAT, response_format={
+        "type": "json_schema", "json_schema": {"name": "f", "schema": each}}))
+        for i, each in enumerate(SCHEMAS)},
+    "schema half": ("completion", encode(prompt="a", guided_json='{"const": "\\ud800"}')),
+    "schema key": ("completion", encode(
+        prompt="a", guided_json=json.dumps({"type": "object", "properties": {"\ud800": WIDE}}))),
+    "schema nested": ("completion", encode(prompt="a", guided_json='{"not":' * 5000)),
+    "tag half": ("completion", encode(prompt="a", structured_outputs={
+        "structural_tag": '{"triggers": ["\\ud800"], "structures": [{"begin": "\\ud800", "end": '
+                          '"\\ud800", "schema": {"enum": ["\\ud800"]}}]}'})),
+    "raw half": ("chat", b'{"messages": [{"role": "user", "content": "\\ud800"}]}'),
+    "stop half": ("completion", b'{"prompt": "a", "stop": ["\\udc00"]}'),
+    "bytes": ("completion", b'{"prompt": "\xff\xed\xa0\x80"}'),
+    "nested body": ("chat", b'{"messages":' + b"[" * DEPTH),
+    "nested kwargs": ("tokenize", b'{"messages": [{"role": "user", "content": "a"}], '
+                      b'"chat_template_kwargs": {"a": ' + b"[" * 190 + b"]" * 190 + b"}}"),
+}  # fmt: skip
+
+
+async def grammar_of(serving: Serving, kind: str, raw: bytes) -> None:
+    """Asks; refusals are the client's fault, and can be written."""
+    try:
+        await serving.preprocess(kind, Pieces(raw), "")
+    except RequestError as error:
+        assert error.message.encode()
+
+
+def padded(raw: bytes, size: int) -> bytes:
+    return raw + b" " * max(0, size - len(raw))
+
+
+@one_loop
+@pytest.mark.parametrize("size", [0, INLINE + 1, SMALL + 1])
+async def test_no_body_is_more_than_its_own_refusal(
+    workers: PreprocessWorkers, model: ServedModel, size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On the event loop, on a thread, in a process: no worker ends, and nothing is a defect."""
+    serving = Serving(pipeline=None, model=model, chat=CHATS, workers=workers)  # type: ignore[arg-type]
+    await tokens(workers)
+    before = pids(workers)
+    for name, (kind, raw) in ODD.items():
+        try:
+            await grammar_of(serving, kind, padded(raw, size))
+        except Exception as error:
+            raise AssertionError(name) from error
+        assert pids(workers) == before, name
+    assert "Traceback" not in caplog.text
+
+
+async def test_half_a_character_in_arguments_becomes_a_mark(model: ServedModel) -> None:
+    """A model may have written it, so the next turn of the conversation must not be refused."""
+    preprocessor = Preprocessor(model)
+    done = preprocessor.preprocess("tokenize", encode(messages=said(HALF)))
+    text = model.tokenizer.decode(done.prompts[0])
+    assert json.loads(text[text.index("{") :]) == {"a": "?", "?": ["?"]}
+    whole = preprocessor.preprocess("tokenize", encode(messages=said('{"a": "\\ud83d\\ude00"}')))
+    assert "😀" in model.tokenizer.decode(whole.prompts[0])
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_lists_in_arguments_count_before_they_are_parsed(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch, calls: int
+) -> None:
+    parsed: list[str] = []
+    monkeypatch.setattr("pdserve.router.http.conversation.decode", parsed.append)
+    lists = "[" + ",".join(["[]"] * (MAX_CONTAINERS // calls)) + "]"
+    messages = said('"') + calls * said(lists)  # a quote that hides nothing of the next
+    with pytest.raises(InvalidRequest, match="more than 65536 lists and objects") as refused:
+        Preprocessor(model).preprocess("chat", encode(messages=messages))
+    assert refused.value.param == "messages" and not parsed
+
+
+@one_loop
+async def test_a_panic_in_a_worker_is_that_body_s_error(
+    workers: PreprocessWorkers, model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries in Rust panic with what is no Exception."""
+
+    class PanicException(BaseException):
+        pass
+
+    def encode_(*_: Any) -> None:
+        raise PanicException("index out of bounds")
+
+    monkeypatch.setattr(type(model.tokenizer), "encode", encode_)
+    with pytest.raises(PdserveError, match="its log entry is under request id") as failed:
+        Preprocessor(model).preprocess("tokenize", encode(prompt="a"))
+    assert failed.value.code == "PREPARATION_FAILED"
+
+
+# ---- row B7: templates that would take any time ---------------------------------------------
+
+BOMBS = {
+    "memory": "{{ [1]*1000000000 }}",
+    "text": "{{ 'x' * 10**10 }}",
+    "time": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+}
+
+
+@one_loop
+@pytest.mark.parametrize("name", BOMBS)
+async def test_a_clients_template_is_bounded_at_all_sizes(
+    workers: PreprocessWorkers, model: ServedModel, name: str
+) -> None:
+    serving = Serving(pipeline=None, model=model, chat=CHATS, workers=workers)  # type: ignore[arg-type]
+    await tokens(workers)
+    sizes = (SMALL + 1,) if name == "time" else (0, INLINE + 1, SMALL + 1)
+    for kind, size in zip(("chat", "tokenize", "chat"), sizes, strict=False):
+        raw = padded(encode(messages=CHAT, chat_template=BOMBS[name]), size)
+        asked = asyncio.create_task(serving.preprocess(kind, Pieces(raw), "hostile"))
+        slowest = 0.0
+        while not asked.done():
+            began = time.monotonic()
+            await workers.preprocess("tokenize", Pieces(encode(prompt="once")), "other")
+            slowest = max(slowest, time.monotonic() - began)
+        assert slowest < 1.5, "a worker was always free for others"
+        with pytest.raises(InvalidRequest, match=f"takes more than {BOUNDS}") as refused:
+            await asked
+        assert refused.value.param == "chat_template"
+    raw = encode(messages=CHAT, chat_template="{{ messages[0].content }}")
+    ids = (await serving.preprocess("tokenize", Pieces(raw), "")).prompts[0]
+    assert model.tokenizer.decode(ids) == "Tell me a story."
+
+
+@one_loop
+async def test_values_cannot_make_the_servers_template_a_bomb(
+    workers: PreprocessWorkers, model: ServedModel
+) -> None:
+    serving = Serving(pipeline=None, model=model, workers=workers)  # type: ignore[arg-type]
+    raw = encode(messages=CHAT, chat_template_kwargs={"width": 10**10})
+    with pytest.raises(InvalidRequest, match="takes more than") as refused:
+        await serving.preprocess("chat", Pieces(raw), "")
+    assert refused.value.param == "chat_template_kwargs"
+    few = encode(messages=CHAT, chat_template_kwargs={"width": 3, "enable_thinking": False})
+    assert (await serving.preprocess("chat", Pieces(few), "")).prompts
+
+
+@one_loop
+async def test_what_a_bounded_template_says_comes_back(
+    workers: PreprocessWorkers, model: ServedModel
+) -> None:
+    serving = Serving(pipeline=None, model=model, chat=CHATS, workers=workers)  # type: ignore[arg-type]
+    for template, message in (
+        ("{{ raise_exception('no such role') }}", "the chat template failed: no such role"),
+        ("{% for %}", "the chat template failed"),
+        ("{% for a in [1] %}" * 30 + "{% endfor %}" * 30, "the chat template failed"),
+        ('{{ "\\ud800" }}', "the chat template failed"),
+        ('{{ raise_exception("\\ud800") }}', r"failed: \\ud800"),
+        ('{{ raise_exception("x" * 5000) }}', "more characters"),
+    ):
+        raw = encode(messages=CHAT, chat_template=template)
+        with pytest.raises(InvalidRequest, match=message) as refused:
+            await serving.preprocess("chat", Pieces(raw), "")
+        assert refused.value.param == "chat_template" and len(refused.value.message) < 700
+    untrusted = replace(serving, chat=ChatConfig())
+    with pytest.raises(InvalidRequest, match="does not run clients"):
+        await untrusted.preprocess("chat", Pieces(raw), "")
+
+
+# ---- rows B7 and B10, through a router's own port -------------------------------------------
+
+SECRETS = {
+    "PDSERVE_API_KEY": "key-of-clients",
+    "PDSERVE_CLUSTER_KEY": "0123456789abcdef-cluster",
+    "HF_TOKEN": "hf_secret",
+    "OTEL_EXPORTER_OTLP_HEADERS": "authorization=secret",
+    "HTTPS_PROXY_OF_OURS": "http://me:secret@127.0.0.1:9",
+}
+
+
+def test_a_routers_workers_are_bounded_and_know_no_secrets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    with router(str(MODEL), "--trust-request-chat-template") as (process, port):
+        slowest = asyncio.run(attacked(port))
+        assert slowest < 1.5
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len(children) >= 2, "a fork server and its workers"
+        for child in children:
+            environment = Path(f"/proc/{child.pid}/environ").read_bytes().decode()
+            assert not [each for each in (*SECRETS, *SECRETS.values()) if each in environment]
+
+
+async def attacked(port: int) -> float:
+    """A template that never ends; how long `/health` took at most meanwhile, in seconds."""
+    headers = {"Authorization": f"Bearer {SECRETS['PDSERVE_API_KEY']}"}
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", headers=headers) as session:
+
+        async def bomb(path: str, name: str) -> None:
+            body = {"messages": CHAT, "chat_template": BOMBS[name]}
+            async with session.post(path, json=body) as response:
+                error = (await response.json())["error"]
+                assert response.status == 400 and "takes more than" in error["message"]
+
+        asked = [
+            asyncio.create_task(bomb(path, name))
+            for path in ("/tokenize", "/v1/chat/completions")
+            for name in ("memory", "text")
+        ]
+        slowest = 0.0
+        while not all(each.done() for each in asked):
+            began = time.monotonic()
+            async with session.get("/health") as response:
+                assert response.status == 200
+            slowest = max(slowest, time.monotonic() - began)
+            await asyncio.sleep(0.02)
+        await asyncio.gather(*asked)
+        return slowest
