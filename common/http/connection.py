@@ -4,15 +4,16 @@ opened ──▶ idle ──header──▶ busy ──answered, all of it taken
             │                │
  timeout_keep_alive          └─ write_timeout without a byte taken ─▶ aborted
  HEADER_TIMEOUT for a header that has begun ─▶ closed
+ max_connections are open and one more comes ─▶ aborted, the longest silent one first
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import cast
 
@@ -21,16 +22,17 @@ from aiohttp import web
 logger = logging.getLogger(__name__)
 
 HEADER_TIMEOUT = 10.0  # seconds from a header's first byte to its last
-CROWD = 0.25  # of the files that the process may open
+CROWDED = 0.25  # of the connections that may be open
 CROWDED_KEEP_ALIVE = 5.0  # seconds that a connection may be idle when so many are open
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds."""
+    """How long connections wait, in seconds, and how many may be open at once."""
 
     timeout_keep_alive: float = 75.0
     write_timeout: float = 30.0
+    max_connections: int = 1024
 
     @property
     def period(self) -> float:
@@ -38,16 +40,69 @@ class Limits:
         return min(1.0, self.timeout_keep_alive / 4, self.write_timeout / 4)
 
 
+class Crowd:
+    """All connections of a server, in the order in which they make room for others: first those
+    that have never asked for anything, then the idle ones, each time the longest waiting one. A
+    connection whose request is being answered never makes room."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._all: set[Connection] = set()
+        self._silent: OrderedDict[Connection, None] = OrderedDict()
+        self._idle: OrderedDict[Connection, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def add(self, connection: Connection) -> None:
+        self._all.add(connection)
+        self._silent[connection] = None
+
+    def busy(self, connection: Connection) -> None:
+        self._silent.pop(connection, None)
+        self._idle.pop(connection, None)
+
+    def idle(self, connection: Connection) -> None:
+        if connection in self._all and connection not in self._silent:
+            self._idle.setdefault(connection)
+
+    def remove(self, connection: Connection) -> None:
+        self._all.discard(connection)
+        self.busy(connection)
+
+    def is_full(self, opening: int) -> bool:
+        """Whether these and `opening` more are too many."""
+        return len(self._all) + opening > self._most
+
+    def make_room(self) -> bool:
+        """Ends one connection at once; False if all are busy."""
+        for waiting in (self._silent, self._idle):
+            if waiting:
+                connection = next(iter(waiting))
+                self.remove(connection)
+                connection.abort()
+                return True
+        return False
+
+    async def watch(self, period: float) -> None:
+        """Checks all connections every `period` seconds until cancelled."""
+        while True:
+            await asyncio.sleep(period)
+            is_crowded = len(self._all) > CROWDED * self._most
+            for connection in list(self._all):
+                connection.check(is_crowded)
+
+
 class Connection(asyncio.Protocol):
     """Between a transport and the HTTP protocol, which knows nothing of it."""
 
     def __init__(
-        self, http: asyncio.Protocol, limits: Limits, now: Callable[[], float], all: set[Connection]
+        self, http: asyncio.Protocol, limits: Limits, now: Callable[[], float], crowd: Crowd
     ) -> None:
         self._http = http
         self._limits = limits
         self._now = now
-        self._all = all
+        self._crowd = crowd
         self._requests = 0  # being answered
         self._since = now()  # since when it is idle, or a client has taken nothing
         self._header = True  # has begun; a new connection has as long for its first one
@@ -59,11 +114,11 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._all.add(self)
+        self._crowd.add(self)
         self._http.connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._all.discard(self)
+        self._crowd.remove(self)
         self._writable.set()
         self._http.connection_lost(exc)
 
@@ -91,17 +146,23 @@ class Connection(asyncio.Protocol):
         """A whole header has come, and its request is being answered."""
         self._requests += 1
         self._header = False
+        self._crowd.busy(self)
         try:
             yield
         finally:
             self._requests -= 1
             self._since, self._unsent = self._now(), self._transport.get_write_buffer_size()
+            if not self._requests and not self._unsent:
+                self._crowd.idle(self)
 
     async def drain(self) -> None:
         """Waits while the client is behind; for how long, `check` decides."""
         await self._writable.wait()
 
-    def check(self, crowded: bool = False) -> None:
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def check(self, is_crowded: bool = False) -> None:
         """Ends the connection when its time is up, which comes sooner in a crowd."""
         unsent = self._transport.get_write_buffer_size()
         if self._requests and self._writable.is_set():
@@ -114,14 +175,17 @@ class Connection(asyncio.Protocol):
             if waited >= self._limits.write_timeout:
                 logger.info("%s took nothing for %.0f s: hung up", self._peer, waited)
                 self._transport.abort()
-        elif waited >= self._patience(crowded):
+            return
+        if not self._requests:
+            self._crowd.idle(self)
+        if waited >= self._patience(is_crowded):
             self._transport.close()
 
-    def _patience(self, crowded: bool) -> float:
+    def _patience(self, is_crowded: bool) -> float:
         if self._header:
             return HEADER_TIMEOUT
         most = self._limits.timeout_keep_alive
-        return min(most, CROWDED_KEEP_ALIVE) if crowded else most
+        return min(most, CROWDED_KEEP_ALIVE) if is_crowded else most
 
     @property
     def _peer(self) -> object:
@@ -134,10 +198,14 @@ def connection_of(request: web.Request) -> Connection | None:
     return protocol if isinstance(protocol, Connection) else None
 
 
-async def watch(connections: set[Connection], limits: Limits) -> None:
-    """Checks all connections until cancelled."""
-    while True:
-        await asyncio.sleep(limits.period)
-        crowded = len(connections) > CROWD * resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        for connection in list(connections):
-            connection.check(crowded)
+@web.middleware
+async def answering(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """The request's connection is busy meanwhile."""
+    # From Python 3.12 on aiohttp begins a task at once: a pipeline of requests whose handlers do
+    # not wait would be answered in one turn of the event loop.
+    await asyncio.sleep(0)
+    connection = connection_of(request)
+    with nullcontext() if connection is None else connection.answering():
+        return await handler(request)
