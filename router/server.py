@@ -12,7 +12,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pdserve.common.config.router import OPEN_FILES, RouterConfig
-from pdserve.common.core.host import is_loopback, open_file_limit
+from pdserve.common.core.host import open_file_limit
 from pdserve.common.http.connection import Limits
 from pdserve.common.obs.exposition import ROUTER_NAMES, Exposition
 from pdserve.common.obs.metrics import RouterMetrics
@@ -27,7 +27,7 @@ from pdserve.router.adapters import AdaptersCollector, read_adapters
 from pdserve.router.auth import APIKeys
 from pdserve.router.grpc_service import InferenceServicer
 from pdserve.router.http.app import make_app
-from pdserve.router.http.cors import ALL, CORS
+from pdserve.router.http.cors import CORS
 from pdserve.router.http.request import Bodies
 from pdserve.router.http.server import HTTPServer, https_context
 from pdserve.router.parsers.tool_parser import tool_parser
@@ -113,21 +113,22 @@ class Router:
             workers=self._workers,
         )
         bodies = Bodies(server.max_body_size, routing.queue_timeout, routing.max_client_share)
-        cors = CORS(
-            # A stranger's page does not know a key.
-            ALL if server.api_key and server.allowed_origins is None else server.allowed_origins,
-            server.allowed_methods,
-            server.allowed_headers,
-            server.allow_credentials,
-            on_loopback=is_loopback(server.host),
-        )
-        root_path, limit = server.root_path or "", server.max_body_size
+        cors, root_path, limit = CORS.of(server), server.root_path or "", server.max_body_size
         self._sync = AdapterSync(
             config.lora, server.runtime_lora_dir, model, adapters, self._registry, self._channels
         )
         by_clients = self._sync if server.runtime_lora_dir is not None else None
         self._app = make_app(
-            *(self._serving, shown, limit, bodies, cors, root_path, server.ui, by_clients)
+            *(
+                self._serving,
+                shown,
+                limit,
+                bodies,
+                CORS.of(server),
+                root_path,
+                server.ui,
+                by_clients,
+            )
         )
         self._grpc = self._inference_server()
         self._registrations = self._registry_server()

@@ -48,11 +48,16 @@ class Crowd:
     def __init__(self, most: int) -> None:
         self._most = most
         self._all: set[Connection] = set()
+        # Both without those that are busy; the longest waiting one first.
         self._silent: OrderedDict[Connection, None] = OrderedDict()
         self._idle: OrderedDict[Connection, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._all)
+
+    @property
+    def busy_count(self) -> int:
+        return len(self._all) - len(self._silent) - len(self._idle)
 
     def add(self, connection: Connection) -> None:
         self._all.add(connection)
@@ -74,15 +79,17 @@ class Crowd:
         """Whether these and `opening` more are too many."""
         return len(self._all) + opening > self._most
 
-    def make_room(self) -> bool:
-        """Ends one connection at once; False if all are busy."""
-        for waiting in (self._silent, self._idle):
-            if waiting:
+    @property
+    def can_make_room(self) -> bool:
+        return bool(self._silent or self._idle)
+
+    def make_room(self, count: int = 1) -> None:
+        """Ends up to `count` connections at once."""
+        for _ in range(count):
+            if waiting := self._silent or self._idle:
                 connection = next(iter(waiting))
                 self.remove(connection)
                 connection.abort()
-                return True
-        return False
 
     async def watch(self, period: float) -> None:
         """Checks all connections every `period` seconds until cancelled."""

@@ -20,7 +20,8 @@ BACKLOG = 128  # connections the kernel has accepted and this process has not
 # Connections accepted in one turn of the event loop. In a flood a new one has several turns to ask
 # for something before so many others come that it must make room.
 _BATCH = 8
-_PAUSE = 0.1  # seconds in which nothing is accepted when there is no room
+_PAUSE = 0.1  # seconds in which nothing is accepted when all connections are busy
+_PAUSE_FOR_ROOM = 0.01  # seconds that those which make room take to be gone, and more
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
@@ -82,6 +83,11 @@ class Listener:
 
     def _accept(self, listening: socket.socket) -> None:
         for _ in range(_BATCH):
+            is_full = self._crowd.is_full(len(self._opening) + 1)
+            if is_full and not self._can_make_room:
+                self._log.warning("no room for a connection: %d are busy", self._crowd.busy_count)
+                self._pause_for(_PAUSE)
+                return
             try:
                 accepted, _ = listening.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -90,21 +96,24 @@ class Listener:
                 if error.errno not in _EXHAUSTED:
                     raise
                 self._log.warning("no room for a connection: %s", error.strerror)
-                self._make_room()
-                self._pause_for(_PAUSE)
+                self._pause_for(_PAUSE_FOR_ROOM if self._can_make_room else _PAUSE)
+                self._make_room(_BATCH)
                 return
             self._open(accepted)
-            if self._crowd.is_full(len(self._opening)) and not self._make_room():
-                self._log.warning("no room for more connections: %d are busy", len(self._crowd))
-                self._pause_for(_PAUSE)
-                return
+            if is_full:
+                self._make_room(1)
 
-    def _make_room(self) -> bool:
-        """Ends one that waits; without TLS none stays in its handshake."""
+    @property
+    def _can_make_room(self) -> bool:
+        return self._crowd.can_make_room or (self._tls is not None and bool(self._opening))
+
+    def _make_room(self, count: int) -> None:
+        """Also of those whose TLS handshake takes long, when they are most of all."""
         if self._tls is not None and len(self._opening) > len(self._crowd):
-            next(iter(self._opening)).cancel()
-            return True
-        return self._crowd.make_room()
+            for task in list(self._opening)[:count]:
+                task.cancel()
+        else:
+            self._crowd.make_room(count)
 
     def _open(self, accepted: socket.socket) -> None:
         task = self._loop.create_task(self._connect(accepted))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from aiohttp import hdrs
 
+from pdserve.common.config.router import ServerConfig
 from pdserve.common.core.errors import PermissionDenied
 from pdserve.common.core.host import is_loopback
 from pdserve.common.core.printable import printable
@@ -39,6 +40,18 @@ class CORS:
     headers: Collection[str] = ALL
     credentials: bool = False
     on_loopback: bool = False  # only this host reaches the server
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> CORS:
+        # A stranger's page does not know a key.
+        default = ALL if config.api_key else None
+        return cls(
+            default if config.allowed_origins is None else config.allowed_origins,
+            config.allowed_methods,
+            config.allowed_headers,
+            config.allow_credentials,
+            is_loopback(config.host),
+        )
 
     def check(self, method: str, given: Mapping[str, str]) -> None:
         """Raises PermissionDenied: a page asks, and may not."""
