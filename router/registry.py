@@ -12,11 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdserve.common.config.router import RoutingConfig
-from pdserve.common.core.clock import AwakeClock
 from pdserve.common.core.errors import Blame, NodeError, Overloaded, PdserveError, Unavailable
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.router.flows import Flows
-from pdserve.router.health import CircuitBreaker, LinkBreakers
+from pdserve.router.health import AwakeClock, CircuitBreaker, LinkBreakers
 
 logger = logging.getLogger(__name__)
 

@@ -119,16 +119,7 @@ class Router:
         )
         by_clients = self._sync if server.runtime_lora_dir is not None else None
         self._app = make_app(
-            *(
-                self._serving,
-                shown,
-                limit,
-                bodies,
-                CORS.of(server),
-                root_path,
-                server.ui,
-                by_clients,
-            )
+            *(self._serving, shown, limit, bodies, cors, root_path, server.ui, by_clients)
         )
         self._grpc = self._inference_server()
         self._registrations = self._registry_server()

@@ -5,7 +5,7 @@
     ├── RequestError         the client's fault
     │   ├── InvalidRequest       400  `param` names the field
     │   ├── Unauthenticated      401  no API key, or another one
-    │   ├── PermissionDenied     403  this key, or a page of this origin, may not
+    │   ├── PermissionDenied     403  for operators, and the key is a client's
     │   ├── ModelNotFound        404
     │   ├── RequestNotFound      404
     │   └── RequestTooLarge      413

@@ -45,8 +45,10 @@ class Crowd:
     that have never asked for anything, then the idle ones, each time the longest waiting one. A
     connection whose request is being answered never makes room."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, now: Callable[[], float]) -> None:
         self._most = most
+        self._now = now
+        self._stood_still = 0.0  # seconds
         self._all: set[Connection] = set()
         # Both without those that are busy; the longest waiting one first.
         self._silent: OrderedDict[Connection, None] = OrderedDict()
@@ -54,6 +56,11 @@ class Crowd:
 
     def __len__(self) -> int:
         return len(self._all)
+
+    def now(self) -> float:
+        """Seconds, without those in which this process stood still: it finds requests in its
+        sockets then, which are no idle connections."""
+        return self._now() - self._stood_still
 
     @property
     def busy_count(self) -> int:
@@ -94,7 +101,9 @@ class Crowd:
     async def watch(self, period: float) -> None:
         """Checks all connections every `period` seconds until cancelled."""
         while True:
+            before = self._now()
             await asyncio.sleep(period)
+            self._stood_still += max(0.0, self._now() - before - 2 * period)
             is_crowded = len(self._all) > CROWDED * self._most
             for connection in list(self._all):
                 connection.check(is_crowded)
@@ -103,15 +112,12 @@ class Crowd:
 class Connection(asyncio.Protocol):
     """Between a transport and the HTTP protocol, which knows nothing of it."""
 
-    def __init__(
-        self, http: asyncio.Protocol, limits: Limits, now: Callable[[], float], crowd: Crowd
-    ) -> None:
+    def __init__(self, http: asyncio.Protocol, limits: Limits, crowd: Crowd) -> None:
         self._http = http
         self._limits = limits
-        self._now = now
         self._crowd = crowd
         self._requests = 0  # being answered
-        self._since = now()  # since when it is idle, or a client has taken nothing
+        self._since = crowd.now()  # since when it is idle, or a client has taken nothing
         self._header = True  # has begun; a new connection has as long for its first one
         self._unsent = 0  # bytes, at the last check
         self._writable = asyncio.Event()
@@ -131,14 +137,14 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if not self._requests and not self._header:
-            self._header, self._since = True, self._now()
+            self._header, self._since = True, self._crowd.now()
         self._http.data_received(data)
 
     def eof_received(self) -> bool | None:
         return self._http.eof_received()
 
     def pause_writing(self) -> None:
-        self._since, self._unsent = self._now(), self._transport.get_write_buffer_size()
+        self._since, self._unsent = self._crowd.now(), self._transport.get_write_buffer_size()
         self._writable.clear()
         self._http.pause_writing()
 
@@ -158,7 +164,7 @@ class Connection(asyncio.Protocol):
             yield
         finally:
             self._requests -= 1
-            self._since, self._unsent = self._now(), self._transport.get_write_buffer_size()
+            self._since, self._unsent = self._crowd.now(), self._transport.get_write_buffer_size()
             if not self._requests and not self._unsent:
                 self._crowd.idle(self)
 
@@ -175,8 +181,8 @@ class Connection(asyncio.Protocol):
         if self._requests and self._writable.is_set():
             return  # what is unsent may grow: nothing can be said
         if unsent < self._unsent or (not unsent and self._requests):
-            self._since = self._now()
-        waited = self._now() - self._since
+            self._since = self._crowd.now()
+        waited = self._crowd.now() - self._since
         self._unsent = unsent
         if unsent:
             if waited >= self._limits.write_timeout:

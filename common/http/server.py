@@ -21,7 +21,6 @@ from aiohttp.http import HttpProcessingError, RawRequestMessage
 from aiohttp.web_protocol import RequestHandler
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from pdserve.common.core.clock import AwakeClock
 from pdserve.common.core.errors import InvalidRequest
 from pdserve.common.core.printable import printable
 from pdserve.common.core.throttle import LogThrottle
@@ -69,12 +68,11 @@ class WebServer:
         assert manager is not None, "setup makes it"
         manager.request_factory = _without_expect(manager.request_factory)
         loop = asyncio.get_running_loop()
-        # A process that stood still finds requests in its sockets: they are no idle connections.
-        now, crowd = AwakeClock(2 * limits.period, loop.time), Crowd(limits.max_connections)
+        crowd = Crowd(limits.max_connections, loop.time)
         log = ServerLog(logging.getLogger(__name__))
 
         def connection() -> Connection:
-            return Connection(_Protocol(manager, loop, refuse, log), limits, now, crowd)
+            return Connection(_Protocol(manager, loop, refuse, log), limits, crowd)
 
         listener = Listener(sockets, crowd, connection, tls)
         try:

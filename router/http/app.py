@@ -159,9 +159,7 @@ def make_app(
 
 @web.middleware
 async def _identify(request: web.Request, handler: Handler) -> web.StreamResponse:
-    # From Python 3.12 on aiohttp begins a task at once: a pipeline of requests whose handlers do
-    # not wait would be answered in one turn of the event loop.
-    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # as in `connection.answering`
     given = request.headers.get(REQUEST_ID, "")
     parent = plain_parent(request.headers.get(PARENT))
     arrival_var.set(Arrival(traceparent=parent))

@@ -19,7 +19,6 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ERRORS = {
     400: "a bad value, which `param` names",
     401: "no API key, or another",
-    403: "a page of an origin that may not ask",
     404: "no such model, request or path",
     408: "the body comes too slowly",
     413: "the body is too large",

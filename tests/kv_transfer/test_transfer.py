@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from kv_fakes import FINGERPRINT, Geometry, Pair, make_pair
-from pdserve.common.core.clock import AwakeClock
 from pdserve.common.core.errors import Blame, TransferError
 from pdserve.common.rpc.pb import cluster_pb2
 from pdserve.kv_transfer.commands import Command, Verify
@@ -23,6 +22,7 @@ from pdserve.kv_transfer.control.background import Lease
 from pdserve.kv_transfer.control.source import Handoff
 from pdserve.kv_transfer.control.ticket import RankEndpoint, Ticket
 from pdserve.kv_transfer.layout import Rect
+from pdserve.router.health import AwakeClock
 
 FAKE = "kv_fakes:FakeConnector"
 SOURCE_IDS, SINK_IDS = (9, 3, 4, 5, 12), (2, 3, 11, 0, 7)

@@ -6,7 +6,6 @@ from contextlib import ExitStack
 import pytest
 
 from pdserve.common.config.router import RoutingConfig
-from pdserve.common.core.clock import AwakeClock
 from pdserve.common.core.errors import Blame, NodeError, Overloaded, TransferError, Unavailable
 from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.rpc.channels import Channels
@@ -14,7 +13,7 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.router.admission import MAX_WAITING_TOKENS, Admission, Batch
 from pdserve.router.cluster_view import ClusterView, mismatch
 from pdserve.router.generation import GenerationRequest
-from pdserve.router.health import BreakerState, CircuitBreaker
+from pdserve.router.health import AwakeClock, BreakerState, CircuitBreaker
 from pdserve.router.in_flight import InFlight
 from pdserve.router.placement import Placement, RoundRobin, least_load
 from pdserve.router.registry import Node, Registry

@@ -345,7 +345,7 @@ class Clocked:
     def __init__(self, keep_alive: float = 5) -> None:
         self.time, self.wire = 0.0, Wire()
         limits = Limits(keep_alive, 30)
-        self.connection = Connection(asyncio.Protocol(), limits, lambda: self.time, Crowd(9))
+        self.connection = Connection(asyncio.Protocol(), limits, Crowd(9, lambda: self.time))
         self.connection.connection_made(self.wire)
 
     def look(self, after: float) -> str:
