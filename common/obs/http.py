@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 _PURPOSE = ("metrics", "--metrics-port")
 # Scrapers and probes are few; the rest of the files that a node may open is for its work.
-_LIMITS = Limits(timeout_keep_alive=75.0, write_timeout=30.0, max_connections=64)
+_LIMITS = Limits(timeout_keep_alive=75.0, write_timeout=30.0, max_connections=128)
 
 Readiness = Callable[[], tuple[bool, str]]
 """(can this process produce tokens now, why or why not)"""
