@@ -42,8 +42,8 @@ class Limits:
 
 class Crowd:
     """All connections of a server, in the order in which they make room for others: first those
-    that have never asked for anything, then the idle ones, each time the longest waiting one. A
-    connection whose request is being answered never makes room."""
+    that have never asked for anything, then those that are idle or owe a body, each time the
+    longest waiting one. A connection whose request is being answered never makes room."""
 
     def __init__(self, most: int, now: Callable[[], float]) -> None:
         self._most = most
@@ -167,6 +167,15 @@ class Connection(asyncio.Protocol):
             self._since, self._unsent = self._crowd.now(), self._transport.get_write_buffer_size()
             if not self._requests and not self._unsent:
                 self._crowd.idle(self)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Its client owes the rest of a body: it makes room as an idle connection does."""
+        self._crowd.idle(self)
+        try:
+            yield
+        finally:
+            self._crowd.busy(self)
 
     async def drain(self) -> None:
         """Waits while the client is behind; for how long, `check` decides."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from time import monotonic
 from typing import Any
 
@@ -13,6 +13,7 @@ from aiohttp import hdrs, web
 
 from pdserve.common.core.errors import Overloaded, Unavailable
 from pdserve.common.core.parameters import PARAMETERS
+from pdserve.common.http.connection import connection_of
 from pdserve.common.http.server import ask_for_body
 from pdserve.router.arrival import Arrival, arrival_var
 from pdserve.router.auth import HEADER as AUTHORIZATION
@@ -77,21 +78,22 @@ class Bodies:
 
 
 async def _read(request: web.Request, limit: int) -> Pieces:
-    encoding = encoding_of(request)
+    encoding, connection = encoding_of(request), connection_of(request)
     inflater = None if encoding in IDENTITY else Inflater(encoding)
     start = asyncio.get_running_loop().time() + GRACE
     raw, received = Pieces(), 0
     try:
-        async with asyncio.timeout_at(start) as timeout:
-            await ask_for_body(request)
-            while chunk := await request.content.readany():
-                received += len(chunk)
-                timeout.reschedule(start + received / RATE)
-                for piece in (chunk,) if inflater is None else inflater.steps(chunk):
-                    raw.add(piece)
-                    if (size := max(received, len(raw))) > limit:
-                        raise web.HTTPRequestEntityTooLarge(limit, size)
-                    await asyncio.sleep(0)  # what is there already comes without a pause otherwise
+        with nullcontext() if connection is None else connection.reading():
+            async with asyncio.timeout_at(start) as timeout:
+                await ask_for_body(request)
+                while chunk := await request.content.readany():
+                    received += len(chunk)
+                    timeout.reschedule(start + received / RATE)
+                    for piece in (chunk,) if inflater is None else inflater.steps(chunk):
+                        raw.add(piece)
+                        if (size := max(received, len(raw))) > limit:
+                            raise web.HTTPRequestEntityTooLarge(limit, size)
+                        await asyncio.sleep(0)  # what is there comes without a pause otherwise
     except TimeoutError:
         raise web.HTTPRequestTimeout(text="the body comes too slowly") from None
     if inflater is not None:

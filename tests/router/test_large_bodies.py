@@ -175,7 +175,7 @@ class Slow:
         self.content_length: int | None = size
         self.headers = CIMultiDict[str]()
         self.content = self
-        self.protocol = None
+        self.protocol = self.transport = None
         self.chunks: asyncio.Queue[bytes] = asyncio.Queue()
 
     async def readany(self) -> bytes:

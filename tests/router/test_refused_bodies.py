@@ -24,6 +24,7 @@ from pdserve.common.obs.http import bind_metrics, start_metrics_server
 from pdserve.router.auth import APIKeys
 from pdserve.router.http import inflate as inflate_module
 from pdserve.router.http import request as request_module
+from pdserve.router.http.app import TRAFFIC
 from pdserve.router.http.inflate import STEP, Inflater
 
 MIB = 2**20
@@ -222,6 +223,31 @@ async def test_a_client_that_sends_all_of_a_refused_body_still_gets_the_answer(
         return got
 
     assert await asyncio.to_thread(ask) == (401, "authentication_error")
+
+
+async def test_half_a_body_makes_room_for_others(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a crowd of them would take all connections for as long as bodies may take."""
+    monkeypatch.setattr(site.server.web_server.crowd, "_most", 3)
+    start = HEAD % (b"POST /v1/completions", KEY.encode(), JSON)
+    halves = []
+    for count in range(1, 4):
+        halves.append(await asyncio.open_connection("127.0.0.1", site.port))
+        halves[-1][1].write(start + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY[:5])
+        async with asyncio.timeout(60):
+            while len(site.server.app[TRAFFIC].tasks) < count:
+                await asyncio.sleep(0.01)
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
+    writer.write(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert await status(reader) == 200
+    with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+        await halves[0][0].readexactly(1)
+    for half, rest in halves[1:]:
+        rest.write(BODY[5:])
+        assert await status(half) == 200
+    for _, each in (*halves, (reader, writer)):
+        each.close()
 
 
 # ---- Expect: 100-continue -------------------------------------------------------------------
