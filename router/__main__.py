@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pdserve.common.config.node import ModelConfig
-from pdserve.common.config.router import RouterConfig
+from pdserve.common.config.router import OPEN_FILES, RouterConfig
 from pdserve.common.config.sources import parse
 from pdserve.common.core.errors import ConfigError, PdserveError
 from pdserve.common.core.host import (
@@ -22,8 +22,6 @@ from pdserve.common.obs.logging import setup_logging
 from pdserve.common.obs.process import exit_within
 
 logger = logging.getLogger(__name__)
-
-OPEN_FILES = 256  # of a router, besides a connection for each request it takes
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,7 +11,9 @@ from dataclasses import asdict
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pdserve.common.config.router import RouterConfig
+from pdserve.common.config.router import OPEN_FILES, RouterConfig
+from pdserve.common.core.host import open_file_limit
+from pdserve.common.http.connection import Limits
 from pdserve.common.obs.exposition import ROUTER_NAMES, Exposition
 from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.common.obs.process import propagate_failure, serve_until_stopped, write_ports
@@ -25,7 +27,6 @@ from pdserve.router.adapters import AdaptersCollector, read_adapters
 from pdserve.router.auth import APIKeys
 from pdserve.router.grpc_service import InferenceServicer
 from pdserve.router.http.app import make_app
-from pdserve.router.http.connection import Limits
 from pdserve.router.http.cors import CORS
 from pdserve.router.http.request import Bodies
 from pdserve.router.http.server import HTTPServer, https_context
@@ -50,6 +51,7 @@ _HOUSEKEEPING = 1.0  # seconds, at most
 # Bytes: parameters at their bounds, and a prompt as long as most windows. gRPC holds one message
 # for each call, however many a client makes, and what it is parsed into is ten times as large.
 _MAX_MESSAGE = 2**18
+_MIN_CONNECTIONS = 64  # over HTTP, however few files the process may open
 _GRPC_GRACE = 1.0  # seconds gRPC calls in flight get after the drain
 
 
@@ -111,13 +113,7 @@ class Router:
             workers=self._workers,
         )
         bodies = Bodies(server.max_body_size, routing.queue_timeout, routing.max_client_share)
-        cors = CORS(
-            server.allowed_origins,
-            server.allowed_methods,
-            server.allowed_headers,
-            server.allow_credentials,
-        )
-        root_path, limit = server.root_path or "", server.max_body_size
+        cors, root_path, limit = CORS.of(server), server.root_path or "", server.max_body_size
         self._sync = AdapterSync(
             config.lora, server.runtime_lora_dir, model, adapters, self._registry, self._channels
         )
@@ -161,7 +157,8 @@ class Router:
                 config.host, config.registry_port, tls, "--registry-port"
             ),
         }
-        limits = Limits(config.timeout_keep_alive, config.write_timeout)
+        most = max(_MIN_CONNECTIONS, open_file_limit() - OPEN_FILES)
+        limits = Limits(config.timeout_keep_alive, config.write_timeout, most)
         self._http = await HTTPServer.start(
             self._app, config.host, config.port, self._https, limits
         )

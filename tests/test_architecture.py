@@ -17,7 +17,8 @@ PACKAGES = ("common", "kv_transfer", "prefill_node", "decode_node", "router")
 ALLOWED = {
     "common.core": set(),
     "common.config": {"common.core"},
-    "common.obs": {"common.core", "common.config"},
+    "common.http": {"common.core"},
+    "common.obs": {"common.core", "common.config", "common.http"},
     "common.rpc": {"common.core", "common.config", "common.obs"},
     "common.text": {"common.core"},
     "common.distributed": {"common.core", "common.config", "common.obs"},
@@ -34,9 +35,9 @@ ALLOWED = {
         "common.engine", "common.worker", "common.demo_model", "common.client",
     },
     "common.node": {
-        "common.core", "common.config", "common.obs", "common.rpc", "common.distributed",
-        "common.model", "common.planning", "common.engine", "common.worker", "common.demo_model",
-        "kv_transfer",
+        "common.core", "common.config", "common.http", "common.obs", "common.rpc",
+        "common.distributed", "common.model", "common.planning", "common.engine", "common.worker",
+        "common.demo_model", "kv_transfer",
     },
     "common.client": {"common.core"},
     "common.offline": {"common.core", "common.config", "common.client", "common.cli"},
@@ -53,7 +54,9 @@ ALLOWED = {
         "common.core", "common.config", "common.rpc", "common.engine", "common.node",
         "kv_transfer",
     },
-    "router": {"common.core", "common.config", "common.obs", "common.rpc", "common.text"},
+    "router": {
+        "common.core", "common.config", "common.http", "common.obs", "common.rpc", "common.text",
+    },
 }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from pdserve.common.config.shared import (
 )
 from pdserve.common.core.errors import ConfigError
 
+OPEN_FILES = 256  # of a router, besides a connection for each request it takes
 _ROOT_PATH = re.compile(r"(/[\w.~-]+)+")
 
 
@@ -60,8 +61,11 @@ class ServerConfig:
         "what one API key has asked is found in the prefix caches by that key alone, so that no "
         "other can tell by the time or by cached_tokens",
     )
-    allowed_origins: list[str] = option(
-        ["*"], "origins whose pages may use this server (CORS)", metavar="ORIGIN"
+    allowed_origins: list[str] | None = option(
+        None,
+        "origins whose pages may use this server (CORS), beside its own; requests of others are "
+        "refused (default: with --api-key *, all; else those of pages on localhost)",
+        metavar="ORIGIN",
     )
     allowed_methods: list[str] = option(["*"], "methods that such pages may use", metavar="METHOD")
     allowed_headers: list[str] = option(["*"], "headers that such pages may send", metavar="HEADER")

@@ -190,6 +190,12 @@ def raise_open_file_limit(count: int, lower: str = "") -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
+def open_file_limit() -> int:
+    """Files that this process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return AMPLE_FILES if soft == resource.RLIM_INFINITY else soft
+
+
 def bind(host: str, port: int, purpose: str, flag: str) -> socket.socket:
     """A socket with the port (0: a free one), on which nobody listens yet.
 

@@ -14,7 +14,8 @@ import grpc
 from prometheus_client.registry import Collector
 
 from pdserve.common.config.node import NodeConfig
-from pdserve.common.obs.http import MetricsServer, Readiness, bind_metrics, start_metrics_server
+from pdserve.common.http.server import WebServer
+from pdserve.common.obs.http import Readiness, bind_metrics, start_metrics_server
 from pdserve.common.rpc.channels import Channels, Credentials
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
@@ -50,7 +51,7 @@ class NodeServer:
         self._tls = credentials.tls
         self._registration: Registration | None = None
         self._metrics_socket: socket.socket | None = None  # until it is served
-        self._metrics: MetricsServer | None = None
+        self._metrics: WebServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     def bind(self) -> str:

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
+from pdserve.common.core.errors import PdserveError
 from pdserve.common.core.host import bind, cannot_listen
+from pdserve.common.http.connection import Limits, answering
+from pdserve.common.http.server import WebServer
 from pdserve.common.obs.exposition import exposed
 
+logger = logging.getLogger(__name__)
+
 _PURPOSE = ("metrics", "--metrics-port")
+# Scrapers and probes are few; the rest of the files that a node may open is for its work.
+_LIMITS = Limits(timeout_keep_alive=75.0, write_timeout=30.0, max_connections=128)
 
 Readiness = Callable[[], tuple[bool, str]]
 """(can this process produce tokens now, why or why not)"""
 
 
 def observability_routes(registry: Collector, ready: Readiness) -> list[web.RouteDef]:
-    """The three routes, for the router's own application as for a node's `MetricsServer`."""
+    """The three routes, of a node's own server."""
 
     async def metrics(request: web.Request) -> web.Response:
         return web.Response(
@@ -43,17 +50,6 @@ def observability_routes(registry: Collector, ready: Readiness) -> list[web.Rout
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class MetricsServer:
-    """A node's HTTP server; whoever started it closes it."""
-
-    port: int
-    runner: web.AppRunner
-
-    async def close(self) -> None:
-        await self.runner.cleanup()
-
-
 def bind_metrics(host: str, port: int) -> socket.socket:
     """Takes the port (0: a free one); nothing is answered before `start_metrics_server`.
 
@@ -65,21 +61,23 @@ def bind_metrics(host: str, port: int) -> socket.socket:
 
 async def start_metrics_server(
     bound: socket.socket, registry: Collector, ready: Readiness
-) -> MetricsServer:
+) -> WebServer:
     """Serves the three routes on what `bind_metrics` took, which becomes the server's.
 
     Raises:
         ConfigError: another process listens there by now.
     """
     host, port = bound.getsockname()[:2]
-    app = web.Application()
+    app = web.Application(middlewares=[answering])
     app.add_routes(observability_routes(registry, ready))
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-    await runner.setup()
     try:
-        await web.SockSite(runner, bound).start()
+        return await WebServer.start(app, [bound], _LIMITS, _refuse)
     except OSError as error:
-        bound.close()
-        await runner.cleanup()
         raise cannot_listen(host, port, *_PURPOSE, error) from error
-    return MetricsServer(port=port, runner=runner)
+
+
+def _refuse(error: Exception) -> web.Response:
+    if isinstance(error, PdserveError):
+        return web.Response(status=error.http_status, text=error.message)
+    logger.error("unexpected error", exc_info=error)
+    return web.Response(status=500, text="internal error")

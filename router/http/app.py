@@ -11,12 +11,12 @@ from prometheus_client.registry import Collector
 
 from pdserve.common.core.errors import InvalidRequest, PdserveError
 from pdserve.common.core.request import is_plain_id, new_request_id
+from pdserve.common.http.connection import connection_of
 from pdserve.common.obs.logging import request_id_var
 from pdserve.common.obs.tracing import PARENT, plain_parent
 from pdserve.router.adapter_sync import AdapterSync
 from pdserve.router.arrival import Arrival, arrival_var
 from pdserve.router.http import chat, completions, info, lora, messages, openapi, responses, ui
-from pdserve.router.http.connection import connection_of
 from pdserve.router.http.cors import CORS
 from pdserve.router.http.encoding import (
     as_typed,
@@ -133,7 +133,9 @@ def make_app(
     get 413. With `adapters` clients may load some."""
     app = web.Application(
         client_max_size=max_body_size,
-        middlewares=[_identify, _answer_errors, _track, _preflight, _authenticate],
+        middlewares=[
+            *(_identify, _answer_errors, _check_origin, _track, _preflight, _authenticate)
+        ],
     )
     app[SERVING] = serving
     app[BODIES] = bodies or Bodies(max_body_size)
@@ -157,9 +159,7 @@ def make_app(
 
 @web.middleware
 async def _identify(request: web.Request, handler: Handler) -> web.StreamResponse:
-    # From Python 3.12 on aiohttp begins a task at once: a pipeline of requests whose handlers do
-    # not wait would be answered in one turn of the event loop.
-    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # as in `connection.answering`
     given = request.headers.get(REQUEST_ID, "")
     parent = plain_parent(request.headers.get(PARENT))
     arrival_var.set(Arrival(traceparent=parent))
@@ -203,6 +203,12 @@ def _count(request: web.Request, error: PdserveError) -> None:
     """A request for tokens that came to nothing, perhaps before it was one."""
     if request.method == hdrs.METH_POST and _path(request).startswith("/v1/"):
         request.app[SERVING].metrics.observe_error(error)
+
+
+@web.middleware
+async def _check_origin(request: web.Request, handler: Handler) -> web.StreamResponse:
+    request.app[ALLOWED].check(request.method, request.headers)
+    return await handler(request)
 
 
 @web.middleware

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from time import monotonic
 from typing import Any
 
@@ -13,9 +13,12 @@ from aiohttp import hdrs, web
 
 from pdserve.common.core.errors import Overloaded, Unavailable
 from pdserve.common.core.parameters import PARAMETERS
+from pdserve.common.http.connection import connection_of
+from pdserve.common.http.server import ask_for_body
 from pdserve.router.arrival import Arrival, arrival_var
 from pdserve.router.auth import HEADER as AUTHORIZATION
 from pdserve.router.fair_share import FairShare
+from pdserve.router.http.inflate import COMPRESSED, IDENTITY, Inflater
 from pdserve.router.http.preprocess import Preprocessed
 from pdserve.router.http.schema import GenerationBody
 from pdserve.router.preprocess_workers import Pieces
@@ -23,10 +26,8 @@ from pdserve.router.serving import SMALL, Serving
 
 TIMELINE_HEADER = "X-PDServe-Timeline"
 MAX_WAITING = 256  # bodies; of one that waits a connection holds READ_AHEAD twice, and a read
-READ_AHEAD = 64 * 1024  # bytes
 GRACE = 20.0  # seconds a body may take
 RATE = 128 * 1024  # and a second more for so many bytes
-_ENCODINGS = frozenset({"", "identity", "gzip", "deflate"})
 
 
 class Bodies:
@@ -43,14 +44,15 @@ class Bodies:
         """The body's bytes, while they may be held.
 
         Raises:
-            web.HTTPRequestEntityTooLarge: it has more than --max-body-size.
+            web.HTTPRequestEntityTooLarge: it has, or inflates to, more than --max-body-size.
+            InvalidRequest: it is compressed, and broken.
             web.HTTPRequestTimeout: it comes drop by drop.
             Overloaded, Unavailable: too many bodies are being read already.
         """
         size = request.content_length
         if size is not None and size > self._max_body_size:
             raise web.HTTPRequestEntityTooLarge(self._max_body_size, size)
-        if size is None or request.headers.get(hdrs.CONTENT_ENCODING, "identity") != "identity":
+        if size is None or encoding_of(request) not in IDENTITY:
             size = self._max_body_size  # nobody knows
         if size <= SMALL:
             yield await _read(request, size)
@@ -76,19 +78,32 @@ class Bodies:
 
 
 async def _read(request: web.Request, limit: int) -> Pieces:
+    encoding, connection = encoding_of(request), connection_of(request)
+    inflater = None if encoding in IDENTITY else Inflater(encoding)
     start = asyncio.get_running_loop().time() + GRACE
-    raw = Pieces()
+    raw, received = Pieces(), 0
     try:
-        async with asyncio.timeout_at(start) as timeout:
-            while chunk := await request.content.readany():
-                raw.add(chunk)
-                if len(raw) > limit:
-                    raise web.HTTPRequestEntityTooLarge(limit, len(raw))
-                timeout.reschedule(start + len(raw) / RATE)
-                await asyncio.sleep(0)  # what is there already comes without a pause otherwise
+        with nullcontext() if connection is None else connection.reading():
+            async with asyncio.timeout_at(start) as timeout:
+                await ask_for_body(request)
+                while chunk := await request.content.readany():
+                    received += len(chunk)
+                    timeout.reschedule(start + received / RATE)
+                    for piece in (chunk,) if inflater is None else inflater.steps(chunk):
+                        raw.add(piece)
+                        if (size := max(received, len(raw))) > limit:
+                            raise web.HTTPRequestEntityTooLarge(limit, size)
+                        await asyncio.sleep(0)  # what is there comes without a pause otherwise
     except TimeoutError:
         raise web.HTTPRequestTimeout(text="the body comes too slowly") from None
+    if inflater is not None:
+        inflater.end()
     return raw
+
+
+def encoding_of(request: web.Request) -> str:
+    """Its Content-Encoding; of several, all of them."""
+    return ", ".join(request.headers.getall(hdrs.CONTENT_ENCODING, ())).strip().lower()
 
 
 SERVING = web.AppKey("serving", Serving)
@@ -115,8 +130,8 @@ async def preprocess(request: web.Request, kind: str) -> Preprocessed[Any]:
     """
     if "Content-Type" in request.headers and not _is_json(request.content_type):
         raise web.HTTPUnsupportedMediaType(text="the Content-Type must be application/json")
-    if request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower() not in _ENCODINGS:
-        raise unknown_encoding()
+    if encoding_of(request) not in IDENTITY | COMPRESSED:
+        raise web.HTTPUnsupportedMediaType(text="the Content-Encoding must be gzip or deflate")
     client, arrival = client_of(request), arrival_var.get() or Arrival()
     async with request.app[BODIES].reading(request, client) as raw:
         arrival.read = monotonic()
@@ -125,10 +140,6 @@ async def preprocess(request: web.Request, kind: str) -> Preprocessed[Any]:
     arrival.operation = "text_completion" if kind == "completion" else "chat"
     arrival.wants_timeline = asked or bool(getattr(done.body, "timeline", False))
     return done
-
-
-def unknown_encoding() -> web.HTTPException:
-    return web.HTTPUnsupportedMediaType(text="the Content-Encoding must be gzip or deflate")
 
 
 def _is_json(content_type: str) -> bool:

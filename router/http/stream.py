@@ -10,8 +10,8 @@ from typing import Protocol
 from aiohttp import web
 
 from pdserve.common.core.errors import PdserveError
+from pdserve.common.http.connection import connection_of
 from pdserve.router.generation import Update, Updates
-from pdserve.router.http.connection import connection_of
 from pdserve.router.http.encoding import as_typed, stopping
 
 News = Updates[Update]  # (prompt's index, what is new of it)

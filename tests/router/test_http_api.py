@@ -822,9 +822,11 @@ async def test_request_id_is_the_clients_if_it_is_a_word(site: Site) -> None:
 
 
 async def test_cors_and_head(site: Site) -> None:
-    async with site.session.options(site.url + "/v1/chat/completions") as response:
+    headers = {"Origin": "http://localhost:3000"}
+    url = site.url + "/v1/chat/completions"
+    async with site.session.options(url, headers=headers) as response:
         assert response.status == 204
-        assert response.headers["Access-Control-Allow-Origin"] == "*"
+        assert response.headers["Access-Control-Allow-Origin"] == headers["Origin"]
         assert "POST" in response.headers["Access-Control-Allow-Methods"]
     async with site.session.head(site.url + "/v1/models") as response:
         assert response.status == 200

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from multidict import CIMultiDict
 
 from benchmarks.bench_bodies import KINDS as ATTACKS
 from benchmarks.bench_bodies import MIB, measure, router
@@ -170,8 +171,9 @@ class Slow:
 
     def __init__(self, size: int) -> None:
         self.content_length: int | None = size
-        self.headers: dict[str, str] = {}
+        self.headers = CIMultiDict[str]()
         self.content = self
+        self.protocol = self.transport = None
         self.chunks: asyncio.Queue[bytes] = asyncio.Queue()
 
     async def readany(self) -> bytes:

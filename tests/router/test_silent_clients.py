@@ -24,16 +24,16 @@ from paths import MODELS
 from pdserve.common.core.errors import Cancelled
 from pdserve.common.core.request import FinishReason, Timeline
 from pdserve.common.core.sampling import SampledToken
+from pdserve.common.http import connection as connection_module
+from pdserve.common.http.connection import Connection, Crowd, Limits
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc as pb_grpc
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router import generation as generation_module
 from pdserve.router.generation import GenerationRequest, GenerationStats, TextDelta, merge
 from pdserve.router.grpc_service import InferenceServicer
-from pdserve.router.http import connection as connection_module
 from pdserve.router.http import request as request_module
 from pdserve.router.http.app import make_app
-from pdserve.router.http.connection import Connection, Limits
 from pdserve.router.http.server import HTTPServer
 from pdserve.router.served_model import ServedModel
 from pdserve.router.serving import Serving
@@ -165,9 +165,9 @@ async def test_a_client_that_does_not_read_is_hung_up_on(tmp_path: Path, stream:
         reader, writer = await connect(server.port)
         ask(writer, stream=stream)
         async with asyncio.timeout(60):
-            while not server.connections:
+            while not server.web_server.crowd:
                 await asyncio.sleep(0.01)
-            while server.connections:
+            while server.web_server.crowd:
                 await asyncio.sleep(0.01)
         assert (await ends(reader)).count(b"x") < 400 * len(PIECE)
         assert not talker.open
@@ -345,7 +345,7 @@ class Clocked:
     def __init__(self, keep_alive: float = 5) -> None:
         self.time, self.wire = 0.0, Wire()
         limits = Limits(keep_alive, 30)
-        self.connection = Connection(asyncio.Protocol(), limits, lambda: self.time, set())
+        self.connection = Connection(asyncio.Protocol(), limits, Crowd(9, lambda: self.time))
         self.connection.connection_made(self.wire)
 
     def look(self, after: float) -> str:
@@ -374,7 +374,7 @@ async def test_in_a_crowd_idle_connections_have_less_time() -> None:
     clocked.time += 6
     clocked.connection.check()
     assert clocked.wire.ended == ""
-    clocked.connection.check(crowded=True)
+    clocked.connection.check(is_crowded=True)
     assert clocked.wire.ended == "closed"
 
 
