@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 
 from pdserve.common.core.errors import Overloaded, Unavailable
 from pdserve.router.fair_share import FairShare
@@ -25,6 +26,11 @@ class Batch:
     admitted: bool = False
     running: int = 0  # prompts that have a slot
     left: float = -math.inf  # when one last gave its slot back (the event loop's clock)
+
+    @property
+    def alias(self) -> str:
+        """The client's name for nodes, which need no more of it than that it differs."""
+        return sha256(self.client.encode(errors="surrogateescape")).hexdigest()[:16]
 
 
 class Admission:

@@ -15,6 +15,7 @@ from pdserve.router.health import BreakerState
 from pdserve.router.registry import ROLE_NAMES, Node, Registry
 
 MAX_REASONS = 4  # that a sentence gives
+MAX_PAIRINGS = 4096  # that `/v1/cluster` lists: of 512 nodes of each role there are 262,144
 
 
 class ClusterView:
@@ -35,7 +36,10 @@ class ClusterView:
 
     def pairs(self) -> list[tuple[Node, Node]]:
         """Those that may be given a request now."""
-        return [pair for pair in self._usable_pairs() if self.can_hand_over(*pair)]
+        return list(self._pairs())
+
+    def _pairs(self) -> Iterator[tuple[Node, Node]]:
+        return (pair for pair in self._usable_pairs() if self.can_hand_over(*pair))
 
     def _usable_pairs(self) -> Iterator[tuple[Node, Node]]:
         return product(self.usable(pb.ROLE_PREFILL), self.usable(pb.ROLE_DECODE))
@@ -102,11 +106,12 @@ class ClusterView:
     # ---- what is shown ----------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
-        """All nodes and the pairs in use, for `/v1/cluster`."""
+        """All nodes and the pairs in use, MAX_PAIRINGS of them, for `/v1/cluster`."""
         return {
             "nodes": [self._describe(node) for node in self.registry.nodes()],
             "pairings": [
-                {"prefill": prefill.id, "decode": decode.id} for prefill, decode in self.pairs()
+                {"prefill": prefill.id, "decode": decode.id}
+                for prefill, decode in islice(self._pairs(), MAX_PAIRINGS)
             ],
             "flows": self._flows(),
         }
@@ -133,13 +138,11 @@ class ClusterView:
 
     def _describe(self, node: Node) -> dict[str, Any]:
         load = node.load
-        info = MessageToDict(node.info, preserving_proto_field_name=True)
-        info["role"] = node.role
-        info.pop("instance", None)  # a secret between the node and this router
-        if node.info.takes_adapters:
-            info["adapters"] = sorted(node.adapters)
+        info = _described(node)
+        adapters = {"adapters": sorted(node.adapters)} if node.info.takes_adapters else {}
         return {
             **info,
+            **adapters,
             "state": self._state(node),
             "reason": node.unreachable or self._why_unusable(node) or load.reason,
             "breaker": node.breaker.state.value,
@@ -155,6 +158,16 @@ class ClusterView:
             "kv_cache_usage": 1 - load.free_blocks / max(1, load.total_blocks),
             "seconds_since_heartbeat": round(self.registry.now() - node.last_seen, 3),
         }
+
+
+def _described(node: Node) -> dict[str, Any]:
+    """What it says of itself, which is not written anew for each that asks: that takes 0.1 ms."""
+    if node.described is None or node.described[0] is not node.info:
+        info = MessageToDict(node.info, preserving_proto_field_name=True)
+        info["role"] = node.role
+        info.pop("instance", None)  # a secret between the node and this router
+        node.described = node.info, info
+    return node.described[1]
 
 
 def can_pair(prefill: Node, decode: Node) -> bool:

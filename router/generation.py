@@ -21,6 +21,9 @@ from pdserve.router.stages import Stages
 T = TypeVar("T")
 
 MAX_BURST = 32  # generations that begin, or are given up, in one turn of the event loop
+# Generations of one body that have begun and not ended: each is a hundred objects, and those that
+# wait for a place would make every look of the garbage collector long.
+MAX_BEGUN = 512
 # Items a client may be behind with, each of a few hundred bytes; who is further behind is given up.
 MAX_BEHIND = 16 * 1024
 # Deltas that become one chunk of an answer, and characters of one that is long enough alone.
@@ -110,8 +113,8 @@ Updates = list[tuple[int, T]]  # (source's index, item), in order
 
 async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[Updates[T], None]:
     """Generations as one stream: yields what has come since the last time. They are made at
-    their own pace: a client that reads slowly, or not at all, holds no slot on the nodes. The
-    first error of any source ends all.
+    their own pace: a client that reads slowly, or not at all, holds no slot on the nodes. They
+    begin in order, MAX_BEGUN of them at once. The first error of any source ends all.
 
     A source ends when it has given its last item, whether or not that has been read. However
     this ends, all sources that have begun are closed when it has ended.
@@ -123,9 +126,10 @@ async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[Up
     pumps: list[asyncio.Task[None]] = []
     to_begin = iter(enumerate(sources))
     try:
-        running = len(sources)
-        while running:
-            if burst := list(islice(to_begin, MAX_BURST)):
+        ended = 0
+        while ended < len(sources):
+            room = min(MAX_BURST, MAX_BEGUN - (len(pumps) - ended))
+            if burst := list(islice(to_begin, room)):
                 pumps += [asyncio.create_task(_pump(i, source, box)) for i, source in burst]
                 await asyncio.sleep(0)
                 if not len(box):
@@ -134,7 +138,7 @@ async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[Up
             failure: Exception | None = None
             for message in await box.take():
                 if message is None:
-                    running -= 1
+                    ended += 1
                 elif isinstance(message, Exception):
                     failure = failure or message
                 elif failure is None:

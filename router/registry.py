@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from pdserve.common.config.router import RoutingConfig
 from pdserve.common.core.errors import Blame, NodeError, Overloaded, PdserveError, Unavailable
@@ -54,6 +55,8 @@ class Node:
     silent: bool = False  # its heartbeats, or its answers, have stopped
     unreachable: str = ""  # why it does not answer us, though its heartbeats may come
     last_answer: float = 0.0  # when it did last
+    # ---- `info` as JSON, once it was asked for: kept by `ClusterView`
+    described: tuple[pb.NodeInfo, dict[str, Any]] | None = None
 
     @property
     def id(self) -> str:

@@ -91,6 +91,7 @@ class RequestState:
             self.timed,
             request.adapter.digest if request.adapter is not None else "",
             request.priority,
+            request.batch.alias,
         )
 
     @property

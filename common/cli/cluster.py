@@ -4,9 +4,10 @@ Rule for a process that dies while the cluster serves:
 
     exit 0   a node that was drained on purpose: the others go on
     exit 2   its options are wrong: the cluster stops, whatever the rule
-    other    `restart: on-failure`: it is started again after 1, 2, 4, 8, 16 seconds; one that
-             died again and again without ever living for a minute is given up: the others
-             go on if they can do without it. `no`: the cluster stops
+    other    `restart: on-failure`: it is started again at once; if it dies again within a minute
+             after 1, 2, 4, 8 seconds; one that died again and again without ever living for a
+             minute is given up: the others go on if they can do without it. `no`: the cluster
+             stops
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ PROGRAMS: Mapping[str, Sequence[str]] = {
     "both": (sys.executable, "-m", "pdserve.decode_node.both"),
 }
 POLL_INTERVAL = 0.1
-FIRST_BACKOFF, LAST_BACKOFF = 1.0, 30.0  # seconds, doubled with every death in a row
+FIRST_BACKOFF, LAST_BACKOFF = 1.0, 30.0  # seconds, doubled from the second death in a row on
 MAX_RESTARTS = 5  # in a row
 SETTLED = 60.0  # seconds after which a death is not in a row with the one before
 KILL_GRACE = 5.0  # seconds past the drain time-out before SIGKILL
@@ -77,6 +78,7 @@ class Cluster:
         self._router: Child | None = None
         self._nodes: list[Child] = []
         self._watchers: list[asyncio.Task[None]] = []
+        self._returning: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._interrupts = 0
 
     async def start(self) -> bool:
@@ -125,9 +127,10 @@ class Cluster:
 
     async def stop(self) -> None:
         """Drains the router, which needs the nodes for what is in flight, then the nodes."""
-        for watcher in self._watchers:
+        watchers = [*self._watchers, self._returning]
+        for watcher in watchers:
             watcher.cancel()
-        await asyncio.gather(*self._watchers, return_exceptions=True)
+        await asyncio.gather(*watchers, return_exceptions=True)
         if self._router is not None:
             await self._end([self._router])
         await self._end(self._nodes)
@@ -231,20 +234,35 @@ class Cluster:
             if deaths > MAX_RESTARTS:
                 self._give_up(child, f"{end}, for the {deaths}th time in a row")
                 return
-            backoff = FIRST_BACKOFF * 2 ** (deaths - 1)
-            self.write("up", f"{child.name}: {describe_exit(code)}; again in {backoff:.0f} s")
+            backoff = FIRST_BACKOFF * 2 ** (deaths - 2) if deaths > 1 else 0.0
+            when = f"in {backoff:.0f} s" if backoff else "now"
+            self.write("up", f"{child.name}: {describe_exit(code)}; again {when}")
+            ended = monotonic()
             await self._start_again(child, backoff)
+            if child is self._router:
+                self._says_when_ready(ended)
 
     async def _start_again(self, child: Child, backoff: float) -> None:
         """Tries until it runs, whatever the host may be out of."""
         while True:
             await asyncio.sleep(backoff)
-            backoff = min(2 * backoff, LAST_BACKOFF)
+            backoff = min(max(2 * backoff, FIRST_BACKOFF), LAST_BACKOFF)
             try:
                 await child.start()
                 return
             except OSError as error:
                 self.write("up", f"{child.name}: {error.strerror}; again in {backoff:.0f} s")
+
+    def _says_when_ready(self, ended: float) -> None:
+        """That the router, which ended then, serves again: nodes have registered with it."""
+
+        async def say() -> None:
+            await self._ready()
+            self.write("up", f"router: serving again, {monotonic() - ended:.1f} s after it ended")
+
+        self._returning.cancel()  # it may have died once more before it could serve
+        if self.url:  # before that the start is not over, and says itself when it is
+            self._returning = asyncio.create_task(say())
 
     def _give_up(self, child: Child, reason: str) -> None:
         """The cluster ends with a process that it cannot do without."""

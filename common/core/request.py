@@ -54,6 +54,7 @@ class GenerateJob:
     timed: bool = False  # its tokens say how long the node has spent on them
     adapter: str = ""  # the digest of the LoRA adapter that computes it
     priority: int = 0  # lower ones come first
+    client: str = ""  # whose it is: clients take turns on nodes
 
     @property
     def token_ids(self) -> tuple[int, ...]:

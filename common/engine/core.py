@@ -127,6 +127,7 @@ class EngineCore:
             request_id=job.request_id,
             cache_salt=job.cache_salt,
             adapter=job.adapter,
+            client=job.client,
             priority=job.priority,
             remote=remote,
             prompt_logprobs=[] if wanted and not remote else None,

@@ -1,7 +1,8 @@
 """Which sequences are computed in the next step. Policy only: no tensors, no I/O.
 
 A step has a budget of tokens. Sequences that decode get one token each, first, so a long
-prompt never stalls them; what is left goes to prompts, in chunks (chunked prefill,
+prompt never stalls them (where more run than a step computes, those that have waited longest);
+what is left goes to prompts, in chunks (chunked prefill,
 Sarathi-Serve, OSDI'24), shared so that neither a long one nor many short ones keep others waiting
 (`share_budget`). A sequence is admitted only when blocks for all its present tokens are free;
 while it waits for them, shorter ones may overtake it a little. A decoding sequence that needs one
@@ -22,9 +23,9 @@ come back first.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from itertools import islice
+from itertools import chain, islice
 from time import monotonic
 
 from pdserve.common.config.node import SchedulerConfig
@@ -36,6 +37,7 @@ from pdserve.common.engine.prompt_budget import share_budget
 from pdserve.common.engine.sequence import Sequence, Status
 from pdserve.common.engine.speculation import NO_DRAFT, Draft, Speculator
 from pdserve.common.engine.step_builder import StepBuilder
+from pdserve.common.engine.turns import Seats, in_turn, next_turn, prompt_seats
 
 QUEUE_WINDOW = 64
 """Sequences behind the head of the queue that may be admitted when it does not fit."""
@@ -83,19 +85,25 @@ class Scheduler:
     # ---- entering and leaving -------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
-        """By priority; of equals first come, first served, but those that another node has begun
-        come before those that have waited for no token yet."""
+        """By priority; of equals those that another node has begun come before those that have
+        waited for no token yet, then clients take turns; of one client first come, first served."""
         sequence.status = Status.WAITING
+        sequence.turn = next_turn(sequence.client, self.waiting, self._prompts())
         ahead = sum(_turn(each) <= _turn(sequence) for each in self.waiting)
         self.waiting.insert(ahead, sequence)
 
     def admit(self) -> list[Sequence]:
         """Gives blocks to the sequences at the head of the queue, while they last; then to some
-        behind the first that finds too few."""
+        behind the first that finds too few. Those whose clients may not have another seat now are
+        not in the queue for it."""
+        if not self.waiting:
+            return []
+        seats = Seats(self.config.max_num_seqs, chain(self.running, self.remote))
         admitted: list[Sequence] = []
-        while self.waiting and self._try_admit(self.waiting[0]):
-            admitted.append(self.waiting.popleft())
-        return admitted + self._overtake()
+        while (head := seats.first(self.waiting)) is not None and self._try_admit(head, seats):
+            self.waiting.remove(head)
+            admitted.append(head)
+        return admitted if head is None else admitted + self._overtake(head, seats)
 
     def activate(self, sequence: Sequence, first_token: SampledToken) -> None:
         """All KV of a REMOTE sequence's prompt has arrived; it decodes from `first_token` on."""
@@ -154,7 +162,7 @@ class Scheduler:
 
     def schedule(self) -> StepDelta | None:
         """The next step, or None when there is nothing to compute that is not in flight."""
-        tokens = self.config.max_num_batched_tokens
+        tokens, seqs = self.config.max_num_batched_tokens, self.config.max_num_seqs
         drafts = self.speculator.budget(self.running, tokens) if self.speculator else 0
         decodes: list[SequenceDelta] = []
         for sequence in self._decodes():
@@ -163,7 +171,8 @@ class Scheduler:
             decodes.append(self._steps.entry(sequence, 1, guess))
         taken = len(decodes) + sum(entry.num_drafts for entry in decodes)
         budget = min(tokens - taken, self._prompt_share())
-        chunks = [self._steps.entry(sequence, count) for sequence, count in self._chunks(budget)]
+        shares = self._chunks(budget, seqs - len(decodes))
+        chunks = [self._steps.entry(sequence, count) for sequence, count in shares]
         if not decodes and not chunks:
             return None
         self.prompt_tokens += sum(len(entry.token_ids) for entry in chunks)
@@ -201,26 +210,27 @@ class Scheduler:
 
     # ---- inside ---------------------------------------------------------------------------
 
-    def _overtake(self) -> list[Sequence]:
+    def _overtake(self, head: Sequence, seats: Seats) -> list[Sequence]:
         """Admits sequences that fit past the head of the queue, which does not. Together they
         take no more blocks than it needs itself: then the blocks that come free are kept for it.
         One that has begun is not overtaken, since somebody waits for its next token."""
-        if not self.waiting or self.waiting[0].num_output_tokens:
+        if head.num_output_tokens:
             return []
-        head, overtaking = self.waiting[0], []
+        overtaking = []
         allowance = self.pool.blocks_for(head.num_tokens) - head.num_overtaken
-        for sequence in list(islice(self.waiting, 1, 1 + QUEUE_WINDOW)):
+        behind = self.waiting.index(head) + 1
+        for sequence in list(islice(self.waiting, behind, behind + QUEUE_WINDOW)):
             blocks = self.pool.blocks_for(sequence.num_tokens)
             fits = blocks + len(self.running) <= self.pool.num_free  # whatever is cached
-            if blocks <= allowance and fits and self._try_admit(sequence):
+            if blocks <= allowance and fits and self._try_admit(sequence, seats):
                 self.waiting.remove(sequence)
                 overtaking.append(sequence)
                 allowance -= blocks
                 head.num_overtaken += blocks
         return overtaking
 
-    def _try_admit(self, sequence: Sequence) -> bool:
-        if len(self.running) + len(self.remote) >= self.config.max_num_seqs:
+    def _try_admit(self, sequence: Sequence, seats: Seats) -> bool:
+        if not seats.has_room(sequence.client):
             return False
         # A remote prompt may be cached whole; a local one must compute at least its last
         # token, whose logits choose the next.
@@ -240,6 +250,7 @@ class Scheduler:
         sequence.num_computed = sequence.num_scheduled = cached * self.pool.block_size
         self._count_cache(sequence)
         self._enter(sequence)
+        seats.take(sequence.client)
         return True
 
     def _enter(self, sequence: Sequence) -> None:
@@ -259,10 +270,20 @@ class Scheduler:
 
     def _decodes(self) -> Iterator[Sequence]:
         """A step's share of the sequences that decode, each with a block for its token. The most
-        urgent ones first: what a step has taken already cannot be preempted for them."""
+        urgent ones first, and where blocks are short those of clients that have few: what a step
+        has taken already cannot be preempted for them. Of equals those that no step has taken for
+        longest, where not all can be taken."""
         decoding = sum(each.num_scheduled >= each.num_prompt_tokens for each in self.running)
-        share = -(-decoding // self.micro_batches)
-        for sequence in sorted(self.running, key=lambda each: each.priority):
+        prompts, most = len(self._prompts()), self.config.max_num_seqs
+        room = most - prompt_seats(decoding, prompts, most, self._steps.step)
+        share = min(-(-decoding // self.micro_batches), room)
+        late, short = decoding > room, self.pool.num_free < decoding
+        seats = self._seats() if short else {}
+
+        def turn(each: Sequence) -> tuple[int, int, int]:
+            return each.priority, seats.get(each.client, 0), each.last_taken if late else 0
+
+        for sequence in sorted(self.running, key=turn):
             running = sequence.status is Status.RUNNING  # or preempted for one before it
             if share and running and sequence.decodes and self._grow(sequence):
                 share -= 1
@@ -273,9 +294,13 @@ class Scheduler:
             return NO_DRAFT
         return self.speculator.guess(sequence, self.pool, len(self.running), budget)
 
-    def _chunks(self, budget: int) -> list[tuple[Sequence, int]]:
-        """The prompts a step takes something of, and how many tokens."""
-        prompts = [each for each in self.running if each.num_unscheduled and not each.decodes]
+    def _prompts(self) -> list[Sequence]:
+        """Those of which not every token but the last drawn one is scheduled."""
+        return [each for each in self.running if each.num_unscheduled and not each.decodes]
+
+    def _chunks(self, budget: int, most: int) -> list[tuple[Sequence, int]]:
+        """The prompts a step takes something of, at most so many, and how many tokens."""
+        prompts = in_turn(self._prompts())[:most]
         chunks = share_budget(
             [each.num_unscheduled for each in prompts], max(budget, 0), self._steps.step
         )
@@ -291,9 +316,11 @@ class Scheduler:
         sequence was preempted itself, or waits for what is in flight."""
         if self.pool.blocks_for(sequence.num_tokens) <= len(sequence.block_table):
             return True
+        seats = self._seats()
         while self.pool.num_free == 0:
             idle = (each for each in reversed(self.running) if not each.in_flight)
-            victim = max(idle, key=lambda each: each.priority)  # of equals the youngest
+            # Of equals one of the client that has most, and of its the youngest.
+            victim = max(idle, key=lambda each: (each.priority, seats[each.client]))
             if victim is sequence and any(each.in_flight for each in self.running):
                 return False
             self._preempt(victim)
@@ -301,6 +328,10 @@ class Scheduler:
                 return False
         sequence.block_table += self.pool.allocate(1)
         return True
+
+    def _seats(self) -> Counter[str]:
+        """Sequences that are computed, of each client."""
+        return Counter(each.client for each in self.running)
 
     def _preempt(self, sequence: Sequence) -> None:
         self._stop_running(sequence)
@@ -322,5 +353,5 @@ class Scheduler:
             self.speculator.forget(sequence)
 
 
-def _turn(sequence: Sequence) -> tuple[int, bool]:
-    return sequence.priority, sequence.num_output_tokens == 0
+def _turn(sequence: Sequence) -> tuple[int, bool, int]:
+    return sequence.priority, sequence.num_output_tokens == 0, sequence.turn

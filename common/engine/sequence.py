@@ -58,12 +58,15 @@ class Sequence:
     request_id: str = ""
     cache_salt: str = ""
     adapter: str = ""  # digest of the LoRA adapter that computes it
+    client: str = ""  # whose it is
     priority: int = 0  # lower ones come first
     remote: bool = False  # its KV comes from another node
     status: Status = Status.NEW
     num_computed: int = 0
     num_scheduled: int = 0
     num_cached: int | None = None  # tokens found in the prefix cache at the first admission
+    turn: int = 0  # its round, while it waits or its prompt is computed (`turns`)
+    last_taken: int = 0  # by a step: in which order sequences were (`StepBuilder`)
     num_overtaken: int = 0  # blocks that later ones were given while it waited for its own
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[BlockHash] = field(default_factory=list)

@@ -19,6 +19,7 @@ class StepBuilder:
         self.step = 0  # the last one's number
         self.computed = StepShape()  # by all steps
         self._known_blocks: dict[int, int] = {}  # to the ranks, by seq_id; all are running
+        self._taken = 0  # entries so far
         self._again: set[int] = set()  # seq_ids whose next token the ranks have had already
         self._ended: list[int] = []  # seq_ids that the ranks still know
 
@@ -27,6 +28,7 @@ class StepBuilder:
         is guessed behind them."""
         start, known = sequence.num_scheduled, self._known_blocks.get(sequence.seq_id)
         sequence.num_scheduled += count
+        sequence.last_taken = self._taken = self._taken + 1
         self._known_blocks[sequence.seq_id] = len(sequence.block_table)
         again = sequence.seq_id in self._again
         self._again.discard(sequence.seq_id)

@@ -20,9 +20,9 @@ from pdserve.common.rpc.tls import TLS
 _OPTIONS = [
     *MESSAGE_LIMITS,
     *KEEPALIVE,
-    # A peer that restarts at its old address is found again at once.
+    # A peer that restarts at its old address is found again at once, however long it was away.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.min_reconnect_backoff_ms", 2_000),  # despite its name: how long one attempt may take
     ("grpc.dns_ares_query_timeout", 3_000),  # a name that does not resolve fails soon …
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),  # … and is tried again soon

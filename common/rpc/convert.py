@@ -75,6 +75,7 @@ def job_to_pb(job: GenerateJob) -> cluster.Job:
         adapter=job.adapter,
         timed=job.timed,
         priority=job.priority,
+        client=job.client,
     )
 
 
@@ -93,6 +94,7 @@ def job_from_pb(message: cluster.Job) -> GenerateJob:
         adapter=message.adapter,
         timed=message.timed,
         priority=message.priority,
+        client=message.client,
     )
 
 

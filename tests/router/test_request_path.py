@@ -35,7 +35,7 @@ from pdserve.router import registry_service
 from pdserve.router.adapters import Adapter
 from pdserve.router.attempt import Attempt
 from pdserve.router.cluster_view import ClusterView
-from pdserve.router.generation import MAX_BURST, GenerationRequest, merge
+from pdserve.router.generation import MAX_BEGUN, MAX_BURST, GenerationRequest, merge
 from pdserve.router.health import LINK_COOLDOWN, BreakerState
 
 PARTED = NodeError("no route", code="PEER_LOST", blame=Blame.DECODE)
@@ -332,6 +332,32 @@ async def test_the_prompts_of_a_body_begin_and_end_a_few_at_a_time() -> None:
     counting.cancel()
     assert ended.total() == num_sources
     assert max(*begun.values(), *ended.values()) <= MAX_BURST
+
+
+async def test_a_body_of_many_prompts_begins_some_of_them_at_a_time() -> None:
+    """What has begun is a hundred objects each, all of which the garbage collector looks through
+    while the event loop stands still: 1,024 prompts of one body must not be felt by others."""
+    begun = ended = most = 0
+    release = asyncio.Event()
+
+    async def source(index: int) -> AsyncGenerator[int, None]:
+        nonlocal begun, ended, most
+        begun += 1
+        most = max(most, begun - ended)
+        yield index
+        await release.wait()
+        ended += 1
+
+    found: list[int] = []
+    async for updates in merge([source(index) for index in range(2 * MAX_BEGUN + 1)]):
+        found += [index for index, _ in updates]
+        if len(found) == MAX_BEGUN:
+            for _ in range(3):
+                await asyncio.sleep(0)
+            assert begun == MAX_BEGUN
+            release.set()
+    assert sorted(found) == list(range(2 * MAX_BEGUN + 1))
+    assert most == MAX_BEGUN
 
 
 async def test_the_prompts_of_a_body_that_fails_do_not_begin() -> None:

@@ -11,7 +11,7 @@ from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.router.admission import MAX_WAITING_TOKENS, Admission, Batch
-from pdserve.router.cluster_view import ClusterView, mismatch
+from pdserve.router.cluster_view import MAX_PAIRINGS, ClusterView, mismatch
 from pdserve.router.generation import GenerationRequest
 from pdserve.router.health import AwakeClock, BreakerState, CircuitBreaker
 from pdserve.router.in_flight import InFlight
@@ -180,6 +180,24 @@ async def test_a_node_of_both_roles_needs_no_other(registry):
     assert ClusterView(registry).ready() == (False, reason)
     with pytest.raises(Unavailable, match="no usable both node"):
         await place(registry)
+
+
+def test_what_is_shown_of_a_large_cluster_does_not_hold_up_the_router(registry):
+    """It grows with the nodes, not with their pairs, and what a node says of itself is written once
+    for all who ask."""
+    for number in range(100):
+        add(registry, f"p{number}", pb.ROLE_PREFILL)
+        add(registry, f"d{number}")
+    view = ClusterView(registry)
+    shown = view.describe()
+    assert (len(shown["nodes"]), len(shown["pairings"])) == (200, MAX_PAIRINGS)
+    assert shown["pairings"][0] == {"prefill": "p0", "decode": "d0"}
+    written = [node.described for node in registry.nodes()]
+    add(registry, "d0", connector="shm,tcp")  # it registers once more
+    (again,) = [node for node in view.describe()["nodes"] if node["node_id"] == "d0"]
+    assert again["kv_connectors"] == ["shm", "tcp"]
+    changed = [a is not b.described for a, b in zip(written, registry.nodes(), strict=True)]
+    assert changed.count(True) == 1
 
 
 async def test_nodes_of_both_roles_stand_in_for_pairs_and_pairs_for_them(registry):

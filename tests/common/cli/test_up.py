@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -168,7 +169,7 @@ async def test_on_failure_starts_a_dead_node_again(
     finally:
         await cluster.stop()
     assert len([line for line in lines.of("decode-0") if " pid " in line]) == 2
-    assert lines.of("up")[0].startswith("decode-0: exit code 3; again in")
+    assert lines.of("up")[0].startswith("decode-0: exit code 3; again now")
 
 
 @pytest.mark.parametrize("role", ["router", "prefill", "decode"])
@@ -182,7 +183,7 @@ async def test_a_restart_loop_ends(role: str, monkeypatch: pytest.MonkeyPatch) -
             await cluster.start()
     finally:
         await cluster.stop()
-    again = [line for line in lines.of("up") if "again in" in line]
+    again = [line for line in lines.of("up") if "; again " in line]
     assert len(again) == cluster_module.MAX_RESTARTS
 
 
@@ -245,6 +246,31 @@ async def test_a_router_started_again_takes_its_old_ports(monkeypatch: pytest.Mo
     flags = json.loads(starts[1].partition(" flags ")[2])
     assert cluster.url.endswith(f":{flags['port']}")
     assert lines.flags("decode-0")["router"].endswith(f":{flags['registry-port']}")
+
+
+async def test_up_says_when_a_killed_router_serves_again() -> None:
+    """It is started at once, and serves when the nodes have registered again."""
+    lines, again = Lines(), list[asyncio.StreamWriter]()
+    cluster = make(lines)
+    try:
+        assert await cluster.start()
+        os.kill(lines.pid("router"), signal.SIGKILL)
+        while len(lines.starts("router")) < 2:
+            await asyncio.sleep(0.02)
+        assert lines.of("up") == ["router: signal 9; again now"]
+        host, _, port = lines.flags("decode-0")["router"].rpartition(":")
+        while len(again) < 2:  # the fake nodes do not register again themselves
+            with suppress(ConnectionRefusedError):
+                again.append((await asyncio.open_connection(host, int(port)))[1])
+            await asyncio.sleep(0.02)
+        async with asyncio.timeout(60):
+            while len(lines.of("up")) < 2:
+                await asyncio.sleep(0.02)
+        assert re.fullmatch(r"router: serving again, \d+\.\d s after it ended", lines.of("up")[1])
+    finally:
+        for writer in again:
+            writer.close()
+        await cluster.stop()
 
 
 async def test_wrong_options_are_never_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
