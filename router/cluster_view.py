@@ -15,6 +15,7 @@ from pdserve.router.health import BreakerState
 from pdserve.router.registry import ROLE_NAMES, Node, Registry
 
 MAX_REASONS = 4  # that a sentence gives
+STAND_IN_AFTER = 3.0  # seconds without a prefill node, one of which may be about to come back
 
 
 class ClusterView:
@@ -41,12 +42,19 @@ class ClusterView:
         return product(self.usable(pb.ROLE_PREFILL), self.usable(pb.ROLE_DECODE))
 
     def must_prefill(self, decode: Node) -> bool:
-        """Whether no prefill node can serve this decode node now, but one that could, lives: its
-        link is cut, or it is sick. Then it would be a pity to wait."""
+        """Whether a decode node stands in for its prefill nodes, none of which can serve it now: at
+        once while one lives (its link is cut, or it is sick), else when none has been heard of for
+        `STAND_IN_AFTER`. A decode node whose prefill nodes have all left in order, or have not come
+        yet, waits for them."""
         if any(self.can_hand_over(node, decode) for node in self.usable(pb.ROLE_PREFILL)):
             return False
-        alive = [node for node in self._nodes(pb.ROLE_PREFILL) if self.registry.is_alive(node)]
-        return any(can_pair(node, decode) for node in alive)
+        fitting = [node for node in self._nodes(pb.ROLE_PREFILL) if can_pair(node, decode)]
+        if any(self.registry.is_alive(node) for node in fitting):
+            return True
+        heard = [node.last_heard for node in fitting]
+        if (gone := self.registry.gone_prefills.get(decode.info.fingerprint)) is not None:
+            heard.append(gone)
+        return bool(heard) and self.registry.now() - max(heard) >= STAND_IN_AFTER
 
     def ready(self) -> tuple[bool, str]:
         """Whether a new request could be served now; the reason when not, or what is amiss."""

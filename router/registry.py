@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 # for a big cluster that comes back at once and stops a node that dies and returns for ever.
 MAX_NODES = 1024
 NEW_NODES_BURST, NEW_NODES_PER_S = 256, 32.0
+MAX_GONE = 64  # versions of prefill nodes of which it is known that there were some
 ROLE_NAMES: dict[int, str] = {
     pb.ROLE_PREFILL: "prefill",
     pb.ROLE_DECODE: "decode",
@@ -68,6 +69,11 @@ class Node:
         """Those that share its load; a node of an older version does not say and has one."""
         return max(1, self.info.data_parallel_size)
 
+    @property
+    def last_heard(self) -> float:
+        """When it was last seen to serve: its heartbeats may come though it does not answer."""
+        return min(self.last_seen, self.last_answer) if self.unreachable else self.last_seen
+
     def prefilled(self, num_tokens: int, num_cached: int) -> None:
         """A prompt of so many tokens, so many of which it had, if that can be."""
         self.prompt_tokens += num_tokens
@@ -88,6 +94,8 @@ class Registry:
         self._room_for_new = float(NEW_NODES_BURST)  # a token bucket, as of `_filled_at`
         self._filled_at = now()
         self.links = LinkBreakers(now)
+        # By fingerprint: when the last one was heard of that was lost and is forgotten.
+        self.gone_prefills: dict[str, float] = {}
         self.flows = Flows()
 
     # ---- what nodes say of themselves -------------------------------------------------------
@@ -172,6 +180,8 @@ class Registry:
         if node is not None and node.info.instance == instance:
             del self._nodes[node_id]
             self._leaving.append(node)
+            if node.info.role == pb.ROLE_PREFILL:
+                self.gone_prefills.pop(node.info.fingerprint, None)
             logger.info("%s deregistered", node_id)
 
     # ---- what this router sees of them ------------------------------------------------------
@@ -209,7 +219,16 @@ class Registry:
         for node in self.nodes():
             if self.now() - node.last_seen > limit and node.in_flight == 0:
                 logger.warning("%s is lost: silent for %.0f s", node.id, limit)
-                del self._nodes[node.id]
+                self._forget(node)
+
+    def _forget(self, node: Node) -> None:
+        del self._nodes[node.id]
+        if node.info.role == pb.ROLE_PREFILL:
+            gone = self.gone_prefills
+            gone.pop(node.info.fingerprint, None)
+            gone[node.info.fingerprint] = node.last_seen
+            if len(gone) > MAX_GONE:
+                del gone[next(iter(gone))]
 
     def _fell_silent(self, node: Node) -> None:
         node.silent = True

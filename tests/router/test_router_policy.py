@@ -16,7 +16,7 @@ from pdserve.router.generation import GenerationRequest
 from pdserve.router.health import AwakeClock, BreakerState, CircuitBreaker
 from pdserve.router.in_flight import InFlight
 from pdserve.router.placement import Placement, RoundRobin, least_load
-from pdserve.router.registry import Node, Registry
+from pdserve.router.registry import MAX_GONE, Node, Registry
 from pdserve.router.request_state import RequestState
 
 
@@ -168,6 +168,57 @@ async def test_a_prefill_node_that_is_sick_is_stood_in_for(registry):
     assert prefill is None and decode.info.node_id == "d0"
     ready, reason = ClusterView(registry).ready()
     assert ready and reason.startswith("decode nodes prefill: ")
+
+
+@pytest.mark.parametrize("gone", ["lost", "unreachable", "forgotten"])
+async def test_prefill_nodes_that_are_gone_are_stood_in_for_in_a_few_seconds(registry, clock, gone):
+    add(registry, "p0", pb.ROLE_PREFILL)
+    add(registry, "d0")
+    add(registry, "d1", fingerprint="g")  # which never had one
+    prefill, *decodes = registry.nodes()
+    setattr(prefill, gone if gone == "unreachable" else "lost", "no route")
+    with pytest.raises(Unavailable, match="no usable prefill node"):
+        await place(registry)
+    for _ in range(60 if gone == "forgotten" else 6):
+        clock.time += 1
+        if gone == "unreachable":  # its heartbeats arrive
+            registry.heartbeat("p0", pb.NodeLoad(healthy=True))
+        for node in decodes:
+            registry.heartbeat(node.id, pb.NodeLoad(healthy=True))
+        registry.sweep()
+    assert (prefill in registry.nodes()) == (gone != "forgotten")
+    found, decode = await place(registry)
+    assert found is None and decode.id == "d0"
+    ready, reason = ClusterView(registry).ready()
+    assert ready and reason.startswith("decode nodes prefill: no usable prefill node")
+    add(registry, "p1", pb.ROLE_PREFILL)
+    assert ids(await place(registry)) == ["p1", "d0"]
+
+
+async def test_a_prefill_node_that_falls_silent_is_stood_in_for_at_once(registry, clock):
+    add(registry, "p0", pb.ROLE_PREFILL)
+    add(registry, "d0")
+    clock.time += 5.1
+    assert registry.heartbeat("d0", pb.NodeLoad(healthy=True))
+    found, decode = await place(registry)
+    assert found is None and decode.id == "d0"
+
+
+async def test_prefill_nodes_that_left_in_order_are_waited_for(registry, clock):
+    add(registry, "p0", pb.ROLE_PREFILL)
+    add(registry, "d0")
+    registry.deregister("p0")
+    clock.time += 4
+    with pytest.raises(Unavailable, match="no usable prefill node"):
+        await place(registry)
+
+
+async def test_the_versions_of_forgotten_prefill_nodes_are_bounded(registry, clock):
+    for number in range(MAX_GONE + 9):
+        add(registry, f"p{number}", pb.ROLE_PREFILL, fingerprint=f"f{number}")
+    clock.time += 51
+    registry.sweep()
+    assert registry.nodes() == [] and len(registry.gone_prefills) == MAX_GONE
 
 
 async def test_a_node_of_both_roles_needs_no_other(registry):
