@@ -12,7 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdserve.common.config.router import RoutingConfig
-from pdserve.common.core.errors import Blame, NodeError, Overloaded, PdserveError, Unavailable
+from pdserve.common.core.errors import (
+    Blame,
+    NodeError,
+    Overloaded,
+    PdserveError,
+    TransferError,
+    Unavailable,
+)
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.router.flows import Flows
 from pdserve.router.health import AwakeClock, CircuitBreaker, LinkBreakers
@@ -24,6 +31,10 @@ logger = logging.getLogger(__name__)
 MAX_NODES = 1024
 NEW_NODES_BURST, NEW_NODES_PER_S = 256, 32.0
 MAX_GONE = 64  # versions of prefill nodes of which it is known that there were some
+# What becomes of calls while the router that made them stands still.
+BY_STANDSTILL = frozenset(
+    {"PEER_LOST", "UNREACHABLE", "PEER_SILENT", "TOKEN_STREAM_LOST", "LEASE_EXPIRED"}
+)
 ROLE_NAMES: dict[int, str] = {
     pb.ROLE_PREFILL: "prefill",
     pb.ROLE_DECODE: "decode",
@@ -50,6 +61,7 @@ class Node:
     last_chance: str = ""  # id of the request that has its last chance here
     # What to call when the node is lost: a stalled host breaks no connection.
     on_lost: set[Callable[[PdserveError], None]] = field(default_factory=set)
+    clock: AwakeClock = field(default_factory=AwakeClock)  # the registry's
     # ---- liveness: kept by `Registry`
     lost: bool = False  # a call found nobody there since the last heartbeat
     silent: bool = False  # its heartbeats, or its answers, have stopped
@@ -74,6 +86,18 @@ class Node:
         """When it was last seen to serve: its heartbeats may come though it does not answer."""
         return min(self.last_seen, self.last_answer) if self.unreachable else self.last_seen
 
+    def excused(self, error: PdserveError) -> PdserveError:
+        """What the failure of a call to it is: nothing that it did, where this router has just
+        stood still."""
+        between_nodes = isinstance(error, TransferError) and error.code != "LEASE_EXPIRED"
+        if error.code not in BY_STANDSTILL or between_nodes or not self.clock.stood_still():
+            return error
+        return NodeError(
+            f"this router had stood still: {error.message}",
+            code="ROUTER_STOOD_STILL",
+            blame=Blame.NETWORK,
+        )
+
     def prefilled(self, num_tokens: int, num_cached: int) -> None:
         """A prompt of so many tokens, so many of which it had, if that can be."""
         self.prompt_tokens += num_tokens
@@ -87,7 +111,8 @@ class Registry:
     def __init__(self, config: RoutingConfig, now: Callable[[], float] | None = None) -> None:
         """`sweep` is to be called four times in each `--heartbeat-timeout`."""
         self._config = config
-        self.now = now = now or AwakeClock(config.heartbeat_timeout / 2)
+        self.clock = AwakeClock()
+        self.now = now = now or self.clock
         self._nodes: dict[str, Node] = {}
         self._leaving: list[Node] = []  # deregistered; what they have goes on
         self._changed = asyncio.Event()
@@ -120,8 +145,9 @@ class Registry:
             )
             now = self.now()
             self._nodes[info.node_id] = Node(
-                info, load, now, breaker, adapters=frozenset(info.adapters), last_answer=now
-            )
+                info, load, now, breaker, adapters=frozenset(info.adapters), last_answer=now,
+                clock=self.clock,
+            )  # fmt: skip
             logger.info(
                 "%s registered: %s, %d KV blocks, tp %d, pp %d, ep %d, dp %d, connectors %s, "
                 "fingerprint %s",
@@ -198,6 +224,7 @@ class Registry:
         """It did not; `refused`: there is no connection at all, so that there is no point in
         waiting as long as for a heartbeat."""
         late = self.now() - node.last_answer > self._config.heartbeat_timeout
+        refused = refused and not self.clock.stood_still()
         if not node.unreachable and (refused or late):
             logger.warning("%s cannot be reached: %s", node.id, reason)
             node.unreachable = reason

@@ -13,7 +13,13 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.router.admission import MAX_WAITING_TOKENS, Admission, Batch
 from pdserve.router.cluster_view import ClusterView, mismatch
 from pdserve.router.generation import GenerationRequest
-from pdserve.router.health import AwakeClock, BreakerState, CircuitBreaker
+from pdserve.router.health import (
+    AFTER_STANDSTILL,
+    STANDSTILL,
+    AwakeClock,
+    BreakerState,
+    CircuitBreaker,
+)
 from pdserve.router.in_flight import InFlight
 from pdserve.router.placement import Placement, RoundRobin, least_load
 from pdserve.router.registry import MAX_GONE, Node, Registry
@@ -114,6 +120,34 @@ async def test_a_router_that_slept_takes_no_node_for_silent(clock):
         clock.time += 0.5
         registry.sweep()
     assert usable(registry, pb.ROLE_DECODE) == []
+
+
+async def test_a_loop_that_something_blocks_again_and_again_takes_no_node_for_silent(clock):
+    """A heartbeat is read in some turns of the loop, each of which is late."""
+    awake = AwakeClock(real=clock)
+    registry = Registry(RoutingConfig(heartbeat_timeout=5), awake)
+    add(registry, "d")
+    for _ in range(10):
+        clock.time += 2.3
+        registry.sweep()
+    assert ids(usable(registry, pb.ROLE_DECODE)) == ["d"]
+
+
+async def test_only_a_clock_that_runs_knows_that_it_stood_still(clock):
+    awake = AwakeClock(real=clock)
+    clock.time += 60
+    assert not awake.stood_still(), "it was not asked"
+    running = asyncio.create_task(awake.run())
+    await asyncio.sleep(0)
+    clock.time += STANDSTILL
+    assert not awake.stood_still()
+    clock.time += STANDSTILL + 0.1
+    assert awake.stood_still()
+    for _ in range(40):
+        assert awake.stood_still() == (awake() - awake._woke < AFTER_STANDSTILL)
+        clock.time += 0.1
+    assert not awake.stood_still()
+    running.cancel()
 
 
 async def test_nodes_that_may_not_be_used_say_why(registry, clock):
