@@ -139,6 +139,13 @@ class ClusterView:
             return "unhealthy"
         return "ready" if node.breaker.state is BreakerState.CLOSED else "broken"
 
+    def _reason(self, node: Node) -> str:
+        """Why it is in its state, or what is wrong though it may be used."""
+        why = node.unreachable or self._why_unusable(node) or node.load.reason
+        if not node.skew:
+            return why
+        return node.clock_off if why in ("", "ok") else f"{why}; {node.clock_off}"
+
     def _describe(self, node: Node) -> dict[str, Any]:
         load = node.load
         info = MessageToDict(node.info, preserving_proto_field_name=True)
@@ -149,7 +156,7 @@ class ClusterView:
         return {
             **info,
             "state": self._state(node),
-            "reason": node.unreachable or self._why_unusable(node) or load.reason,
+            "reason": self._reason(node),
             "breaker": node.breaker.state.value,
             "in_flight": node.in_flight,
             "prefill_tokens": node.prefill_tokens,

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import isfinite
 
 from pdserve.common.config.router import RoutingConfig
 from pdserve.common.core.errors import (
@@ -30,6 +32,7 @@ logger = logging.getLogger(__name__)
 # for a big cluster that comes back at once and stops a node that dies and returns for ever.
 MAX_NODES = 1024
 NEW_NODES_BURST, NEW_NODES_PER_S = 256, 32.0
+MAX_SKEW = 10.0  # seconds; at WINDOW_S of `rpc.auth` calls are refused at first
 MAX_GONE = 64  # versions of prefill nodes of which it is known that there were some
 # What becomes of calls while the router that made them stands still.
 BY_STANDSTILL = frozenset(
@@ -65,6 +68,7 @@ class Node:
     # ---- liveness: kept by `Registry`
     lost: bool = False  # a call found nobody there since the last heartbeat
     silent: bool = False  # its heartbeats, or its answers, have stopped
+    skew: float = 0.0  # seconds by which its clock is ahead of this host's, if by too many
     unreachable: str = ""  # why it does not answer us, though its heartbeats may come
     last_answer: float = 0.0  # when it did last
 
@@ -85,6 +89,14 @@ class Node:
     def last_heard(self) -> float:
         """When it was last seen to serve: its heartbeats may come though it does not answer."""
         return min(self.last_seen, self.last_answer) if self.unreachable else self.last_seen
+
+    @property
+    def clock_off(self) -> str:
+        """How, and what to do; empty: it is not."""
+        if not self.skew:
+            return ""
+        way = "ahead of" if self.skew > 0 else "behind"
+        return f"its clock is {abs(self.skew):.0f} s {way} the router's: set the clocks (NTP)"
 
     def excused(self, error: PdserveError) -> PdserveError:
         """What the failure of a call to it is: nothing that it did, where this router has just
@@ -199,6 +211,18 @@ class Registry:
         if revived:
             self.notify()
         return True
+
+    def clock_shown(self, node_id: str, time_s: float) -> None:
+        """The node's clock showed this Unix time when it sent what has just come. It matters to
+        nothing: who is refused for its time learns the other's (`rpc.auth`)."""
+        node, skew = self._nodes.get(node_id), time_s - time.time()
+        if node is None or not time_s or not isfinite(skew) or self.clock.stood_still():
+            return
+        was, node.skew = node.skew, skew if abs(skew) > MAX_SKEW else 0.0
+        if node.skew and not was:
+            logger.warning("%s: %s", node.id, node.clock_off)
+        elif was and not node.skew:
+            logger.info("%s: its clock agrees with the router's again", node.id)
 
     def deregister(self, node_id: str, instance: str = "") -> None:
         """The node drains: what it has goes on, and it gets no new requests."""

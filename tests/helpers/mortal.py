@@ -1,5 +1,5 @@
-"""Nodes that die or freeze at an exact point of the protocol, or whose steps wait to be let go:
-what runs inside the node's process."""
+"""Nodes that die or freeze at an exact point of the protocol, whose steps wait to be let go, or
+whose clock is wrong: what runs inside the node's process."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ import signal
 import time
 from collections.abc import Callable
 from functools import wraps
+from importlib import import_module
 from inspect import iscoroutinefunction
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from pdserve.common.core.plugins import import_string
 
+CLOCK_READERS = (
+    "pdserve.common.rpc.auth",
+    "pdserve.common.node.server",
+    "pdserve.router.registry",
+)
 STEP = "pdserve.common.worker.worker:ModelWorker.step"
 
 
@@ -32,6 +39,17 @@ def arm(number: str, point: str, count: str) -> None:
             os.kill(os.getpid(), getattr(signal, number))
 
     setattr(owner, name, _struck(getattr(owner, name), strike, after))
+
+
+def clock(path: str) -> None:
+    """pdserve reads a clock that is off by as many seconds as the file at `path` says at any time.
+    gRPC reads the host's, which it compares with its deadlines outside of Python."""
+    file = Path(path)
+    wrong = ModuleType("time")
+    vars(wrong).update(vars(time))
+    wrong.time = lambda: time.time() + float(file.read_text())  # type: ignore[attr-defined]
+    for name in CLOCK_READERS:
+        import_module(name).time = wrong  # type: ignore[attr-defined]
 
 
 def hold(path: str) -> None:
