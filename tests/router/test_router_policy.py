@@ -255,6 +255,34 @@ async def test_the_versions_of_forgotten_prefill_nodes_are_bounded(registry, clo
     assert registry.nodes() == [] and len(registry.gone_prefills) == MAX_GONE
 
 
+async def test_a_node_whose_fingerprint_matches_no_other_s_is_shown_as_such(registry):
+    add(registry, "p0", pb.ROLE_PREFILL)
+    view = ClusterView(registry)
+    assert view.counts() == {("prefill", "ready"): 1}, "the others may still come"
+    for name, role, *kind in (
+        ("d0", pb.ROLE_DECODE, "f"), ("d1", pb.ROLE_DECODE, "g"), ("p1", pb.ROLE_PREFILL, "h"),
+        ("d2", pb.ROLE_DECODE, "f", "nccl"), ("b0", pb.ROLE_BOTH, "i"),
+    ):  # fmt: skip
+        add(registry, name, role, *kind)
+    nodes = {node.id: node for node in registry.nodes()}
+    nodes["p0"].info.fingerprint_parts["block_size"] = "8"
+    nodes["d1"].info.fingerprint_parts["block_size"] = "16"
+    shown = {node["node_id"]: (node["state"], node["reason"]) for node in described(view)}
+    assert {name for name, (state, _) in shown.items() if state == "ready"} == {"p0", "d0", "b0"}
+    assert shown["d1"] == ("unpaired", "it fits no prefill node (p0 and d1: block_size 8 ≠ 16)")
+    assert shown["d2"][1].endswith("no common KV connector (tcp ≠ nccl))")
+    assert shown["p1"][1].startswith("it fits no decode node (p1 and d0: ")
+    assert view.counts()["decode", "unpaired"] == 2 and view.counts()["prefill", "unpaired"] == 1
+    add(registry, "p2", pb.ROLE_PREFILL, "g")
+    assert view.counts()["decode", "unpaired"] == 1
+    nodes["d1"].load.healthy = False
+    assert view.counts()["decode", "unhealthy"] == 1
+
+
+def described(view):
+    return view.describe()["nodes"]
+
+
 async def test_a_node_of_both_roles_needs_no_other(registry):
     add(registry, "b0", pb.ROLE_BOTH, connector="")
     assert ClusterView(registry).ready() == (True, "ok")
