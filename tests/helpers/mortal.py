@@ -52,6 +52,16 @@ def clock(path: str) -> None:
         import_module(name).time = wrong  # type: ignore[attr-defined]
 
 
+def keepalive(seconds: str, *then: str) -> None:
+    """Its server gives up peers that have not answered for about so long; then it calls what `then`
+    names, as `WarmStart.start` has it."""
+    server = import_module("pdserve.common.rpc.server")
+    short = {key: int(float(seconds) * 500) for key, value in server.KEEPALIVE if value}
+    server._OPTIONS[:] = [(key, short.get(key, value)) for key, value in server._OPTIONS]
+    if then:
+        import_string(then[0])(*then[1:])
+
+
 def hold(path: str) -> None:
     """No step of a node of one rank begins while there is a file at `path`; all else goes on."""
     owner_path, _, name = STEP.rpartition(".")
