@@ -63,9 +63,10 @@ class Fleet:
 
     # ---- processes that come and go ---------------------------------------------------------
 
-    def start_router(self) -> None:
+    def start_router(self, before: Sequence[str] = ()) -> None:
+        """`before` as in `WarmStart.start`."""
         options = {"model": self.model, **self._router}
-        self.pids["router"] = self._start("router", flags(options))
+        self.pids["router"] = self._start("router", flags(options), before)
 
     def start_node(self, role: str, before: Sequence[str] = (), **options: Any) -> str:
         """Returns its name; `before` as in `WarmStart.start`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from itertools import islice, product, starmap
 from typing import Any
@@ -16,6 +16,7 @@ from pdserve.router.registry import ROLE_NAMES, Node, Registry
 
 MAX_REASONS = 4  # that a sentence gives
 MAX_PAIRINGS = 4096  # that `/v1/cluster` lists: of 512 nodes of each role there are 262,144
+STAND_IN_AFTER = 3.0  # seconds without a prefill node, one of which may be about to come back
 
 
 class ClusterView:
@@ -45,12 +46,19 @@ class ClusterView:
         return product(self.usable(pb.ROLE_PREFILL), self.usable(pb.ROLE_DECODE))
 
     def must_prefill(self, decode: Node) -> bool:
-        """Whether no prefill node can serve this decode node now, but one that could, lives: its
-        link is cut, or it is sick. Then it would be a pity to wait."""
+        """Whether a decode node stands in for its prefill nodes, none of which can serve it now: at
+        once while one lives (its link is cut, or it is sick), else when none has been heard of for
+        `STAND_IN_AFTER`. A decode node whose prefill nodes have all left in order, or have not come
+        yet, waits for them."""
         if any(self.can_hand_over(node, decode) for node in self.usable(pb.ROLE_PREFILL)):
             return False
-        alive = [node for node in self._nodes(pb.ROLE_PREFILL) if self.registry.is_alive(node)]
-        return any(can_pair(node, decode) for node in alive)
+        fitting = [node for node in self._nodes(pb.ROLE_PREFILL) if can_pair(node, decode)]
+        if any(self.registry.is_alive(node) for node in fitting):
+            return True
+        heard = [node.last_heard for node in fitting]
+        if (gone := self.registry.gone_prefills.get(decode.info.fingerprint)) is not None:
+            heard.append(gone)
+        return bool(heard) and self.registry.now() - max(heard) >= STAND_IN_AFTER
 
     def ready(self) -> tuple[bool, str]:
         """Whether a new request could be served now; the reason when not, or what is amiss."""
@@ -107,8 +115,9 @@ class ClusterView:
 
     def describe(self) -> dict[str, Any]:
         """All nodes and the pairs in use, MAX_PAIRINGS of them, for `/v1/cluster`."""
+        unpaired = self._unpaired()
         return {
-            "nodes": [self._describe(node) for node in self.registry.nodes()],
+            "nodes": [self._describe(node, unpaired) for node in self.registry.nodes()],
             "pairings": [
                 {"prefill": prefill.id, "decode": decode.id}
                 for prefill, decode in islice(self._pairs(), MAX_PAIRINGS)
@@ -127,24 +136,58 @@ class ClusterView:
 
     def counts(self) -> Counter[tuple[str, str]]:
         """Nodes by (role, state), for the metrics."""
-        return Counter((node.role, self._state(node)) for node in self.registry.nodes())
+        unpaired = self._unpaired()
+        return Counter((node.role, self._state(node, unpaired)) for node in self.registry.nodes())
 
-    def _state(self, node: Node) -> str:
+    def _unpaired(self) -> dict[str, str]:
+        """Prefill and decode nodes that fit none of the other role, of which there are some: why,
+        by id."""
+        prefills, decodes = self._kinds(pb.ROLE_PREFILL), self._kinds(pb.ROLE_DECODE)
+        if not (prefills and decodes):
+            return {}
+        pairs = [pair for pair in product(prefills, decodes) if can_pair(pair[0][0], pair[1][0])]
+        fit = {id(kind) for pair in pairs for kind in pair}
+        why: dict[str, str] = {}
+        for kinds, others, role in ((prefills, decodes, "decode"), (decodes, prefills, "prefill")):
+            for kind in (kind for kind in kinds if id(kind) not in fit):
+                one, other = kind[0], others[0][0]
+                how = mismatch(one, other) if role == "decode" else mismatch(other, one)
+                why |= {node.id: f"it fits no {role} node ({how})" for node in kind}
+        return why
+
+    def _kinds(self, role: int) -> list[list[Node]]:
+        """The nodes of a role; those that pair with the same ones together."""
+        kinds: dict[tuple[str, ...], list[Node]] = {}
+        for node in self._nodes(role):
+            kinds.setdefault((node.info.fingerprint, *node.info.kv_connectors), []).append(node)
+        return list(kinds.values())
+
+    def _state(self, node: Node, unpaired: Collection[str]) -> str:
         if not self.registry.is_alive(node):
             return "lost"
         if not node.load.healthy:
             return "unhealthy"
-        return "ready" if node.breaker.state is BreakerState.CLOSED else "broken"
+        if node.breaker.state is not BreakerState.CLOSED:
+            return "broken"
+        return "unpaired" if node.id in unpaired else "ready"
 
-    def _describe(self, node: Node) -> dict[str, Any]:
+    def _reason(self, node: Node, unpaired: Mapping[str, str]) -> str:
+        """Why it is in its state, or what is wrong though it may be used."""
+        why = node.unreachable or self._why_unusable(node) or unpaired.get(node.id)
+        why = why or node.load.reason
+        if not node.skew:
+            return why
+        return node.clock_off if why in ("", "ok") else f"{why}; {node.clock_off}"
+
+    def _describe(self, node: Node, unpaired: Mapping[str, str]) -> dict[str, Any]:
         load = node.load
         info = _described(node)
         adapters = {"adapters": sorted(node.adapters)} if node.info.takes_adapters else {}
         return {
             **info,
             **adapters,
-            "state": self._state(node),
-            "reason": node.unreachable or self._why_unusable(node) or load.reason,
+            "state": self._state(node, unpaired),
+            "reason": self._reason(node, unpaired),
             "breaker": node.breaker.state.value,
             "in_flight": node.in_flight,
             "prefill_tokens": node.prefill_tokens,

@@ -3,10 +3,15 @@ measured by."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable
 from enum import StrEnum
 from time import monotonic
+
+STANDSTILL = 1.0  # seconds without a turn of the event loop, after which calls may have ended
+AFTER_STANDSTILL = 3.0  # seconds, awake, in which it shows which ones
+TICK, LONGEST_GAP = 0.1, 0.3  # seconds
 
 
 class AwakeClock:
@@ -14,21 +19,41 @@ class AwakeClock:
 
     A router that was stopped, or whose host was, wakes up to heartbeats that wait in its sockets;
     by the real clock it would take every node for silent before it has read them. Whoever uses
-    this clock asks it more often than every `longest_gap` seconds while the process runs: a
-    longer gap was no running.
+    this clock asks it more often than every `longest_gap` seconds while the process runs, as
+    `run` does: a longer gap was no running. The same goes for an event loop that something has
+    blocked: what came meanwhile is read a little at each of its turns, however late they are.
     """
 
-    def __init__(self, longest_gap: float, real: Callable[[], float] = monotonic) -> None:
+    def __init__(
+        self, longest_gap: float = LONGEST_GAP, real: Callable[[], float] = monotonic
+    ) -> None:
         self._longest_gap = longest_gap
         self._real = real
         self._asked = real()
         self._slept = 0.0
+        self._ticks = False
+        self._woke = float("-inf")  # by this clock, from the last standstill
 
     def __call__(self) -> float:
         now = self._real()
-        self._slept += max(0.0, now - self._asked - self._longest_gap)
+        gap = now - self._asked
+        self._slept += max(0.0, gap - self._longest_gap)
         self._asked = now
+        if self._ticks and gap > STANDSTILL:
+            self._woke = now - self._slept
         return now - self._slept
+
+    async def run(self) -> None:
+        """Asks it often enough, for ever."""
+        while True:
+            self()
+            self._ticks = True
+            await asyncio.sleep(TICK)
+
+    def stood_still(self) -> bool:
+        """Whether the process does not run again for long. Its peers may have given it up, and its
+        own timers are over, though nothing was late but itself. Only `run` can tell."""
+        return self() - self._woke < AFTER_STANDSTILL
 
 
 class BreakerState(StrEnum):

@@ -18,6 +18,7 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.status import REQUEST_ID_KEY, from_rpc_error
 from pdserve.common.rpc.trace import trace_metadata
+from pdserve.router.health import TICK
 from pdserve.router.registry import Node
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,8 @@ class NodeClient:
         try:
             response = await stub.Retarget(request, timeout=RETARGET_TIMEOUT)
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, Blame(self._node.role)) from None
+            failure = from_rpc_error(error, Blame(self._node.role))
+            raise self._node.excused(failure) from None
         if response is None:
             raise protocol_error(self._node.role, "the answer to Retarget does not parse")
         ticket: pb.Ticket = response.ticket
@@ -127,14 +129,18 @@ class NodeStream(Generic[EventT]):
         return None if event is EOF else event
 
     async def rest(self, seconds: float) -> None:
-        """The stream has ended; what is still to come on others may take so long.
+        """The stream has ended; what is still to come on others may take so long, while this
+        process runs.
 
         Raises:
             PdserveError: it did not come.
         """
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._failed.wait()
+        clock = self._node.clock
+        until = clock() + seconds
+        while not self._failed.is_set() and (left := until - clock()) > 0:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(left, TICK)):
+                    await self._failed.wait()
         raise self._lost or self._protocol_error("its stream ended before every choice did")
 
     async def expect(self, field: str) -> Any:
@@ -163,7 +169,7 @@ class NodeStream(Generic[EventT]):
                 code="PEER_LOST",
                 blame=Blame(self._node.role),
             )
-            raise self._lost or lost from None
+            raise self._lost or self._node.excused(lost) from None
         except Exception as error:  # a reply that gRPC itself does not understand
             logger.exception("%s node %s", self._node.role, self._node.id)
             raise self._protocol_error(f"a reply makes no sense: {error!r}") from error
@@ -171,8 +177,8 @@ class NodeStream(Generic[EventT]):
     def _typed(self, rpc_error: grpc.aio.AioRpcError) -> PdserveError:
         error = from_rpc_error(rpc_error, Blame(self._node.role))
         if error.code == "PEER_LOST" and not self._connected:
-            return NodeError(error.message, code="UNREACHABLE", blame=Blame(self._node.role))
-        return error
+            error = NodeError(error.message, code="UNREACHABLE", blame=Blame(self._node.role))
+        return self._node.excused(error)
 
     def _protocol_error(self, what: str) -> NodeError:
         return protocol_error(self._node.role, what)

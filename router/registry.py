@@ -8,12 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 from pdserve.common.config.router import RoutingConfig
-from pdserve.common.core.errors import Blame, NodeError, Overloaded, PdserveError, Unavailable
+from pdserve.common.core.errors import (
+    Blame,
+    NodeError,
+    Overloaded,
+    PdserveError,
+    TransferError,
+    Unavailable,
+)
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.router.flows import Flows
 from pdserve.router.health import AwakeClock, CircuitBreaker, LinkBreakers
@@ -24,6 +33,12 @@ logger = logging.getLogger(__name__)
 # for a big cluster that comes back at once and stops a node that dies and returns for ever.
 MAX_NODES = 1024
 NEW_NODES_BURST, NEW_NODES_PER_S = 256, 32.0
+MAX_SKEW = 10.0  # seconds; at WINDOW_S of `rpc.auth` calls are refused at first
+MAX_GONE = 64  # versions of prefill nodes of which it is known that there were some
+# What becomes of calls while the router that made them stands still.
+BY_STANDSTILL = frozenset(
+    {"PEER_LOST", "UNREACHABLE", "PEER_SILENT", "TOKEN_STREAM_LOST", "LEASE_EXPIRED"}
+)
 ROLE_NAMES: dict[int, str] = {
     pb.ROLE_PREFILL: "prefill",
     pb.ROLE_DECODE: "decode",
@@ -50,9 +65,11 @@ class Node:
     last_chance: str = ""  # id of the request that has its last chance here
     # What to call when the node is lost: a stalled host breaks no connection.
     on_lost: set[Callable[[PdserveError], None]] = field(default_factory=set)
+    clock: AwakeClock = field(default_factory=AwakeClock)  # the registry's
     # ---- liveness: kept by `Registry`
     lost: bool = False  # a call found nobody there since the last heartbeat
     silent: bool = False  # its heartbeats, or its answers, have stopped
+    skew: float = 0.0  # seconds by which its clock is ahead of this host's, if by too many
     unreachable: str = ""  # why it does not answer us, though its heartbeats may come
     last_answer: float = 0.0  # when it did last
     # ---- `info` as JSON, once it was asked for: kept by `ClusterView`
@@ -71,6 +88,31 @@ class Node:
         """Those that share its load; a node of an older version does not say and has one."""
         return max(1, self.info.data_parallel_size)
 
+    @property
+    def last_heard(self) -> float:
+        """When it was last seen to serve: its heartbeats may come though it does not answer."""
+        return min(self.last_seen, self.last_answer) if self.unreachable else self.last_seen
+
+    @property
+    def clock_off(self) -> str:
+        """How, and what to do; empty: it is not."""
+        if not self.skew:
+            return ""
+        way = "ahead of" if self.skew > 0 else "behind"
+        return f"its clock is {abs(self.skew):.0f} s {way} the router's: set the clocks (NTP)"
+
+    def excused(self, error: PdserveError) -> PdserveError:
+        """What the failure of a call to it is: nothing that it did, where this router has just
+        stood still."""
+        between_nodes = isinstance(error, TransferError) and error.code != "LEASE_EXPIRED"
+        if error.code not in BY_STANDSTILL or between_nodes or not self.clock.stood_still():
+            return error
+        return NodeError(
+            f"this router had stood still: {error.message}",
+            code="ROUTER_STOOD_STILL",
+            blame=Blame.NETWORK,
+        )
+
     def prefilled(self, num_tokens: int, num_cached: int) -> None:
         """A prompt of so many tokens, so many of which it had, if that can be."""
         self.prompt_tokens += num_tokens
@@ -84,13 +126,16 @@ class Registry:
     def __init__(self, config: RoutingConfig, now: Callable[[], float] | None = None) -> None:
         """`sweep` is to be called four times in each `--heartbeat-timeout`."""
         self._config = config
-        self.now = now = now or AwakeClock(config.heartbeat_timeout / 2)
+        self.clock = AwakeClock()
+        self.now = now = now or self.clock
         self._nodes: dict[str, Node] = {}
         self._leaving: list[Node] = []  # deregistered; what they have goes on
         self._changed = asyncio.Event()
         self._room_for_new = float(NEW_NODES_BURST)  # a token bucket, as of `_filled_at`
         self._filled_at = now()
         self.links = LinkBreakers(now)
+        # By fingerprint: when the last one was heard of that was lost and is forgotten.
+        self.gone_prefills: dict[str, float] = {}
         self.flows = Flows()
 
     # ---- what nodes say of themselves -------------------------------------------------------
@@ -115,8 +160,9 @@ class Registry:
             )
             now = self.now()
             self._nodes[info.node_id] = Node(
-                info, load, now, breaker, adapters=frozenset(info.adapters), last_answer=now
-            )
+                info, load, now, breaker, adapters=frozenset(info.adapters), last_answer=now,
+                clock=self.clock,
+            )  # fmt: skip
             logger.info(
                 "%s registered: %s, %d KV blocks, tp %d, pp %d, ep %d, dp %d, connectors %s, "
                 "fingerprint %s",
@@ -169,12 +215,26 @@ class Registry:
             self.notify()
         return True
 
+    def clock_shown(self, node_id: str, time_s: float) -> None:
+        """The node's clock showed this Unix time when it sent what has just come. It matters to
+        nothing: who is refused for its time learns the other's (`rpc.auth`)."""
+        node, skew = self._nodes.get(node_id), time_s - time.time()
+        if node is None or not time_s or not isfinite(skew) or self.clock.stood_still():
+            return
+        was, node.skew = node.skew, skew if abs(skew) > MAX_SKEW else 0.0
+        if node.skew and not was:
+            logger.warning("%s: %s", node.id, node.clock_off)
+        elif was and not node.skew:
+            logger.info("%s: its clock agrees with the router's again", node.id)
+
     def deregister(self, node_id: str, instance: str = "") -> None:
         """The node drains: what it has goes on, and it gets no new requests."""
         node = self._nodes.get(node_id)
         if node is not None and node.info.instance == instance:
             del self._nodes[node_id]
             self._leaving.append(node)
+            if node.info.role == pb.ROLE_PREFILL:
+                self.gone_prefills.pop(node.info.fingerprint, None)
             logger.info("%s deregistered", node_id)
 
     # ---- what this router sees of them ------------------------------------------------------
@@ -191,6 +251,7 @@ class Registry:
         """It did not; `refused`: there is no connection at all, so that there is no point in
         waiting as long as for a heartbeat."""
         late = self.now() - node.last_answer > self._config.heartbeat_timeout
+        refused = refused and not self.clock.stood_still()
         if not node.unreachable and (refused or late):
             logger.warning("%s cannot be reached: %s", node.id, reason)
             node.unreachable = reason
@@ -212,7 +273,16 @@ class Registry:
         for node in self.nodes():
             if self.now() - node.last_seen > limit and node.in_flight == 0:
                 logger.warning("%s is lost: silent for %.0f s", node.id, limit)
-                del self._nodes[node.id]
+                self._forget(node)
+
+    def _forget(self, node: Node) -> None:
+        del self._nodes[node.id]
+        if node.info.role == pb.ROLE_PREFILL:
+            gone = self.gone_prefills
+            gone.pop(node.info.fingerprint, None)
+            gone[node.info.fingerprint] = node.last_seen
+            if len(gone) > MAX_GONE:
+                del gone[next(iter(gone))]
 
     def _fell_silent(self, node: Node) -> None:
         node.silent = True

@@ -47,6 +47,7 @@ class RegistryService(pb_grpc.RegistryServicer):
             self._check(request.node)
             _cut(request.load)
             self._registry.register(request.node, request.load)
+            self._registry.clock_shown(request.node.node_id, request.time_s)
         return pb.RegisterResponse(heartbeat_interval_s=self._heartbeat_interval)
 
     async def Heartbeat(
@@ -56,6 +57,8 @@ class RegistryService(pb_grpc.RegistryServicer):
         async with serving(context):
             _cut(request.load)
             known = self._registry.heartbeat(request.node_id, request.load, request.instance)
+            if known:
+                self._registry.clock_shown(request.node_id, request.time_s)
         return pb.HeartbeatResponse(known=known)
 
     async def Deregister(

@@ -174,6 +174,7 @@ class Router:
         )  # fmt: skip
         period = min(_HOUSEKEEPING, self._config.routing.heartbeat_timeout / 4)
         self._tasks = [
+            asyncio.create_task(self._registry.clock.run()),
             asyncio.create_task(self._keep_house(period)),
             asyncio.create_task(probe_nodes(self._registry, self._channels, period)),
         ]

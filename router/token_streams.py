@@ -116,6 +116,7 @@ class TokenStream:
             self.ended = True
             self._call.cancel()
             jobs, self._jobs = self._jobs, {}
+            error = self._node.excused(error)
             for receiver in jobs.values():
                 receiver.tokens_lost(error)
 

@@ -19,7 +19,11 @@ from pdserve.common.client.terminal import console_of, number
 from pdserve.common.core.errors import NodeError, PdserveError
 from pdserve.common.core.printable import printable
 
-STATES = {"ready": "green", "unhealthy": "red", "lost": "red", "broken": "yellow"}
+STATES = {
+    **dict.fromkeys(("unhealthy", "lost"), "red"),
+    **dict.fromkeys(("broken", "unpaired"), "yellow"),
+    "ready": "green",
+}
 COLUMNS: dict[str, JustifyMethod] = {
     **dict.fromkeys(("node", "role", "state"), "left"),
     **dict.fromkeys(("in flight", "running", "waiting", "KV use"), "right"),

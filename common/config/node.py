@@ -18,6 +18,7 @@ from pdserve.common.config.shared import (
 )
 from pdserve.common.config.speculation import SpeculationOptions
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.host import is_address
 from pdserve.common.core.parameters import MAX_LOGPROBS
 
 
@@ -302,6 +303,14 @@ class NodeConfig:
     grpc_port: int = option(0, "port of the node's gRPC server (0: a free one)", **PORT)
     metrics_port: int = option(0, "port of /metrics and /health (0: a free one)", **PORT)
     drain_timeout: float = option(30.0, "seconds a SIGTERM waits for work in flight", minimum=0.0)
+
+    def __post_init__(self) -> None:
+        if "," in self.router:
+            raise ConfigError(
+                f"--router {self.router} names several routers: a node registers with one alone"
+            )
+        if not is_address(self.router):
+            raise ConfigError(f"--router {self.router} must be HOST:PORT, like 127.0.0.1:8002")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

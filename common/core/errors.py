@@ -15,6 +15,7 @@
     ├── Cancelled            499  the client left
     └── NodeError            500  a node failed while it served the request
         ├── ClusterAuthError 500  a role did not prove to another who it is
+        │   └── ClockSkew        its clock and the other's are too far apart
         └── TransferError    500  a KV hand-off failed
 
 The circuit breaker, the HTTP status, the gRPC status and the log line all read the same
@@ -150,6 +151,17 @@ class ClusterAuthError(NodeError):
     """Between roles only: a client whose API key is wrong gets Unauthenticated."""
 
     default_code = "CLUSTER_AUTH_FAILED"
+
+
+class ClockSkew(ClusterAuthError):
+    """A call came too early or too late by this server's clock, which the caller may learn."""
+
+    default_code = "CLOCK_SKEW"
+
+    def __init__(self, message: str, clock: str = "") -> None:
+        """`clock`: this server's time, and the proof that it said so of this call."""
+        super().__init__(message)
+        self.clock = clock
 
 
 class TransferError(NodeError):

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import socket
+import time
 from collections.abc import Callable, Coroutine
 from time import monotonic
 from typing import Any
@@ -178,10 +179,12 @@ class Registration:
     async def _beat(self) -> None:
         node_id, instance = self._info.node_id, self._info.instance
         if self._registered:
-            beat = pb.HeartbeatRequest(node_id=node_id, load=self._load(), instance=instance)
+            beat = pb.HeartbeatRequest(
+                node_id=node_id, load=self._load(), instance=instance, time_s=time.time()
+            )
             self._registered = (await self._stub.Heartbeat(beat, timeout=_RPC_TIMEOUT)).known
         if not self._registered:
-            request = pb.RegisterRequest(node=self._info, load=self._load())
+            request = pb.RegisterRequest(node=self._info, load=self._load(), time_s=time.time())
             response = await self._stub.Register(request, timeout=_RPC_TIMEOUT)
             self._interval, self._registered = response.heartbeat_interval_s, True
             logger.info("registered with router %s as %s", self._router, self._info.node_id)

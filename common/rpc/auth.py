@@ -3,14 +3,19 @@
     v1 ROLE ID ADDRESS TIME NONCE MAC
 
 MAC is HMAC-SHA256 under the key over the method and all fields before it: a token is good for one
-method of one server, once (the server remembers the nonces), while the clocks of the two hosts
-differ by less than WINDOW_S. It does not hide what is said, and does not cover the message: on a
+method of one server, once (the server remembers the nonces), while it is less than WINDOW_S old by
+the server's clock. A server that refuses a call for its time says in the refusal what its own clock
+shows, with a MAC over that and the call's nonce: the caller makes the call again, signed by the
+server's clock. Clocks are read when a process starts; who sets them later changes nothing in it.
+
+A token does not hide what is said, and does not cover the message: on a
 network where others can listen or change packets use TLS as well.
 """
 
 from __future__ import annotations
 
 import hmac
+import logging
 import secrets
 import time
 from collections import OrderedDict
@@ -18,12 +23,15 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from pdserve.common.core.errors import ClusterAuthError, ConfigError
+from pdserve.common.core.errors import ClockSkew, ClusterAuthError, ConfigError
+
+logger = logging.getLogger(__name__)
 
 TOKEN_KEY = "pdserve-token"  # the metadata's name
 WINDOW_S = 30.0
 MIN_KEY_LENGTH = 16  # characters
 MAX_NONCES = 1 << 17  # of the last 2 × WINDOW_S; beyond it the oldest may be used again
+MAX_REFUSED = 1 << 12  # nonces of the last tokens that came before their time
 _VERSION = "v1"
 
 ROUTER, PREFILL, DECODE, BOTH = "router", "prefill", "decode", "both"
@@ -68,11 +76,18 @@ caller_var: ContextVar[Caller | None] = ContextVar("caller", default=None)
 """Who made the call that the current task answers; None: nobody was asked to prove it."""
 
 
+def steady_time() -> Callable[[], float]:
+    """A clock that shows Unix time now, and from now on goes by one that is never set."""
+    kind = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # which counts a host's sleep
+    ahead = time.time() - time.clock_gettime(kind)
+    return lambda: ahead + time.clock_gettime(kind)
+
+
 class ClusterKey:
     """Signs this process's calls and checks those of others. One for each process: it remembers
     which tokens it has seen."""
 
-    def __init__(self, keys: str, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, keys: str, now: Callable[[], float] | None = None) -> None:
         """`keys` is `--cluster-key`.
 
         Raises:
@@ -85,12 +100,15 @@ class ClusterKey:
                 "example with `openssl rand -hex 32`"
             )
         self._keys = [word.encode() for word in words]
-        self._now = now
+        self._now = now or steady_time()
         self._seen: OrderedDict[str, float] = OrderedDict()  # nonce → when it may be forgotten
+        self._refused: OrderedDict[str, None] = OrderedDict()  # nonces
 
-    def sign(self, role: str, node_id: str, method: str, address: str) -> str:
-        """The token of one call of `method` of the server dialled at `address`."""
-        fields = f"{_VERSION} {role} {node_id} {address} {self._now():.3f} {secrets.token_hex(8)}"
+    def sign(self, role: str, node_id: str, method: str, address: str, ahead: float = 0.0) -> str:
+        """The token of one call of `method` of the server dialled at `address`, whose clock is
+        `ahead` seconds ahead of this process's."""
+        made = self._now() + ahead
+        fields = f"{_VERSION} {role} {node_id} {address} {made:.3f} {secrets.token_hex(8)}"
         return f"{fields} {_mac(self._keys[0], method, fields).decode()}"
 
     def check(self, token: str | None, method: str, address: str = "") -> Caller:
@@ -103,27 +121,43 @@ class ClusterKey:
             raise _refusal("the call shows no cluster key", _SAME_KEY)
         fields, _, mac = token.rpartition(" ")
         given = mac.encode(errors="replace")
-        if not any(hmac.compare_digest(_mac(key, method, fields), given) for key in self._keys):
+        keys = (k for k in self._keys if hmac.compare_digest(_mac(k, method, fields), given))
+        if (key := next(keys, None)) is None:
             raise _refusal("the call was made with another cluster key, or for another method",
                            _SAME_KEY)  # fmt: skip
         version, *rest = fields.split(" ")
         if version != _VERSION or len(rest) != 5:
             raise _refusal(f"the token is of version {version}, not {_VERSION}", _SAME_RELEASE)
         role, node_id, dialled, made, nonce = rest
-        self._check_time(float(made))
+        self._check_time(float(made), nonce, key)
         if address and dialled != address:
             raise _refusal(f"the call was meant for {dialled}, this is {address}", _ONE_ADDRESS)
         check_role(frozenset({role}), method)
         self._check_nonce(nonce)
         return Caller(frozenset({role}), node_id)
 
-    def _check_time(self, made: float) -> None:
-        late = self._now() - made
-        if abs(late) > WINDOW_S:
-            raise _refusal(
-                f"by the clocks of the two hosts the call was made {late:.0f} s ago, and "
-                f"{WINDOW_S:.0f} s may lie between", "set the clocks (NTP)"
-            )  # fmt: skip
+    def clock_ahead(self, token: str, clock: str) -> float | None:
+        """By how many seconds the clock is ahead of the server that refused `token` with
+        `ClockSkew.clock`; None: it does not prove that it is this cluster's."""
+        shown, _, mac = clock.rpartition(" ")
+        nonce, given = token.split(" ")[-2], mac.encode(errors="replace")
+        if not any(hmac.compare_digest(_clock_mac(k, nonce, shown), given) for k in self._keys):
+            return None
+        return float(shown) - self._now()
+
+    def _check_time(self, made: float, nonce: str, key: bytes) -> None:
+        now = self._now()
+        if abs(now - made) <= WINDOW_S:
+            return
+        self._refused[nonce] = None  # its time may come
+        if len(self._refused) > MAX_REFUSED:
+            self._refused.popitem(last=False)
+        shown = f"{now:.3f}"
+        raise ClockSkew(
+            f"by the clocks of the two hosts the call was made {now - made:.0f} s ago, and "
+            f"{WINDOW_S:.0f} s may lie between: set the clocks (NTP)",
+            f"{shown} {_clock_mac(key, nonce, shown).decode()}",
+        )
 
     def _check_nonce(self, nonce: str) -> None:
         now = self._now()
@@ -131,7 +165,7 @@ class ClusterKey:
             next(iter(self._seen.values())) < now or len(self._seen) >= MAX_NONCES
         ):
             self._seen.popitem(last=False)
-        if nonce in self._seen:
+        if nonce in self._seen or nonce in self._refused:
             raise _refusal("the token was used before", "make a new one for each call")
         self._seen[nonce] = now + 2 * WINDOW_S
 
@@ -140,6 +174,30 @@ class ClusterKey:
         not give the list away, and sign no call."""
         use = f"pdserve key for {purpose}".encode()  # no method of gRPC begins like this
         return tuple(hmac.digest(key, use, "sha256") for key in self._keys)
+
+
+class Signer:
+    """Signs a process's calls of one server, by that server's clock once it has shown it."""
+
+    def __init__(self, key: ClusterKey, role: str, node_id: str, address: str) -> None:
+        self._key = key
+        self._role, self._node_id, self._address = role, node_id, address
+        self._ahead = 0.0  # seconds by which the server's clock is
+
+    def sign(self, method: str) -> str:
+        return self._key.sign(self._role, self._node_id, method, self._address, self._ahead)
+
+    def learn(self, token: str, clock: str) -> bool:
+        """Whether the server, which refused `token` with this `ClockSkew.clock`, takes the next."""
+        ahead = self._key.clock_ahead(token, clock)
+        if ahead is None:
+            return False
+        logger.info(
+            "the clock of the server at %s is %.0f s %s this process's: calls go by that one",
+            self._address, abs(ahead), "ahead of" if ahead > 0 else "behind",
+        )  # fmt: skip
+        self._ahead = ahead
+        return True
 
 
 _SAME_KEY = "give all roles the same --cluster-key (PDSERVE_CLUSTER_KEY)"
@@ -162,6 +220,10 @@ def no_key_here() -> ClusterAuthError:
 
 def _refusal(what: str, mend: str) -> ClusterAuthError:
     return ClusterAuthError(f"{what}: {mend}")
+
+
+def _clock_mac(key: bytes, nonce: str, shown: str) -> bytes:
+    return _mac(key, "clock", f"{nonce} {shown}")  # no method is named so
 
 
 def _mac(key: bytes, method: str, fields: str) -> bytes:

@@ -3,18 +3,20 @@ check of those that call it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import grpc
+from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from pdserve.common.config.shared import AuthConfig, TLSConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import is_loopback
-from pdserve.common.rpc.auth import TOKEN_KEY, ClusterKey
+from pdserve.common.rpc.auth import TOKEN_KEY, ClusterKey, Signer
 from pdserve.common.rpc.server import KEEPALIVE, MESSAGE_LIMITS, AuthInterceptor
+from pdserve.common.rpc.status import CLOCK_KEY
 from pdserve.common.rpc.tls import TLS
 
 _OPTIONS = [
@@ -73,18 +75,18 @@ class Credentials:
         """For this process's calls of other roles."""
         if self.key is None:
             return Channels(self.tls)
-        return Channels(self.tls, partial(self.key.sign, self.role, self.node_id))
+        return Channels(self.tls, partial(Signer, self.key, self.role, self.node_id))
 
 
 class Channels:
     """Channels by address, made on first use and kept; mutual TLS with `tls`."""
 
     def __init__(
-        self, tls: TLS | None = None, sign: Callable[[str, str], str] | None = None
+        self, tls: TLS | None = None, signer: Callable[[str], Signer] | None = None
     ) -> None:
-        """`sign` makes the token of a call, given its method and the address."""
+        """`signer` makes what signs the calls of an address."""
         self._credentials = None if tls is None else _channel_credentials(tls)
-        self._sign = sign
+        self._signer = signer
         self._channels: dict[str, grpc.aio.Channel | SignedChannel] = {}
 
     def get(self, address: str) -> Any:
@@ -95,8 +97,8 @@ class Channels:
         return channel
 
     def _signed(self, address: str) -> grpc.aio.Channel | SignedChannel:
-        channel, sign = self._open(address), self._sign
-        return SignedChannel(channel, lambda method: sign(method, address)) if sign else channel
+        channel = self._open(address)
+        return channel if self._signer is None else SignedChannel(channel, self._signer(address))
 
     def _open(self, address: str) -> grpc.aio.Channel:
         if self._credentials is None:
@@ -129,28 +131,86 @@ def _channel_credentials(tls: TLS) -> grpc.ChannelCredentials:
 
 class SignedChannel:
     """A channel each of whose calls carries a token of its own; as much of `grpc.aio.Channel` as
-    our stubs use."""
+    our stubs use. A call that was refused for its time is made again, once, by the server's
+    clock: nothing of it was read."""
 
-    def __init__(self, channel: grpc.aio.Channel, sign: Callable[[str], str]) -> None:
-        """`sign` makes the token of a call of a method."""
+    def __init__(self, channel: grpc.aio.Channel, signer: Signer) -> None:
         self._channel = channel
-        self._sign = sign
+        self._signer = signer
 
-    def unary_unary(self, method: str, *args: Any, **options: Any) -> Any:
-        return self._signed(method, self._channel.unary_unary(method, *args, **options))
+    def unary_unary(self, method: str, *args: Any, **options: Any) -> Callable[..., Any]:
+        call = self._channel.unary_unary(method, *args, **options)
 
-    def unary_stream(self, method: str, *args: Any, **options: Any) -> Any:
-        return self._signed(method, self._channel.unary_stream(method, *args, **options))
-
-    def _signed(self, method: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def signed(request: Any, *, metadata: Sequence[Any] | None = None, **options: Any) -> Any:
-            token = (TOKEN_KEY, self._sign(method))
-            return call(request, metadata=(*(metadata or ()), token), **options)
+        async def signed(request: Any, **options: Any) -> Any:
+            token = self._signer.sign(method)
+            try:
+                return await call(request, **_with(token, options))
+            except grpc.aio.AioRpcError as error:
+                if not self._learnt(token, error):
+                    raise
+            return await call(request, **_with(self._signer.sign(method), options))
 
         return signed
+
+    def unary_stream(self, method: str, *args: Any, **options: Any) -> Callable[..., Any]:
+        call = self._channel.unary_stream(method, *args, **options)
+
+        def signed(request: Any, **options: Any) -> SignedStream:
+            def start() -> tuple[str, Any]:
+                token = self._signer.sign(method)
+                return token, call(request, **_with(token, options))
+
+            return SignedStream(start, self._learnt)
+
+        return signed
+
+    def _learnt(self, token: str, error: grpc.aio.AioRpcError) -> bool:
+        """Whether a call with this token was refused for its time, and the next will not be."""
+        metadata: Any = error.trailing_metadata() or ()
+        clock = dict(metadata).get(CLOCK_KEY)
+        return isinstance(clock, str) and self._signer.learn(token, clock)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         return self._channel.get_state(try_to_connect)
 
     async def close(self, grace: float | None = None) -> None:
         await self._channel.close(grace)
+
+
+class SignedStream:
+    """A call whose answer is a stream; as much of `grpc.aio.UnaryStreamCall` as we use."""
+
+    def __init__(
+        self,
+        start: Callable[[], tuple[str, Any]],
+        learnt: Callable[[str, grpc.aio.AioRpcError], bool],
+    ) -> None:
+        """`start` makes the call: its token, and what gRPC has of it."""
+        self._start, self._learnt = start, learnt
+        self._token, self._call = start()
+        self._may_repeat = True
+
+    async def read(self) -> Any:
+        try:
+            event = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            if not (self._may_repeat and self._learnt(self._token, error)):
+                raise
+            _, self._call = self._start()
+            event = await self._call.read()
+        finally:
+            self._may_repeat = False
+        return event
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        while (event := await self.read()) is not EOF:
+            yield event
+
+    def cancel(self) -> bool:
+        cancelled: bool = self._call.cancel()
+        return cancelled
+
+
+def _with(token: str, options: dict[str, Any]) -> dict[str, Any]:
+    """A call's options, the token among its metadata."""
+    return {**options, "metadata": (*(options.get("metadata") or ()), (TOKEN_KEY, token))}

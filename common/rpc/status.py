@@ -26,6 +26,7 @@ REQUEST_ID_KEY = "x-request-id"
 # Bytes of an error's text. It is there up to three times, in other alphabets percent-encoded, and
 # whoever gets more than 8 KiB of metadata gets none of it.
 MAX_MESSAGE = 1024
+CLOCK_KEY = "pdserve-clock"  # `ClockSkew.clock`
 _CODE, _BLAME, _RETRYABLE, _PARAM, _RETRY_AFTER = (
     f"pdserve-{name}" for name in ("error-code", "blame", "retryable", "param", "retry-after")
 )
@@ -43,6 +44,7 @@ STATUS: dict[type[PdserveError], grpc.StatusCode] = {
     errors.TransferError: grpc.StatusCode.ABORTED,
     errors.NodeError: grpc.StatusCode.INTERNAL,
     errors.ClusterAuthError: grpc.StatusCode.UNAUTHENTICATED,
+    errors.ClockSkew: grpc.StatusCode.UNAUTHENTICATED,
 }
 _CLASS = {status: cls for cls, status in reversed(list(STATUS.items()))}
 # Between roles it is never about the key of a client.
@@ -106,6 +108,8 @@ async def abort(context: Context, error: PdserveError, details: Sequence[Message
         metadata.append((_PARAM, error.param))
     if error.retry_after is not None:
         metadata.append((_RETRY_AFTER, str(error.retry_after)))
+    if isinstance(error, errors.ClockSkew):
+        metadata.append((CLOCK_KEY, error.clock))
     if details:
         packed = [Packed() for _ in details]
         for each, detail in zip(packed, details, strict=True):

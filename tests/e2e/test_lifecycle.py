@@ -146,12 +146,15 @@ def test_a_node_of_another_layout_is_never_paired(roles: WarmCluster) -> None:
     assert "block_size 32 ≠ 16" in check_refused(roles, 503)
     state = roles.get("/v1/cluster").json()
     assert (state["ready"], state["pairings"]) == (False, [])
+    assert {node["state"] for node in state["nodes"]} == {"unpaired"}
+    assert all("block_size 32 ≠ 16" in node["reason"] for node in state["nodes"])
     sizes = {node["role"]: node["fingerprint_parts"]["block_size"] for node in state["nodes"]}
     assert sizes == {"prefill": "32", "decode": "16"}
     roles.start_node("prefill")
-    roles.wait_nodes()
+    roles.wait_for(lambda: len(roles.get("/v1/cluster").json()["pairings"]) == 1)
     check_exact(roles)
-    assert len(roles.get("/v1/cluster").json()["pairings"]) == 1
+    states = sorted(node["state"] for node in roles.nodes())
+    assert states == ["ready", "ready", "unpaired"]
 
 
 def test_a_second_signal_stops_at_once(roles: WarmCluster) -> None:
@@ -293,6 +296,8 @@ WRONG_FORKED = [
     # Open to strangers beyond this host.
     ((*ROUTER, "--model={model}", "--host=0.0.0.0"), "give all roles the same --cluster-key"),
     (("prefill_node", "--model={model}", "--kv-host=0.0.0.0"), "same --cluster-key"),
+    (("decode_node", "--model={model}", "--router=a:8002,b:8002"), "names several routers"),
+    (("prefill_node", "--model={model}", "--router=nowhere"), "must be HOST:PORT"),
 ]
 
 

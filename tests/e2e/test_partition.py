@@ -135,19 +135,31 @@ def test_prefill_and_decode_nodes_that_do_not_reach_each_other(site: Site) -> No
     site.cluster.wait_idle()
 
 
-def test_no_prefill_node_is_left_and_one_comes_back(site: Site) -> None:
-    site.network.cut(site.hosts[site.prefill])
+@pytest.mark.parametrize("way", ["there", "both"])
+def test_decode_nodes_compute_while_the_router_reaches_no_prefill_node(
+    site: Site, way: str
+) -> None:
+    """Also when only the way from the router to it is cut, so that its heartbeats arrive."""
+    host = site.hosts[site.prefill]
+    if way == "there":
+        site.network.drop(hosts.ROUTER, host)
+    else:
+        site.network.cut(host)
+    site.check(list(site.ask()))  # within PATIENCE, or it is a 503
     site.wait_state(site.prefill, "lost")
+    reason = site.cluster.get("/v1/cluster").json()["reason"]
+    assert reason.startswith("decode nodes prefill: no usable prefill node")
+    assert site.cluster.get("/ready").status_code == 200
     started = time.monotonic()
-    response = site.cluster.post("/v1/completions", prompt=list(PROMPT), max_tokens=2)
-    assert response.status_code == 503
-    assert response.json()["error"]["code"] == "no_node"
-    assert response.headers["Retry-After"]
-    assert time.monotonic() - started >= PATIENCE
-    assert "prefill" in site.cluster.get("/ready").text
-    site.network.heal(site.hosts[site.prefill])
+    site.check(list(site.ask()))  # the next ones do not wait
+    assert time.monotonic() - started < PATIENCE
+    if way == "there":
+        site.network.drop(hosts.ROUTER, host, False)
+    else:
+        site.network.heal(host)
     site.wait_state(site.prefill, "ready")
-    site.check(list(site.ask()))
+    site.cluster.wait_idle(20)
+    site.cluster.wait_for(lambda: site.transferred() > 0)
     site.cluster.wait_idle()
 
 

@@ -4,6 +4,7 @@ position, hand over nothing, and do to a request whatever a test tells them."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -68,6 +69,7 @@ class FakeNode:
         self.streams = TokenStreams()
         self.times = (0.0, 0.0, 0.0)  # what its tokens say of timed jobs
         self.position_offset = 0  # what it adds to the positions it streams
+        self.on_tokens: Callable[[Any], Awaitable[None]] | None = None  # gets each message
         self.tells_tokens: Callable[[Any], Iterable[Any]] = lambda message: (message,)
         self.server = grpc.aio.server(options=[("grpc.http2.max_ping_strikes", 0)])
 
@@ -144,6 +146,8 @@ class FakeNode:
 
     async def _tokens(self, request: pb.TokensRequest, context: Any) -> AsyncIterator[Any]:
         async for message in self.streams.messages(request.token_stream):
+            if self.on_tokens is not None:
+                await self.on_tokens(message)
             for each in self.tells_tokens(message):
                 yield each
 
@@ -268,12 +272,12 @@ async def fake_cluster(
     cluster = FakeCluster(folder, **routing)
     await cluster.start(*names)
     watching = probe_nodes(cluster.registry, cluster.channels, 0.1) if watched else None
-    task = asyncio.create_task(watching) if watching is not None else None
+    tasks = [asyncio.create_task(each) for each in (cluster.registry.clock.run(), watching) if each]
     try:
         yield cluster
         await cluster.settled()
     finally:
-        if task is not None:
+        for task in tasks:
             task.cancel()
         await cluster.channels.close()
         cluster.pipeline.streams.close()
@@ -309,6 +313,11 @@ def says(status: grpc.StatusCode, **metadata: str) -> Fault:
         await context.abort(status, "told so", words)
 
     return fault
+
+
+def stand_still(seconds: float) -> None:
+    """Nothing else happens in this process, nodes and router, meanwhile."""
+    time.sleep(seconds)
 
 
 async def hangs(context: Any) -> None:

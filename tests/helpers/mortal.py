@@ -1,5 +1,5 @@
-"""Nodes that die or freeze at an exact point of the protocol, or whose steps wait to be let go:
-what runs inside the node's process."""
+"""Nodes that die or freeze at an exact point of the protocol, whose steps wait to be let go, or
+whose clock is wrong: what runs inside the node's process."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ import signal
 import time
 from collections.abc import Callable
 from functools import wraps
+from importlib import import_module
 from inspect import iscoroutinefunction
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from pdserve.common.core.plugins import import_string
 
+CLOCK_READERS = (
+    "pdserve.common.rpc.auth",
+    "pdserve.common.node.server",
+    "pdserve.router.registry",
+)
 STEP = "pdserve.common.worker.worker:ModelWorker.step"
 
 
@@ -32,6 +39,27 @@ def arm(number: str, point: str, count: str) -> None:
             os.kill(os.getpid(), getattr(signal, number))
 
     setattr(owner, name, _struck(getattr(owner, name), strike, after))
+
+
+def clock(path: str) -> None:
+    """pdserve reads a clock that is off by as many seconds as the file at `path` says at any time.
+    gRPC reads the host's, which it compares with its deadlines outside of Python."""
+    file = Path(path)
+    wrong = ModuleType("time")
+    vars(wrong).update(vars(time))
+    wrong.time = lambda: time.time() + float(file.read_text())  # type: ignore[attr-defined]
+    for name in CLOCK_READERS:
+        import_module(name).time = wrong  # type: ignore[attr-defined]
+
+
+def keepalive(seconds: str, *then: str) -> None:
+    """Its server gives up peers that have not answered for about so long; then it calls what `then`
+    names, as `WarmStart.start` has it."""
+    server = import_module("pdserve.common.rpc.server")
+    short = {key: int(float(seconds) * 500) for key, value in server.KEEPALIVE if value}
+    server._OPTIONS[:] = [(key, short.get(key, value)) for key, value in server._OPTIONS]
+    if then:
+        import_string(then[0])(*then[1:])
 
 
 def hold(path: str) -> None:

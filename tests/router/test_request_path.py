@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 import pytest
 
-from fake_nodes import FakeCluster, dies, fails, fake_cluster, hangs, says
+from fake_nodes import FakeCluster, Fault, dies, fails, fake_cluster, hangs, says, stand_still
 from pdserve.common.core.errors import (
     Blame,
     DeadlineExceeded,
@@ -36,7 +36,7 @@ from pdserve.router.adapters import Adapter
 from pdserve.router.attempt import Attempt
 from pdserve.router.cluster_view import ClusterView
 from pdserve.router.generation import MAX_BEGUN, MAX_BURST, GenerationRequest, merge
-from pdserve.router.health import LINK_COOLDOWN, BreakerState
+from pdserve.router.health import LINK_COOLDOWN, STANDSTILL, BreakerState
 
 PARTED = NodeError("no route", code="PEER_LOST", blame=Blame.DECODE)
 
@@ -73,6 +73,57 @@ async def finish(cluster: FakeCluster, request: GenerationRequest) -> None:
 
 def breakers(cluster: FakeCluster) -> set[BreakerState]:
     return {node.breaker.state for node in cluster.registry.nodes()}
+
+
+# ---- a router that stood still blames no node ----
+
+
+async def stood_still_and_lost(context: Any) -> None:
+    """As after a SIGSTOP, or a step of the loop that took long: connections are gone."""
+    stand_still(STANDSTILL + 0.2)
+    await context.abort(grpc.StatusCode.UNAVAILABLE, "ping timeout")
+
+
+@pytest.mark.parametrize("where", ["p0", "d0", "retarget"])
+async def test_a_loop_that_stood_still_blames_no_node(
+    tmp_path: Path, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However many calls end with it, no breaker opens and no request is near its end."""
+    options: dict[str, Any] = {"breaker_failures": 1, "migration_limit": 0}
+    async with fake_cluster(tmp_path, ("p0", "d0"), **options) as cluster:
+        await asyncio.sleep(0)  # its clock runs
+        if where == "retarget":
+            cluster["p0"].on_run = once(fails(PARTED))
+            cluster["d0"].on_retarget = once(stood_still_and_lost)
+        else:
+            cluster[where].on_token[1] = once(stood_still_and_lost)
+        async with asyncio.timeout(60):
+            stats = await cluster.ask()
+        assert stats.timeline.migrations > 0 and "ROUTER_STOOD_STILL" in caplog.text
+        assert breakers(cluster) == {BreakerState.CLOSED}
+        assert not any(node.breaker.trips or node.lost for node in cluster.registry.nodes())
+
+
+async def test_a_node_that_does_not_answer_a_router_that_stood_still_is_asked_again(
+    tmp_path: Path,
+) -> None:
+    async with fake_cluster(tmp_path, ("p0", "d0")) as cluster:
+        await asyncio.sleep(0)
+        stand_still(STANDSTILL + 0.2)
+        for node in cluster.registry.nodes():
+            cluster.registry.unanswered(node, "ping timeout", refused=True)
+        assert not any(node.unreachable for node in cluster.registry.nodes())
+        await cluster.ask()
+
+
+def once(fault: Fault) -> Fault:
+    left = [fault]
+
+    async def first(context: Any) -> None:
+        if left:
+            await left.pop()(context)
+
+    return first
 
 
 # ---- every path ends ----

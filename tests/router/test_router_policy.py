@@ -13,10 +13,16 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.router.admission import MAX_WAITING_TOKENS, Admission, Batch
 from pdserve.router.cluster_view import MAX_PAIRINGS, ClusterView, mismatch
 from pdserve.router.generation import GenerationRequest
-from pdserve.router.health import AwakeClock, BreakerState, CircuitBreaker
+from pdserve.router.health import (
+    AFTER_STANDSTILL,
+    STANDSTILL,
+    AwakeClock,
+    BreakerState,
+    CircuitBreaker,
+)
 from pdserve.router.in_flight import InFlight
 from pdserve.router.placement import Placement, RoundRobin, least_load
-from pdserve.router.registry import Node, Registry
+from pdserve.router.registry import MAX_GONE, Node, Registry
 from pdserve.router.request_state import RequestState
 
 
@@ -116,6 +122,34 @@ async def test_a_router_that_slept_takes_no_node_for_silent(clock):
     assert usable(registry, pb.ROLE_DECODE) == []
 
 
+async def test_a_loop_that_something_blocks_again_and_again_takes_no_node_for_silent(clock):
+    """A heartbeat is read in some turns of the loop, each of which is late."""
+    awake = AwakeClock(real=clock)
+    registry = Registry(RoutingConfig(heartbeat_timeout=5), awake)
+    add(registry, "d")
+    for _ in range(10):
+        clock.time += 2.3
+        registry.sweep()
+    assert ids(usable(registry, pb.ROLE_DECODE)) == ["d"]
+
+
+async def test_only_a_clock_that_runs_knows_that_it_stood_still(clock):
+    awake = AwakeClock(real=clock)
+    clock.time += 60
+    assert not awake.stood_still(), "it was not asked"
+    running = asyncio.create_task(awake.run())
+    await asyncio.sleep(0)
+    clock.time += STANDSTILL
+    assert not awake.stood_still()
+    clock.time += STANDSTILL + 0.1
+    assert awake.stood_still()
+    for _ in range(40):
+        assert awake.stood_still() == (awake() - awake._woke < AFTER_STANDSTILL)
+        clock.time += 0.1
+    assert not awake.stood_still()
+    running.cancel()
+
+
 async def test_nodes_that_may_not_be_used_say_why(registry, clock):
     add(registry, "d0", healthy=False, reason="step 7 has been running for 20.0 s")
     add(registry, "d1")
@@ -168,6 +202,85 @@ async def test_a_prefill_node_that_is_sick_is_stood_in_for(registry):
     assert prefill is None and decode.info.node_id == "d0"
     ready, reason = ClusterView(registry).ready()
     assert ready and reason.startswith("decode nodes prefill: ")
+
+
+@pytest.mark.parametrize("gone", ["lost", "unreachable", "forgotten"])
+async def test_prefill_nodes_that_are_gone_are_stood_in_for_in_a_few_seconds(registry, clock, gone):
+    add(registry, "p0", pb.ROLE_PREFILL)
+    add(registry, "d0")
+    add(registry, "d1", fingerprint="g")  # which never had one
+    prefill, *decodes = registry.nodes()
+    setattr(prefill, gone if gone == "unreachable" else "lost", "no route")
+    with pytest.raises(Unavailable, match="no usable prefill node"):
+        await place(registry)
+    for _ in range(60 if gone == "forgotten" else 6):
+        clock.time += 1
+        if gone == "unreachable":  # its heartbeats arrive
+            registry.heartbeat("p0", pb.NodeLoad(healthy=True))
+        for node in decodes:
+            registry.heartbeat(node.id, pb.NodeLoad(healthy=True))
+        registry.sweep()
+    assert (prefill in registry.nodes()) == (gone != "forgotten")
+    found, decode = await place(registry)
+    assert found is None and decode.id == "d0"
+    ready, reason = ClusterView(registry).ready()
+    assert ready and reason.startswith("decode nodes prefill: no usable prefill node")
+    add(registry, "p1", pb.ROLE_PREFILL)
+    assert ids(await place(registry)) == ["p1", "d0"]
+
+
+async def test_a_prefill_node_that_falls_silent_is_stood_in_for_at_once(registry, clock):
+    add(registry, "p0", pb.ROLE_PREFILL)
+    add(registry, "d0")
+    clock.time += 5.1
+    assert registry.heartbeat("d0", pb.NodeLoad(healthy=True))
+    found, decode = await place(registry)
+    assert found is None and decode.id == "d0"
+
+
+async def test_prefill_nodes_that_left_in_order_are_waited_for(registry, clock):
+    add(registry, "p0", pb.ROLE_PREFILL)
+    add(registry, "d0")
+    registry.deregister("p0")
+    clock.time += 4
+    with pytest.raises(Unavailable, match="no usable prefill node"):
+        await place(registry)
+
+
+async def test_the_versions_of_forgotten_prefill_nodes_are_bounded(registry, clock):
+    for number in range(MAX_GONE + 9):
+        add(registry, f"p{number}", pb.ROLE_PREFILL, fingerprint=f"f{number}")
+    clock.time += 51
+    registry.sweep()
+    assert registry.nodes() == [] and len(registry.gone_prefills) == MAX_GONE
+
+
+async def test_a_node_whose_fingerprint_matches_no_other_s_is_shown_as_such(registry):
+    add(registry, "p0", pb.ROLE_PREFILL)
+    view = ClusterView(registry)
+    assert view.counts() == {("prefill", "ready"): 1}, "the others may still come"
+    for name, role, *kind in (
+        ("d0", pb.ROLE_DECODE, "f"), ("d1", pb.ROLE_DECODE, "g"), ("p1", pb.ROLE_PREFILL, "h"),
+        ("d2", pb.ROLE_DECODE, "f", "nccl"), ("b0", pb.ROLE_BOTH, "i"),
+    ):  # fmt: skip
+        add(registry, name, role, *kind)
+    nodes = {node.id: node for node in registry.nodes()}
+    nodes["p0"].info.fingerprint_parts["block_size"] = "8"
+    nodes["d1"].info.fingerprint_parts["block_size"] = "16"
+    shown = {node["node_id"]: (node["state"], node["reason"]) for node in described(view)}
+    assert {name for name, (state, _) in shown.items() if state == "ready"} == {"p0", "d0", "b0"}
+    assert shown["d1"] == ("unpaired", "it fits no prefill node (p0 and d1: block_size 8 ≠ 16)")
+    assert shown["d2"][1].endswith("no common KV connector (tcp ≠ nccl))")
+    assert shown["p1"][1].startswith("it fits no decode node (p1 and d0: ")
+    assert view.counts()["decode", "unpaired"] == 2 and view.counts()["prefill", "unpaired"] == 1
+    add(registry, "p2", pb.ROLE_PREFILL, "g")
+    assert view.counts()["decode", "unpaired"] == 1
+    nodes["d1"].load.healthy = False
+    assert view.counts()["decode", "unhealthy"] == 1
+
+
+def described(view):
+    return view.describe()["nodes"]
 
 
 async def test_a_node_of_both_roles_needs_no_other(registry):

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from fake_nodes import FakeCluster, fake_cluster, hangs
+from fake_nodes import FakeCluster, fake_cluster, hangs, stand_still
 from pdserve.common.core.errors import InvalidRequest, NodeError, PdserveError
 from pdserve.common.core.request import FinishReason, TokenEvent
 from pdserve.common.core.sampling import SampledToken, TokenLogprobs
@@ -351,3 +351,22 @@ async def test_an_end_that_overtakes_the_last_tokens_waits_for_them(
     async with asyncio.timeout(60):
         answers = [await four.ask() for _ in range(4)]
     assert held and sum(stats.timeline.migrations for stats in answers) > 0
+
+
+async def test_a_loop_that_stood_still_before_the_last_tokens_blames_no_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait in the socket when the time for them is over."""
+    stood_still = []
+
+    async def late(message: pb.StepTokens) -> None:
+        if any(each.finish_reason for each in decode_tokens(message.tokens)):
+            await asyncio.sleep(0.2)  # the router has the end of `Decode.Run`
+            stand_still(1.5)
+            stood_still.append(message)
+
+    monkeypatch.setattr("pdserve.router.attempt.LAST_TOKENS", 1.0)
+    async with fake_cluster(tmp_path, ("p0", "d0")) as cluster, asyncio.timeout(60):
+        cluster["d0"].on_tokens = late
+        stats = await cluster.ask()
+        assert stood_still and stats.timeline.migrations == 0

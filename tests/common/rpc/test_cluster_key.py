@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -18,8 +20,16 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from pdserve.common.cli.certs import HOSTS, write
 from pdserve.common.config.router import RoutingConfig
 from pdserve.common.config.shared import AuthConfig, TLSConfig
-from pdserve.common.core.errors import Blame, ClusterAuthError, ConfigError, Overloaded, Unavailable
+from pdserve.common.core.errors import (
+    Blame,
+    ClockSkew,
+    ClusterAuthError,
+    ConfigError,
+    Overloaded,
+    Unavailable,
+)
 from pdserve.common.core.host import is_loopback
+from pdserve.common.node import server as node_server
 from pdserve.common.node.server import Registration
 from pdserve.common.rpc import auth
 from pdserve.common.rpc.auth import CALLERS, TOKEN_KEY, ClusterKey
@@ -112,6 +122,44 @@ def test_a_token_is_good_once_for_one_method_of_one_server(key: ClusterKey, cloc
     clock.time += 20  # still within the window
     with pytest.raises(ClusterAuthError, match="used before"):
         key.check(made, RUN, HERE)
+
+
+def test_a_token_that_came_before_its_time_is_not_good_later(key: ClusterKey, clock: Clock) -> None:
+    made = ClusterKey(KEY, clock).sign("router", "router-1", RUN, HERE, ahead=120)
+    with pytest.raises(ClockSkew):
+        key.check(made, RUN, HERE)
+    clock.time += 120
+    with pytest.raises(ClusterAuthError, match="used before"):
+        key.check(made, RUN, HERE)
+
+
+def test_a_refusal_for_its_time_proves_what_the_server_s_clock_shows(
+    key: ClusterKey, clock: Clock
+) -> None:
+    """To the one that made the call, by its key and its nonce."""
+    mine = Clock()
+    mine.time -= 120
+    signer = ClusterKey(f"{KEY},{OTHER}", mine)
+    made, another = (signer.sign("router", "router-1", RUN, HERE) for _ in range(2))
+    with pytest.raises(ClockSkew) as caught:
+        key.check(made, RUN, HERE)
+    shown = caught.value.clock
+    assert signer.clock_ahead(made, shown) == 120
+    assert ClusterKey(f"{OTHER},{KEY}", mine).clock_ahead(made, shown) == 120
+    assert signer.clock_ahead(another, shown) is None
+    assert ClusterKey(OTHER, mine).clock_ahead(made, shown) is None
+    later = f"{float(shown.split()[0]) + 60:.3f} {shown.split()[1]}"
+    for forged in (later, "", "x", " ", "ü ü", shown[:-1]):
+        assert signer.clock_ahead(made, forged) is None
+    key.check(signer.sign("router", "router-1", RUN, HERE, ahead=120), RUN, HERE)
+
+
+def test_who_sets_the_clock_changes_nothing_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs, real = ClusterKey(KEY), ClusterKey(KEY), time.time
+    monkeypatch.setattr(time, "time", lambda: real() - 120)
+    ours.check(theirs.sign("router", "router-1", RUN, HERE), RUN, HERE)
+    with pytest.raises(ClockSkew):
+        ours.check(ClusterKey(KEY).sign("router", "router-1", RUN, HERE), RUN, HERE)
 
 
 def test_remembered_tokens_are_bounded_in_time_and_number(
@@ -270,6 +318,40 @@ async def test_decode_run_needs_the_router_s_token() -> None:
         assert decode.served == 1
 
 
+def skewed(role: str, seconds: float) -> Credentials:
+    return Credentials(role, f"{role}-1", None, ClusterKey(KEY, lambda: time.time() + seconds))
+
+
+@pytest.mark.parametrize("seconds", [-120, 120])
+async def test_a_call_refused_for_its_time_is_made_again_by_the_server_s_clock(
+    seconds: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with decode_server(credentials("decode", KEY).interceptor()) as (decode, address):
+        channels = skewed("router", seconds).channels()
+        stub = pb_grpc.DecodeStub(channels.get(address))
+        for _ in range(3):
+            assert [each async for each in stub.Run(pb.DecodeRequest(), timeout=60)]
+        assert decode.served == 3
+        assert await run(channels, address) == ""
+    way = "behind" if seconds > 0 else "ahead of"
+    assert caplog.text.count(f"is 120 s {way} this process's") == 1
+    assert caplog.text.count("refused a call") == 1
+
+
+async def test_a_server_that_does_not_prove_its_clock_is_not_believed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor is a call made a third time."""
+    own = credentials("decode", KEY)
+    async with decode_server(own.interceptor()) as (decode, address):
+        monkeypatch.setattr(ClusterKey, "clock_ahead", lambda *_: None)
+        assert await run(skewed("router", 120).channels(), address) == "CLOCK_SKEW"
+        monkeypatch.setattr(ClusterKey, "clock_ahead", lambda *_: 300.0)
+        assert await run(skewed("router", 120).channels(), address) == "CLOCK_SKEW"
+        assert decode.served == 0
+
+
 async def test_a_replayed_token_is_refused() -> None:
     own = credentials("decode", KEY)
     async with decode_server(own.interceptor()) as (decode, address):
@@ -388,6 +470,41 @@ async def test_a_node_registers_as_itself_alone() -> None:
             "decode-1"
         ]
         assert "instance" not in ClusterView(registry).describe()["nodes"][0]
+
+
+async def test_a_node_whose_clock_is_off_registers_and_the_router_says_so_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with registry_server() as (registry, address):
+        channels = skewed("decode", -120).channels()
+        off = [-120.0]
+        monkeypatch.setattr(node_server, "time", SimpleNamespace(time=lambda: time.time() + off[0]))
+        registration = Registration(address, node("decode-1"), lambda: LOAD, channels)
+        task = asyncio.create_task(registration.run())
+
+        async def beats() -> str:
+            """The reason that is shown after some more heartbeats."""
+            async with asyncio.timeout(60):
+                while not registry.nodes():
+                    await asyncio.sleep(0.01)
+                registry.nodes()[0].last_seen = seen = -1.0
+                while registry.nodes()[0].last_seen == seen:
+                    await asyncio.sleep(0.01)
+            (shown,) = ClusterView(registry).describe()["nodes"]
+            return str(shown["reason"])
+
+        wrong = "its clock is 120 s behind the router's: set the clocks (NTP)"
+        assert [await beats() for _ in range(3)] == [wrong] * 3
+        assert ids_of(ClusterView(registry).usable(pb.ROLE_DECODE)) == ["decode-1"]
+        assert caplog.text.count("decode-1: its clock is 120 s behind the router's") == 1
+        off[0] = 0.0
+        assert await beats() in ("", "ok")
+        task.cancel()
+        await channels.close()
+
+
+def ids_of(nodes: list[Any]) -> list[str]:
+    return [each.id for each in nodes]
 
 
 def test_a_live_node_is_not_taken_over(caplog: pytest.LogCaptureFixture) -> None:
