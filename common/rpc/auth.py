@@ -1,15 +1,23 @@
 """How one role knows another: a token in the metadata of each call, made with the cluster key.
 
-    v1 ROLE ID ADDRESS TIME NONCE MAC
+    v2 ROLE ID ADDRESS TIME NONCE DIGEST MAC
 
-MAC is HMAC-SHA256 under the key over the method and all fields before it: a token is good for one
-method of one server, once (the server remembers the nonces), while the clocks of the two hosts
-differ by less than WINDOW_S. It does not hide what is said, and does not cover the message: on a
-network where others can listen or change packets use TLS as well.
+MAC is HMAC-SHA256 under the key over the method and all fields before it, DIGEST is the message's
+SHA-256: a token is good for one message to one method of one server, once (the server remembers the
+nonces), while the clocks of the two hosts differ by less than WINDOW_S.
+
+A node's server knows where it is dialled and takes no token for another address. The registry does
+not: nodes dial a name that their resolver, a proxy or a service of Kubernetes makes up. There the
+digest is what stops whoever gets hold of a node's registration and passes it on: it registers that
+node, as it said itself, and nothing else.
+
+A token does not hide what is said, and answers have none: on a network where others can listen or
+change packets use TLS as well.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import secrets
 import time
@@ -24,11 +32,11 @@ TOKEN_KEY = "pdserve-token"  # the metadata's name
 WINDOW_S = 30.0
 MIN_KEY_LENGTH = 16  # characters
 MAX_NONCES = 1 << 17  # of the last 2 × WINDOW_S; beyond it the oldest may be used again
-_VERSION = "v1"
+_VERSION = "v2"
 
 ROUTER, PREFILL, DECODE, BOTH = "router", "prefill", "decode", "both"
 _NODES = frozenset({PREFILL, DECODE, BOTH})
-# Who may call what. A method that is neither here nor in OPEN is nobody's.
+# Who may call what. Every role may ask for the contracts, and everybody whether a server is well.
 CALLERS: dict[str, frozenset[str]] = {
     "/pdserve.v1.Registry/Register": _NODES,
     "/pdserve.v1.Registry/Heartbeat": _NODES,
@@ -43,9 +51,7 @@ CALLERS: dict[str, frozenset[str]] = {
     "/pdserve.v1.KVTransfer/Abort": frozenset({PREFILL}),
     "/pdserve.v1.KVTransfer/Retarget": frozenset({ROUTER, PREFILL}),
 }
-# For anybody: what clients ask (API keys guard it), whether a server is well, and the contracts,
-# which are public anyway.
-OPEN = ("/pdserve.v1.Inference/", "/grpc.health.v1.Health/", "/grpc.reflection.")
+REFLECTION = "/grpc.reflection."
 
 
 def new_node_id(role: str) -> str:
@@ -59,6 +65,7 @@ class Caller:
 
     roles: frozenset[str]
     node_id: str = ""  # empty: a certificate does not say
+    digest: str = ""  # of the message that the caller sends; empty: a certificate does not say
 
     def is_node(self, role: str, node_id: str) -> bool:
         return role in self.roles and self.node_id in ("", node_id)
@@ -88,13 +95,17 @@ class ClusterKey:
         self._now = now
         self._seen: OrderedDict[str, float] = OrderedDict()  # nonce → when it may be forgotten
 
-    def sign(self, role: str, node_id: str, method: str, address: str) -> str:
+    def sign(self, role: str, node_id: str, method: str, address: str, message: bytes = b"") -> str:
         """The token of one call of `method` of the server dialled at `address`."""
-        fields = f"{_VERSION} {role} {node_id} {address} {self._now():.3f} {secrets.token_hex(8)}"
+        fields = (
+            f"{_VERSION} {role} {node_id} {address} {self._now():.3f} {secrets.token_hex(8)} "
+            f"{_digest(message)}"
+        )
         return f"{fields} {_mac(self._keys[0], method, fields).decode()}"
 
     def check(self, token: str | None, method: str, address: str = "") -> Caller:
         """Who made this call of `method`; `address` is where this server is dialled, if it knows.
+        Its message is the caller's only if `check_message` says so, too.
 
         Raises:
             ClusterAuthError: the token does not prove that this caller may make this call, now.
@@ -107,15 +118,15 @@ class ClusterKey:
             raise _refusal("the call was made with another cluster key, or for another method",
                            _SAME_KEY)  # fmt: skip
         version, *rest = fields.split(" ")
-        if version != _VERSION or len(rest) != 5:
+        if version != _VERSION or len(rest) != 6:
             raise _refusal(f"the token is of version {version}, not {_VERSION}", _SAME_RELEASE)
-        role, node_id, dialled, made, nonce = rest
+        role, node_id, dialled, made, nonce, digest = rest
         self._check_time(float(made))
         if address and dialled != address:
             raise _refusal(f"the call was meant for {dialled}, this is {address}", _ONE_ADDRESS)
         check_role(frozenset({role}), method)
         self._check_nonce(nonce)
-        return Caller(frozenset({role}), node_id)
+        return Caller(frozenset({role}), node_id, digest)
 
     def _check_time(self, made: float) -> None:
         late = self._now() - made
@@ -138,15 +149,25 @@ class ClusterKey:
 
 _SAME_KEY = "give all roles the same --cluster-key (PDSERVE_CLUSTER_KEY)"
 _SAME_RELEASE = "run one release of pdserve on all hosts"
+_PROXY = "look for a proxy that changes what roles tell each other"
 _ONE_ADDRESS = "give each node an --advertise-host of its own"
 _ROLES = "name the role in its certificate, as `pdserve certs` does, or use --cluster-key"
 
 
 def check_role(roles: frozenset[str], method: str) -> None:
     """Raises ClusterAuthError: none of the roles may call the method."""
-    if not roles & CALLERS.get(method, frozenset()):
+    callers = (
+        _NODES | {ROUTER} if method.startswith(REFLECTION) else CALLERS.get(method, frozenset())
+    )
+    if not roles & callers:
         who = " or ".join(sorted(roles)) or "a peer without a role"
         raise _refusal(f"{who} may not call {method}", _ROLES)
+
+
+def check_message(caller: Caller, message: bytes) -> None:
+    """Raises ClusterAuthError: the caller's token is of a call with another message."""
+    if caller.digest and not hmac.compare_digest(caller.digest, _digest(message)):
+        raise _refusal("the call's message is not the one that its token was made for", _PROXY)
 
 
 def no_key_here() -> ClusterAuthError:
@@ -156,6 +177,10 @@ def no_key_here() -> ClusterAuthError:
 
 def _refusal(what: str, mend: str) -> ClusterAuthError:
     return ClusterAuthError(f"{what}: {mend}")
+
+
+def _digest(message: bytes) -> str:
+    return hashlib.sha256(message).hexdigest()
 
 
 def _mac(key: bytes, method: str, fields: str) -> bytes:

@@ -17,6 +17,8 @@ from pdserve.common.rpc.auth import TOKEN_KEY, ClusterKey
 from pdserve.common.rpc.server import KEEPALIVE, MESSAGE_LIMITS, AuthInterceptor
 from pdserve.common.rpc.tls import TLS
 
+Serializer = Callable[[Any], bytes]
+
 _OPTIONS = [
     *MESSAGE_LIMITS,
     *KEEPALIVE,
@@ -80,9 +82,9 @@ class Channels:
     """Channels by address, made on first use and kept; mutual TLS with `tls`."""
 
     def __init__(
-        self, tls: TLS | None = None, sign: Callable[[str, str], str] | None = None
+        self, tls: TLS | None = None, sign: Callable[[str, str, bytes], str] | None = None
     ) -> None:
-        """`sign` makes the token of a call, given its method and the address."""
+        """`sign` makes the token of a call, given its method, the address and the message."""
         self._credentials = None if tls is None else _channel_credentials(tls)
         self._sign = sign
         self._channels: dict[str, grpc.aio.Channel | SignedChannel] = {}
@@ -96,7 +98,9 @@ class Channels:
 
     def _signed(self, address: str) -> grpc.aio.Channel | SignedChannel:
         channel, sign = self._open(address), self._sign
-        return SignedChannel(channel, lambda method: sign(method, address)) if sign else channel
+        if sign is None:
+            return channel
+        return SignedChannel(channel, lambda method, message: sign(method, address, message))
 
     def _open(self, address: str) -> grpc.aio.Channel:
         if self._credentials is None:
@@ -131,21 +135,30 @@ class SignedChannel:
     """A channel each of whose calls carries a token of its own; as much of `grpc.aio.Channel` as
     our stubs use."""
 
-    def __init__(self, channel: grpc.aio.Channel, sign: Callable[[str], str]) -> None:
-        """`sign` makes the token of a call of a method."""
+    def __init__(self, channel: grpc.aio.Channel, sign: Callable[[str, bytes], str]) -> None:
+        """`sign` makes the token of a call of a method with a message."""
         self._channel = channel
         self._sign = sign
 
-    def unary_unary(self, method: str, *args: Any, **options: Any) -> Any:
-        return self._signed(method, self._channel.unary_unary(method, *args, **options))
+    def unary_unary(
+        self, method: str, request_serializer: Serializer, *args: Any, **options: Any
+    ) -> Any:
+        call = self._channel.unary_unary(method, None, *args, **options)
+        return self._signed(method, request_serializer, call)
 
-    def unary_stream(self, method: str, *args: Any, **options: Any) -> Any:
-        return self._signed(method, self._channel.unary_stream(method, *args, **options))
+    def unary_stream(
+        self, method: str, request_serializer: Serializer, *args: Any, **options: Any
+    ) -> Any:
+        call = self._channel.unary_stream(method, None, *args, **options)
+        return self._signed(method, request_serializer, call)
 
-    def _signed(self, method: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _signed(
+        self, method: str, serialize: Serializer, call: Callable[..., Any]
+    ) -> Callable[..., Any]:
         def signed(request: Any, *, metadata: Sequence[Any] | None = None, **options: Any) -> Any:
-            token = (TOKEN_KEY, self._sign(method))
-            return call(request, metadata=(*(metadata or ()), token), **options)
+            message = serialize(request)
+            token = (TOKEN_KEY, self._sign(method, message))
+            return call(message, metadata=(*(metadata or ()), token), **options)
 
         return signed
 
