@@ -23,7 +23,7 @@ from pdserve.router.grpc_details import details
 INFERENCE = "/pdserve.v1.Inference/"
 # Bytes: parameters at their bounds, and a prompt as long as most windows.
 MAX_NBYTES = 2**18
-HELD = 32  # messages of MAX_NBYTES; parsed, one may be 45 times as large
+HELD = 16  # messages of MAX_NBYTES; parsed, one may be 45 times as large
 MAX_WAITING = 4096  # calls; of each gRPC holds its metadata and the first 16 KiB of its message
 
 _held: ContextVar[Callable[[], None]] = ContextVar("held")

@@ -140,6 +140,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         async with answering(context, details=partial(details, request=request)):
+            client = client_of(self._serving.keys, context)
             asked: dict[str, Any] = {"model": request.model or None}
             if request.HasField("add_special_tokens"):
                 asked["add_special_tokens"] = request.add_special_tokens
@@ -147,10 +148,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 case "text":
                     body = Pieces(encode({**asked, "prompt": request.text}))
                 case "chat":
-                    body = await _body(request, lambda: asked | chat_fields(request.chat, {}))
+                    fields = partial(chat_fields, request.chat, {})
+                    body = await self._body(request, lambda: asked | fields(), client)
                 case _:
                     raise InvalidRequest("give text or chat", param="prompt")
-            client = client_of(self._serving.keys, context)
             (ids,) = (await self._serving.preprocess("tokenize", body, client)).prompts
         return pb.TokenizeResponse(token_ids=ids, max_model_len=self._model.max_model_len)
 
@@ -158,9 +159,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: pb.DetokenizeRequest, context: Context
     ) -> pb.DetokenizeResponse:
         async with answering(context, details=partial(details, request=request)):
-            asked: dict[str, Any] = {"model": request.model or None}
-            body = await _body(request, lambda: asked | {"tokens": list(request.token_ids)})
             client = client_of(self._serving.keys, context)
+            asked: dict[str, Any] = {"model": request.model or None}
+            tokens = request.token_ids
+            body = await self._body(request, lambda: asked | {"tokens": list(tokens)}, client)
             (text,) = (await self._serving.preprocess("detokenize", body, client)).texts
         return pb.DetokenizeResponse(text=text)
 
@@ -202,7 +204,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: pb.GenerateRequest, given: dict[str, Any], client: str
     ) -> tuple[GenerationRequest, ChatChoices]:
         serving = self._serving
-        body = await _body(request, lambda: chat_fields(request.chat, given))
+        body = await self._body(request, lambda: chat_fields(request.chat, given), client)
         asked = await serving.preprocess("chat", body, client)
         (token_ids,), plan = asked.prompts, asked.answer
         given["grammar"] = asked.grammar
@@ -233,6 +235,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             model=request.model or None,
         )
 
+    async def _body(
+        self, request: Message, fields: Callable[[], dict[str, Any]], client: str
+    ) -> Pieces:
+        """The JSON body that asks the same; of a large message a thread makes it, at its client's
+        turn."""
+
+        def make() -> bytes:
+            return encode(fields())
+
+        if request.ByteSize() <= INLINE:
+            return Pieces(make())
+        return Pieces(await self._serving.threads.run(client, partial(asyncio.to_thread, make)))
+
     async def _prompt(self, request: pb.GenerateRequest, client: str) -> Sequence[int]:
         match request.WhichOneof("prompt"):
             case "text":
@@ -242,15 +257,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 return self._model.check_prompt(request.token_ids.ids, "token_ids")
             case _:
                 raise InvalidRequest("give text, token_ids or chat", param="prompt")
-
-
-async def _body(request: Message, fields: Callable[[], dict[str, Any]]) -> Pieces:
-    """The JSON body that asks the same; of a large message a thread makes it."""
-
-    def make() -> bytes:
-        return encode(fields())
-
-    return Pieces(make() if request.ByteSize() <= INLINE else await asyncio.to_thread(make))
 
 
 def _outline(request: pb.GenerateRequest) -> pb.GenerateRequest:

@@ -29,7 +29,7 @@ from pdserve.common.rpc.auth import TOKEN_KEY, ClusterKey
 from pdserve.common.rpc.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from pdserve.common.rpc.server import AuthInterceptor, Door, GrpcServer
 from pdserve.common.text.tokenizer import Tokenizer
-from pdserve.router import grpc_door
+from pdserve.router import grpc_chat, grpc_door
 from pdserve.router.auth import APIKeys
 from pdserve.router.grpc_door import INFERENCE, ClientDoor, Messages
 from pdserve.router.grpc_service import InferenceServicer
@@ -235,6 +235,21 @@ async def test_what_is_no_message_of_the_method_is_the_caller_s_mistake(
         too_large = (grpc.StatusCode.RESOURCE_EXHAUSTED, "")  # gRPC's own, from its length alone
         assert await told(channel, GENERATE, LARGE, BEARER) == too_large
     assert not caplog.records
+
+
+async def test_a_chat_of_very_many_messages_is_refused_before_it_is_converted(
+    generator: FakeGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpc_chat, "_message", lambda message: pytest.fail("converted"))
+    many = pb_chat(100_000)
+    async with started(client_server(generator)) as port, dialled(port) as channel:
+        wrong = (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
+        assert await told(channel, GENERATE, many, BEARER) == wrong
+
+
+def pb_chat(count: int) -> bytes:
+    messages = [inference_pb2.Message()] * count
+    return inference_pb2.GenerateRequest(chat={"messages": messages}).SerializeToString()
 
 
 async def test_a_message_that_comes_drop_by_drop_is_given_up(
