@@ -1,10 +1,11 @@
 """How one role knows another: a token in the metadata of each call, made with the cluster key.
 
-    v2 ROLE ID ADDRESS TIME NONCE DIGEST MAC
+    v1 ROLE ID ADDRESS TIME NONCE.DIGEST MAC
 
 MAC is HMAC-SHA256 under the key over the method and all fields before it, DIGEST is the message's
-SHA-256: a token is good for one message to one method of one server, once (the server remembers the
-nonces), while the clocks of the two hosts differ by less than WINDOW_S.
+SHA-256 (the version before has none, and takes it as part of the nonce). A token is good for one
+message to one method of one server, once (the server remembers the nonces), while the clocks of the
+two hosts differ by less than WINDOW_S.
 
 A node's server knows where it is dialled and takes no token for another address. The registry does
 not: nodes dial a name that their resolver, a proxy or a service of Kubernetes makes up. There the
@@ -32,7 +33,7 @@ TOKEN_KEY = "pdserve-token"  # the metadata's name
 WINDOW_S = 30.0
 MIN_KEY_LENGTH = 16  # characters
 MAX_NONCES = 1 << 17  # of the last 2 × WINDOW_S; beyond it the oldest may be used again
-_VERSION = "v2"
+_VERSION = "v1"
 
 ROUTER, PREFILL, DECODE, BOTH = "router", "prefill", "decode", "both"
 _NODES = frozenset({PREFILL, DECODE, BOTH})
@@ -65,7 +66,7 @@ class Caller:
 
     roles: frozenset[str]
     node_id: str = ""  # empty: a certificate does not say
-    digest: str = ""  # of the message that the caller sends; empty: a certificate does not say
+    digest: str = ""  # of the message that the caller sends; empty: it does not say
 
     def is_node(self, role: str, node_id: str) -> bool:
         return role in self.roles and self.node_id in ("", node_id)
@@ -95,12 +96,13 @@ class ClusterKey:
         self._now = now
         self._seen: OrderedDict[str, float] = OrderedDict()  # nonce → when it may be forgotten
 
-    def sign(self, role: str, node_id: str, method: str, address: str, message: bytes = b"") -> str:
-        """The token of one call of `method` of the server dialled at `address`."""
-        fields = (
-            f"{_VERSION} {role} {node_id} {address} {self._now():.3f} {secrets.token_hex(8)} "
-            f"{_digest(message)}"
-        )
+    def sign(
+        self, role: str, node_id: str, method: str, address: str, message: bytes | None = None
+    ) -> str:
+        """The token of one call of `method` of the server dialled at `address`, good for `message`
+        alone."""
+        nonce = secrets.token_hex(8) + ("" if message is None else f".{_digest(message)}")
+        fields = f"{_VERSION} {role} {node_id} {address} {self._now():.3f} {nonce}"
         return f"{fields} {_mac(self._keys[0], method, fields).decode()}"
 
     def check(self, token: str | None, method: str, address: str = "") -> Caller:
@@ -118,15 +120,15 @@ class ClusterKey:
             raise _refusal("the call was made with another cluster key, or for another method",
                            _SAME_KEY)  # fmt: skip
         version, *rest = fields.split(" ")
-        if version != _VERSION or len(rest) != 6:
+        if version != _VERSION or len(rest) != 5:
             raise _refusal(f"the token is of version {version}, not {_VERSION}", _SAME_RELEASE)
-        role, node_id, dialled, made, nonce, digest = rest
+        role, node_id, dialled, made, nonce = rest
         self._check_time(float(made))
         if address and dialled != address:
             raise _refusal(f"the call was meant for {dialled}, this is {address}", _ONE_ADDRESS)
         check_role(frozenset({role}), method)
         self._check_nonce(nonce)
-        return Caller(frozenset({role}), node_id, digest)
+        return Caller(frozenset({role}), node_id, nonce.partition(".")[2])
 
     def _check_time(self, made: float) -> None:
         late = self._now() - made

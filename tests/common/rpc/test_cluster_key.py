@@ -83,11 +83,23 @@ def test_no_key_or_another_one_is_refused_with_the_mend(key: ClusterKey, clock: 
 
 def test_no_field_of_a_token_can_be_changed(key: ClusterKey, clock: Clock) -> None:
     fields = token(clock).split(" ")
-    others = ("v1", "prefill", "x", "h:1", "9", "0" * 16, "e" * 64, "f" * 64)
+    others = ("v2", "prefill", "x", "h:1", "9", "0" * 16, "f" * 64)
     for index, other in enumerate(others):
         changed = [*fields[:index], other, *fields[index + 1 :]]
         with pytest.raises(ClusterAuthError, match="another cluster key"):
             key.check(" ".join(changed), RUN, HERE)
+
+
+def test_a_token_names_its_message_so_that_the_version_before_takes_it(
+    key: ClusterKey, clock: Clock
+) -> None:
+    made = ClusterKey(KEY, clock).sign("router", "router-1", RUN, HERE, b"said")
+    assert len(made.split(" ")) == len(token(clock).split(" "))
+    caller = key.check(made, RUN, HERE)
+    auth.check_message(caller, b"said")
+    with pytest.raises(ClusterAuthError, match="not the one that its token was made for"):
+        auth.check_message(caller, b"said otherwise")
+    auth.check_message(key.check(token(clock), RUN, HERE), b"anything")  # of the version before
 
 
 def test_an_old_token_is_refused_and_one_within_the_window_is_not(
