@@ -12,7 +12,7 @@ from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.router.generation import TextDelta
 from pdserve.router.http.chat import ChatChoices
-from pdserve.router.http.preprocess import Structure
+from pdserve.router.http.preprocess import MAX_CONTAINERS, Structure
 from pdserve.router.structured import structured_fields
 
 _MODES = {pb.TOOL_MODE_NONE: "none", pb.TOOL_MODE_AUTO: "auto", pb.TOOL_MODE_REQUIRED: "required"}
@@ -23,8 +23,12 @@ def chat_fields(chat: pb.Chat, given: dict[str, Any]) -> dict[str, Any]:
     """Those of the JSON body that asks for the same; `given`: the sampling parameters.
 
     Raises:
-        InvalidRequest: a tool's parameters, or the template's, are no JSON, or too large.
+        InvalidRequest: a tool's parameters, or the template's, are no JSON, or too large; or there
+            are too many messages and tools.
     """
+    # Before they become Python's objects; of messages of two bytes each these are the slow part.
+    if len(chat.messages) + len(chat.tools) > MAX_CONTAINERS:
+        raise InvalidRequest(f"a chat has at most {MAX_CONTAINERS} messages and tools")
     body: dict[str, Any] = {name: given[name] for name in _SHARED if name in given}
     body["messages"] = [_message(each) for each in chat.messages]
     if chat.tools:

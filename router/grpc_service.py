@@ -9,7 +9,6 @@ from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from time import monotonic
 from typing import Any
-from urllib.parse import unquote
 
 import grpc
 from google.protobuf.message import Message
@@ -26,7 +25,6 @@ from pdserve.common.rpc.pb import inference_pb2_grpc
 from pdserve.common.rpc.status import serving as answering
 from pdserve.router.admission import Batch
 from pdserve.router.arrival import Arrival, arrival_var
-from pdserve.router.auth import HEADER as AUTHORIZATION
 from pdserve.router.generation import (
     GenerationRequest,
     GenerationStats,
@@ -35,6 +33,7 @@ from pdserve.router.generation import (
 )
 from pdserve.router.grpc_chat import answer, chat_fields
 from pdserve.router.grpc_details import details
+from pdserve.router.grpc_door import client_of, message_done, metadata_of
 from pdserve.router.http.chat import ChatChoices
 from pdserve.router.http.preprocess import failed
 from pdserve.router.preprocess_workers import Pieces
@@ -51,7 +50,7 @@ MAX_ENTRIES = 2**15  # of a prompt's log-probabilities in one message: clients t
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    """`pdserve.v1.Inference`. Calls show the API key as HTTP requests do, in their metadata."""
+    """`pdserve.v1.Inference`, for calls that a `ClientDoor` has let in."""
 
     def __init__(self, serving: Serving, write_timeout: float = 30.0) -> None:
         self._serving = serving
@@ -60,28 +59,29 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Streams deltas; the last response carries usage and timeline only."""
-        tell = partial(details, request=request)
+        outline = _outline(request)
         async with (
-            answering(context, details=tell),
+            answering(context, details=partial(details, request=outline)),
             self._writing(context) as write,
             self._counted(),
         ):
             if is_plain_id(request.request_id):
                 request_id_var.set(request.request_id)  # a refusal's, too
-            self._authenticate(context)
-            parent = plain_parent(_metadata(context, PARENT))
             arrival_var.set(
                 Arrival(
                     read=monotonic(),
                     wants_timeline=request.timeline,
                     operation="chat" if request.HasField("chat") else "text_completion",
-                    traceparent=parent,
+                    traceparent=plain_parent(metadata_of(context, PARENT)),
                 )
             )
-            generation, choices = await self._make_request(request, self._client(context))
+            client = client_of(self._serving.keys, context)
+            generation, choices = await self._make_request(request, client)
             public_id = request.request_id or generation.request_id
             request_id_var.set(public_id)
             prompt = generation.prompt_token_ids if request.return_token_ids else ()
+            del request  # it may be much larger than what it asks
+            message_done()
             async with aclosing(merge([self._serving.pipeline.generate(generation)])) as updates:
                 async for batch in updates:
                     if prompt:
@@ -141,7 +141,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         async with answering(context, details=partial(details, request=request)):
-            self._authenticate(context)
+            client = client_of(self._serving.keys, context)
             asked: dict[str, Any] = {"model": request.model or None}
             if request.HasField("add_special_tokens"):
                 asked["add_special_tokens"] = request.add_special_tokens
@@ -149,10 +149,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 case "text":
                     body = Pieces(encode({**asked, "prompt": request.text}))
                 case "chat":
-                    body = await _body(request, lambda: asked | chat_fields(request.chat, {}))
+                    fields = partial(chat_fields, request.chat, {})
+                    body = await self._body(request, lambda: asked | fields(), client)
                 case _:
                     raise InvalidRequest("give text or chat", param="prompt")
-            client = self._client(context)
             (ids,) = (await self._serving.preprocess("tokenize", body, client)).prompts
         return pb.TokenizeResponse(token_ids=ids, max_model_len=self._model.max_model_len)
 
@@ -160,16 +160,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: pb.DetokenizeRequest, context: Context
     ) -> pb.DetokenizeResponse:
         async with answering(context, details=partial(details, request=request)):
-            self._authenticate(context)
+            client = client_of(self._serving.keys, context)
             asked: dict[str, Any] = {"model": request.model or None}
-            body = await _body(request, lambda: asked | {"tokens": list(request.token_ids)})
-            client = self._client(context)
+            tokens = request.token_ids
+            body = await self._body(request, lambda: asked | {"tokens": list(tokens)}, client)
             (text,) = (await self._serving.preprocess("detokenize", body, client)).texts
         return pb.DetokenizeResponse(text=text)
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
-        async with answering(context, details=details):
-            self._authenticate(context)
         return pb.GetModelResponse(
             id=self._model.name,
             max_model_len=self._model.max_model_len,
@@ -177,14 +175,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             eos_token_ids=self._model.tokenizer.eos_token_ids,
             root=self._model.root,
         )
-
-    def _authenticate(self, context: Context) -> None:
-        self._serving.keys.check(_authorization(context))
-
-    def _client(self, context: Context) -> str:
-        # "ipv4:127.0.0.1:5000", "ipv6:%5B::1%5D:5000", "unix:…"
-        address = unquote(context.peer()).partition(":")[2].rpartition(":")[0].strip("[]")
-        return self._serving.keys.client(_authorization(context), address)
 
     async def _make_request(
         self, request: pb.GenerateRequest, client: str = ""
@@ -215,7 +205,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: pb.GenerateRequest, given: dict[str, Any], client: str
     ) -> tuple[GenerationRequest, ChatChoices]:
         serving = self._serving
-        body = await _body(request, lambda: chat_fields(request.chat, given))
+        body = await self._body(request, lambda: chat_fields(request.chat, given), client)
         asked = await serving.preprocess("chat", body, client)
         (token_ids,), plan = asked.prompts, asked.answer
         given["grammar"] = asked.grammar
@@ -246,6 +236,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             model=request.model or None,
         )
 
+    async def _body(
+        self, request: Message, fields: Callable[[], dict[str, Any]], client: str
+    ) -> Pieces:
+        """The JSON body that asks the same; of a large message a thread makes it, at its client's
+        turn."""
+
+        def make() -> bytes:
+            try:
+                return encode(fields())
+            except (RecursionError, UnicodeError, OverflowError) as error:  # of values in it
+                raise failed(error) from error
+
+        if request.ByteSize() <= INLINE:
+            return Pieces(make())
+        return Pieces(await self._serving.threads.run(client, partial(asyncio.to_thread, make)))
+
     async def _prompt(self, request: pb.GenerateRequest, client: str) -> Sequence[int]:
         match request.WhichOneof("prompt"):
             case "text":
@@ -257,25 +263,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 raise InvalidRequest("give text, token_ids or chat", param="prompt")
 
 
-async def _body(request: Message, fields: Callable[[], dict[str, Any]]) -> Pieces:
-    """The JSON body that asks the same; of a large message a thread makes it."""
-
-    def make() -> bytes:
-        try:
-            return encode(fields())
-        except (RecursionError, UnicodeError, OverflowError) as error:  # of values in it
-            raise failed(error) from error
-
-    return Pieces(make() if request.ByteSize() <= INLINE else await asyncio.to_thread(make))
-
-
-def _authorization(context: Context) -> str | None:
-    return _metadata(context, AUTHORIZATION)
-
-
-def _metadata(context: Context, key: str) -> str | None:
-    value = dict(context.invocation_metadata() or ()).get(key)
-    return value if isinstance(value, str) else None
+def _outline(request: pb.GenerateRequest) -> pb.GenerateRequest:
+    """Which prompt it has, for the paths of wrong fields; without what is in it."""
+    outline = pb.GenerateRequest()
+    match request.WhichOneof("prompt"):
+        case "text":
+            outline.text = ""
+        case "token_ids" | "chat" as kind:
+            getattr(outline, kind).SetInParent()
+    return outline
 
 
 def _prompt_parts(

@@ -25,6 +25,7 @@ from pdserve.common.rpc.server import GrpcServer
 from pdserve.router.adapter_sync import AdapterSync
 from pdserve.router.adapters import AdaptersCollector, read_adapters
 from pdserve.router.auth import APIKeys
+from pdserve.router.grpc_door import MAX_NBYTES, ClientDoor, Messages
 from pdserve.router.grpc_service import InferenceServicer
 from pdserve.router.http.app import make_app
 from pdserve.router.http.cors import CORS
@@ -48,9 +49,6 @@ from pdserve.router.trace import RequestTraces
 logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING = 1.0  # seconds, at most
-# Bytes: parameters at their bounds, and a prompt as long as most windows. gRPC holds one message
-# for each call, however many a client makes, and what it is parsed into is ten times as large.
-_MAX_MESSAGE = 2**18
 _MIN_CONNECTIONS = 64  # over HTTP, however few files the process may open
 _GRPC_GRACE = 1.0  # seconds gRPC calls in flight get after the drain
 
@@ -128,12 +126,14 @@ class Router:
     def _inference_server(self) -> GrpcServer:
         # A client's message: a prompt that fits the window, as token ids or as text, and no more
         # than over HTTP.
-        limit = max(_MAX_MESSAGE, 8 * self._model.max_model_len)
-        server = GrpcServer(max_message=min(self._config.server.max_body_size, limit))
+        config, routing, serving = self._config.server, self._config.routing, self._serving
+        limit = min(config.max_body_size, max(MAX_NBYTES, 8 * self._model.max_model_len))
+        messages = Messages(limit, routing.queue_timeout, routing.max_client_share)
+        server = GrpcServer(ClientDoor(serving.keys, messages, serving.metrics), limit)
         server.add(
             inference_pb2.DESCRIPTOR.services_by_name["Inference"],
             inference_pb2_grpc.add_InferenceServicer_to_server,
-            InferenceServicer(self._serving, self._config.server.write_timeout),
+            InferenceServicer(serving, config.write_timeout),
         )
         server.server.add_generic_rpc_handlers((ElsewhereRegistry(),))
         return server

@@ -55,7 +55,8 @@ class Liar:
         metadata = []
         if self._key:
             role, path = ROLE_NAMES[info.role], f"/pdserve.v1.Registry/{method}"
-            token = self._key.sign(role, info.node_id, path, self._registry)
+            said = request.SerializeToString()
+            token = self._key.sign(role, info.node_id, path, self._registry, said)
             metadata = [(TOKEN_KEY, token)]
         await getattr(self._stub, method)(request, timeout=TIMEOUT, metadata=metadata)
 

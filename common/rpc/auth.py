@@ -1,19 +1,27 @@
 """How one role knows another: a token in the metadata of each call, made with the cluster key.
 
-    v1 ROLE ID ADDRESS TIME NONCE MAC
+    v1 ROLE ID ADDRESS TIME NONCE.DIGEST MAC
 
-MAC is HMAC-SHA256 under the key over the method and all fields before it: a token is good for one
-method of one server, once (the server remembers the nonces), while it is less than WINDOW_S old by
-the server's clock. A server that refuses a call for its time says in the refusal what its own clock
-shows, with a MAC over that and the call's nonce: the caller makes the call again, signed by the
-server's clock. Clocks are read when a process starts; who sets them later changes nothing in it.
+MAC is HMAC-SHA256 under the key over the method and all fields before it, DIGEST is the message's
+SHA-256 (the version before has none, and takes it as part of the nonce). A token is good for one
+message to one method of one server, once (the server remembers the nonces), while it is less than
+WINDOW_S old by the server's clock. A server that refuses a call for its time says in the refusal
+what its own clock shows, with a MAC over that and the call's nonce: the caller makes the call
+again, signed by the server's clock. Clocks are read when a process starts; setting a host's clock
+later changes nothing in it.
 
-A token does not hide what is said, and does not cover the message: on a
-network where others can listen or change packets use TLS as well.
+A node's server knows where it is dialled and takes no token for another address. The registry does
+not: nodes dial a name that their resolver, a proxy or a service of Kubernetes makes up. There the
+digest is what stops whoever gets hold of a node's registration and passes it on: it registers that
+node, as it said itself, and nothing else.
+
+A token does not hide what is said, and answers have none: on a network where others can listen or
+change packets use TLS as well.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import logging
 import secrets
@@ -36,7 +44,7 @@ _VERSION = "v1"
 
 ROUTER, PREFILL, DECODE, BOTH = "router", "prefill", "decode", "both"
 _NODES = frozenset({PREFILL, DECODE, BOTH})
-# Who may call what. A method that is neither here nor in OPEN is nobody's.
+# Who may call what. Every role may ask for the contracts, and everybody whether a server is well.
 CALLERS: dict[str, frozenset[str]] = {
     "/pdserve.v1.Registry/Register": _NODES,
     "/pdserve.v1.Registry/Heartbeat": _NODES,
@@ -51,9 +59,7 @@ CALLERS: dict[str, frozenset[str]] = {
     "/pdserve.v1.KVTransfer/Abort": frozenset({PREFILL}),
     "/pdserve.v1.KVTransfer/Retarget": frozenset({ROUTER, PREFILL}),
 }
-# For anybody: what clients ask (API keys guard it), whether a server is well, and the contracts,
-# which are public anyway.
-OPEN = ("/pdserve.v1.Inference/", "/grpc.health.v1.Health/", "/grpc.reflection.")
+REFLECTION = "/grpc.reflection."
 
 
 def new_node_id(role: str) -> str:
@@ -67,6 +73,7 @@ class Caller:
 
     roles: frozenset[str]
     node_id: str = ""  # empty: a certificate does not say
+    digest: str = ""  # of the message that the caller sends; empty: it does not say
 
     def is_node(self, role: str, node_id: str) -> bool:
         return role in self.roles and self.node_id in ("", node_id)
@@ -104,15 +111,25 @@ class ClusterKey:
         self._seen: OrderedDict[str, float] = OrderedDict()  # nonce → when it may be forgotten
         self._refused: OrderedDict[str, None] = OrderedDict()  # nonces
 
-    def sign(self, role: str, node_id: str, method: str, address: str, ahead: float = 0.0) -> str:
+    def sign(
+        self,
+        role: str,
+        node_id: str,
+        method: str,
+        address: str,
+        message: bytes | None = None,
+        ahead: float = 0.0,
+    ) -> str:
         """The token of one call of `method` of the server dialled at `address`, whose clock is
-        `ahead` seconds ahead of this process's."""
+        `ahead` seconds ahead of this process's; good for `message` alone."""
+        nonce = secrets.token_hex(8) + ("" if message is None else f".{_digest(message)}")
         made = self._now() + ahead
-        fields = f"{_VERSION} {role} {node_id} {address} {made:.3f} {secrets.token_hex(8)}"
+        fields = f"{_VERSION} {role} {node_id} {address} {made:.3f} {nonce}"
         return f"{fields} {_mac(self._keys[0], method, fields).decode()}"
 
     def check(self, token: str | None, method: str, address: str = "") -> Caller:
         """Who made this call of `method`; `address` is where this server is dialled, if it knows.
+        Its message is the caller's only if `check_message` says so, too.
 
         Raises:
             ClusterAuthError: the token does not prove that this caller may make this call, now.
@@ -134,7 +151,7 @@ class ClusterKey:
             raise _refusal(f"the call was meant for {dialled}, this is {address}", _ONE_ADDRESS)
         check_role(frozenset({role}), method)
         self._check_nonce(nonce)
-        return Caller(frozenset({role}), node_id)
+        return Caller(frozenset({role}), node_id, nonce.partition(".")[2])
 
     def clock_ahead(self, token: str, clock: str) -> float | None:
         """By how many seconds the clock is ahead of the server that refused `token` with
@@ -184,8 +201,11 @@ class Signer:
         self._role, self._node_id, self._address = role, node_id, address
         self._ahead = 0.0  # seconds by which the server's clock is
 
-    def sign(self, method: str) -> str:
-        return self._key.sign(self._role, self._node_id, method, self._address, self._ahead)
+    def sign(self, method: str, message: bytes) -> str:
+        """The token of a call of `method` with `message`."""
+        return self._key.sign(
+            self._role, self._node_id, method, self._address, message, self._ahead
+        )
 
     def learn(self, token: str, clock: str) -> bool:
         """Whether the server, which refused `token` with this `ClockSkew.clock`, takes the next."""
@@ -202,15 +222,25 @@ class Signer:
 
 _SAME_KEY = "give all roles the same --cluster-key (PDSERVE_CLUSTER_KEY)"
 _SAME_RELEASE = "run one release of pdserve on all hosts"
+_PROXY = "look for a proxy that changes what roles tell each other"
 _ONE_ADDRESS = "give each node an --advertise-host of its own"
 _ROLES = "name the role in its certificate, as `pdserve certs` does, or use --cluster-key"
 
 
 def check_role(roles: frozenset[str], method: str) -> None:
     """Raises ClusterAuthError: none of the roles may call the method."""
-    if not roles & CALLERS.get(method, frozenset()):
+    callers = (
+        _NODES | {ROUTER} if method.startswith(REFLECTION) else CALLERS.get(method, frozenset())
+    )
+    if not roles & callers:
         who = " or ".join(sorted(roles)) or "a peer without a role"
         raise _refusal(f"{who} may not call {method}", _ROLES)
+
+
+def check_message(caller: Caller, message: bytes) -> None:
+    """Raises ClusterAuthError: the caller's token is of a call with another message."""
+    if caller.digest and not hmac.compare_digest(caller.digest, _digest(message)):
+        raise _refusal("the call's message is not the one that its token was made for", _PROXY)
 
 
 def no_key_here() -> ClusterAuthError:
@@ -224,6 +254,10 @@ def _refusal(what: str, mend: str) -> ClusterAuthError:
 
 def _clock_mac(key: bytes, nonce: str, shown: str) -> bytes:
     return _mac(key, "clock", f"{nonce} {shown}")  # no method is named so
+
+
+def _digest(message: bytes) -> str:
+    return hashlib.sha256(message).hexdigest()
 
 
 def _mac(key: bytes, method: str, fields: str) -> bytes:

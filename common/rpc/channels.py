@@ -19,6 +19,8 @@ from pdserve.common.rpc.server import KEEPALIVE, MESSAGE_LIMITS, AuthInterceptor
 from pdserve.common.rpc.status import CLOCK_KEY
 from pdserve.common.rpc.tls import TLS
 
+Serializer = Callable[[Any], bytes]
+
 _OPTIONS = [
     *MESSAGE_LIMITS,
     *KEEPALIVE,
@@ -138,27 +140,34 @@ class SignedChannel:
         self._channel = channel
         self._signer = signer
 
-    def unary_unary(self, method: str, *args: Any, **options: Any) -> Callable[..., Any]:
-        call = self._channel.unary_unary(method, *args, **options)
+    def unary_unary(
+        self, method: str, serialize: Serializer, *args: Any, **options: Any
+    ) -> Callable[..., Any]:
+        call = self._channel.unary_unary(method, None, *args, **options)
 
         async def signed(request: Any, **options: Any) -> Any:
-            token = self._signer.sign(method)
+            message = serialize(request)
+            token = self._signer.sign(method, message)
             try:
-                return await call(request, **_with(token, options))
+                return await call(message, **_with(token, options))
             except grpc.aio.AioRpcError as error:
                 if not self._learnt(token, error):
                     raise
-            return await call(request, **_with(self._signer.sign(method), options))
+            return await call(message, **_with(self._signer.sign(method, message), options))
 
         return signed
 
-    def unary_stream(self, method: str, *args: Any, **options: Any) -> Callable[..., Any]:
-        call = self._channel.unary_stream(method, *args, **options)
+    def unary_stream(
+        self, method: str, serialize: Serializer, *args: Any, **options: Any
+    ) -> Callable[..., Any]:
+        call = self._channel.unary_stream(method, None, *args, **options)
 
         def signed(request: Any, **options: Any) -> SignedStream:
+            message = serialize(request)
+
             def start() -> tuple[str, Any]:
-                token = self._signer.sign(method)
-                return token, call(request, **_with(token, options))
+                token = self._signer.sign(method, message)
+                return token, call(message, **_with(token, options))
 
             return SignedStream(start, self._learnt)
 

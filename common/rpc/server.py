@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 import logging
-import time
+import resource
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
+from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection
 
 from pdserve.common.core.errors import ClusterAuthError, ConfigError
 from pdserve.common.core.host import bind
+from pdserve.common.core.throttle import LogThrottle
 from pdserve.common.rpc.auth import (
-    OPEN,
     TOKEN_KEY,
     Caller,
     ClusterKey,
     caller_var,
+    check_message,
     check_role,
     no_key_here,
 )
-from pdserve.common.rpc.status import abort
+from pdserve.common.rpc.health import SERVICE as HEALTH
+from pdserve.common.rpc.health import Health
+from pdserve.common.rpc.receive import (
+    MAX_NBYTES,
+    Context,
+    Handler,
+    max_nbytes,
+    read_message,
+    reading_first,
+    refuse,
+)
+from pdserve.common.rpc.reflection import Reflection
 from pdserve.common.rpc.tls import TLS, certified_roles
 
 logger = logging.getLogger(__name__)
@@ -38,9 +49,14 @@ KEEPALIVE = [
     ("grpc.http2.max_pings_without_data", 0),  # pings go on while a call is silent
 ]
 MESSAGE_LIMITS = [
-    ("grpc.max_receive_message_length", 64 * 2**20),
-    ("grpc.max_send_message_length", 64 * 2**20),
+    ("grpc.max_receive_message_length", MAX_NBYTES),
+    ("grpc.max_send_message_length", MAX_NBYTES),
 ]
+WINDOW = 16 * 2**10  # bytes of a call that are taken before its handler reads
+MAX_PENDING = 2**15  # calls that have come and that the event loop has not seen yet
+SILENCE_MS = 5_000  # in which a connection speaks TLS and HTTP/2, and answers our settings
+IDLE_MS = 60_000  # that a connection may have no call
+CONNECTIONS = 0.25  # of the files that this process may open
 _OPTIONS = [
     *MESSAGE_LIMITS,
     ("grpc.so_reuseport", 0),  # a second server on the same port must fail
@@ -49,11 +65,16 @@ _OPTIONS = [
     # Seconds that a call waits until the event loop turns to it. After 30, which is gRPC's own
     # number, it would be cancelled without a word; those who wait have deadlines of their own.
     ("grpc.server_max_unrequested_time_in_server", 24 * 3600),
+    # And so would calls be of which more than 1,000 wait. What is too much, handlers say.
+    ("grpc.server.max_pending_requests", MAX_PENDING),
+    ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING),
+    ("grpc.http2.lookahead_bytes", WINDOW),
+    ("grpc.http2.bdp_probe", 0),  # else the window grows to megabytes
+    ("grpc.server_handshake_timeout_ms", SILENCE_MS),
+    ("grpc.http2.settings_timeout", SILENCE_MS),
+    ("grpc.max_connection_idle_ms", IDLE_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
 ]
-_LOG_INTERVAL = 1.0  # between two lines about refused calls: a stranger shall not fill the log
-
-Context = grpc.aio.ServicerContext[Any, Any]
-Handler = Any  # grpc.RpcMethodHandler, whose types know no asyncio
 
 
 class GrpcServer:
@@ -61,17 +82,20 @@ class GrpcServer:
 
     def __init__(
         self,
-        auth: AuthInterceptor | None = None,
+        auth: Door | None = None,
         max_message: int | None = None,
         trace: grpc.aio.ServerInterceptor | None = None,
     ) -> None:
         """Without `auth` everybody may call; `max_message` are bytes."""
+        auth = auth or AuthInterceptor()
+        # Of an option that is there twice gRPC takes the first.
         limit = [] if max_message is None else [("grpc.max_receive_message_length", max_message)]
-        options = [*_OPTIONS, *limit]
-        interceptors = [auth or AuthInterceptor(), *filter(None, [trace])]
+        crowd = ("grpc.max_allowed_incoming_connections", max_connections())
+        options = [*limit, crowd, *_OPTIONS]
+        interceptors = [auth, *filter(None, [trace])]
         self.server = grpc.aio.server(options=options, interceptors=interceptors)
-        self.health = HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
+        self.health = Health(reads=not auth.guarded)
+        self.server.add_generic_rpc_handlers((self.health,))
         self._services: list[str] = []
 
     def add(self, descriptor: Any, add_to_server: Any, servicer: Any) -> None:
@@ -101,8 +125,7 @@ class GrpcServer:
         """Sets the health of every service, and of the server as a whole ('')."""
         status = health_pb2.HealthCheckResponse.ServingStatus
         value = status.SERVING if healthy else status.NOT_SERVING
-        for name in ("", *self._services):
-            await self.health.set(name, value)
+        self.health.set(("", *self._services), value)
 
     async def stop(self, grace: float) -> None:
         await self.server.stop(grace)
@@ -113,28 +136,44 @@ def _server_credentials(tls: TLS) -> grpc.ServerCredentials:
     return grpc.ssl_server_credentials([pair], tls.ca.read_bytes(), require_client_auth=True)
 
 
-class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls before their message is read. With a key, callers show a token; without one,
-    but with TLS, a certificate that names their role; with neither, everybody may call."""
+def max_connections() -> int:
+    """Of one server: a crowd at its port leaves files for the other ports, and for peers."""
+    return int(CONNECTIONS * resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+class Door(grpc.aio.ServerInterceptor):
+    """Decides who may call, before a message is read."""
+
+    guarded = False  # strangers reach this port, and may ask for its health alone
+
+
+class AuthInterceptor(Door):
+    """Lets roles in. With a key, callers show a token; without one, but with TLS, a certificate
+    that names their role; with neither, everybody may call."""
 
     def __init__(self, key: ClusterKey | None = None, *, by_certificate: bool = False) -> None:
         self._key = key
         self._by_certificate = by_certificate and key is None
+        self.guarded = key is not None or by_certificate
+        self._reflection = Reflection()
         self.address = ""  # where callers dial this server, once it is known
-        self._logged_at, self._unlogged = float("-inf"), 0
+        self._log = LogThrottle(logger)
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         handler: Handler | None = await continuation(details)
         method: str = details.method
-        if handler is None or method.startswith(OPEN):
+        if handler is None or method.startswith(HEALTH):
             return handler
         token = dict(details.invocation_metadata or ()).get(TOKEN_KEY)
         try:
-            caller_var.set(self._caller(token, method))
+            caller = self._caller(token, method)
         except ClusterAuthError as error:
             self._log_refusal(method, error)
-            return _refuse(error)
-        return self._certified(handler, method) if self._by_certificate else handler
+            return refuse(error)
+        caller_var.set(caller)
+        if handler.request_streaming:  # no other method of roles is
+            return self._reflection.bounded(handler, lambda context: self._certify(context, method))
+        return reading_first(handler, lambda context: self._reading(context, method, caller))
 
     def _caller(self, token: str | None, method: str) -> Caller | None:
         if self._key is not None:
@@ -143,48 +182,32 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             raise no_key_here()
         return None
 
-    def _certified(self, handler: Handler, method: str) -> Handler:
-        """The handler, for callers whose certificate names a role that may call it. (Only the
-        handler's own context knows the certificate.)"""
-
-        async def check(context: Context) -> None:
-            roles = certified_roles(context.auth_context())
+    @asynccontextmanager
+    async def _reading(
+        self, context: Context, method: str, caller: Caller | None
+    ) -> AsyncIterator[bytes]:
+        self._certify(context, method)
+        raw = await read_message(context, max_nbytes(method))
+        if caller is not None:
             try:
-                check_role(roles, method)
+                check_message(caller, raw)
             except ClusterAuthError as error:
                 self._log_refusal(method, error)
-                await abort(context, error)
-            caller_var.set(Caller(roles))
+                raise
+        yield raw
 
-        async def unary(request: Any, context: Context) -> Any:
-            await check(context)
-            return await handler.unary_unary(request, context)
-
-        async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
-            await check(context)
-            async with aclosing(handler.unary_stream(request, context)) as answers:
-                async for answer in answers:
-                    yield answer
-
-        coding = (handler.request_deserializer, handler.response_serializer)
-        if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(stream, *coding)
-        return grpc.unary_unary_rpc_method_handler(unary, *coding)
+    def _certify(self, context: Context, method: str) -> None:
+        """The peer's certificate must name a role that may call. (Only the handler's own context
+        knows the certificate.)"""
+        if not self._by_certificate:
+            return
+        roles = certified_roles(context.auth_context())
+        try:
+            check_role(roles, method)
+        except ClusterAuthError as error:
+            self._log_refusal(method, error)
+            raise
+        caller_var.set(Caller(roles))
 
     def _log_refusal(self, method: str, error: ClusterAuthError) -> None:
-        now = time.monotonic()
-        if now - self._logged_at < _LOG_INTERVAL:
-            self._unlogged += 1
-            return
-        more = f" ({self._unlogged} more since the last line)" if self._unlogged else ""
-        logger.warning("refused a call of %s: %s%s", method, error.message, more)
-        self._logged_at, self._unlogged = now, 0
-
-
-def _refuse(error: ClusterAuthError) -> Handler:
-    """Answers any call with the error; its messages are never read."""
-
-    async def refuse(requests: Any, context: Context) -> None:
-        await abort(context, error)
-
-    return grpc.stream_stream_rpc_method_handler(refuse)
+        self._log.warning("refused a call of %s: %s", method, error.message)

@@ -105,11 +105,14 @@ def register(cluster: WarmCluster, node: pb.NodeInfo, key: str | None = None) ->
     """The name of the status of a registration by whoever has `key`."""
     role = "decode" if node.role == pb.ROLE_DECODE else "prefill"
     method, address = "/pdserve.v1.Registry/Register", cluster.registry
-    token = [(TOKEN_KEY, ClusterKey(key).sign(role, node.node_id, method, address))] if key else []
+    request = pb.RegisterRequest(node=node, load=LOAD)
+    token = []
+    if key:
+        said = request.SerializeToString()
+        token = [(TOKEN_KEY, ClusterKey(key).sign(role, node.node_id, method, address, said))]
     with grpc.insecure_channel(address) as channel:
         try:
             stub = pb_grpc.RegistryStub(channel)
-            request = pb.RegisterRequest(node=node, load=LOAD)
             stub.Register(request, timeout=10, metadata=token)
             return "OK"
         except grpc.RpcError as error:
@@ -192,7 +195,8 @@ def test_decode_run_generates_for_the_router_alone(guarded: WarmCluster) -> None
     method = "/pdserve.v1.Decode/Run"
 
     def token(role: str, method: str = method, key: str = KEY) -> tuple[tuple[str, str], ...]:
-        return ((TOKEN_KEY, ClusterKey(key).sign(role, "stranger", method, node["address"])),)
+        said, address = job().SerializeToString(), node["address"]
+        return ((TOKEN_KEY, ClusterKey(key).sign(role, "stranger", method, address, said)),)
 
     for metadata in (
         (),

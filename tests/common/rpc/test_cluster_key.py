@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +31,7 @@ from pdserve.common.core.errors import (
 from pdserve.common.core.host import is_loopback
 from pdserve.common.node import server as node_server
 from pdserve.common.node.server import Registration
+from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.common.rpc import auth
 from pdserve.common.rpc.auth import CALLERS, TOKEN_KEY, ClusterKey
 from pdserve.common.rpc.channels import Channels, Credentials
@@ -40,7 +41,9 @@ from pdserve.common.rpc.server import AuthInterceptor, GrpcServer
 from pdserve.common.rpc.status import from_rpc_error
 from pdserve.common.rpc.tls import TLS
 from pdserve.router import registry as registry_module
+from pdserve.router.auth import APIKeys
 from pdserve.router.cluster_view import ClusterView
+from pdserve.router.grpc_door import ClientDoor, Messages
 from pdserve.router.registry import Registry
 from pdserve.router.registry_service import MAX_REASON_LENGTH, ElsewhereRegistry, RegistryService
 
@@ -90,10 +93,23 @@ def test_no_key_or_another_one_is_refused_with_the_mend(key: ClusterKey, clock: 
 
 def test_no_field_of_a_token_can_be_changed(key: ClusterKey, clock: Clock) -> None:
     fields = token(clock).split(" ")
-    for index, other in enumerate(("v2", "prefill", "x", "h:1", "9", "0" * 16, "f" * 64)):
+    others = ("v2", "prefill", "x", "h:1", "9", "0" * 16, "f" * 64)
+    for index, other in enumerate(others):
         changed = [*fields[:index], other, *fields[index + 1 :]]
         with pytest.raises(ClusterAuthError, match="another cluster key"):
             key.check(" ".join(changed), RUN, HERE)
+
+
+def test_a_token_names_its_message_so_that_the_version_before_takes_it(
+    key: ClusterKey, clock: Clock
+) -> None:
+    made = ClusterKey(KEY, clock).sign("router", "router-1", RUN, HERE, b"said")
+    assert len(made.split(" ")) == len(token(clock).split(" "))
+    caller = key.check(made, RUN, HERE)
+    auth.check_message(caller, b"said")
+    with pytest.raises(ClusterAuthError, match="not the one that its token was made for"):
+        auth.check_message(caller, b"said otherwise")
+    auth.check_message(key.check(token(clock), RUN, HERE), b"anything")  # of the version before
 
 
 def test_an_old_token_is_refused_and_one_within_the_window_is_not(
@@ -359,7 +375,7 @@ async def test_a_replayed_token_is_refused() -> None:
         async with grpc.aio.insecure_channel(address) as channel:
             stub = pb_grpc.DecodeStub(channel)
             assert [each async for each in stub.Run(pb.DecodeRequest(), metadata=stolen)]
-            with pytest.raises(grpc.aio.AioRpcError, match="used before"):
+            with refused(grpc.StatusCode.UNAUTHENTICATED, "used before"):
                 assert [each async for each in stub.Run(pb.DecodeRequest(), metadata=stolen)]
         assert decode.served == 1
 
@@ -370,15 +386,54 @@ async def test_a_key_on_one_side_only_is_told() -> None:
         assert await run(credentials("router", KEY).channels(), address) == "CLUSTER_AUTH_FAILED"
 
 
-async def test_health_and_contracts_stay_open() -> None:
-    async with (
-        decode_server(credentials("decode", KEY).interceptor()) as (_, address),
-        grpc.aio.insecure_channel(address) as channel,
-    ):
-        await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
-        question = reflection_pb2.ServerReflectionRequest(list_services="")
-        reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
-        assert [each async for each in reflection.ServerReflectionInfo(iter([question]))]
+def question() -> Iterator[reflection_pb2.ServerReflectionRequest]:
+    yield reflection_pb2.ServerReflectionRequest(list_services="")
+
+
+async def test_health_is_for_all_and_the_contracts_are_for_roles() -> None:
+    own = credentials("decode", KEY)
+    async with decode_server(own.interceptor()) as (_, address):
+        method = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+        token = ((TOKEN_KEY, ClusterKey(KEY).sign("router", "router-1", method, address)),)
+        async with grpc.aio.insecure_channel(address) as channel:
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+            with refused(grpc.StatusCode.UNAUTHENTICATED, "shows no cluster key"):
+                [each async for each in reflection.ServerReflectionInfo(question())]
+            assert [
+                each async for each in reflection.ServerReflectionInfo(question(), metadata=token)
+            ]
+
+
+async def test_the_contracts_need_a_certificate_with_a_role(certs: Path) -> None:
+    own = credentials("decode", tls=tls_config(certs))
+    async with decode_server(own.interceptor(), own.tls) as (_, address):
+        for config, answered in ((tls_config(certs), True), (tls_config(certs, "client-"), False)):
+            channels = Channels(TLS.load(config))
+            stub = reflection_pb2_grpc.ServerReflectionStub(channels.get(address))
+            with nullcontext() if answered else refused(grpc.StatusCode.UNAUTHENTICATED):
+                assert [each async for each in stub.ServerReflectionInfo(question())]
+            await channels.close()
+
+
+async def test_a_token_is_good_for_the_message_it_was_made_for() -> None:
+    """Whoever relays a node's registration to the registry registers that node, not himself."""
+    async with registry_server() as (registry, address):
+        key, mine = ClusterKey(KEY), pb.RegisterRequest(node=node("decode-1"), load=LOAD)
+        theirs = pb.RegisterRequest(node=node("decode-1", address="6.6.6.6:1"), load=LOAD)
+
+        def relayed() -> tuple[tuple[str, str], ...]:
+            said = mine.SerializeToString()
+            return ((TOKEN_KEY, key.sign("decode", "decode-1", REGISTER, "stranger:1", said)),)
+
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub = pb_grpc.RegistryStub(channel)
+            with refused(grpc.StatusCode.UNAUTHENTICATED, "not the one that its token was made"):
+                await stub.Register(theirs, metadata=relayed())
+            assert ClusterView(registry).describe()["nodes"] == []
+            await stub.Register(mine, metadata=relayed())  # it may dial a name we do not know
+            (known,) = ClusterView(registry).describe()["nodes"]
+            assert known["address"] == "10.0.0.3:1"
 
 
 async def test_refused_calls_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -613,7 +668,7 @@ async def test_a_node_says_why_the_router_refuses_it(caplog: pytest.LogCaptureFi
     async with registry_server() as (_, address):
         text = await said(address, credentials("decode", OTHER).channels(), caplog)
         assert "give all roles the same --cluster-key" in text
-    server = GrpcServer()
+    server = GrpcServer(ClientDoor(APIKeys(), Messages(2**18), RouterMetrics()))
     server.server.add_generic_rpc_handlers((ElsewhereRegistry(),))
     port = server.bind("127.0.0.1", 0)
     await server.start()

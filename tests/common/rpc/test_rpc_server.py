@@ -13,6 +13,7 @@ import grpc
 import pytest
 
 from benchmarks.fleet import free_port
+from links import Link
 from pdserve.common.rpc import channels as rpc_channels
 from pdserve.common.rpc import server as rpc_server
 from pdserve.common.rpc.channels import Channels
@@ -39,31 +40,6 @@ class SilentDecode(pb_grpc.DecodeServicer):
             await asyncio.sleep(60)
         finally:
             self.gone.set()
-
-
-class Link:
-    """A TCP proxy. Once it is cut, it takes bytes and passes nothing on."""
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self._pumps: set[asyncio.Task[None]] = set()
-        self.cut = False
-
-    async def join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        near, far = (reader, writer), await asyncio.open_connection("127.0.0.1", self._port)
-        self._pumps |= {
-            asyncio.create_task(self._pump(near[0], far[1])),
-            asyncio.create_task(self._pump(far[0], near[1])),
-        }
-
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(65536):
-            if not self.cut:
-                writer.write(data)
-
-    def close(self) -> None:
-        for pump in self._pumps:
-            pump.cancel()
 
 
 @asynccontextmanager
@@ -158,7 +134,8 @@ async def test_a_call_waits_for_a_busy_event_loop(
     if patience is not None:
         monkeypatch.setattr(rpc_server, "_OPTIONS", [(UNREQUESTED, patience)])
 
-    async def call(channel: grpc.aio.Channel) -> grpc.StatusCode:
+    async def call(channel: grpc.aio.Channel, late: float) -> grpc.StatusCode:
+        await asyncio.sleep(late)  # those that come first keep the event loop busy
         running = pb_grpc.DecodeStub(channel).Run(pb.DecodeRequest())
         with suppress(grpc.aio.AioRpcError):
             async for _ in running:
@@ -166,10 +143,10 @@ async def test_a_call_waits_for_a_busy_event_loop(
         return await running.code()
 
     async with grpc.aio.insecure_channel(busy_node()) as channel:
-        codes = set(await asyncio.gather(*(call(channel) for _ in range(6))))
+        codes = set(await asyncio.gather(*(call(channel, 0.1 * i) for i in range(6))))
         while patience is not None and grpc.StatusCode.CANCELLED not in codes:
             # A slow client's calls come one by one, and then none of them waits for long.
-            codes = set(await asyncio.gather(*(call(channel) for _ in range(6))))
+            codes = set(await asyncio.gather(*(call(channel, 0.1 * i) for i in range(6))))
     assert patience is not None or codes == {grpc.StatusCode.OK}
 
 

@@ -77,6 +77,7 @@ from pdserve.kv_transfer.layout import CacheView, Piece, Rect
 from pdserve.kv_transfer.pipe import recv_bytes
 from pdserve.kv_transfer.rank.transfer_rank import connector_options, rank_config
 from pdserve.router.auth import APIKeys
+from pdserve.router.grpc_door import ClientDoor, Messages
 from pdserve.router.grpc_service import InferenceServicer
 from pdserve.router.http.app import make_app
 from pdserve.router.http.preprocess import MAX_PROMPTS
@@ -391,17 +392,13 @@ async def test_without_a_key_nobody_is_asked(tokenizer: Tokenizer) -> None:
 
 
 async def test_grpc_needs_the_key_for_inference_alone(tokenizer: Tokenizer) -> None:
-    server = GrpcServer()
+    keys = APIKeys("secret")
+    serving = Serving(pipeline=FakeGenerator(tokenizer), model=served(tokenizer), keys=keys)
+    server = GrpcServer(ClientDoor(keys, Messages(2**18), serving.metrics))
     server.add(
         inference_pb2.DESCRIPTOR.services_by_name["Inference"],
         inference_pb2_grpc.add_InferenceServicer_to_server,
-        InferenceServicer(
-            Serving(
-                pipeline=FakeGenerator(tokenizer),
-                model=served(tokenizer),
-                keys=APIKeys("secret"),
-            )
-        ),
+        InferenceServicer(serving),
     )
     port = server.bind("127.0.0.1", 0)
     await server.start()

@@ -1,0 +1,114 @@
+"""The message of a call, read when the server is ready for it.
+
+By itself grpc.aio reads and parses the one message of a call before its handler runs, whoever sent
+it and however large it is. Here the handler of such a call reads a stream, and until it does so
+HTTP/2 lets the peer send no more than `server.WINDOW` bytes of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, aclosing
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc.aio import EOF  # type: ignore[attr-defined]
+
+from pdserve.common.core.errors import DeadlineExceeded, InvalidRequest, PdserveError
+from pdserve.common.rpc.status import Details, abort, serving
+
+MAX_NBYTES = 64 * 2**20  # of the message of a method in LARGE
+SMALL_NBYTES = 2**20  # and of any other's: no other takes prompts, log-probabilities or digests
+LARGE = frozenset(
+    {
+        "/pdserve.v1.Prefill/Run",
+        "/pdserve.v1.Decode/Run",
+        "/pdserve.v1.KVTransfer/Commit",
+    }
+)
+GRACE = 20.0  # seconds that a message may take
+RATE = 128 * 1024  # and a second more for so many bytes that it may have
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Handler = Any  # grpc.RpcMethodHandler, whose types know no asyncio
+Reading = Callable[[Context], AbstractAsyncContextManager[bytes]]
+"""Lets a call's message in, and counts it as held until the context ends."""
+
+
+def max_nbytes(method: str) -> int:
+    """Of the message that a role may send to another."""
+    return MAX_NBYTES if method in LARGE else SMALL_NBYTES
+
+
+def reading_first(
+    handler: Handler, reading: Reading, details: Details = lambda error: ()
+) -> Handler:
+    """The handler of one message, as one that reads it itself, inside of `reading`."""
+
+    async def unary(_: Any, context: Context) -> Any:
+        async with serving(context, details=details), reading(context) as raw:
+            request = parsed(handler, raw)
+            del raw
+            return await handler.unary_unary(request, context)
+
+    async def stream(_: Any, context: Context) -> None:
+        async with serving(context, details=details), reading(context) as raw:
+            answers = handler.unary_stream(parsed(handler, raw), context)
+            del raw
+            if not inspect.isasyncgen(answers):
+                await answers
+                return
+            async with aclosing(answers):
+                async for answer in answers:
+                    await context.write(answer)
+
+    if handler.response_streaming:
+        return grpc.stream_stream_rpc_method_handler(stream, None, handler.response_serializer)
+    return grpc.stream_unary_rpc_method_handler(unary, None, handler.response_serializer)
+
+
+def parsed(handler: Handler, raw: bytes) -> Any:
+    """Raises InvalidRequest: these bytes are not the method's message."""
+    try:
+        return handler.request_deserializer(raw)
+    except DecodeError:
+        raise InvalidRequest("the message is not of the method's type") from None
+
+
+async def read_message(context: Context, limit: int) -> bytes:
+    """The one message of a call, of at most `limit` bytes.
+
+    Raises:
+        InvalidRequest: it is longer, or it is none, or more than one.
+        DeadlineExceeded: it comes drop by drop.
+    """
+    try:
+        async with asyncio.timeout(GRACE + limit / RATE):
+            raw = await context.read()
+            more = raw is not EOF and await context.read() is not EOF
+    except TimeoutError:
+        raise DeadlineExceeded(
+            "the call's message came too slowly", code="MESSAGE_TOO_SLOW"
+        ) from None
+    if raw is EOF or more:  # EOF is also what gRPC makes of a message beyond the server's limit
+        raise InvalidRequest(
+            f"a call of this method has exactly one message, of at most {limit} bytes"
+        )
+    if len(raw) > limit:
+        raise InvalidRequest(
+            f"the message has {len(raw)} bytes, and this method takes {limit}",
+            code="REQUEST_TOO_LARGE",
+        )
+    return bytes(raw)
+
+
+def refuse(error: PdserveError, details: Details = lambda error: ()) -> Handler:
+    """Answers any call with the error; its messages are never read."""
+
+    async def refused(_: Any, context: Context) -> None:
+        await abort(context, error, details(error))
+
+    return grpc.stream_stream_rpc_method_handler(refused)
