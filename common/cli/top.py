@@ -62,7 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pdserve top", description="The nodes of a cluster, live; once where nobody watches."
     )
-    add_server_options(parser, LOOK_TIMEOUT)
+    add_server_options(parser, LOOK_TIMEOUT, operators=True)
     parser.add_argument(
         "--interval", type=number(float, 0.05, 3600), default=1.0, help="seconds between two looks"
     )

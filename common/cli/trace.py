@@ -56,7 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
         "A router keeps those of the last requests (--kept-timelines). The nodes tell more of a "
         "request that asked for its timeline.",
     )
-    add_server_options(parser, LOOK_TIMEOUT)
+    add_server_options(parser, LOOK_TIMEOUT, operators=True)
     parser.add_argument(
         "request_id", metavar="REQUEST_ID", help="its X-Request-Id, or the id of its answer"
     )

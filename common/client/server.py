@@ -29,13 +29,15 @@ from pdserve.common.core.printable import printable
 
 LOOK_TIMEOUT = 10.0  # seconds a look at a server may take
 DEFAULT_URL, URL_HELP = "http://127.0.0.1:8000", "the server; its key is OPENAI_API_KEY"
+OPERATOR_URL_HELP = "the server; its key is PDSERVE_ADMIN_API_KEY, else OPENAI_API_KEY"
+CLIENT_KEY, OPERATOR_KEY = "OPENAI_API_KEY", "PDSERVE_ADMIN_API_KEY"
 CONNECT_TIMEOUT = 10.0
 MAX_MESSAGE = 2000  # characters of a server's error that are shown
 FIRST_BACKOFF, LAST_BACKOFF = 0.5, 15.0  # seconds
 
 _CLASSES: dict[int, type[PdserveError]] = {
     401: errors.Unauthenticated,
-    403: errors.Unauthenticated,
+    403: errors.PermissionDenied,
     404: errors.ModelNotFound,
     413: errors.RequestTooLarge,
     429: errors.Overloaded,
@@ -204,25 +206,34 @@ def client_session(
     )
 
 
-def add_server_options(parser: argparse.ArgumentParser, timeout: float) -> None:
-    """Which server a command is about; `session_of` reads them."""
-    parser.add_argument("--url", default=DEFAULT_URL, help=URL_HELP)
+def add_server_options(
+    parser: argparse.ArgumentParser, timeout: float, *, operators: bool = False
+) -> None:
+    """Which server a command is about; `session_of` reads them. A command for `operators` shows
+    their key, if there is any."""
+    help = OPERATOR_URL_HELP if operators else URL_HELP
+    parser.add_argument("--url", default=DEFAULT_URL, help=help)
     parser.add_argument("--timeout", type=positive, default=timeout, help="seconds for one answer")
+    parser.set_defaults(operators=operators)
 
 
 def session_of(options: argparse.Namespace) -> aiohttp.ClientSession:
-    return client_session(key_from_environment(), timeout=options.timeout)
+    key = key_from_environment(OPERATOR_KEY) if options.operators else None
+    return client_session(key or key_from_environment(), timeout=options.timeout)
 
 
-def key_from_environment() -> str | None:
-    """As OpenAI's clients have it.
+def key_from_environment(name: str = CLIENT_KEY) -> str | None:
+    """By default as OpenAI's clients have it; of the server's own list of keys the first.
 
     Raises:
         ConfigError: no header can hold it.
     """
-    key = os.environ.get("OPENAI_API_KEY", "").strip()  # of the end of a line of its file
+    key = os.environ.get(name, "")
+    if name == OPERATOR_KEY:
+        key = key.partition(",")[0]
+    key = key.strip()  # of the end of a line of its file
     if not key.isprintable():
-        raise ConfigError("OPENAI_API_KEY has a character that no key has")
+        raise ConfigError(f"{name} has a character that no key has")
     return key or None
 
 

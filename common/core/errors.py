@@ -5,6 +5,7 @@
     ├── RequestError         the client's fault
     │   ├── InvalidRequest       400  `param` names the field
     │   ├── Unauthenticated      401  no API key, or another one
+    │   ├── PermissionDenied     403  for operators, and the key is a client's
     │   ├── ModelNotFound        404
     │   ├── RequestNotFound      404
     │   └── RequestTooLarge      413
@@ -90,6 +91,11 @@ class InvalidRequest(RequestError):
 class Unauthenticated(RequestError):
     default_code = "INVALID_API_KEY"
     http_status = 401
+
+
+class PermissionDenied(RequestError):
+    default_code = "PERMISSION_DENIED"
+    http_status = 403
 
 
 class ModelNotFound(RequestError):

@@ -39,8 +39,12 @@ class LocalCluster:
         """
         # Nobody else on this host is to use it.
         key = config.server.api_key or secrets.token_hex(16)
+        admin_key = config.server.admin_api_key
+        if admin_key is None and "," in key:  # of several keys none may load adapters
+            admin_key = secrets.token_hex(16)
         console = console_of(stderr=True)
-        config = replace(config, server=replace(config.server, api_key=key))
+        server = replace(config.server, api_key=key, admin_api_key=admin_key)
+        config = replace(config, server=server)
         self.config = with_model(config, console)
         self._log = log_writer(self.config, console)
         self._last_words: dict[str, str] = {}

@@ -21,7 +21,12 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MUCH = 256  # deltas
-_TYPES = {401: "authentication_error", 429: "rate_limit_error", 504: "timeout_error"}
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    504: "timeout_error",
+}
 _MESSAGES = {
     404: "there is no such path",
     405: "this path does not take that method",
