@@ -200,8 +200,11 @@ def _path(request: web.Request) -> str:
 
 
 def _in_its_words(request: web.Request, refusal: web.Response) -> web.Response:
-    is_anthropic = _path(request).startswith("/v1/messages")
-    return messages.as_anthropic(refusal) if is_anthropic else refusal
+    return messages.as_anthropic(refusal) if _is_anthropic(request) else refusal
+
+
+def _is_anthropic(request: web.Request) -> bool:
+    return _path(request).startswith("/v1/messages")
 
 
 def _count(request: web.Request, error: PdserveError) -> None:
@@ -264,4 +267,6 @@ def _for_operators(handler: Handler) -> Handler:
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """On every response, streams and errors included."""
     response.headers[REQUEST_ID] = request_id_var.get() or "-"
+    if _is_anthropic(request):
+        response.headers[messages.REQUEST_ID] = response.headers[REQUEST_ID]
     response.headers.update(request.app[ALLOWED].allowed(request.headers))

@@ -9,7 +9,7 @@ from aiohttp import hdrs
 
 ALL = ("*",)
 _MAX_AGE = "86400"  # seconds a browser may remember the answer
-_EXPOSED = "X-Request-Id, Retry-After"
+_EXPOSED = "X-Request-Id, Request-Id, Retry-After"
 _MAX_NAMES = 4096  # characters of the headers that a page may ask for
 
 
