@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pdserve.common.client.terminal import console_of, number, positive
+from pdserve.common.config.options import CommandParser
 from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import ConfigError, NodeError
 from pdserve.common.distributed.check import CheckConfig, CheckWorker, Report
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="pdserve cluster-check",
         description="Start ranks as a node would, check the result of every collective, measure "
         "latency and bandwidth, and say what to mend. Exit code 1: something is wrong. For several "

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from pdserve.common.client.server import LOOK_TIMEOUT, Server, add_server_options, session_of
 from pdserve.common.client.terminal import console_of
+from pdserve.common.config.options import CommandParser
 from pdserve.common.core.errors import NodeError
 from pdserve.common.core.printable import printable
 from pdserve.common.core.request import Timeline
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="pdserve trace",
         description="Where a request is, or where its time went, by stages that follow each other. "
         "A router keeps those of the last requests (--kept-timelines). The nodes tell more of a "

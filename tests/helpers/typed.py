@@ -37,6 +37,7 @@ from pdserve.router.http.unsupported import unknown_fields
 
 ROLES: dict[str, Any] = {
     "up": ClusterConfig,
+    "serve": ClusterConfig,
     "router": RouterConfig,
     "prefill": WorkerNodeConfig,
     "decode": WorkerNodeConfig,
@@ -166,7 +167,10 @@ def _pdserve(arguments: list[str], environment: Mapping[str, str]) -> None:
     if not rest:  # as a sentence mentions it
         return
     if name in ROLES:
-        _told(lambda: sources.parse(ROLES[name], prog=name, argv=rest, environ=environment))
+        word = "model" if name == "serve" else None
+        _told(
+            lambda: sources.parse(ROLES[name], prog=name, argv=rest, environ=environment, word=word)
+        )
     elif name == "completion":
         if rest[0] not in (*SHELL_NAMES, "--help"):
             raise Wrong(f"no shell: {rest[0]}")

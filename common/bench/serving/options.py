@@ -12,12 +12,13 @@ from pdserve.common.bench.serving.datasets import FIRST_TOKEN_ID
 from pdserve.common.bench.serving.metrics import SLO_METRICS
 from pdserve.common.client.server import DEFAULT_URL, URL_HELP
 from pdserve.common.client.terminal import json_object, number, positive
+from pdserve.common.config.options import CommandParser
 
 DATASETS = ("random", "sharegpt", "prefix_repetition", "trace")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="pdserve bench serve",
         description="Load generator for any OpenAI-compatible server.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
