@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import json
 import os
 import random
@@ -154,10 +155,18 @@ class Server:
 
     async def model(self) -> str:
         """The first model that the server lists."""
+        return str((await self.models())[0]["id"])
+
+    async def models(self) -> list[dict[str, Any]]:
+        """What the server says of its models, of one at least."""
+        found = await self.get("/v1/models")
         try:
-            return str((await self.get("/v1/models"))["data"][0]["id"])
+            cards = [{**card, "id": str(card["id"])} for card in found["data"]]
         except (LookupError, TypeError) as error:
             raise NodeError(f"{self.url}/v1/models lists no model") from error
+        if not cards:
+            raise NodeError(f"{self.url}/v1/models lists no model")
+        return cards
 
     @asynccontextmanager
     async def _call(
@@ -174,16 +183,36 @@ class Server:
             ) as response:
                 yield response
         except (aiohttp.ClientError, ConnectionError) as error:
-            reason = str(error) or type(error).__name__
             began = isinstance(error, aiohttp.ClientPayloadError)
             what = "broke off its answer" if began else "does not answer"
             raise Unavailable(
-                f"{self.url} {what}: {printable(reason, 200)}",
+                f"{self.url} {what}: {why_lost(error)}",
                 code="TRUNCATED" if began else "CONNECT_FAILED",
                 blame=Blame.NETWORK,
             ) from error
         except TimeoutError as error:
             raise errors.DeadlineExceeded(f"{self.url} took too long to answer") from error
+
+
+def why_lost(error: Exception) -> str:
+    """Why a connection could not be made, or ended, in words: aiohttp's own text has the names of
+    its arguments in it."""
+    match error:
+        case aiohttp.ClientConnectorCertificateError():
+            return f"its certificate is not trusted: {printable(str(error.certificate_error), 200)}"
+        case aiohttp.ClientSSLError():
+            return "TLS failed there; is it an address of http:// ?"
+        case aiohttp.ClientConnectorDNSError():
+            return f"there is no host {printable(error.host, 200)}"
+        case aiohttp.ClientConnectorError(os_error=OSError(errno=errno.ECONNREFUSED)):
+            return f"nothing listens on port {error.port} of {printable(error.host, 200)}"
+        case aiohttp.ClientConnectorError(os_error=OSError(errno=int(number))):
+            return os.strerror(number)
+        case aiohttp.ServerTimeoutError():
+            return f"no connection within {CONNECT_TIMEOUT:g} s"
+        case aiohttp.ServerDisconnectedError() | ConnectionError():
+            return "it closed the connection"
+    return printable(str(error) or type(error).__name__, 200)
 
 
 def _is_server(url: str) -> bool:

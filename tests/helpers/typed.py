@@ -27,6 +27,7 @@ from pdserve.common.cli.main import BENCHES, COMMANDS
 from pdserve.common.config import sources
 from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.node import BothNodeConfig, WorkerNodeConfig
+from pdserve.common.config.options import CommandParser
 from pdserve.common.config.router import RouterConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.plugins import import_string
@@ -127,10 +128,13 @@ class _Parsed(BaseException):
 
 def _told(run: Callable[[], object]) -> None:
     """Runs a program up to where its command line is parsed."""
-    real, build = argparse.ArgumentParser.parse_args, sources.build
+    build = sources.build
 
-    def parsed(*args: Any, **kwargs: Any) -> NoReturn:
-        raise _Parsed(real(*args, **kwargs))
+    def parsed(real: Callable[..., Any]) -> Callable[..., NoReturn]:
+        def raising(*args: Any, **kwargs: Any) -> NoReturn:
+            raise _Parsed(real(*args, **kwargs))
+
+        return raising
 
     def built(*args: Any) -> NoReturn:
         with patch.object(sources, "build", build):  # which calls itself
@@ -139,7 +143,10 @@ def _told(run: Callable[[], object]) -> None:
     said = io.StringIO()
     try:
         with (
-            patch.object(argparse.ArgumentParser, "parse_args", parsed),
+            patch.object(CommandParser, "parse_args", parsed(CommandParser.parse_args)),
+            patch.object(
+                argparse.ArgumentParser, "parse_args", parsed(argparse.ArgumentParser.parse_args)
+            ),
             patch.object(sources, "build", built),
             contextlib.redirect_stderr(said),
         ):
