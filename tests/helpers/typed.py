@@ -166,7 +166,8 @@ def _pdserve(arguments: list[str], environment: Mapping[str, str]) -> None:
     targets = {name: target for group in COMMANDS.values() for name, (target, _) in group.items()}
     name, *rest = arguments or ["--help"]
     if name == "bench" and rest and rest[0] in BENCHES:
-        targets, (name, *rest) = {key: target for key, (target, _) in BENCHES.items()}, rest
+        bench, *rest = rest
+        name, targets = f"bench {bench}", {f"bench {bench}": BENCHES[bench][0]}
     if name in ("--help", "--version", "COMMAND"):
         return
     if name not in targets:
