@@ -17,9 +17,11 @@ from yarl import URL
 from fake_nodes import VOCAB_SIZE, FakeCluster, fake_cluster
 from fakes_pipeline import byte_level_folder
 from pdserve.common.cli import top, trace
+from pdserve.common.cli.cluster import own_session
 from pdserve.common.config.options import to_environment, to_flags
 from pdserve.common.config.router import RouterConfig, ServerConfig
 from pdserve.common.core.errors import ConfigError, PdserveError, PermissionDenied
+from pdserve.common.offline.local import with_keys
 from pdserve.common.rpc.pb import inference_pb2, inference_pb2_grpc
 from pdserve.common.rpc.server import GrpcServer
 from pdserve.common.text.tokenizer import Tokenizer
@@ -231,3 +233,18 @@ def test_b8_keys_of_operators_are_as_secret_as_clients() -> None:
             APIKeys("one", empty)
     with pytest.raises(ConfigError, match="--admin-api-key has a key of --api-key"):
         APIKeys("one, two", "three, two")
+
+
+@pytest.mark.parametrize(
+    ("keys", "admin_keys", "shown"),
+    [("one", None, "one"), ("one,two", "boss, spare", "boss"), ("one", "boss", "boss")],
+)
+async def test_b8_a_cluster_of_ones_own_is_asked_as_an_operator(
+    keys: str, admin_keys: str | None, shown: str
+) -> None:
+    async with own_session(with_keys(ServerConfig(api_key=keys, admin_api_key=admin_keys))) as own:
+        assert own.headers["Authorization"] == f"Bearer {shown}"
+    server = with_keys(ServerConfig(api_key="one,two"))
+    made = APIKeys(server.api_key, server.admin_api_key)
+    async with own_session(server) as own:
+        made.check_operator(own.headers["Authorization"])
