@@ -104,7 +104,7 @@ class Router:
             model=model,
             metrics=metrics,
             adapters=adapters,
-            keys=APIKeys(server.api_key, salted=server.cache_salt_per_key),
+            keys=APIKeys(server.api_key, server.admin_api_key, salted=server.cache_salt_per_key),
             chat=chat,
             priorities=routing.scheduling_policy == "priority",
             tool_parser=tool_parser(chat.tool_call_parser) if chat.tool_call_parser else None,

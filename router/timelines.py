@@ -24,6 +24,7 @@ class Ended:
     """What is kept of a request that is over: no tokens, and of its error no frames."""
 
     ids: tuple[str, ...]  # by which its client knows it
+    client: str  # whose it is, as `APIKeys.client` says
     stats: GenerationStats
     end: float  # monotonic
     error: dict[str, str] | None
@@ -44,21 +45,32 @@ class Timelines:
     def ended(self, state: RequestState, error: PdserveError | None = None) -> None:
         ids = self._served.pop(state)
         if self._ended.maxlen:
-            self._ended.append(Ended(ids, state.stats(), monotonic(), _described(error)))
+            self._ended.append(_ended(state, ids, monotonic(), _described(error)))
 
-    def find(self, name: str) -> list[dict[str, Any]]:
-        """Of the request that has this id, as JSON, for each of its prompts."""
+    def find(self, name: str, client: str | None = None) -> list[dict[str, Any]]:
+        """Of the request that has this id, as JSON, for each of its prompts; with `client` only
+        of those that it has asked."""
         now = monotonic()
-        over = (each for each in reversed(self._ended) if _is_named(each.ids, name))
+
+        def is_found(ids: tuple[str, ...], owner: str) -> bool:
+            return client in (None, owner) and _is_named(ids, name)
+
+        over = (each for each in reversed(self._ended) if is_found(each.ids, each.client))
         served = (
-            Ended(ids, state.stats(), now, None)
+            _ended(state, ids, now, None)
             for state, ids in reversed(self._served.items())
-            if _is_named(ids, name)
+            if is_found(ids, state.request.batch.client)
         )
         found = islice(chain(served, over), MAX_FOUND)
         return [
             _told(each) for each in sorted(found, key=lambda each: (len(each.ids[0]), each.ids))
         ]
+
+
+def _ended(
+    state: RequestState, ids: tuple[str, ...], end: float, error: dict[str, str] | None
+) -> Ended:
+    return Ended(ids, state.request.batch.client, state.stats(), end, error)
 
 
 def _is_named(ids: tuple[str, ...], name: str) -> bool:

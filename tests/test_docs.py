@@ -276,7 +276,7 @@ def _wrong(look: Callable[[Any], None], shown: Iterable[Any], place: str = "") -
         ("pdserve up --max-num-seqs none", "not a whole number"),
         ("pdserve up --max-num-seqs 0", "less than 1"),
         ("pdserve sing", "no command sing"),
-        ("pdserve chat --loud", "unrecognized arguments: --loud"),
+        ("pdserve chat --loud", "unknown option --loud"),
         ("pdserve bench serve --request-rate fast", "request-rate"),
         ("PDSERVE_PREFIL=1 pdserve up --both 1", "unknown variable"),
         ("make demo DEMO_ARGS=x  # a comment's end", ""),

@@ -3,7 +3,6 @@ them; that of a client (`--client`) names none."""
 
 from __future__ import annotations
 
-import argparse
 import ipaddress
 import os
 import re
@@ -19,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from pdserve.common.config.options import CommandParser
 from pdserve.common.core.errors import ConfigError
 
 PrivateKey = ec.EllipticCurvePrivateKey
@@ -31,7 +31,7 @@ SKEW = timedelta(minutes=5)  # by which the clocks of the roles may differ
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="pdserve certs",
         description="Make a trial CA and one certificate, for servers and clients, that every "
         "role of a cluster may use. The CA's key is thrown away: to add a host, make new files.",

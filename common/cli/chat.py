@@ -14,6 +14,7 @@ from rich.console import Console
 
 from pdserve.common.client.server import Server, add_server_options, session_of
 from pdserve.common.client.terminal import console_of
+from pdserve.common.config.options import CommandParser
 from pdserve.common.core.errors import NodeError, PdserveError
 from pdserve.common.core.printable import printable
 
@@ -105,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="pdserve chat",
         description="Talk to a server. Through a pipe, all of standard input is one question, and "
         "standard output is the answer and nothing else.",

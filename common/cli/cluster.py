@@ -310,7 +310,8 @@ def _with_key(auth: AuthConfig) -> AuthConfig:
 
 def own_session(server: ServerConfig, timeout: float | None = None) -> aiohttp.ClientSession:
     """A client of our own router on this host, whose certificate need not name this address."""
-    key = server.api_key and server.api_key.split(",")[0].strip()
+    keys = server.admin_api_key or server.api_key
+    key = keys and keys.split(",")[0].strip()
     return client_session(key, verify=False, timeout=timeout)
 
 

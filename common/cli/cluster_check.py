@@ -6,8 +6,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import socket
 import sys
 from collections.abc import Sequence
+from time import monotonic, sleep
 from urllib.parse import urlsplit
 
 import msgspec
@@ -16,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pdserve.common.client.terminal import console_of, number, positive
+from pdserve.common.config.options import CommandParser
 from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import ConfigError, NodeError
 from pdserve.common.distributed.check import CheckConfig, CheckWorker, Report
@@ -48,13 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         body = _join(config, world, options) if options.rank is not None else _spawn(config, world)
     except NodeError as error:
-        print(f"pdserve cluster-check: {error}", file=sys.stderr)
+        print(f"pdserve cluster-check: error: {error.message} ({error.code})", file=sys.stderr)
         return 1
     return _report(_reports.decode(body), options)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="pdserve cluster-check",
         description="Start ranks as a node would, check the result of every collective, measure "
         "latency and bandwidth, and say what to mend. Exit code 1: something is wrong. For several "
@@ -112,12 +115,38 @@ def _join(config: CheckConfig, world: int, options: argparse.Namespace) -> bytes
         raise ConfigError("--rank needs --world-size and --init-method tcp://HOST:PORT")
     if not 0 <= options.rank < world:
         raise ConfigError(f"--rank {options.rank} is not one of {world}: 0 to {world - 1}")
+    if options.rank > 0:
+        _await_rank_0(options.init_method, options.timeout)
     spec = _spec(config, options.rank, world, options.init_method)
     worker = CheckWorker(spec, emit=lambda event: None)
     try:
         return worker.step(b"")
     finally:
         worker.close()
+
+
+def _await_rank_0(url: str, timeout: float) -> None:
+    """Returns once something listens at the place where ranks meet. torch alone would fill the
+    screen with its stack.
+
+    Raises:
+        NodeError: nothing does.
+    """
+    place = urlsplit(url)
+    deadline = monotonic() + timeout
+    while True:
+        try:
+            with socket.create_connection((place.hostname, place.port), timeout):
+                return
+        except OSError as error:
+            if monotonic() >= deadline:
+                why = (error.strerror or str(error)).lower()
+                raise NodeError(
+                    f"nothing answers at {url} within {timeout:g} s, {why}: start rank 0 there, "
+                    "with the same --init-method",
+                    code="RANK_LOST",
+                ) from error
+        sleep(0.1)
 
 
 def _is_place(url: str) -> bool:

@@ -23,6 +23,7 @@ from rich.text import Text
 from pdserve.common.cli.finding import Finding, Verdict
 from pdserve.common.cli.model import check as check_model
 from pdserve.common.client.terminal import console_of, number
+from pdserve.common.config.options import CommandParser
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import AMPLE_FILES, bind, memory_left, usable_cores
 
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="pdserve doctor",
         description="Check this host: packages, cores, memory, limits, ports; with options also "
         "GPUs, a model and peers. Exit code 1: something failed.",

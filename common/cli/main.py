@@ -18,6 +18,10 @@ from pdserve.common.core.plugins import import_string
 COMMANDS = {
     "Whole clusters": {
         "up": ("pdserve.common.cli.up:main", "router and nodes on this host, in one readable log"),
+        "serve": (
+            "pdserve.common.cli.up:serve_main",
+            "the same: pdserve serve MODEL, as vllm serve MODEL",
+        ),
         "demo": (
             "pdserve.common.cli.demo:main",
             "start a cluster, ask it a question, show the timeline",
@@ -181,12 +185,17 @@ def bench(argv: Sequence[str]) -> int:
     if name in ("-h", "--help"):
         print("\n".join(lines))
         return 0
-    raise ConfigError(f"takes one of {', '.join(BENCHES)}; see pdserve bench --help")
+    hint = _nearest(name, list(BENCHES)) or "see pdserve bench --help"
+    raise ConfigError(f"takes one of {', '.join(BENCHES)}; {hint}")
 
 
 def _unknown(command: str, known: list[str]) -> str:
     if not command:
         return help_text()
-    nearest = difflib.get_close_matches(command, known, n=1)
-    hint = f"did you mean {nearest[0]}?" if nearest else "see pdserve --help"
+    hint = _nearest(command, known) or "see pdserve --help"
     return f"pdserve: error: unknown command {command}; {hint}"
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    nearest = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {nearest[0]}?" if nearest else ""

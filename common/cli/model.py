@@ -3,7 +3,6 @@ checks one."""
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.progress import Progress
 
 from pdserve.common.client.terminal import console_of
 from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.options import CommandParser
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.demo_model.embedded import (
@@ -24,7 +24,7 @@ from pdserve.common.demo_model.embedded import (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the folder. If it is where the embedded model belongs, that is unpacked first."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="pdserve model",
         description="Prints the folder of a model that this user can serve. The embedded one is "
         "unpacked first, below PDSERVE_CACHE (default: ~/.cache/pdserve).",

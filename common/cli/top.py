@@ -16,6 +16,7 @@ from rich.text import Text
 
 from pdserve.common.client.server import LOOK_TIMEOUT, Server, add_server_options, session_of
 from pdserve.common.client.terminal import console_of, number
+from pdserve.common.config.options import CommandParser
 from pdserve.common.core.errors import NodeError, PdserveError
 from pdserve.common.core.printable import printable
 
@@ -63,10 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="pdserve top", description="The nodes of a cluster, live; once where nobody watches."
     )
-    add_server_options(parser, LOOK_TIMEOUT)
+    add_server_options(parser, LOOK_TIMEOUT, operators=True)
     parser.add_argument(
         "--interval", type=number(float, 0.05, 3600), default=1.0, help="seconds between two looks"
     )

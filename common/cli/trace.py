@@ -17,6 +17,7 @@ from rich.text import Text
 
 from pdserve.common.client.server import LOOK_TIMEOUT, Server, add_server_options, session_of
 from pdserve.common.client.terminal import console_of
+from pdserve.common.config.options import CommandParser
 from pdserve.common.core.errors import NodeError
 from pdserve.common.core.printable import printable
 from pdserve.common.core.request import Timeline
@@ -50,13 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="pdserve trace",
         description="Where a request is, or where its time went, by stages that follow each other. "
         "A router keeps those of the last requests (--kept-timelines). The nodes tell more of a "
         "request that asked for its timeline.",
     )
-    add_server_options(parser, LOOK_TIMEOUT)
+    add_server_options(parser, LOOK_TIMEOUT, operators=True)
     parser.add_argument(
         "request_id", metavar="REQUEST_ID", help="its X-Request-Id, or the id of its answer"
     )

@@ -28,18 +28,28 @@ COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    return _run("pdserve up", argv)
+
+
+def serve_main(argv: Sequence[str] | None = None) -> int:
+    """The same by the name and with the first word that vLLM's users know."""
+    return _run("pdserve serve", argv, word="model")
+
+
+def _run(prog: str, argv: Sequence[str] | None, word: str | None = None) -> int:
     config = parse(
         ClusterConfig,
-        prog="pdserve up",
+        prog=prog,
         description="Start a router and nodes on this host: prefill and decode nodes, or such as "
         "do both.",
         argv=argv,
+        word=word,
     )
     console = console_of(file=cast(IO[str], LogStream()))
-    return asyncio.run(serve(with_model(config, console), console))
+    return asyncio.run(serve(with_model(config, console), console, prog))
 
 
-async def serve(config: ClusterConfig, console: Console) -> int:
+async def serve(config: ClusterConfig, console: Console, prog: str) -> int:
     """Runs the cluster until a signal (exit code 0), a death that ends it (1) or a process that
     cannot start as configured (2)."""
     cluster = make_cluster(config, console)
@@ -51,7 +61,7 @@ async def serve(config: ClusterConfig, console: Console) -> int:
             await cluster.ended
         return 0
     except PdserveError as error:
-        console.print(f"pdserve up: {error.message}", style="red")
+        console.print(f"{prog}: {error.message}", style="red")
         return 2 if isinstance(error, ConfigError) else 1
     finally:
         await cluster.stop()

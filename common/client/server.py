@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import json
 import os
 import random
@@ -29,13 +30,15 @@ from pdserve.common.core.printable import printable
 
 LOOK_TIMEOUT = 10.0  # seconds a look at a server may take
 DEFAULT_URL, URL_HELP = "http://127.0.0.1:8000", "the server; its key is OPENAI_API_KEY"
+OPERATOR_URL_HELP = "the server; its key is PDSERVE_ADMIN_API_KEY, else OPENAI_API_KEY"
+CLIENT_KEY, OPERATOR_KEY = "OPENAI_API_KEY", "PDSERVE_ADMIN_API_KEY"
 CONNECT_TIMEOUT = 10.0
 MAX_MESSAGE = 2000  # characters of a server's error that are shown
 FIRST_BACKOFF, LAST_BACKOFF = 0.5, 15.0  # seconds
 
 _CLASSES: dict[int, type[PdserveError]] = {
     401: errors.Unauthenticated,
-    403: errors.Unauthenticated,
+    403: errors.PermissionDenied,
     404: errors.ModelNotFound,
     413: errors.RequestTooLarge,
     429: errors.Overloaded,
@@ -152,10 +155,18 @@ class Server:
 
     async def model(self) -> str:
         """The first model that the server lists."""
+        return str((await self.models())[0]["id"])
+
+    async def models(self) -> list[dict[str, Any]]:
+        """What the server says of its models, of one at least."""
+        found = await self.get("/v1/models")
         try:
-            return str((await self.get("/v1/models"))["data"][0]["id"])
+            cards = [{**card, "id": str(card["id"])} for card in found["data"]]
         except (LookupError, TypeError) as error:
             raise NodeError(f"{self.url}/v1/models lists no model") from error
+        if not cards:
+            raise NodeError(f"{self.url}/v1/models lists no model")
+        return cards
 
     @asynccontextmanager
     async def _call(
@@ -172,16 +183,36 @@ class Server:
             ) as response:
                 yield response
         except (aiohttp.ClientError, ConnectionError) as error:
-            reason = str(error) or type(error).__name__
             began = isinstance(error, aiohttp.ClientPayloadError)
             what = "broke off its answer" if began else "does not answer"
             raise Unavailable(
-                f"{self.url} {what}: {printable(reason, 200)}",
+                f"{self.url} {what}: {why_lost(error)}",
                 code="TRUNCATED" if began else "CONNECT_FAILED",
                 blame=Blame.NETWORK,
             ) from error
         except TimeoutError as error:
             raise errors.DeadlineExceeded(f"{self.url} took too long to answer") from error
+
+
+def why_lost(error: Exception) -> str:
+    """Why a connection could not be made, or ended, in words: aiohttp's own text has the names of
+    its arguments in it."""
+    match error:
+        case aiohttp.ClientConnectorCertificateError():
+            return f"its certificate is not trusted: {printable(str(error.certificate_error), 200)}"
+        case aiohttp.ClientSSLError():
+            return "TLS failed there; is it an address of http:// ?"
+        case aiohttp.ClientConnectorDNSError():
+            return f"there is no host {printable(error.host, 200)}"
+        case aiohttp.ClientConnectorError(os_error=OSError(errno=errno.ECONNREFUSED)):
+            return f"nothing listens on port {error.port} of {printable(error.host, 200)}"
+        case aiohttp.ClientConnectorError(os_error=OSError(errno=int(number))):
+            return os.strerror(number)
+        case aiohttp.ServerTimeoutError():
+            return f"no connection within {CONNECT_TIMEOUT:g} s"
+        case aiohttp.ServerDisconnectedError() | ConnectionError():
+            return "it closed the connection"
+    return printable(str(error) or type(error).__name__, 200)
 
 
 def _is_server(url: str) -> bool:
@@ -204,25 +235,34 @@ def client_session(
     )
 
 
-def add_server_options(parser: argparse.ArgumentParser, timeout: float) -> None:
-    """Which server a command is about; `session_of` reads them."""
-    parser.add_argument("--url", default=DEFAULT_URL, help=URL_HELP)
+def add_server_options(
+    parser: argparse.ArgumentParser, timeout: float, *, operators: bool = False
+) -> None:
+    """Which server a command is about; `session_of` reads them. A command for `operators` shows
+    their key, if there is any."""
+    help = OPERATOR_URL_HELP if operators else URL_HELP
+    parser.add_argument("--url", default=DEFAULT_URL, help=help)
     parser.add_argument("--timeout", type=positive, default=timeout, help="seconds for one answer")
+    parser.set_defaults(operators=operators)
 
 
 def session_of(options: argparse.Namespace) -> aiohttp.ClientSession:
-    return client_session(key_from_environment(), timeout=options.timeout)
+    key = key_from_environment(OPERATOR_KEY) if options.operators else None
+    return client_session(key or key_from_environment(), timeout=options.timeout)
 
 
-def key_from_environment() -> str | None:
-    """As OpenAI's clients have it.
+def key_from_environment(name: str = CLIENT_KEY) -> str | None:
+    """By default as OpenAI's clients have it; of the server's own list of keys the first.
 
     Raises:
         ConfigError: no header can hold it.
     """
-    key = os.environ.get("OPENAI_API_KEY", "").strip()  # of the end of a line of its file
+    key = os.environ.get(name, "")
+    if name == OPERATOR_KEY:
+        key = key.partition(",")[0]
+    key = key.strip()  # of the end of a line of its file
     if not key.isprintable():
-        raise ConfigError("OPENAI_API_KEY has a character that no key has")
+        raise ConfigError(f"{name} has a character that no key has")
     return key or None
 
 

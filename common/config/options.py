@@ -7,11 +7,12 @@ import difflib
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from decimal import Decimal
 from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from pdserve.common.core.errors import ConfigError
 
@@ -210,6 +211,37 @@ def _to_flag(option: Option) -> str:
     if option.kind is bool:
         return option.flag if value else f"--no-{option.key}"
     return f"{option.flag}={json.dumps(value) if option.kind in (dict, list) else value}"
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Of a command's flags. An error takes one line, and names the flag that is nearest to one that
+    is not known."""
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
+        found, rest = self.parse_known_args(args, namespace)
+        if rest:
+            name = next((word for word in rest if word.startswith("-")), rest[0])
+            self.error(unknown_option(self, name.partition("=")[0]))
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        end_with(self.prog, message)
+
+
+def end_with(prog: str, message: str) -> NoReturn:
+    """One line: the usage text of some forty options would bury it."""
+    print(f"{prog}: error: {message} (see {prog} --help)", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def unknown_option(parser: argparse.ArgumentParser, name: str) -> str:
+    """What is wrong with a flag, or a word, that `parser` does not know."""
+    if not name.startswith("-"):
+        return f"no option takes the word {name}"
+    known = [flag for action in parser._actions for flag in action.option_strings]
+    return unknown("option", name, known)
 
 
 def unknown(what: str, name: str, known: Sequence[str]) -> str:

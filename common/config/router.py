@@ -56,6 +56,14 @@ class ServerConfig:
         metavar="KEY",
         secret=True,
     )
+    admin_api_key: str | None = option(
+        None,
+        "key, or keys separated by commas, of operators, which are API keys, too: adapters, "
+        "/reset_prefix_cache, /v1/cluster, timelines of others need one (absent: the only key of "
+        "--api-key does, or none; of several keys none may); prefer the variable",
+        metavar="KEY",
+        secret=True,
+    )
     cache_salt_per_key: bool = option(
         False,
         "what one API key has asked is found in the prefix caches by that key alone, so that no "

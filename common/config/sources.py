@@ -19,7 +19,16 @@ import yaml
 
 from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.node import BothNodeConfig, WorkerNodeConfig
-from pdserve.common.config.options import PREFIX, Config, Option, build, options, unknown
+from pdserve.common.config.options import (
+    PREFIX,
+    Config,
+    Option,
+    build,
+    end_with,
+    options,
+    unknown,
+    unknown_option,
+)
 from pdserve.common.config.router import RouterConfig
 from pdserve.common.core.errors import ConfigError
 
@@ -45,15 +54,17 @@ def parse(
     description: str | None = None,
     argv: Sequence[str] | None = None,
     environ: Mapping[str, str] | None = None,
+    word: str | None = None,
 ) -> Config:
     """The config that flags, environment and YAML file say.
 
-    `argv` defaults to this process's arguments, `environ` to its environment. What cannot be
-    used ends the process: one line on stderr, exit code 2.
+    `argv` defaults to this process's arguments, `environ` to its environment. `word` names the
+    option that a word without a flag is the value of, if there is any. What cannot be used ends
+    the process: one line on stderr, exit code 2.
     """
     base = cls()
     found = tuple(options(base))
-    parser = _parser(found, prog, description)
+    parser = _parser(found, prog, description, word)
     arguments = [_hyphened(word) for word in (sys.argv[1:] if argv is None else argv)]
     if {"-h", "--help"}.intersection(arguments):  # whatever else is wrong
         parser.print_help()
@@ -62,17 +73,31 @@ def parse(
     environment = {name: value for name, value in given.items() if value != ""}
     _check_environment(parser, found, environment)
     namespace, rest = parser.parse_known_args(arguments, env_vars=environment)
+    if word is not None and rest and not any(each.startswith("-") for each in rest):
+        setattr(namespace, word, _word(parser, word, rest, arguments))
+        rest = []
     if rest:
-        known = [flag for action in parser._actions for flag in action.option_strings]
-        name = rest[0].partition("=")[0]
-        if not name.startswith("-"):
-            hint = f"; did you mean --model {name}?" if "--model" in known else ""
-            parser.error(f"no option takes the word {name}{hint}")
-        parser.error(unknown("option", name, known))
+        flags = [each for each in rest if each.startswith("-")]
+        first = flags[0] if flags and word is not None else rest[0]
+        name = first.partition("=")[0]
+        has_model = any(option.name == "model" for option in found)
+        hint = f"; did you mean --model {name}?" if has_model and not name.startswith("-") else ""
+        parser.error(unknown_option(parser, name) + hint)
     try:
         return build(base, vars(namespace))
     except ConfigError as error:
         parser.error(error.message)
+
+
+def _word(parser: _Parser, name: str, words: Sequence[str], arguments: Sequence[str]) -> str:
+    """The value that a word gives the option `name`; its flag may say the same once more."""
+    flag = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    flag.add_argument(f"--{name}", action="append", default=[])
+    given = flag.parse_known_args(arguments)[0]
+    values = dict.fromkeys([*words, *getattr(given, name)])
+    if len(values) > 1:
+        parser.error(f"there can be one {name}, not {' and '.join(values)}")
+    return words[0]
 
 
 def _hyphened(word: str) -> str:
@@ -82,14 +107,13 @@ def _hyphened(word: str) -> str:
 
 
 class _Parser(configargparse.ArgumentParser):
-    """Errors take one line; the usage text of some forty options would bury them."""
-
     def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: error: {message} (see {self.prog} --help)", file=sys.stderr)
-        raise SystemExit(2)
+        end_with(self.prog, message)
 
 
-def _parser(found: Sequence[Option], prog: str, description: str | None) -> _Parser:
+def _parser(
+    found: Sequence[Option], prog: str, description: str | None, word: str | None
+) -> _Parser:
     parser = _Parser(
         prog=prog,
         description=description,
@@ -98,7 +122,7 @@ def _parser(found: Sequence[Option], prog: str, description: str | None) -> _Par
         add_config_file_help=False,
         config_file_parser_class=_YAMLFile,
         formatter_class=partial(argparse.HelpFormatter, max_help_position=34, width=100),
-        usage="%(prog)s [options]",
+        usage=f"%(prog)s {f'[{word.upper()}] ' if word else ''}[options]",
         epilog="An option is taken from its flag, else its variable, else the YAML file, "
         "else its default.",
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -116,10 +117,7 @@ class ModelSpec:
             ConfigError: a file or key is missing, or the model is of a kind not supported.
         """
         folder = Path(folder)
-        if not folder.is_dir():
-            raise ConfigError(f"there is no folder {folder}{_neighbours(folder)}")
-        if not (folder / "config.json").is_file():
-            raise ConfigError(f"{folder} has no config.json: it is no checkpoint folder")
+        check_folder(folder)
         generation = folder / "generation_config.json"
         return cls.from_config(
             _read_json(folder / "config.json"),
@@ -252,10 +250,46 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+_NO_GGUF = (
+    "pdserve serves safetensors checkpoints: folders with config.json, tokenizer.json and "
+    "*.safetensors. Take the model that the GGUF was made of"
+)
+
+
+def check_folder(folder: Path) -> None:
+    """Raises ConfigError unless it is a checkpoint's, as far as names tell."""
+    if folder.is_file():
+        if folder.suffix.lower() == ".gguf":
+            raise ConfigError(f"{folder} is a GGUF file; {_NO_GGUF}")
+        raise ConfigError(f"{folder} is a file, and no checkpoint folder")
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}{_neighbours(folder)}")
+    if not (folder / "config.json").is_file():
+        if "gguf" in str(folder).lower() or any(folder.glob("*.[gG][gG][uU][fF]")):
+            raise ConfigError(f"{folder} has no config.json, but GGUF; {_NO_GGUF}")
+        raise ConfigError(f"{folder} has no config.json: it is no checkpoint folder")
+
+
 def _neighbours(folder: Path) -> str:
-    """What else is there, for whoever has mistyped it."""
-    beside = sorted(each.name for each in folder.parent.glob("[!.]*") if each.is_dir())
-    return f"; {folder.parent} has: {', '.join(beside[:MAX_SHOWN])}" if beside else ""
+    """What is there of a similar name, or else what other checkpoints, for those who have mistyped
+    the first part of the path that is not there."""
+    missing = folder
+    while not missing.parent.is_dir():
+        missing = missing.parent
+    beside = {each.name.lower(): each.name for each in _folders(missing.parent)}
+    near = get_close_matches(missing.name.lower(), beside, MAX_SHOWN)
+    names = [beside[name] for name in near] or [
+        name for name in sorted(beside.values()) if (missing.parent / name / "config.json").exists()
+    ]
+    lacks = "" if missing == folder else f"; {missing.parent} lacks {missing.name}"
+    return lacks + (f"; {missing.parent} has: {', '.join(names[:MAX_SHOWN])}" if names else "")
+
+
+def _folders(parent: Path) -> list[Path]:
+    try:
+        return sorted(each for each in parent.glob("[!.]*") if each.is_dir())
+    except OSError:  # this user may not look into it
+        return []
 
 
 def _family_of(config: Mapping[str, Any]) -> tuple[str, Family]:

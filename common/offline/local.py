@@ -18,6 +18,7 @@ from pdserve.common.cli.up import log_writer, with_model
 from pdserve.common.client.server import Server
 from pdserve.common.client.terminal import console_of
 from pdserve.common.config.cluster import ClusterConfig
+from pdserve.common.config.router import ServerConfig
 from pdserve.common.core.errors import NodeError, PdserveError
 
 T = TypeVar("T")
@@ -37,10 +38,8 @@ class LocalCluster:
             ConfigError: it cannot start as configured.
             NodeError: a process of it died.
         """
-        # Nobody else on this host is to use it.
-        key = config.server.api_key or secrets.token_hex(16)
         console = console_of(stderr=True)
-        config = replace(config, server=replace(config.server, api_key=key))
+        config = replace(config, server=with_keys(config.server))
         self.config = with_model(config, console)
         self._log = log_writer(self.config, console)
         self._last_words: dict[str, str] = {}
@@ -146,3 +145,11 @@ def _result(running: Future[T]) -> T:
     while not wait([running], timeout=LOOK_UP).done:
         pass
     return running.result()
+
+
+def with_keys(server: ServerConfig) -> ServerConfig:
+    """With a key, so that others on this host do not use it, and where there are several, with an
+    admin key: of several keys none may load adapters."""
+    key = server.api_key or secrets.token_hex(16)
+    admin_key = server.admin_api_key or (secrets.token_hex(16) if "," in key else None)
+    return replace(server, api_key=key, admin_api_key=admin_key)

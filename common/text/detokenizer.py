@@ -12,6 +12,9 @@ the window is a handful of tokens, so the cost per token is constant.
 
 from __future__ import annotations
 
+import codecs
+from collections.abc import Sequence
+
 from pdserve.common.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
@@ -50,6 +53,11 @@ class Detokenizer:
         """What is left when no token follows; an incomplete character becomes U+FFFD."""
         return self._hand_out(len(self._window), self._decode(self._window))
 
+    @property
+    def pending(self) -> Sequence[int]:
+        """The tokens whose text is not handed out yet."""
+        return self._window[self._context :]
+
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
@@ -75,3 +83,36 @@ class Detokenizer:
             if head + self._decode(self._window[end:]) == text:
                 return self._hand_out(end, head)
         return self._hand_out(len(self._window), text)
+
+
+_utf8 = codecs.getincrementaldecoder("utf-8")
+
+
+class TextOffsets:
+    """Where the text of each of one sequence's tokens begins in what `Detokenizer` makes of them
+    all, in characters. Tokens that share a character, or have no text, begin at one place."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, start: int = 0
+    ) -> None:
+        """`start`: characters before the first token."""
+        self._tokenizer = tokenizer
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens)
+        self._handed_out = start
+
+    def push(self, token_id: int) -> int:
+        pending = self._detokenizer.pending
+        offset = self._handed_out + (self._begun(pending, token_id) if pending else 0)
+        self._handed_out += len(self._detokenizer.push(token_id))
+        return offset
+
+    def _begun(self, pending: Sequence[int], token_id: int) -> int:
+        """How many characters of the pending tokens come before the one that this token is part
+        of, or begins."""
+        decoder = _utf8(errors="replace")
+        begun = len(decoder.decode(b"".join(map(self._tokenizer.token_bytes, pending))))
+        if not decoder.getstate()[0]:
+            return begun
+        made = decoder.decode(self._tokenizer.token_bytes(token_id)[:1])
+        goes_on = not made or (len(made) == 1 and not decoder.getstate()[0])
+        return begun if goes_on else begun + 1

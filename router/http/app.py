@@ -74,11 +74,16 @@ ROUTES = (
         "GET", "/v1/timelines/{request_id}", info.get_timelines,
         "Where a request is, or where its time went", errors=(404,),
     ),
-    Route("GET", "/v1/cluster", info.cluster, "Nodes, their load, which pairs fit"),
-    Route("GET", "/v1/cluster/targets", info.targets, "Nodes' metrics, for Prometheus' http_sd"),
+    Route(
+        "GET", "/v1/cluster", info.cluster, "Nodes, their load, which pairs fit", operators=True
+    ),
+    Route(
+        "GET", "/v1/cluster/targets", info.targets, "Nodes' metrics, for Prometheus' http_sd",
+        operators=True,
+    ),
     Route(
         "POST", "/reset_prefix_cache", info.reset_prefix_cache,
-        "Prompts computed so far are not found in the caches any more", answer="",
+        "Prompts computed so far are not found in the caches any more", answer="", operators=True,
     ),
     # What probes, scrapers and load balancers ask. All other paths need the API key, if any.
     Route("GET", "/health", info.health, "This process lives", answer="", open=True),
@@ -97,11 +102,11 @@ ROUTES = (
 LORA_ROUTES = (
     Route(
         "POST", "/v1/load_lora_adapter", lora.load_adapter, "An adapter becomes a model",
-        LoadLoRABody,
+        LoadLoRABody, operators=True,
     ),
     Route(
         "POST", "/v1/unload_lora_adapter", lora.unload_adapter, "And is none any more",
-        UnloadLoRABody,
+        UnloadLoRABody, operators=True,
     ),
 )  # fmt: skip
 _OPEN_PATHS = frozenset(route.path for route in ROUTES if route.open)
@@ -152,7 +157,7 @@ def make_app(
         for route in routes:
             path = prefix + route.path.replace("}", ":.+}")  # names of models have slashes
             add = app.router.add_get if route.method == "GET" else app.router.add_post
-            add(path, route.handler)
+            add(path, _for_operators(route.handler) if route.operators else route.handler)
     app.on_response_prepare.append(_add_headers)
     return app
 
@@ -195,8 +200,11 @@ def _path(request: web.Request) -> str:
 
 
 def _in_its_words(request: web.Request, refusal: web.Response) -> web.Response:
-    is_anthropic = _path(request).startswith("/v1/messages")
-    return messages.as_anthropic(refusal) if is_anthropic else refusal
+    return messages.as_anthropic(refusal) if _is_anthropic(request) else refusal
+
+
+def _is_anthropic(request: web.Request) -> bool:
+    return _path(request).startswith("/v1/messages")
 
 
 def _count(request: web.Request, error: PdserveError) -> None:
@@ -251,7 +259,20 @@ async def _authenticate(request: web.Request, handler: Handler) -> web.StreamRes
     return await handler(request)
 
 
+def _for_operators(handler: Handler) -> Handler:
+    """The same for those whose key may do this: with the route, so that no spelling of a path
+    leads around it."""
+
+    async def checked(request: web.Request) -> web.StreamResponse:
+        request.app[SERVING].keys.check_operator(authorization_of(request))
+        return await handler(request)
+
+    return checked
+
+
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """On every response, streams and errors included."""
     response.headers[REQUEST_ID] = request_id_var.get() or "-"
+    if _is_anthropic(request):
+        response.headers[messages.REQUEST_ID] = response.headers[REQUEST_ID]
     response.headers.update(request.app[ALLOWED].allowed(request.headers))

@@ -11,6 +11,7 @@ from aiohttp import web
 from pdserve.common.core.prompt_logprobs import PromptLogprobs
 from pdserve.common.core.request import new_request_id
 from pdserve.common.core.sampling import SampledToken
+from pdserve.common.text.detokenizer import TextOffsets
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.admission import Batch
 from pdserve.router.generation import MAX_BURST, TextDelta
@@ -79,7 +80,11 @@ class CompletionChoices:
         choices = range(len(prompts) * make_choices(body.n))
         self._logprobs: dict[int, CompletionLogprobs] = {}
         if body.logprobs is not None:
-            self._logprobs = {i: CompletionLogprobs(tokenizer, body) for i in choices}
+            n = make_choices(body.n)
+            self._logprobs = {
+                i: CompletionLogprobs(tokenizer, body, texts[i // n] if texts else "")
+                for i in choices
+            }
         self._tokenizer = tokenizer
         self._body = body
         self._prompts = prompts
@@ -120,12 +125,16 @@ class CompletionChoices:
 
 
 class CompletionLogprobs:
-    """`/v1/completions`: parallel lists. One object per choice: it counts text offsets."""
+    """`/v1/completions`: parallel lists. One object per choice: it counts text
+    offsets, in characters of the text that the client gets."""
 
-    def __init__(self, tokenizer: Tokenizer, body: CompletionBody) -> None:
+    def __init__(self, tokenizer: Tokenizer, body: CompletionBody, echo: str = "") -> None:
+        """`echo` is the text of the prompt, if that comes before the answer's."""
         self._tokenizer = tokenizer
         self._body = body
-        self._offset = 0
+        self._echo = echo
+        skip_special = body.skip_special_tokens is not False
+        self._offsets = TextOffsets(tokenizer, skip_special, start=len(echo))
 
     def add(
         self,
@@ -135,22 +144,21 @@ class CompletionLogprobs:
     ) -> dict[str, list[Any]]:
         """Of more tokens; and before them of the `prompt`, if it is echoed and `scored`."""
         echoed = scored if self._body.echo else None
+        offsets = [self._offsets.push(token.token_id) for token in tokens]
         if echoed is not None:
             before = echoed.tokens(prompt[1:], self._body.logprobs or 0)
             tokens = [SampledToken(prompt[0]), *before, *tokens]
+            offsets = _echo_offsets(self._tokenizer, prompt, self._echo) + offsets
         result: dict[str, list[Any]] = {
-            "text_offset": [],
+            "text_offset": offsets,
             "token_logprobs": [],
             "tokens": [],
             "top_logprobs": [],
         }
         for token in tokens:
-            text = self._tokenizer.token_text(token.token_id)
-            result["text_offset"].append(self._offset)
             result["tokens"].append(self._name(token.token_id))
             result["token_logprobs"].append(logprob_of(token))
             result["top_logprobs"].append(self._top(token))
-            self._offset += len(text)
         if echoed is not None:
             result["token_logprobs"][0] = result["top_logprobs"][0] = None
         return result
@@ -172,3 +180,13 @@ class CompletionLogprobs:
         except UnicodeDecodeError:
             text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
         return token_name(token_id, text, self._body)
+
+
+def _echo_offsets(tokenizer: Tokenizer, prompt: Sequence[int], text: str) -> list[int]:
+    """Where each token of a prompt begins in its text, as it was given or is made of them. Tokens
+    that the tokenizer puts before a text (a BOS) are at its begin."""
+    decoded = tokenizer.decode(prompt, skip_special_tokens=False)
+    is_its_end = decoded.endswith(text)
+    offsets = TextOffsets(tokenizer, skip_special_tokens=not is_its_end)
+    before = len(decoded) - len(text) if is_its_end else 0
+    return [min(max(0, offsets.push(each) - before), len(text)) for each in prompt]

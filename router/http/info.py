@@ -14,7 +14,7 @@ from pdserve.common.core.printable import printable
 from pdserve.common.obs.exposition import exposed
 from pdserve.router.adapters import Adapter
 from pdserve.router.http.encoding import error_response, json_response
-from pdserve.router.http.request import SERVING, preprocess
+from pdserve.router.http.request import SERVING, authorization_of, client_of, preprocess
 from pdserve.router.served_model import ServedModel
 
 REGISTRY = web.AppKey("registry", Collector)
@@ -50,9 +50,11 @@ async def get_model(request: web.Request) -> web.Response:
 
 
 async def get_timelines(request: web.Request) -> web.Response:
-    """By the X-Request-Id or the id of the answer."""
-    name, pipeline = request.match_info["request_id"], request.app[SERVING].pipeline
-    if not (found := pipeline.timelines.find(name)):
+    """By the X-Request-Id or the id of the answer. To a client there are only its own."""
+    name, serving = request.match_info["request_id"], request.app[SERVING]
+    is_operator = serving.keys.is_operator(authorization_of(request))
+    whose = None if is_operator else client_of(request)
+    if not (found := serving.pipeline.timelines.find(name, whose)):
         raise RequestNotFound(
             f"neither a request at work nor one of the last that ended is {printable(name, 128)!r}"
         )

@@ -6,16 +6,29 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from pdserve.common.core.errors import InvalidRequest, PdserveError
+from pdserve.common.obs.logging import request_id_var
 from pdserve.router.generation import GenerationStats
 from pdserve.router.http.chat import begin
 from pdserve.router.http.encoding import error_body, json_response
 from pdserve.router.http.events import Event, respond
 from pdserve.router.http.request import SERVING, preprocess
 
+REQUEST_ID = "Request-Id"  # the name under which Anthropic's clients know their request
 STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 async def create_message(request: web.Request) -> web.StreamResponse:
@@ -23,7 +36,8 @@ async def create_message(request: web.Request) -> web.StreamResponse:
     if body.max_tokens is None:
         raise InvalidRequest("max_tokens must be given", param="max_tokens")
     model = request.app[SERVING].answering(body.model)
-    shape = MessageShape(asked.generation.request_id, model)
+    generation = asked.generation
+    shape = MessageShape(generation.request_id, model, len(generation.prompt_token_ids))
     return await respond(request, asked, shape)
 
 
@@ -33,16 +47,27 @@ async def count_tokens(request: web.Request) -> web.StreamResponse:
 
 
 def as_anthropic(refusal: web.Response) -> web.Response:
-    """OpenAI's shape of an error is Anthropic's, but for one word."""
+    """The same refusal as Anthropic words it."""
     assert isinstance(refusal.body, bytes)
-    refusal.body = b'{"type":"error",' + refusal.body.removeprefix(b"{")
+    refusal.body = msgspec.json.encode(_error(msgspec.json.decode(refusal.body), refusal.status))
     return refusal
+
+
+def _error(body: dict[str, Any], status: int) -> dict[str, Any]:
+    """`body` is the error's as OpenAI words it."""
+    kind = _ERRORS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {
+        "type": "error",
+        "error": body["error"] | {"type": kind},
+        "request_id": request_id_var.get(),
+    }
 
 
 class MessageShape:
     """Content blocks in the order in which they come; one is open at a time."""
 
-    def __init__(self, message_id: str, model: str) -> None:
+    def __init__(self, message_id: str, model: str, input_tokens: int) -> None:
+        """`input_tokens` are the prompt's; how many of them were cached is known at the end."""
         self._message: dict[str, Any] = {
             "id": message_id,
             "type": "message",
@@ -51,7 +76,7 @@ class MessageShape:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": {"input_tokens": 0, "output_tokens": 0},
+            "usage": _usage(input_tokens, 0, 0),
         }
         self._open: str | None = None  # the type of the open block
         self._index = -1
@@ -69,7 +94,7 @@ class MessageShape:
             **self._message,
             "content": content,
             **_ending(choice, bool(said.get("tool_calls"))),
-            "usage": _usage(stats),
+            "usage": _usage_of(stats),
         }
 
     def begin(self) -> Iterable[Event]:
@@ -97,11 +122,11 @@ class MessageShape:
 
     def end(self, stats: GenerationStats) -> Iterable[Event]:
         ending = {name: self._message[name] for name in ("stop_reason", "stop_sequence")}
-        yield {"type": "message_delta", "delta": ending, "usage": _usage(stats)}
+        yield {"type": "message_delta", "delta": ending, "usage": _usage_of(stats)}
         yield {"type": "message_stop"}
 
     def failed(self, error: PdserveError) -> Iterable[Event]:
-        return [{"type": "error", **error_body(error)}]
+        return [_error(error_body(error), error.http_status)]
 
     def _block(self, kind: str, start: dict[str, Any]) -> Iterator[Event]:
         if self._open != kind:
@@ -125,9 +150,10 @@ def _tool_use(call_id: str, name: str, given: Any) -> dict[str, Any]:
 def _object(arguments: str) -> Any:
     """A call that was cut short has no whole object."""
     try:
-        return json.loads(arguments)
-    except ValueError:
+        given = json.loads(arguments)
+    except (ValueError, RecursionError):
         return {}
+    return given if isinstance(given, dict) else {}
 
 
 def _ending(choice: dict[str, Any], used: bool) -> dict[str, Any]:
@@ -141,10 +167,14 @@ def _ending(choice: dict[str, Any], used: bool) -> dict[str, Any]:
     return {"stop_reason": STOPS.get(reason, reason), "stop_sequence": None}
 
 
-def _usage(stats: GenerationStats) -> dict[str, int]:
+def _usage_of(stats: GenerationStats) -> dict[str, int]:
+    return _usage(stats.prompt_tokens, stats.cached_tokens, stats.completion_tokens)
+
+
+def _usage(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> dict[str, int]:
     return {
-        "input_tokens": stats.prompt_tokens - stats.cached_tokens,
-        "cache_read_input_tokens": stats.cached_tokens,
-        "cache_creation_input_tokens": 0,
-        "output_tokens": stats.completion_tokens,
+        "input_tokens": prompt_tokens - cached_tokens,
+        "cache_read_input_tokens": cached_tokens,
+        "cache_creation_input_tokens": 0,  # clients mark nothing to be cached: all prompts are
+        "output_tokens": output_tokens,
     }

@@ -19,6 +19,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ERRORS = {
     400: "a bad value, which `param` names",
     401: "no API key, or another",
+    403: "for operators: another key is needed (`--admin-api-key`)",
     404: "no such model, request or path",
     408: "the body comes too slowly",
     413: "the body is too large",
@@ -48,6 +49,7 @@ class Route:
     answer: str = "application/json"  # content type
     streams: bool = False  # server-sent events, where the body asks for them
     open: bool = False  # needs no API key
+    operators: bool = False  # needs an operator's key, as `APIKeys.check_operator` says
     errors: Sequence[int] = ()  # beside those of every body
 
 
@@ -101,7 +103,7 @@ def document(routes: tuple[Route, ...], root_path: str = "") -> dict[str, Any]:
 
 
 def _operation(route: Route) -> dict[str, Any]:
-    statuses = {*route.errors, *([] if route.open else [401])}
+    statuses = {*route.errors, *([] if route.open else [401]), *([403] * route.operators)}
     if route.body is not None:
         statuses |= {400, 404, 408, 413, 415, 429, 500, 503, 504}
     content: dict[str, Any] = {route.answer: {}}

@@ -167,7 +167,10 @@ class ResponseShape:
             "output": self._items,
             "usage": {
                 "input_tokens": stats.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": stats.cached_tokens},
+                "input_tokens_details": {
+                    "cached_tokens": stats.cached_tokens,
+                    "cache_write_tokens": 0,  # clients ask for none: all prompts are cached
+                },
                 "output_tokens": stats.completion_tokens,
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": stats.prompt_tokens + stats.completion_tokens,

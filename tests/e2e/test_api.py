@@ -260,6 +260,32 @@ def test_an_echo_has_logprobs(cluster: Cluster) -> None:
     assert len(told["logprobs"]["tokens"]) + sum(map(len, later)) == len(ids) + 4
 
 
+def test_c11_offsets_begin_with_the_echo(cluster: Cluster) -> None:
+    prompt, options = "Zoë 🙂 naïve 叫", {"echo": True, "logprobs": 0, "max_tokens": 12, "seed": 3}
+    for given in (prompt, reference.encode(cluster.model, prompt)):
+        (choice,) = cluster.complete(given, temperature=1.5, **options)["choices"]
+        check_offsets(choice["text"], choice["logprobs"])
+        parts = [each["choices"][0] for each in cluster.stream(given, temperature=1.5, **options)]
+        told = [part["logprobs"] for part in parts if part["logprobs"]]
+        joined = {key: [x for part in told for x in part[key]] for key in ("tokens", "text_offset")}
+        assert joined == {key: choice["logprobs"][key] for key in joined}
+        assert "".join(part["text"] for part in parts) == choice["text"]
+
+
+def check_offsets(text: str, told: dict[str, Any]) -> None:
+    """Each token's text is where it says, but for a BOS, and parts of characters."""
+    offsets = told["text_offset"]
+    assert offsets == sorted(offsets) and offsets[0] == 0 and offsets[-1] <= len(text)
+    whole = [
+        (name, offset)
+        for name, offset in zip(told["tokens"], offsets, strict=True)
+        if not name.startswith(("bytes:", "<"))
+    ]
+    assert len(whole) > 8 and len(whole) < len(offsets)
+    for name, offset in whole:
+        assert text[offset:].startswith(name), (name, offset, text)
+
+
 def check_echo(folder: Path, prompt: tuple[int, ...], told: dict[str, Any], more: int = 0) -> None:
     rows = reference.prompt_logprobs(folder, prompt)
     end = len(prompt)

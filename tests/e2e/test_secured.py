@@ -23,7 +23,7 @@ from pdserve.common.rpc.tls import TLS
 from pdserve.kv_transfer.frame import Frame, Kind
 from processes import command
 
-KEY = "correct-horse"
+KEY, ADMIN_KEY = "correct-horse", "battery-staple"
 CHAT = [{"role": "user", "content": "Tell me about a girl named Zoë, a mill and a naïve fox."}]
 TOKENS = 20
 
@@ -43,7 +43,7 @@ def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster(certs: Path) -> Iterator[Cluster]:
     with Cluster(
         "qwen2",
-        environment={"PDSERVE_API_KEY": KEY},
+        environment={"PDSERVE_API_KEY": KEY, "PDSERVE_ADMIN_API_KEY": ADMIN_KEY},
         no_ui="",
         tls_cert=certs / "cert.pem",
         tls_key=certs / "key.pem",
@@ -51,10 +51,10 @@ def cluster(certs: Path) -> Iterator[Cluster]:
         kv_connector="tcp",
         kv_connector_config='{"tls": true}',
     ) as cluster:
-        cluster.headers["Authorization"] = f"Bearer {KEY}"
+        cluster.headers["Authorization"] = f"Bearer {ADMIN_KEY}"
         yield cluster
         cluster.wait_idle()
-        assert KEY not in cluster.log()
+        assert KEY not in cluster.log() and ADMIN_KEY not in cluster.log()
 
 
 def credentials(folder: Path | None, ca: Path) -> grpc.ChannelCredentials:
@@ -104,14 +104,27 @@ def test_without_the_key_there_is_no_answer(cluster: Cluster, certs: Path) -> No
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
+def test_b8_a_clients_key_is_no_operators(cluster: Cluster) -> None:
+    headers = {"Authorization": f"Bearer {KEY}", "X-Request-Id": "clients"}
+    body = {"prompt": "a", "max_tokens": 2}
+    url = f"{cluster.url}/v1/completions"
+    assert requests.post(url, json=body, headers=headers, timeout=60).status_code == 200
+    for path in ("/v1/cluster", "/v1/cluster/targets"):
+        assert requests.get(cluster.url + path, headers=headers, timeout=10).status_code == 403
+    reset = f"{cluster.url}/reset_prefix_cache"
+    assert requests.post(reset, headers=headers, timeout=10).status_code == 403
+    assert cluster.get("/v1/timelines/clients").json()["data"][0]["completion_tokens"] == 2
+
+
 def test_the_key_is_in_no_command_line(cluster: Cluster) -> None:
     up = psutil.Process(cluster.processes["up"].pid)
     processes = [up, *up.children(recursive=True)]
     assert len(processes) >= 4
-    assert not [each for each in processes if KEY in " ".join(command(each))]
     nodes = [each for each in processes if "_node" in " ".join(command(each))]
-    assert nodes and not [each for each in nodes if KEY in each.environ().values()]
-    assert KEY not in cluster.get("/v1/cluster").text
+    for key in (KEY, ADMIN_KEY):
+        assert not [each for each in processes if key in " ".join(command(each))]
+        assert nodes and not [each for each in nodes if key in each.environ().values()]
+        assert key not in cluster.get("/v1/cluster").text
 
 
 def test_without_our_certificate_no_role_answers(

@@ -200,3 +200,30 @@ def test_it_asks_for_a_key_and_keeps_it_for_the_tab(
     api.expect(page.locator("#status")).to_have_text("ready")
     api.expect(page.locator("#ask-key")).to_be_hidden()
     window.context.close()
+
+
+def test_b8_it_asks_once_for_an_operators_key(cluster: WarmCluster, browser: api.Browser) -> None:
+    """Who closes the dialogue can chat."""
+    why = "this is for operators: it needs a key of --admin-api-key"
+
+    def guard(route: api.Route) -> None:
+        if route.request.headers.get("authorization") == f"Bearer {KEY}":
+            route.continue_()
+        else:
+            route.fulfill(status=403, json={"error": {"message": why}})
+
+    window = Page(browser, cluster.url)
+    page = window.page
+    page.route("**/v1/cluster", guard)
+    window.open()
+    api.expect(page.locator("#key-why")).to_have_text(why)
+    page.keyboard.press("Escape")
+    api.expect(page.locator("#status")).to_have_text(why)
+    page.get_by_label("At most").fill("4")
+    api.expect(ask(page, "a").locator(".timeline")).to_be_visible()
+    api.expect(page.locator("#ask-key")).to_be_hidden()
+    page.reload()
+    page.get_by_label("Key", exact=True).fill(KEY)
+    page.keyboard.press("Enter")
+    api.expect(page.locator("#status")).to_have_text("ready")
+    window.context.close()

@@ -27,6 +27,7 @@ from pdserve.common.cli.main import BENCHES, COMMANDS
 from pdserve.common.config import sources
 from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.node import BothNodeConfig, WorkerNodeConfig
+from pdserve.common.config.options import CommandParser
 from pdserve.common.config.router import RouterConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.plugins import import_string
@@ -37,6 +38,7 @@ from pdserve.router.http.unsupported import unknown_fields
 
 ROLES: dict[str, Any] = {
     "up": ClusterConfig,
+    "serve": ClusterConfig,
     "router": RouterConfig,
     "prefill": WorkerNodeConfig,
     "decode": WorkerNodeConfig,
@@ -126,10 +128,13 @@ class _Parsed(BaseException):
 
 def _told(run: Callable[[], object]) -> None:
     """Runs a program up to where its command line is parsed."""
-    real, build = argparse.ArgumentParser.parse_args, sources.build
+    build = sources.build
 
-    def parsed(*args: Any, **kwargs: Any) -> NoReturn:
-        raise _Parsed(real(*args, **kwargs))
+    def parsed(real: Callable[..., Any]) -> Callable[..., NoReturn]:
+        def raising(*args: Any, **kwargs: Any) -> NoReturn:
+            raise _Parsed(real(*args, **kwargs))
+
+        return raising
 
     def built(*args: Any) -> NoReturn:
         with patch.object(sources, "build", build):  # which calls itself
@@ -138,7 +143,10 @@ def _told(run: Callable[[], object]) -> None:
     said = io.StringIO()
     try:
         with (
-            patch.object(argparse.ArgumentParser, "parse_args", parsed),
+            patch.object(CommandParser, "parse_args", parsed(CommandParser.parse_args)),
+            patch.object(
+                argparse.ArgumentParser, "parse_args", parsed(argparse.ArgumentParser.parse_args)
+            ),
             patch.object(sources, "build", built),
             contextlib.redirect_stderr(said),
         ):
@@ -158,7 +166,8 @@ def _pdserve(arguments: list[str], environment: Mapping[str, str]) -> None:
     targets = {name: target for group in COMMANDS.values() for name, (target, _) in group.items()}
     name, *rest = arguments or ["--help"]
     if name == "bench" and rest and rest[0] in BENCHES:
-        targets, (name, *rest) = {key: target for key, (target, _) in BENCHES.items()}, rest
+        bench, *rest = rest
+        name, targets = f"bench {bench}", {f"bench {bench}": BENCHES[bench][0]}
     if name in ("--help", "--version", "COMMAND"):
         return
     if name not in targets:
@@ -166,7 +175,10 @@ def _pdserve(arguments: list[str], environment: Mapping[str, str]) -> None:
     if not rest:  # as a sentence mentions it
         return
     if name in ROLES:
-        _told(lambda: sources.parse(ROLES[name], prog=name, argv=rest, environ=environment))
+        word = "model" if name == "serve" else None
+        _told(
+            lambda: sources.parse(ROLES[name], prog=name, argv=rest, environ=environment, word=word)
+        )
     elif name == "completion":
         if rest[0] not in (*SHELL_NAMES, "--help"):
             raise Wrong(f"no shell: {rest[0]}")

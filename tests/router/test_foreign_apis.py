@@ -9,12 +9,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai.types.responses import Response as OpenAIResponse
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
 from test_http_api import Site, check_error, serve
 
 from fakes_pipeline import byte_level_folder
 from paths import MODELS
 from pdserve.common.config.node import ModelConfig
-from pdserve.common.core.errors import NodeError, Overloaded
+from pdserve.common.config.router import ChatConfig
+from pdserve.common.core.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    NodeError,
+    Overloaded,
+    PermissionDenied,
+    RequestTooLarge,
+    Unauthenticated,
+    Unavailable,
+)
 from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.router.auth import APIKeys
 from pdserve.router.http.foreign import MessagesBody, ResponsesBody
@@ -111,7 +125,8 @@ async def test_a_whole_response(site: Site) -> None:
     part = {"type": "output_text", "text": "hello world", "annotations": [], "logprobs": []}
     assert item["content"] == [part]
     assert body["usage"]["output_tokens"] == 8 and body["top_p"] == 0.5
-    assert body["usage"]["input_tokens_details"] == {"cached_tokens": 3}
+    details = {"cached_tokens": 3, "cache_write_tokens": 0}
+    assert body["usage"]["input_tokens_details"] == details
     assert prompts(site)[0].startswith("<|im_start|>system\nbe<|im_end|>\n<|im_start|>user\nhi<")
 
 
@@ -247,6 +262,73 @@ async def test_the_events_of_a_message(site: Site) -> None:
     assert delta["usage"]["output_tokens"] == 8
 
 
+async def test_c11_a_message_begins_with_the_count_of_its_prompt(site: Site) -> None:
+    start, *_, delta, _ = await events(site, MESSAGES, ASK)
+    prompt = len(site.generator.requests[0].prompt_token_ids)
+    begun = {"input_tokens": prompt, "cache_read_input_tokens": 0, "output_tokens": 0}
+    assert start["message"]["usage"] == begun | {"cache_creation_input_tokens": 0}
+    assert delta["usage"]["input_tokens"] + delta["usage"]["cache_read_input_tokens"] == prompt
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (InvalidRequest("a"), 400, "invalid_request_error"),
+        (Unauthenticated("a"), 401, "authentication_error"),
+        (PermissionDenied("a"), 403, "permission_error"),
+        (ModelNotFound("a"), 404, "not_found_error"),
+        (RequestTooLarge("a"), 413, "request_too_large"),
+        (Overloaded("a"), 429, "rate_limit_error"),
+        (NodeError("a"), 500, "api_error"),
+        (RuntimeError("a"), 500, "api_error"),
+        (Unavailable("a"), 503, "overloaded_error"),
+        (DeadlineExceeded("a"), 504, "timeout_error"),
+    ],
+)
+async def test_c11_errors_are_anthropics_own(
+    site: Site, error: Exception, status: int, kind: str
+) -> None:
+    """Before a stream, within one, and for OpenAI's clients as they were."""
+    site.generator.error = error
+    answer = await site.post(MESSAGES, ASK, **{"X-Request-Id": "mine"})
+    body = await answer.json()
+    assert (answer.status, body["type"], body["error"]["type"]) == (status, "error", kind)
+    assert body["request_id"] == answer.headers["request-id"] == "mine"
+    site.generator.error_after = 2
+    last = (await events(site, MESSAGES, ASK))[-1]
+    assert (last["type"], last["error"]["type"]) == ("error", kind)
+    site.generator.error_after = 0
+    response = await site.post(RESPONSES, {"input": "a"})
+    types = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+    types |= {504: "timeout_error"}
+    default = "server_error" if status >= 500 else "invalid_request_error"
+    assert (await response.json())["error"]["type"] == types.get(status, default)
+    assert "request-id" not in response.headers
+
+
+async def test_c11_anthropics_clients_know_their_requests(site: Site) -> None:
+    for path, body in ((MESSAGES, ASK), (f"{MESSAGES}/count_tokens", ASK), (MESSAGES, {})):
+        for stream in (False, True):
+            answer = await site.post(path, {**body, "stream": stream})
+            assert answer.headers["request-id"] == answer.headers["X-Request-Id"] != ""
+            assert "Request-Id" in answer.headers["Access-Control-Expose-Headers"]
+
+
+async def test_c11_thoughts_are_as_openais_package_declares(tmp_path: Path) -> None:
+    """What no tiny model says: `tests/clients` has the rest."""
+    chat = ChatConfig(reasoning_parser="qwen3")
+    async with serve(byte_level_folder(tmp_path), chat=chat) as site:
+        site.generator.text = "<think>hm</think>hello"
+        declared: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+        found = await events(site, RESPONSES, {"input": "hi"})
+        for event in found:
+            declared.validate_json(json.dumps(event), strict=True)
+        assert "response.reasoning_text.delta" in [event["type"] for event in found]
+        whole = await answer(site, RESPONSES, {"input": "hi"})
+        OpenAIResponse.model_validate_json(json.dumps(whole), strict=True)
+        assert [item["type"] for item in whole["output"]] == ["reasoning", "message"]
+
+
 async def test_anthropics_errors_and_key(site: Site, tmp_path: Path) -> None:
     site.generator.error = Overloaded("full", retry_after=2.5)
     response = await site.post(MESSAGES, ASK)
@@ -298,7 +380,7 @@ async def test_errors_that_no_message_had_yet(tmp_path: Path) -> None:
             assert (response.status, body["type"], set(body)) == (
                 status,
                 "error",
-                {"type", "error"},
+                {"type", "error", "request_id"},
             )
         assert (await site.session.get(site.url + "/api/v1/message")).status == 404
     found = {
@@ -326,7 +408,7 @@ def test_calls_and_their_results() -> None:
     assert body.parameters()["tool_choice"] == "required"
     assert body.parameters()["parallel_tool_calls"] is False
     # Chat's chunks of a call become a block.
-    shape = MessageShape("msg-1", "m")
+    shape = MessageShape("msg-1", "m", 7)
     call = {"index": 0, "id": "t1", "function": {"name": "f", "arguments": ""}}
     more = {"index": 0, "function": {"arguments": "{}"}}
     deltas: list[tuple[dict[str, Any], str | None]] = [

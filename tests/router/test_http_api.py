@@ -503,7 +503,28 @@ async def test_stream_logprobs_cover_every_token(site: Site) -> None:
     assert len(tokens) == 4
     events = await site.events("/v1/completions", {"prompt": "a", "logprobs": 0})
     offsets = [event["choices"][0]["logprobs"]["text_offset"] for event in events]
-    assert offsets == [[0], [1], [2], [3]]
+    assert offsets == [[0], [0], [1], [2]]  # of é, whose bytes are two tokens, !, and the end
+
+
+async def test_c11_offsets_are_of_the_text_that_the_client_gets(site: Site) -> None:
+    site.generator.text = "é 🙂 wow"
+    body = {"prompt": ["x", "y叫"], "n": 2, "logprobs": 0}
+    whole = await site.complete(**body)
+    pieces: dict[int, tuple[str, list[str], list[int]]] = {}
+    for event in await site.events("/v1/completions", body):
+        (choice,) = event["choices"]
+        text, names, offsets = pieces.get(choice["index"], ("", [], []))
+        told = choice["logprobs"]
+        names, offsets = names + told["tokens"], offsets + told["text_offset"]
+        pieces[choice["index"]] = (text + choice["text"], names, offsets)
+    for choice in whole["choices"]:
+        told = choice["logprobs"]
+        seen = (choice["text"], told["tokens"], told["text_offset"])
+        assert pieces[choice["index"]] == seen
+        assert told["text_offset"] == [0, 0, 1, 2, 2, 2, 2, 3, 5, 6, 7]
+        for name, offset in zip(told["tokens"], told["text_offset"], strict=True):
+            if not name.startswith(("bytes:", "<|")):
+                assert choice["text"][offset:].startswith(name)
 
 
 async def test_openai_client_chat(site: Site) -> None:

@@ -12,6 +12,11 @@ import msgspec
 from aiohttp.http_exceptions import LineTooLong
 
 from pdserve.common.bench.serving.datasets import Prompt
+from pdserve.common.client.server import why_lost
+from pdserve.common.core.printable import printable
+
+MAX_REFUSAL = 64 * 1024  # bytes of a refusal that are read
+MAX_REASON = 300  # characters of what it says that are kept
 
 # ---- the parts of a stream event that are read ----
 
@@ -76,14 +81,16 @@ class Record:
     finish_reason: str | None = None
     usage: Usage | None = None
     error: str | None = None  # its kind; None: completed
+    reason: str | None = None  # of the error, as the server or the connection said it
 
 
 class RequestFailed(Exception):
-    """The request failed; `kind` is what failures are counted by."""
+    """The request failed; `kind` is what failures are counted by, `reason` what was said."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, reason: str | None = None) -> None:
         super().__init__(kind)
         self.kind = kind
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,19 +112,19 @@ class Client:
         try:
             await self._stream(prompt, record)
         except RequestFailed as failure:
-            record.error = failure.kind
+            record.error, record.reason = failure.kind, failure.reason
         except TimeoutError:
             record.error = "timeout"
-        except aiohttp.ClientConnectorError:
-            record.error = "connect"
-        except (aiohttp.ClientError, ConnectionError):
-            record.error = "disconnected"
+        except aiohttp.ClientConnectorError as error:
+            record.error, record.reason = "connect", why_lost(error)
+        except (aiohttp.ClientError, ConnectionError) as error:
+            record.error, record.reason = "disconnected", why_lost(error)
         return record
 
     async def _stream(self, prompt: Prompt, record: Record) -> None:
         async with self.session.post(self.url, json=self._payload(prompt)) as response:
             if response.status != 200:
-                raise RequestFailed(f"http_{response.status}")
+                raise RequestFailed(f"http_{response.status}", await _refusal(response))
             async for event in _events(response, self.says_done):
                 _note(record, event, time.perf_counter())
         if record.finish_reason is None:
@@ -134,6 +141,21 @@ class Client:
             "stream_options": {"include_usage": True},
             **self.body,
         }
+
+
+async def _refusal(response: aiohttp.ClientResponse) -> str:
+    """What an answer says of why it is none."""
+    try:
+        body = msgspec.json.decode(await response.content.read(MAX_REFUSAL))
+    except msgspec.DecodeError:
+        return response.reason or ""
+    return _message(body.get("error") if isinstance(body, dict) else body)
+
+
+def _message(error: Any) -> str:
+    """OpenAI's errors are objects, others' may be texts."""
+    found = error.get("message") if isinstance(error, dict) else error
+    return printable(str(found or ""), MAX_REASON)
 
 
 async def _events(response: aiohttp.ClientResponse, says_done: bool) -> AsyncIterator[Event]:
@@ -168,7 +190,7 @@ def _note(record: Record, event: Event, now: float) -> None:
     """Adds one event to the record."""
     if event.error is not None:
         code = event.error.get("code") if isinstance(event.error, dict) else None
-        raise RequestFailed(f"stream_{code or 'error'}")
+        raise RequestFailed(f"stream_{code or 'error'}", _message(event.error))
     if event.usage is not None:
         record.usage = event.usage
     for choice in event.choices:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from pdserve.common.client.terminal import console_of
+from pdserve.common.config.options import CommandParser
 from pdserve.common.core.errors import ConfigError
 
 RATES = ("request_throughput", "output_throughput", "total_token_throughput", "request_goodput")
@@ -25,7 +25,7 @@ _FREE = {"base_url", "save_result", "plot", "json", "model", "timeout"}
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="pdserve bench compare",
         description="Two results of `pdserve bench serve --save-result` side by side.",
     )

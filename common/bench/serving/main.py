@@ -39,11 +39,11 @@ from pdserve.common.bench.serving.datasets import (
 )
 from pdserve.common.bench.serving.load import run_load
 from pdserve.common.bench.serving.metrics import summarize
-from pdserve.common.bench.serving.options import limits, parse_args, seeks_capacity
+from pdserve.common.bench.serving.options import fit_lengths, limits, parse_args, seeks_capacity
 from pdserve.common.bench.serving.report import as_json, plot, print_tables, warn_if_late
-from pdserve.common.client.server import Server, key_from_environment
+from pdserve.common.client.server import LOOK_TIMEOUT, Server, key_from_environment
 from pdserve.common.client.terminal import console_of
-from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.errors import ConfigError, PdserveError
 
 
 def load_prompts(args: argparse.Namespace) -> tuple[list[Prompt], list[float] | None]:
@@ -87,14 +87,18 @@ def _vocabulary(args: argparse.Namespace) -> Vocabulary:
 async def measure_server(args: argparse.Namespace, console: Console) -> tuple[list[Record], Found]:
     """Warms the server up, then runs the load, or loads until the capacity is found: the records of
     the (last good) run, and what was found."""
-    prompts, offsets = load_prompts(args)
     async with _session(args) as session:
         client = await _client(session, args)
+        window = await _window(Server(session, args.base_url), client)
+        if fitted := fit_lengths(args, window):
+            console.print(f"the server's window is {window} tokens: {' '.join(fitted)}")
+        prompts, offsets = load_prompts(args)
         first = RandomSpec(prompts[0].input_len, prompts[0].output_len)
         warmups = random_prompts(first, args.num_warmups, _vocabulary(args), args.seed + 1)
         for record in await run_load(client, warmups, None, args.max_concurrency or 1):
             if record.error is not None:
-                raise DatasetError(f"a warm-up request failed: {record.error}")
+                why = f" ({record.reason})" if record.reason else ""
+                raise DatasetError(f"a warm-up request failed: {record.error}{why}")
         if seeks_capacity(args):
             return await _seek(client, args, console)
         return await _run(client, prompts, offsets, args, console), {}
@@ -162,6 +166,18 @@ async def _client(session: aiohttp.ClientSession, args: argparse.Namespace) -> C
         body["ignore_eos"] = True
     path = "/v1/chat/completions" if chat else "/v1/completions"
     return Client(session, server.url + path, chat, body)
+
+
+async def _window(server: Server, client: Client) -> int | None:
+    """Tokens of prompt and answer together, where the server tells."""
+    try:
+        async with asyncio.timeout(LOOK_TIMEOUT):
+            cards = await server.models()
+    except (PdserveError, TimeoutError):  # it may have no such path
+        return None
+    mine = [card for card in cards if card["id"] == client.body["model"]]
+    found = (*mine, *cards)[0].get("max_model_len")
+    return found if isinstance(found, int) and found > 0 else None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -135,6 +135,7 @@ class Summary:
     completed: int
     failed: int
     errors: dict[str, int]  # kind -> count
+    reasons: dict[str, str]  # kind -> what the first one of it was told
     total_input_tokens: int
     total_output_tokens: int
     total_cached_tokens: int
@@ -161,6 +162,7 @@ def summarize(records: Sequence[Record], slo: Mapping[str, float]) -> tuple[Summ
         completed=len(timings),
         failed=len(records) - len(timings),
         errors=dict(errors.most_common()),
+        reasons=_reasons(records),
         total_input_tokens=inputs,
         total_output_tokens=outputs,
         total_cached_tokens=sum(timing.cached_tokens for timing in timings),
@@ -174,6 +176,14 @@ def summarize(records: Sequence[Record], slo: Mapping[str, float]) -> tuple[Summ
         latencies=_latencies(timings),
     )
     return summary, timings
+
+
+def _reasons(records: Sequence[Record]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for record in records:
+        if record.error is not None and record.reason:
+            found.setdefault(record.error, record.reason)
+    return found
 
 
 def _duration(records: Sequence[Record]) -> float:

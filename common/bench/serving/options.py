@@ -12,12 +12,29 @@ from pdserve.common.bench.serving.datasets import FIRST_TOKEN_ID
 from pdserve.common.bench.serving.metrics import SLO_METRICS
 from pdserve.common.client.server import DEFAULT_URL, URL_HELP
 from pdserve.common.client.terminal import json_object, number, positive
+from pdserve.common.config.options import CommandParser
 
 DATASETS = ("random", "sharegpt", "prefix_repetition", "trace")
+# What lengths are unless they are given or the server's window is too small for them.
+LENGTHS = {
+    "random_input_len": 1024,
+    "random_output_len": 128,
+    "sharegpt_max_len": 2048,
+    "prefix_repetition_prefix_len": 256,
+    "prefix_repetition_suffix_len": 256,
+    "prefix_repetition_output_len": 128,
+}
+# Which of them a request of a data set has together, and how many times.
+_TOGETHER = {
+    "random": {"random_input_len": 1, "random_output_len": 1},
+    "sharegpt": {"sharegpt_max_len": 2},
+    "prefix_repetition": dict.fromkeys([each for each in LENGTHS if each.startswith("prefix")], 1),
+}
+CHAT_TEMPLATE = 64  # tokens of a window that are left for what a chat's template adds
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="pdserve bench serve",
         description="Load generator for any OpenAI-compatible server.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -30,6 +47,31 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     _check(parser, args)
     return args
+
+
+def fit_lengths(args: argparse.Namespace, window: int | None) -> list[str]:
+    """Fills in the lengths that are not given: the defaults, or less where a request would not fit
+    the server's `window` (tokens; None: not known). Those that became less, as flags."""
+    open_lengths = [name for name in LENGTHS if getattr(args, name) is None]
+    for name in open_lengths:
+        setattr(args, name, LENGTHS[name])
+    together = _TOGETHER.get(args.dataset_name, {})
+    mine = [name for name in together if name in open_lengths]
+    varied = 1 + args.random_range_ratio if args.dataset_name == "random" else 1.0
+    wanted = sum(times * getattr(args, name) * varied for name, times in together.items())
+    opens = sum(together[name] * getattr(args, name) * varied for name in mine)
+    left = math.inf if window is None else window - (wanted - opens)
+    left -= CHAT_TEMPLATE if args.backend == "openai-chat" else 0
+    left -= args.random_prefix_len if args.dataset_name == "random" else 0
+    if opens <= left:
+        return []
+    for name in mine:
+        setattr(args, name, max(1, int(getattr(args, name) * left / opens)))
+    return [f"--{name.replace('_', '-')} {getattr(args, name)}" for name in mine]
+
+
+def _fitted(name: str) -> str:
+    return f"default: {LENGTHS[name]}, or what fits the server's window"
 
 
 def _server_options(parser: argparse.ArgumentParser) -> None:
@@ -92,15 +134,16 @@ def _dataset_options(parser: argparse.ArgumentParser) -> None:
         help="token ids or text of as many words (default: ids; words for chat)",
     )
     add("--vocab-size", type=int, default=512, help=f"ids are drawn from [{FIRST_TOKEN_ID}, this)")
-    add("--random-input-len", type=number(int, 1), default=1024)
-    add("--random-output-len", type=number(int, 1), default=128)
+    add("--random-input-len", type=number(int, 1), help=_fitted("random_input_len"))
+    add("--random-output-len", type=number(int, 1), help=_fitted("random_output_len"))
     add("--random-range-ratio", type=float, default=0.0, help="lengths vary by ± this share")
     add("--random-prefix-len", type=number(int, 0), default=0, help="tokens that all prompts share")
-    add("--sharegpt-max-len", type=number(int, 1), default=2048, help="longest input and output")
-    add("--prefix-repetition-prefix-len", type=number(int, 1), default=256)
-    add("--prefix-repetition-suffix-len", type=number(int, 1), default=256)
+    longest = f"longest input and output ({_fitted('sharegpt_max_len')})"
+    add("--sharegpt-max-len", type=number(int, 1), help=longest)
+    for name in ("prefix", "suffix", "output"):
+        help = _fitted(f"prefix_repetition_{name}_len")
+        add(f"--prefix-repetition-{name}-len", type=number(int, 1), help=help)
     add("--prefix-repetition-num-prefixes", type=number(int, 1), default=10)
-    add("--prefix-repetition-output-len", type=number(int, 1), default=128)
     add("--dataset-path", type=Path, help="trace: Mooncake's JSONL or Azure's CSV")
     add("--trace-speedup", type=positive, default=1.0, help="replay this much faster")
     add("--trace-length-scale", type=positive, default=1.0, help="times the lengths")

@@ -39,6 +39,8 @@ def as_json(summary: Summary, config: Mapping[str, Any], date: str) -> dict[str,
 def print_tables(summary: Summary, console: Console) -> None:
     console.print(_totals(summary))
     console.print(_latencies(summary))
+    for kind, reason in summary.reasons.items():
+        console.print(f"{kind}: {reason}", style="red")
     if summary.estimated:
         console.print(
             f"{summary.estimated} answers had no usage: their output tokens are a count "

@@ -26,17 +26,23 @@ async function ask(path, options = {}) {
   const key = sessionStorage.getItem(KEY);
   const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
   const response = await fetch(path, { ...options, headers, cache: "no-store" });
-  if (response.status === 401 && key === sessionStorage.getItem(KEY)) askForKey(key);
-  if (!response.ok) {
-    const body = await response.json().catch(() => null);
-    throw new Refused(body?.error?.message ?? `${response.status} ${response.statusText}`);
+  if (response.ok) return response;
+  const body = await response.json().catch(() => null);
+  const why = body?.error?.message ?? `${response.status} ${response.statusText}`;
+  if (key === sessionStorage.getItem(KEY)) {
+    if (response.status === 401) askForKey(key && "The server does not know this key.");
+    // Once for each key: who closes the dialogue can chat without an operator's key.
+    if (response.status === 403 && clientsKey !== key) askForKey(why);
+    if (response.status === 403) clientsKey = key;
   }
-  return response;
+  throw new Refused(why);
 }
 
-function askForKey(refused) {
+let clientsKey; // a key that was not enough to see the cluster
+
+function askForKey(why) {
   if ($("ask-key").open) return;
-  if (refused) $("key-why").textContent = "The server does not know this key.";
+  if (why) $("key-why").textContent = why;
   $("ask-key").showModal();
 }
 

@@ -33,7 +33,7 @@ from pdserve.common.bench.serving.datasets import (
 )
 from pdserve.common.bench.serving.load import run_load
 from pdserve.common.bench.serving.metrics import distribution, measure, summarize, tokens_per_chunk
-from pdserve.common.bench.serving.options import parse_args
+from pdserve.common.bench.serving.options import fit_lengths, parse_args
 from pdserve.common.bench.serving.report import as_json
 from pdserve.common.cli.main import main
 from pdserve.common.core.errors import ConfigError
@@ -260,12 +260,18 @@ class FakeServer:
         self.seen: list[dict[str, Any]] = []
         self.running = self.peak = 0
         self.url = ""
+        self.window: int | None = None  # tokens; it says and keeps it
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         if self.status != 200:
             return web.json_response({"error": {"message": "no"}}, status=self.status)
         body = await request.json()
         self.seen.append(body)
+        if self.window is not None:
+            wanted = len(body["prompt"]) + body["max_tokens"]
+            if wanted > self.window:
+                said = f"{wanted} tokens do not fit the window of {self.window}"
+                return web.json_response({"error": {"message": said}}, status=400)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         self.running += 1
@@ -317,7 +323,8 @@ async def server() -> AsyncIterator[FakeServer]:
     app.router.add_post("/v1/chat/completions", fake.handle)
 
     async def models(request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": "fake"}]})
+        card = {"id": "fake"} | ({"max_model_len": fake.window} if fake.window else {})
+        return web.json_response({"object": "list", "data": [card, {"id": "other"}]})
 
     app.router.add_get("/v1/models", models)
     runner = web.AppRunner(app)
@@ -390,6 +397,10 @@ async def _error_event(_: Any, response: web.StreamResponse, body: dict[str, Any
     await emit(response, choice(body, "a"))
     await emit(response, {"error": {"message": "m", "code": "NODE_FAILED"}})
     await emit(response, "[DONE]")
+
+
+async def _at_once(_: Any, response: web.StreamResponse, body: dict[str, Any]) -> None:
+    await close(response, body, body["max_tokens"])
 
 
 async def _plain_frame(_: Any, response: web.StreamResponse, body: dict[str, Any]) -> None:
@@ -587,6 +598,68 @@ async def test_command_prints_tables_and_reports_failures(
     assert await asyncio.to_thread(serve.main, argv) == 1
     out = capsys.readouterr().out
     assert "stream_NODE_FAILED" in out and "TTFT" in out
+    assert "stream_NODE_FAILED: m\n" in out
+
+
+def fast(*more: str) -> list[str]:
+    return ["--model", "fake", "--num-prompts", "4", "--random-range-ratio", "0.5", *more]
+
+
+async def test_c15_default_lengths_fit_the_servers_window(
+    server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.answer, server.window = _at_once, 256
+    for more in ([], ["--random-output-len", "100"], ["--dataset-name", "prefix_repetition"]):
+        server.seen.clear()
+        argv = ["--base-url", server.url, *fast(*more)]
+        assert await asyncio.to_thread(serve.main, argv) == 0, capsys.readouterr().out
+        assert "the server's window is 256 tokens: --" in capsys.readouterr().out
+        longest = max(len(body["prompt"]) + body["max_tokens"] for body in server.seen)
+        assert 100 < longest <= 256
+    argv = ["--base-url", server.url, *fast("--json", "--random-prefix-len", "100")]
+    assert await asyncio.to_thread(serve.main, argv) == 0
+    out = capsys.readouterr()
+    assert json.loads(out.out)["config"]["random_input_len"] < 100
+    assert "the server's window is 256 tokens" in out.err
+
+
+async def test_c15_the_first_refusals_reasons_are_shown(
+    server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is asked for is not made smaller."""
+    server.answer, server.window = _at_once, 64
+    argv = ["--base-url", server.url, "--model", "fake", "--num-prompts", "2"]
+    argv += ["--random-input-len", "80", "--random-output-len", "4"]
+    assert await asyncio.to_thread(serve.main, argv) == 1
+    out = capsys.readouterr().out
+    assert out.count("http_400: 84 tokens do not fit the window of 64") == 1
+    assert await asyncio.to_thread(serve.main, [*argv, "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["reasons"] == {"http_400": "84 tokens do not fit the window of 64"}
+    with pytest.raises(ConfigError, match=r"http_400 .84 tokens do not fit"):
+        await asyncio.to_thread(serve.main, [*argv, "--num-warmups", "1"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "window", "lengths"),
+    [
+        ("", None, (1024, 128)),
+        ("", 1152, (1024, 128)),
+        ("", 576, (512, 64)),
+        ("--random-input-len 500", 576, (500, 76)),
+        ("--random-input-len 500 --random-output-len 500", 576, (500, 500)),
+        ("--random-input-len 600", 576, (600, 1)),
+        ("--random-range-ratio 0.5", 864, (512, 64)),
+        ("--random-prefix-len 100", 676, (512, 64)),
+        ("--backend openai-chat", 640, (512, 64)),
+    ],
+)
+def test_c15_only_what_is_not_given_gives_way(
+    flags: str, window: int | None, lengths: tuple[int, int]
+) -> None:
+    args = parse_args(flags.split())
+    fit_lengths(args, window)
+    assert (args.random_input_len, args.random_output_len) == lengths
 
 
 def test_command_says_when_the_server_is_away(capsys: pytest.CaptureFixture[str]) -> None:
@@ -622,7 +695,7 @@ def test_options_that_make_no_sense_are_refused(argv: list[str]) -> None:
 
 
 def test_which_loop_the_options_choose(tmp_path: Path) -> None:
-    base = ["--num-prompts", "3", "--random-input-len", "4"]
+    base = ["--num-prompts", "3", "--random-input-len", "4", "--random-output-len", "4"]
     assert serve.load_prompts(parse_args([*base, "--max-concurrency", "2"]))[1] is None
     _, offsets = serve.load_prompts(
         parse_args([*base, "--max-concurrency", "2", "--request-rate", "5"])

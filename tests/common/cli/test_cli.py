@@ -13,6 +13,8 @@ from pdserve.common.cli import cluster
 from pdserve.common.cli.completion import _bash, words
 from pdserve.common.cli.demo import main as demo
 from pdserve.common.cli.main import COMMANDS, main
+from pdserve.common.config.cluster import ClusterConfig
+from pdserve.common.config.sources import parse
 
 FAKE_ROLE = str(HELPERS / "fake_role.py")
 
@@ -33,7 +35,13 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("argv", "hint"),
-    [(["prefil"], "did you mean prefill?"), ([], "usage: pdserve"), (["zzz"], "pdserve --help")],
+    [
+        (["prefil"], "did you mean prefill?"),
+        (["sevre"], "unknown command sevre; did you mean serve?"),
+        (["bench", "serv"], "did you mean serve?"),
+        ([], "usage: pdserve"),
+        (["zzz"], "pdserve --help"),
+    ],
 )
 def test_an_unknown_command(argv: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 2
@@ -48,14 +56,68 @@ def test_a_config_error_is_one_line(
     assert capsys.readouterr().err.startswith("pdserve router: error: cannot import 'nowhere:main'")
 
 
-@pytest.mark.parametrize("command", ["up", "demo"])
+@pytest.mark.parametrize("command", ["up", "serve [MODEL]", "demo"])
 def test_help_of_a_command_says_whose_it_is(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit:
-        main([command, "--help"])
+        main([command.partition(" ")[0], "--help"])
     assert exit.value.code == 0
     assert f"usage: pdserve {command} [options]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [
+        ("serve /a --model /b", "there can be one model, not /a and /b"),
+        ("serve /a --model=/a --model /b", "there can be one model, not /a and /b"),
+        ("serve /a --port 0 /b", "there can be one model, not /a and /b"),
+        ("serve /a --prot 1", "unknown option --prot; did you mean --port?"),
+        ("serve /a --max_modal_len 1", "unknown option --max-modal-len"),
+        ("up /a", "no option takes the word /a; did you mean --model /a?"),
+        ("chat --sytem a", "unknown option --sytem; did you mean --system?"),
+        ("top --jsn", "unknown option --jsn; did you mean --json?"),
+        ("trace a --timout=1", "unknown option --timout; did you mean --timeout?"),
+        ("bench serve --num-promts 1", "unknown option --num-promts; did you mean --num-prompts?"),
+        ("bench compare a b --jsn", "unknown option --jsn; did you mean --json?"),
+        ("bench step --prot 1", "unknown option --prot"),
+        ("run-batch --prot 1", "unknown option --prot; did you mean --port?"),
+        ("plan --modl x", "unknown option --modl; did you mean --model?"),
+        ("doctor --jsn", "unknown option --jsn; did you mean --json?"),
+        ("cluster-check --tpp 2", "unknown option --tpp; did you mean --tp?"),
+        ("certs x --hots a", "unknown option --hots; did you mean --host?"),
+        ("model a b", "no option takes the word b"),
+    ],
+)
+def test_c14_what_no_command_knows_is_one_line_with_the_nearest(
+    argv: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(argv.split())
+    assert exit.value.code == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and hint in said, said
+
+
+@pytest.mark.parametrize(
+    ("argv", "model"),
+    [
+        ("/a", "/a"),
+        ("/a --port 1", "/a"),
+        ("--port 1 /a", "/a"),
+        ("/a --model /a", "/a"),
+        ("--model=/b", "/b"),
+        ("", "/variable"),
+        ("org/name --served-model-name x", "org/name"),
+    ],
+)
+def test_c14_serve_takes_the_model_as_a_word(argv: str, model: str) -> None:
+    """A word is as strong as a flag: it goes before the variable."""
+    config = parse(
+        ClusterConfig, prog="pdserve serve", argv=argv.split(), word="model",
+        environ={"PDSERVE_MODEL": "/variable"},
+    )  # fmt: skip
+    assert config.engine.model.model == model
 
 
 def test_bench_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import io
+import json
 import socket
 import subprocess
 import sys
@@ -16,9 +18,10 @@ import pytest
 from pdserve.common.cli.chat import Answer, Chat
 from pdserve.common.cli.main import main
 from pdserve.common.cli.top import make_parser
-from pdserve.common.client.server import LOOK_TIMEOUT, Server
+from pdserve.common.client.server import LOOK_TIMEOUT, Server, client_session
 from pdserve.common.client.server import Answer as ServerAnswer
 from pdserve.common.client.terminal import console_of, json_object, number, positive
+from pdserve.common.core.errors import Unavailable
 
 PDSERVE = "import sys; from pdserve.common.cli.main import main; sys.exit(main(sys.argv[1:]))"
 NODE = {
@@ -173,3 +176,69 @@ def test_a_router_that_stands_still_is_told_soon(capsys: pytest.CaptureFixture[s
         assert main(["top", "--url", url, "--timeout", "0.2"]) == 1
     assert "took too long to answer" in capsys.readouterr().err
     assert make_parser().parse_args([]).timeout == LOOK_TIMEOUT < 60
+
+
+# ---- no connection ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def closed_port() -> int:
+    """A port at which nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["top --once", "trace x", "chat -q hi", "bench serve --num-prompts 1", "run-batch"],
+)
+def test_c15_no_server_is_a_sentence(
+    command: str, closed_port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = command.split()
+    if command == "run-batch":
+        body = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}
+        (tmp_path / "in").write_text(json.dumps(body))
+        argv += ["-i", str(tmp_path / "in"), "-o", str(tmp_path / "out")]
+    assert main([*argv, "--url", f"http://127.0.0.1:{closed_port}"]) == 1
+    said = capsys.readouterr().err
+    assert f"does not answer: nothing listens on port {closed_port} of 127.0.0.1" in said
+    assert (
+        f"pdserve {argv[0]}: " in said and "ssl:default" not in said and "Connect call" not in said
+    )
+
+
+async def test_c15_why_a_connection_is_lost_is_a_sentence(closed_port: int) -> None:
+    def hangs_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async with await asyncio.start_server(hangs_up, "127.0.0.1", 0) as rude:
+        port = rude.sockets[0].getsockname()[1]
+        for url, why in (
+            (
+                f"http://localhost:{closed_port}",
+                f"nothing listens on port {closed_port} of localhost",
+            ),
+            ("http://no-such-host.invalid", "there is no host no-such-host.invalid"),
+            (f"http://127.0.0.1:{port}", "it closed the connection"),
+        ):
+            async with client_session(timeout=20) as session:
+                with pytest.raises(Unavailable) as caught:
+                    await Server(session, url).get("/v1/models")
+            assert caught.value.message == f"{url} does not answer: {why}"
+
+
+async def test_c15_tls_where_there_is_none_is_a_sentence() -> None:
+    async def says_http(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(says_http, "127.0.0.1", 0) as plain:
+        url = f"https://127.0.0.1:{plain.sockets[0].getsockname()[1]}"
+        async with client_session(timeout=20) as session:
+            with pytest.raises(Unavailable) as caught:
+                await Server(session, url).get("/v1/models")
+    assert caught.value.message == (
+        f"{url} does not answer: TLS failed there; is it an address of http:// ?"
+    )

@@ -70,6 +70,20 @@ def start(*options: str, enter: tuple[str, ...] = ()) -> subprocess.Popen[str]:
     )
 
 
+def test_c15_a_rank_that_finds_no_rank_0_says_so_in_a_line(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        where = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+    argv = ["--rank=1", "--world-size=2", f"--init-method={where}", "--timeout=0.3"]
+    assert main(argv) == 1
+    said = capfd.readouterr().err
+    assert said == (
+        f"pdserve cluster-check: error: nothing answers at {where} within 0.3 s, "
+        "connection refused: start rank 0 there, with the same --init-method (RANK_LOST)\n"
+    )
+
+
 def test_ranks_joined_by_hand() -> None:
     where = f"--init-method=tcp://127.0.0.1:{free_port()}"
     ranks = [

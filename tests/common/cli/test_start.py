@@ -193,6 +193,43 @@ def test_a_mistyped_model_folder_is_a_sentence_that_names_its_neighbours(
     assert "has no config.json" in capsys.readouterr().err
 
 
+def test_c15_what_no_checkpoint_is_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def says(path: Path) -> str:
+        assert main(["model", str(path)]) == 2
+        return capsys.readouterr().err
+
+    file, folder, text = tmp_path / "tiny.Q4.GGUF", tmp_path / "tiny", tmp_path / "notes.txt"
+    file.touch()
+    text.touch()
+    folder.mkdir()
+    (folder / "tiny-Q4.gguf").touch()
+    assert f"{file} is a GGUF file; pdserve serves safetensors checkpoints" in says(file)
+    assert f"{folder} has no config.json, but GGUF; pdserve serves safetensors" in says(folder)
+    assert f"{text} is a file, and no checkpoint folder" in says(text)
+
+
+def test_c15_a_path_that_is_not_there_names_the_nearest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def says(path: Path | str) -> str:
+        assert main(["model", str(path)]) == 2
+        return capsys.readouterr().err.partition("error: ")[2].strip()
+
+    for name in ("models/Qwen3-8B", "models/SmolLM2", "models/logs"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "models" / "SmolLM2" / "config.json").touch()
+    models = tmp_path / "models"
+    lacks = f"there is no folder {models}"
+    assert says(models / "qwen3-8b") == f"{lacks}/qwen3-8b; {models} has: Qwen3-8B"
+    assert says(models / "other") == f"{lacks}/other; {models} has: SmolLM2"
+    wrong = tmp_path / "modles" / "Qwen3-8B"
+    near = f"{tmp_path} lacks modles; {tmp_path} has: models"
+    assert says(wrong) == f"there is no folder {wrong}; {near}"
+    assert says("/nowhere/at/all") == "there is no folder /nowhere/at/all; / lacks nowhere"
+
+
 def test_a_model_that_this_user_may_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,6 +47,9 @@ sys.exit(up.main(["--port=0", "--model=/models/tiny", *sys.argv[1:]]))
 """
 
 
+SERVE = UP.replace("up.main(", "up.serve_main(").replace("--model=/models/tiny", "/models/tiny")
+
+
 class Lines:
     """What the children said, in order."""
 
@@ -344,9 +347,9 @@ async def test_an_interrupt_while_starting_stops_what_has_started(
     assert not alive(lines.pid("decode-0"))
 
 
-def start_up(*flags: str) -> subprocess.Popen[str]:
+def start_up(*flags: str, program: str = UP) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", UP, *flags], stderr=subprocess.PIPE, text=True, bufsize=1
+        [sys.executable, "-c", program, *flags], stderr=subprocess.PIPE, text=True, bufsize=1
     )
 
 
@@ -359,6 +362,16 @@ def read_until_ready(up: subprocess.Popen[str]) -> tuple[str, list[int]]:
         if line.startswith("cluster ready: "):
             break
     return output, [int(pid) for pid in re.findall(r" pid (\d+)", output)]
+
+
+def test_c14_serve_with_a_word_is_up() -> None:
+    serve = start_up(program=SERVE)
+    output, pids = read_until_ready(serve)
+    serve.send_signal(signal.SIGINT)
+    _, rest = serve.communicate(timeout=120)
+    assert serve.returncode == 0, output + rest
+    assert re.search(r"cluster ready: http://127.0.0.1:\d+/v1 \(model tiny\)", output)
+    assert len(pids) == 3 and not any(map(alive, pids))
 
 
 def test_up_prints_one_log_and_ends_with_zero_on_ctrl_c() -> None:

@@ -967,5 +967,5 @@ def test_a_decode_node_does_not_trust_a_commit(token: dict[str, Any], says: str)
 
 def test_secrets_are_never_shown_in_help() -> None:
     secret = [each for each in options(RouterConfig()) if each.metadata.get("secret")]
-    assert [each.flag for each in secret] == ["--api-key", "--cluster-key"]
+    assert [each.flag for each in secret] == ["--api-key", "--admin-api-key", "--cluster-key"]
     assert all(each.default is None for each in secret)

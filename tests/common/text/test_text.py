@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fakes_pipeline import byte_fallback_folder, byte_level_folder
 from pdserve.common.core.errors import ConfigError, InvalidRequest
-from pdserve.common.text.detokenizer import Detokenizer
+from pdserve.common.text.detokenizer import Detokenizer, TextOffsets
 from pdserve.common.text.stream import StopMatcher, TextStream
 from pdserve.common.text.tokenizer import Tokenizer
 
@@ -290,3 +290,55 @@ def test_a_tokenizer_of_bytes() -> None:
     assert tokenizer.decode(ids) == "hi\n"
     with pytest.raises(ConfigError, match="255 tokens"):
         Tokenizer.of_bytes(255, ())
+
+
+# ---- where tokens begin in the text -----------------------------------------------------------
+
+
+def offsets_of(tokenizer: Tokenizer, token_ids: list[int], skip: bool = True) -> list[int]:
+    offsets = TextOffsets(tokenizer, skip)
+    return [offsets.push(each) for each in token_ids]
+
+
+@given(st.text(st.sampled_from("hello wé叫🙂\ufffd\n"), max_size=12))
+def test_c11_a_token_begins_at_the_character_that_has_its_first_byte(
+    byte_level: Tokenizer, text: str
+) -> None:
+    ids = list(byte_level.encode(text))
+    whose = [at for at, character in enumerate(text) for _ in character.encode()]
+    begins = [sum(len(byte_level.token_bytes(each)) for each in ids[:at]) for at in range(len(ids))]
+    assert offsets_of(byte_level, ids) == [whose[begin] for begin in begins]
+
+
+@given(data=st.data())
+def test_c11_whatever_the_tokens_are_their_text_is_at_their_offsets(
+    tokenizer: Tokenizer, data: st.DataObject
+) -> None:
+    """Bytes that are no text included: each becomes U+FFFD, and later tokens come after it."""
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=12))
+    skip = data.draw(st.booleans())
+    pieces = detokenize(tokenizer, ids, skip)
+    text, offsets = "".join(pieces), offsets_of(tokenizer, ids, skip)
+    assert offsets == sorted(offsets) and all(each <= len(text) for each in offsets)
+    for at in range(len(ids)):
+        before = detokenizer_pending(tokenizer, ids[:at], skip)
+        if not before:
+            assert offsets[at] == len("".join(pieces[:at])), (ids, at)
+
+
+def detokenizer_pending(tokenizer: Tokenizer, ids: list[int], skip: bool) -> bool:
+    detokenizer = Detokenizer(tokenizer, skip)
+    for each in ids:
+        detokenizer.push(each)
+    return bool(detokenizer.pending)
+
+
+def test_c11_special_tokens_and_bytes_that_are_no_text(byte_level: Tokenizer) -> None:
+    encode = byte_level.encode
+    (end,), (half, rest) = encode("<|end|>"), encode("é")
+    a, b = encode("ab")
+    assert offsets_of(byte_level, [a, end, b]) == [0, 1, 1]
+    assert offsets_of(byte_level, [a, end, b], skip=False) == [0, 1, 8]
+    assert offsets_of(byte_level, [a, half, rest, b]) == [0, 1, 1, 2]
+    assert offsets_of(byte_level, [a, half, b, b]) == [0, 1, 2, 3]
+    assert offsets_of(byte_level, [half, half, rest, b]) == [0, 1, 1, 2]
