@@ -15,8 +15,8 @@ from pdserve.common.core.errors import InvalidRequest
 MAX_CONSTRAINT = 64 * 1024  # bytes of a constraint's text
 MAX_GRAMMAR = 4 * MAX_CONSTRAINT  # bytes of what becomes of it, with its opening
 MAX_OPENING = 256
-# What may stand between JSON's tokens unless a client says otherwise: what compact printers write. A
-# small model that may add white space often adds nothing else until its budget is spent.
+# What may stand between JSON's tokens unless a client says otherwise, as compact printers write it.
+# A small model that may add white space often adds nothing else until its budget is spent.
 COMPACT_WHITESPACE = " ?"
 
 

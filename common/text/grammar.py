@@ -197,7 +197,7 @@ def _to_grammar(structured: StructuredOutput) -> str:
 
 
 def _whitespace(structured: StructuredOutput) -> Any:
-    """llguidance's options: which white space may stand between JSON's tokens, once in each place."""
+    """llguidance's options: which white space may stand, once, between tokens of JSON."""
     pattern = structured.whitespace_pattern
     if pattern is None and structured.any_whitespace:
         pattern = COMPACT_WHITESPACE
