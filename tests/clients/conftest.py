@@ -98,7 +98,7 @@ def apart(program: str) -> str:
 
 
 def run(command: Sequence[str], timeout: float = 120, **options: Any) -> str:
-    """What it prints, in the end."""
+    """Runs it to its end and gives its output."""
     done = subprocess.run(
         command,
         capture_output=True,

@@ -141,7 +141,7 @@ TAGGED = {"structures": [{"begin": "<f>", "schema": VERDICT, "end": "</f>"}], "t
 
 
 def blank_walk(of: Matcher, tokens: GrammarTokens, text: str, end: str, most: int = 100) -> str:
-    """What a model says that writes white space wherever it may, from `text` to its first `end`."""
+    """Plays a model that writes white space wherever it may, from `text` to its first `end`."""
 
     def bytes_of(token: int) -> bytes:
         return bytes(tokens.library.decode_bytes([token]))
