@@ -1,4 +1,4 @@
-# make demo | test | test-clients | test-gpu | lint | proto | site | screenshots | bench | figures | test-compose | clean
+# make demo | test | test-clients | lock-clients | test-gpu | lint | proto | site | screenshots | bench | figures | test-compose | clean
 # Everything runs from $(VENV), which is made at first use and again when pyproject.toml changes.
 
 PYTHON ?= python3
@@ -13,11 +13,12 @@ BENCH_ARGS ?=
 BENCH_DIR ?= build/bench
 TEST_ARGS ?=
 CLIENTS_VENV ?= build/clients
+CLIENTS_NPM ?= build/clients-npm
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-clients test-gpu lint format proto docs site screenshots bench figures test-compose clean
+.PHONY: demo test test-clients lock-clients test-gpu lint format proto docs site screenshots bench figures test-compose clean
 
 demo: $(STAMP)
 	$(BIN)/pdserve demo $(DEMO_ARGS)
@@ -25,13 +26,40 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/pytest -n $(JOBS) $(TEST_ARGS)
 
-# Clients from outside against a cluster of here, in an environment of their own.
-test-clients: $(STAMP)
-	@test -x $(CLIENTS_VENV)/bin/python || $(PYTHON) -m venv $(CLIENTS_VENV)
-	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-		-r tests/clients/requirements.txt
-	PDSERVE=$(abspath $(BIN))/pdserve $(CLIENTS_VENV)/bin/python -m pytest \
+# Clients from outside against a cluster of here, in environments of their own, as the lock files
+# have them: some need what others cannot be beside; the last are in Node, where there is npm.
+test-clients: $(STAMP) $(CLIENTS_VENV)/.installed $(CLIENTS_VENV)-apart/.installed \
+		$(CLIENTS_NPM)/.installed
+	PDSERVE=$(abspath $(BIN))/pdserve CLIENTS_APART=$(abspath $(CLIENTS_VENV)-apart)/bin \
+		CLIENTS_NPM=$(abspath $(CLIENTS_NPM)) $(CLIENTS_VENV)/bin/python -m pytest \
 		-c tests/clients/pytest.ini --rootdir tests/clients tests/clients $(TEST_ARGS)
+
+CLIENTS_PIP := -m pip --quiet --disable-pip-version-check
+
+$(CLIENTS_VENV)/.installed: tests/clients/requirements.lock
+	@echo "making $(CLIENTS_VENV): clients from outside (a minute or two)"
+	@test -x $(CLIENTS_VENV)/bin/python || $(PYTHON) -m venv $(CLIENTS_VENV)
+	@$(CLIENTS_VENV)/bin/python $(CLIENTS_PIP) install --no-deps -r $<
+	@touch $@
+
+# torch is not in its lock file, since which build is right depends on the host.
+$(CLIENTS_VENV)-apart/.installed: tests/clients/apart/requirements.lock
+	@echo "making $(CLIENTS_VENV)-apart: torch, then clients that need it (some minutes)"
+	@test -x $(CLIENTS_VENV)-apart/bin/python || $(PYTHON) -m venv $(CLIENTS_VENV)-apart
+	@$(CLIENTS_VENV)-apart/bin/python $(CLIENTS_PIP) install $(TORCH)
+	@$(CLIENTS_VENV)-apart/bin/python $(CLIENTS_PIP) install --no-deps -r $<
+	@touch $@
+
+$(CLIENTS_NPM)/.installed: tests/clients/ai_sdk/package-lock.json
+	@mkdir -p $(CLIENTS_NPM)
+	@cp tests/clients/ai_sdk/package.json $< $(CLIENTS_NPM)
+	@if command -v npm >/dev/null; then \
+		cd $(CLIENTS_NPM) && npm ci --no-audit --no-fund --silent; fi
+	@touch $@
+
+# What the clients' requirements stand for today, into the lock files.
+lock-clients:
+	$(PYTHON) tests/clients/lock.py "$(TORCH)"
 
 # On a host with a GPU: make test-gpu TORCH=torch
 test-gpu: $(STAMP)

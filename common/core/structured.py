@@ -15,6 +15,9 @@ from pdserve.common.core.errors import InvalidRequest
 MAX_CONSTRAINT = 64 * 1024  # bytes of a constraint's text
 MAX_GRAMMAR = 4 * MAX_CONSTRAINT  # bytes of what becomes of it, with its opening
 MAX_OPENING = 256
+# What may stand between JSON's tokens unless a client says otherwise, as compact printers write it.
+# A small model that may add white space often adds nothing else until its budget is spent.
+COMPACT_WHITESPACE = " ?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +46,8 @@ class StructuredOutput:
     kind: ConstraintKind
     text: str
     param: str = "structured_outputs"  # the field the client gave it in, for errors
-    any_whitespace: bool = True  # JSON: between tokens; false: none
-    whitespace_pattern: str | None = None  # JSON: a regex instead
+    any_whitespace: bool = True  # between JSON's tokens: `COMPACT_WHITESPACE`; false: none
+    whitespace_pattern: str | None = None  # a regex instead
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest: it is too large to be looked at, or no text."""

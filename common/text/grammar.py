@@ -16,6 +16,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag, gramma
 
 from pdserve.common.core.errors import InvalidRequest
 from pdserve.common.core.structured import (
+    COMPACT_WHITESPACE,
     MAX_GRAMMAR,
     MAX_OPENING,
     ConstraintKind,
@@ -38,6 +39,7 @@ LIMITS = LLParserLimits(
 )
 _MAX_MESSAGE = 500  # characters
 _NO_TEXT = "no text matches it"
+_OPTIONS = "x-guidance"  # llguidance's, in a schema
 DIRECTIVE = "%opening "  # which no grammar of a client's has: `common/text/opening.py`
 
 
@@ -176,12 +178,10 @@ def _to_grammar(structured: StructuredOutput) -> str:
     match structured.kind:
         case ConstraintKind.JSON:
             check_width(json.loads(text))
-            options: Any = {"whitespace_flexible": structured.any_whitespace}
-            if structured.whitespace_pattern is not None:
-                options["whitespace_pattern"] = structured.whitespace_pattern
+            options = _whitespace(structured)
             return str(LLMatcher.grammar_from_json_schema(text, overrides=options))
         case ConstraintKind.STRUCTURAL_TAG:
-            return _structural_tag(json.loads(text))
+            return _structural_tag(json.loads(text), _whitespace(structured))
         case ConstraintKind.REGEX:
             if (len(text) - len(text.rstrip("\\"))) % 2:
                 raise ValueError("the regex ends within an escape")  # which the library drops
@@ -196,21 +196,31 @@ def _to_grammar(structured: StructuredOutput) -> str:
             return str(grammar_from("grammar", text))
 
 
-def _structural_tag(given: dict[str, Any]) -> str:
+def _whitespace(structured: StructuredOutput) -> Any:
+    """llguidance's options: which white space may stand, once, between tokens of JSON."""
+    pattern = structured.whitespace_pattern
+    if pattern is None and structured.any_whitespace:
+        pattern = COMPACT_WHITESPACE
+    options = {"whitespace_flexible": structured.any_whitespace}
+    return options if pattern is None else {**options, "whitespace_pattern": pattern}
+
+
+def _structural_tag(given: dict[str, Any], whitespace: Any) -> str:
     """Of `structures`, each begins with one of the `triggers`; around them is any text."""
     structures, triggers = given.get("structures"), given.get("triggers")
     if not isinstance(structures, list) or not isinstance(triggers, list) or not structures:
         raise ValueError("a structural tag has a list of structures and one of triggers")
-    tags = [_tag(each, [text for text in triggers if text]) for each in structures]
+    tags = [_tag(each, [text for text in triggers if text], whitespace) for each in structures]
     return str(LLMatcher.grammar_from_lark(StructTag.to_grammar(tags)))
 
 
-def _tag(structure: Any, triggers: Sequence[Any]) -> StructTag:
+def _tag(structure: Any, triggers: Sequence[Any], whitespace: Any) -> StructTag:
     match structure:
         case {"begin": str(begin), "end": str(end), "schema": dict(schema)}:
             for trigger in triggers:
                 if isinstance(trigger, str) and begin.startswith(trigger):
                     check_width(schema)
+                    schema = {**schema, _OPTIONS: {**schema.get(_OPTIONS, {}), **whitespace}}
                     return StructTag(trigger=trigger, begin=begin, grammar=schema, end=end)
             raise ValueError(f"no trigger begins {begin[:64]!r}")
         case _:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from secrets import token_hex
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from pdserve.common.core.errors import PdserveError
-from pdserve.common.core.request import new_request_id
 from pdserve.router.generation import GenerationStats
 from pdserve.router.http.chat import ChatRequest, begin
 from pdserve.router.http.encoding import error_body
@@ -35,6 +35,7 @@ class ResponseShape:
     def __init__(self, model: str, asked: ChatRequest, body: ResponsesBody) -> None:
         instructions, tools = map(msgspec.Raw, asked.told_again)
         self._items: list[Item] = []  # the last one may be open
+        self._stem = token_hex(10)  # of their ids, which sort as they come: some clients sort them
         self._open = False
         self._reason: str | None = None
         self._number = 0  # of the next event
@@ -128,7 +129,8 @@ class ResponseShape:
             yield self._item_event("response.function_call_arguments.delta", delta=more)
 
     def _add(self, kind: str, prefix: str, fields: Item) -> Iterator[Event]:
-        item = {"id": new_request_id(prefix), "type": kind, "status": "in_progress", **fields}
+        name = f"{prefix}-{self._stem}{len(self._items):04x}"
+        item = {"id": name, "type": kind, "status": "in_progress", **fields}
         self._items.append(item)
         self._open = True
         added = {**item, "content": []} if "content" in item else {**item}

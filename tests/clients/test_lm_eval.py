@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from conftest import MODELS, Server
+from conftest import MODELS, Server, beside_pdserve
 
 TIMEOUT = 600  # seconds
 QUESTIONS = [
@@ -59,9 +58,7 @@ for context, continuation in json.load(sys.stdin):
 
 
 def reference(server: Server, pairs: Sequence[Sequence[str]]) -> list[list[Any]]:
-    program = shutil.which(os.environ.get("PDSERVE", "pdserve"))
-    assert program is not None
-    command = [str(Path(program).with_name("python")), "-c", REFERENCE, MODELS / server.model]
+    command = [beside_pdserve("python"), "-c", REFERENCE, MODELS / server.model]
     done = subprocess.run(
         command, input=json.dumps(pairs), capture_output=True, text=True, timeout=TIMEOUT
     )

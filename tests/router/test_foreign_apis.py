@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.router.auth import APIKeys
 from pdserve.router.http.foreign import MessagesBody, ResponsesBody
 from pdserve.router.http.messages import MessageShape
+from pdserve.router.http.responses import ResponseShape
 from pdserve.router.preprocess_worker import Spec
 from pdserve.router.preprocess_workers import PreprocessWorkers
 from pdserve.router.serving import SMALL
@@ -166,6 +168,27 @@ async def test_openais_client_of_responses(site: Site) -> None:
         *_, error, failed = [event async for event in stream]
         assert (error.type, error.message, failed.type) == ("error", "lost", "response.failed")
         assert failed.response.error.code == "node_failed"
+
+
+def test_ids_of_items_sort_as_they_come() -> None:
+    """Clients that gather a stream by ids may sort them."""
+    sampling = SimpleNamespace(temperature=1.0, top_p=1.0)
+    generation = SimpleNamespace(request_id="resp-1", sampling=sampling)
+    asked: Any = SimpleNamespace(told_again=(b"null", b"[]"), generation=generation)
+    shape = ResponseShape("tiny", asked, ResponsesBody(input="hi"))
+    function = {"name": "f", "arguments": "{}"}
+    ids = [
+        event["item"]["id"]
+        for number in range(12)
+        for event in shape.chunk(
+            {
+                "delta": {"tool_calls": [{"id": f"c{number}", "function": function}]},
+                "finish_reason": None,
+            }
+        )
+        if event["type"] == "response.output_item.added"
+    ]
+    assert ids == sorted(ids) and len(set(ids)) == 12
 
 
 def test_items_become_messages() -> None:

@@ -5,7 +5,7 @@ import { z } from "zod";
 
 const [baseURL, name] = process.argv.slice(2);
 const provider = createOpenAICompatible({
-  name: "pdserve", baseURL, apiKey: "none", supportsStructuredOutputs: true,
+  name: "pdserve", baseURL, apiKey: "none", supportsStructuredOutputs: true, includeUsage: true,
 });
 const model = provider(name);
 const found = { Oslo: "snowy, 3 degrees", Cairo: "sunny, 33 degrees" };
@@ -35,11 +35,14 @@ const { object } = await generateObject({
   prompt: "Lima: foggy, 17 degrees.",
   temperature: 0,
 });
+const used = ({ usage }) => [usage.inputTokens, usage.outputTokens];
 console.log(JSON.stringify({
   text: generated.text,
   steps: generated.steps.map((step) => step.finishReason),
   streamedText,
   streamedSteps: (await streamed.steps).map((step) => step.finishReason),
+  usage: generated.steps.map(used),
+  streamedUsage: (await streamed.steps).map(used),
   required: required.toolCalls.map(({ toolName, input }) => [toolName, input]),
   object,
 }));

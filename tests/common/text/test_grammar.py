@@ -128,6 +128,60 @@ def test_a_random_walk_validates(tokens: GrammarTokens, tokenizer: Tokenizer) ->
         assert json.dumps(value, separators=(",", ":"), ensure_ascii=False) == text or "\\" in text
 
 
+VERDICT = {
+    "type": "object",
+    "properties": {
+        "ok": {"type": "boolean"},
+        "days": {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2},
+    },
+    "required": ["ok", "days"],
+    "additionalProperties": False,
+}
+TAGGED = {"structures": [{"begin": "<f>", "schema": VERDICT, "end": "</f>"}], "triggers": ["<f"]}
+
+
+def blank_walk(of: Matcher, tokens: GrammarTokens, text: str, end: str, most: int = 100) -> str:
+    """Plays a model that writes white space wherever it may, from `text` to its first `end`."""
+
+    def bytes_of(token: int) -> bytes:
+        return bytes(tokens.library.decode_bytes([token]))
+
+    of.advance(tokens.library.tokenize_str(text))
+    for _ in range(most):
+        if text.endswith(end):
+            return text
+        choices = set(allowed(of.mask())) - set(EOS)
+        token = min(choices, key=lambda each: (bytes_of(each).strip() != b"", bytes_of(each)))
+        of.advance([token])
+        text += bytes_of(token).decode()
+    raise AssertionError(f"no end: {text!r}")
+
+
+@pytest.mark.parametrize("kind", [JSON, TAG])
+@pytest.mark.parametrize(
+    ("options", "blanks"),
+    [
+        ({}, {" "}),
+        ({"any_whitespace": False}, set()),
+        ({"whitespace_pattern": "\n {0,3}| "}, {"\n   "}),
+    ],
+)
+def test_white_space_of_json_is_bounded(
+    tokens: GrammarTokens, kind: ConstraintKind, options: Any, blanks: set[str]
+) -> None:
+    value, begin, end = (VERDICT, "{", "}") if kind is JSON else (TAGGED, "<f>{", "}</f>")
+    text = blank_walk(matcher(tokens, kind, value, **options), tokens, begin, end)
+    assert set(re.findall(r"\s+", text)) == blanks
+    jsonschema.validate(json.loads(text.removeprefix("<f>").removesuffix("</f>")), VERDICT)
+
+
+@pytest.mark.parametrize("text", ['{"ok": true, "days": [1, 2]}', '{"ok":true,"days":[1,2]}'])
+def test_what_compact_printers_write_is_allowed(tokens: GrammarTokens, text: str) -> None:
+    of = matcher(tokens, JSON, VERDICT)
+    of.advance(tokens.library.tokenize_str(text))
+    assert of.complete and allowed(of.mask()) == list(EOS), "nor is there white space after it"
+
+
 def test_a_matcher_made_anew_goes_on_alike(tokens: GrammarTokens) -> None:
     grammar = to_grammar(want(JSON, PERSON))
     drawn = walk(Matcher.compile(tokens, grammar), 3)
