@@ -21,7 +21,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, inf
@@ -35,7 +35,7 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.fleet import FAST, Fleet
+from benchmarks.fleet import FAST, PROBE, Fleet
 from benchmarks.hosts import unavailable
 from benchmarks.site import Site, make_certs, site_network
 from benchmarks.soak.asks import Ask, make_asks
@@ -48,10 +48,12 @@ from benchmarks.soak.faults import (
     make_plan,
     targets_of,
 )
+from benchmarks.soak.floods import FLOOD_KINDS
 from benchmarks.soak.gauge import Gauge
 from benchmarks.soak.hostile import HOSTILE_KINDS
 from benchmarks.soak.load import Load, clients
 from benchmarks.soak.poisoned import TOKEN, poisoned
+from benchmarks.soak.probe import HEALTH, SHORT, Sample, percentiles, probing
 from benchmarks.soak.report import Report, make_report, print_report
 from benchmarks.soak.strangers import STRANGER_KINDS
 from pdserve.common.config.router import RoutingConfig
@@ -72,6 +74,7 @@ KINDS: dict[str, Kind] = {
     **ROUTER_KINDS,
     **EDGE_KINDS,
     **HOSTILE_KINDS,
+    **FLOOD_KINDS,
     **STRANGER_KINDS,
 }
 GIVE_BACK = 15.0  # seconds after the last answer, in which nodes give back what they hold
@@ -104,22 +107,47 @@ async def run(fleet: Fleet, soak: Soak, load: Load) -> Report:
         for fault in make_plan(kinds, soak.seconds, soak.period, LONGEST_FAULT, soak.seed)
     ]
     start = monotonic()
-    async with gauge.watching():
+    async with gauge.watching(), _probe(fleet) as samples:
         event = faults.carry_out(kinds, plan)
         tally = await load.during(
             event,
             soak.requests,
             soak.hang_ups,
             soak.seed,
-            excused=faults.excuses,
+            excused=faults.router_dead.ended_since,
             look=lambda: Thread(target=fleet.print_stacks).start(),
-            stood_still=faults.router_stood_still,
+            stood_still=faults.router_frozen.seconds,
         )
     seconds, leaked = monotonic() - start, await still_held(fleet)
     crashed = faults.crashed + fleet.crashed()
     return make_report(
-        tally, seconds, faults.counts, leaked, crashed, faults.answers, gauge.growth()
+        *(tally, seconds, faults.counts, leaked, crashed, faults.answers, gauge.growth()),
+        waits=_waits(samples, faults),
     )
+
+
+def _probe(fleet: Fleet) -> AbstractAsyncContextManager[list[Sample]]:
+    return probing(f"http://127.0.0.1:{fleet.ports['http']}", fleet.api_key(PROBE))
+
+
+def _waits(samples: list[Sample], faults: Faults) -> dict[str, dict[str, float]]:
+    """Milliseconds by what was asked and percentile, while there was a router that ran."""
+
+    def served(sample: Sample) -> bool:
+        times = sample.at, sample.at + sample.seconds
+        return not (faults.router_dead.meet(*times) or faults.router_frozen.meet(*times))
+
+    def beside_greed(sample: Sample) -> bool:
+        return faults.greed.meet(sample.at, sample.at + sample.seconds)
+
+    found = {
+        HEALTH: percentiles(samples, HEALTH, served),
+        SHORT: percentiles(samples, SHORT, lambda each: served(each) and not beside_greed(each)),
+        f"{SHORT} beside a greedy client": percentiles(
+            samples, SHORT, lambda each: served(each) and beside_greed(each)
+        ),
+    }
+    return {name: values for name, values in found.items() if values}
 
 
 async def learn_and_run(fleet: Fleet, soak: Soak, asks: Sequence[Ask]) -> Report:
@@ -154,7 +182,8 @@ def started(
             secured |= make_certs(folder / "certs")
             options |= {"kv_connector": "tcp", "kv_connector_config": '{"tls": true}'}
             make = partial(Site, *stack.enter_context(site_network()))
-        router = {"max_concurrent_requests": places, **secured}
+        keys = ",".join(token_hex(16) for _ in range(3))  # as fleet.py numbers clients
+        router = {"max_concurrent_requests": places, "api_key": keys, **secured}
         fleet = make(
             poisoned(model, folder / model.name), log, environment, router, **options, **secured
         )

@@ -17,7 +17,7 @@ from dataclasses import fields
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import grpc
 
@@ -29,6 +29,7 @@ START_TIMEOUT = 120.0  # seconds
 STOP_TIMEOUT = 20.0
 SHARES = 16  # of the ports, one for each of so many processes
 TRANSFER = {each.name for each in fields(TransferConfig)}
+LOAD, HOSTILE, PROBE = range(3)  # clients, by the number of their API key
 BUSY = ("num_requests_running", "num_requests_waiting", "num_requests_remote")
 
 
@@ -136,6 +137,13 @@ class Fleet:
     def cluster_key(self) -> str | None:
         return self._router.get("cluster_key")
 
+    def api_key(self, number: int) -> dict[str, str]:
+        """The header, or metadata, with which a client shows the key of this number; empty: the
+        router asks for none."""
+        if not (keys := self._router.get("api_key")):
+            return {}
+        return {"authorization": f"Bearer {keys.split(',')[number]}"}
+
     @property
     def registry(self) -> str:
         """Where nodes register."""
@@ -157,7 +165,7 @@ class Fleet:
         empty one. Raises OSError."""
         url = f"http://127.0.0.1:{self.ports['http']}/v1/cluster"
         try:
-            with urlopen(url, timeout=10) as answer:
+            with urlopen(Request(url, headers=self.api_key(LOAD)), timeout=10) as answer:
                 state: dict[str, Any] = json.load(answer)
         except HTTPException as error:  # it died while it answered
             raise ConnectionError(f"{url}: {error!r}") from error

@@ -83,8 +83,16 @@ def _close(ours: list[float], theirs: list[float]) -> bool:
 class Client:
     """All requests of a run, over one HTTP session and one gRPC channel."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, channel: grpc.aio.Channel) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        channel: grpc.aio.Channel,
+        key: Mapping[str, str],
+    ) -> None:
+        """`key` is the API key as a header."""
         self._session = session
+        self._key = dict(key)
         self._url = f"{url}/v1/completions"
         self._stub = pb_grpc.InferenceStub(channel)
 
@@ -125,7 +133,9 @@ class Client:
     @asynccontextmanager
     async def _post(self, ask: Ask, **more: Any) -> AsyncIterator[aiohttp.ClientResponse]:
         body = {"prompt": ask.prompt, **ask.options, **more}
-        async with self._session.post(self._url, json=body, headers=TIMELINE) as response:
+        async with self._session.post(
+            self._url, json=body, headers=TIMELINE | self._key
+        ) as response:
             if response.status != 200:
                 raise Lost(f"{ask.way}: HTTP {response.status}: {await response.text()}")
             yield response
@@ -133,7 +143,7 @@ class Client:
     async def _grpc(self, ask: Ask, answer: Answer) -> None:
         sampling = pb.SamplingParams(**ask.options)
         request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=ask.prompt), sampling=sampling)
-        call = self._stub.Generate(request)
+        call = self._stub.Generate(request, metadata=tuple(self._key.items()))
         try:
             async for response in call:
                 _note_grpc(answer, response)

@@ -77,6 +77,35 @@ def make_plan(
     return plan
 
 
+class Spans:
+    """Times in which something lasted, by `time.monotonic`."""
+
+    def __init__(self, settle: float = 0.0) -> None:
+        """Each lasts `settle` seconds longer."""
+        self._settle = settle
+        self._spans: list[tuple[float, float]] = []
+
+    @contextmanager
+    def lasting(self) -> Iterator[None]:
+        number, since = len(self._spans), monotonic()
+        self._spans.append((since, math.inf))
+        try:
+            yield
+        finally:
+            self._spans[number] = (since, monotonic() + self._settle)
+
+    def ended_since(self, since: float) -> bool:
+        """Whether one ended after this, or has not ended."""
+        return any(end > since for _, end in self._spans)
+
+    def meet(self, since: float, until: float) -> bool:
+        return any(start < until and end > since for start, end in self._spans)
+
+    def seconds(self, since: float, until: float) -> float:
+        """How much of the time between the two they were."""
+        return sum(max(0.0, min(until, end) - max(since, start)) for start, end in self._spans)
+
+
 class Faults:
     """`counts` says what was done, by kind and target; `answers` what hostile clients were told,
     by kind and words. A role with several nodes keeps one that is well: a fault that finds no
@@ -89,9 +118,9 @@ class Faults:
         self.answers: Counter[tuple[str, str]] = Counter()
         self.crashed: list[str] = []  # what should run and did not, in words
         self.busy: set[tuple[str, str]] = set()  # edges between nodes that are bad now
-        # Times at which the router was killed, and at which clients no longer notice.
-        self._deaths: list[tuple[float, float]] = []
-        self._stops: list[tuple[float, float]] = []  # when the router was frozen
+        self.router_dead = Spans(SETTLE)
+        self.router_frozen = Spans()
+        self.greed = Spans()
 
     async def carry_out(self, kinds: dict[str, Kind], plan: Sequence[Fault]) -> None:
         """Returns when the last fault is over and every node is ready again."""
@@ -132,28 +161,6 @@ class Faults:
         name = rng.choice(well)
         self.well.discard(name)
         return name
-
-    @contextmanager
-    def router_is_dead(self) -> Iterator[None]:
-        since = monotonic()
-        self._deaths.append((since, math.inf))
-        yield
-        self._deaths[-1] = (since, monotonic() + SETTLE)
-
-    @contextmanager
-    def router_is_frozen(self) -> Iterator[None]:
-        since = monotonic()
-        self._stops.append((since, math.inf))
-        yield
-        self._stops[-1] = (since, monotonic())
-
-    def router_stood_still(self, since: float, until: float) -> float:
-        """Seconds between the two in which the router was frozen."""
-        return sum(max(0.0, min(until, end) - max(since, start)) for start, end in self._stops)
-
-    def excuses(self, since: float) -> bool:
-        """Whether a request from then until now may have been a router's that was killed."""
-        return any(end > since for _, end in self._deaths)
 
 
 # ---- nodes: each returns the name of the node that is well again, or new ----
@@ -219,7 +226,7 @@ NODE_KINDS = {"kill": _on_a_node(kill), "stop": _on_a_node(stop), "restart": _on
 async def stop_router(faults: Faults, fault: Fault) -> None:
     """SIGSTOP, then SIGCONT: everybody waits, and nothing is lost."""
     name = faults.take("router", fault.random)
-    with faults.router_is_frozen():
+    with faults.router_frozen.lasting():
         faults.fleet.send(name, signal.SIGSTOP)
         await asyncio.sleep(fault.seconds)
         faults.fleet.send(name, signal.SIGCONT)
@@ -229,7 +236,7 @@ async def stop_router(faults: Faults, fault: Fault) -> None:
 async def kill_router(faults: Faults, fault: Fault) -> None:
     """SIGKILL: what it had in flight is lost with it. Another one starts at its place."""
     name = faults.take("router", fault.random)
-    with faults.router_is_dead():
+    with faults.router_dead.lasting():
         faults.fleet.kill(name)
         await asyncio.sleep(min(fault.seconds, ROUTER_AWAY))
         await asyncio.to_thread(faults.fleet.start_router)

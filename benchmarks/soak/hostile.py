@@ -8,16 +8,16 @@ import json
 import math
 import random
 import socket
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import aiohttp
 import grpc
 
-from benchmarks.fleet import Fleet
+from benchmarks.fleet import HOSTILE, Fleet
 from benchmarks.soak.faults import Fault, Faults, Kind
 from benchmarks.soak.poisoned import TOKEN
 from pdserve.common.rpc.pb import inference_pb2 as pb
@@ -30,6 +30,8 @@ SMALL = 4096  # bytes of a silent reader's buffer
 SEGMENT = 536  # bytes: small ones keep the server's buffer small, too
 MB = 1 << 20
 TEXT = "/v1/completions"
+
+Generate = Callable[[pb.GenerateRequest], Any]  # a call of a stream
 
 HUNG = "hung"  # the only answer that is a failure
 
@@ -44,11 +46,15 @@ class Attack:
 
 
 @asynccontextmanager
-async def http(fleet: Fleet) -> AsyncIterator[aiohttp.ClientSession]:
+async def http(fleet: Fleet, known: bool = True) -> AsyncIterator[aiohttp.ClientSession]:
+    """A session that shows the hostile clients' API key, if it is `known`."""
+    headers = fleet.api_key(HOSTILE) if known else {}
     connector = aiohttp.TCPConnector(local_addr=(ADDRESS, 0), limit=0)
     timeout = aiohttp.ClientTimeout(total=PATIENCE)
     url = f"http://127.0.0.1:{fleet.ports['http']}"
-    async with aiohttp.ClientSession(url, connector=connector, timeout=timeout) as session:
+    async with aiohttp.ClientSession(
+        url, connector=connector, timeout=timeout, headers=headers
+    ) as session:
         yield session
 
 
@@ -69,9 +75,11 @@ async def calls(
 
 
 @asynccontextmanager
-async def rpc(fleet: Fleet) -> AsyncIterator[pb_grpc.InferenceStub]:
+async def rpc(fleet: Fleet) -> AsyncIterator[Generate]:
+    """`Inference.Generate` with the hostile clients' API key."""
+    key = tuple(fleet.api_key(HOSTILE).items())
     async with calls(fleet, f"127.0.0.1:{fleet.ports['grpc']}") as channel:
-        yield pb_grpc.InferenceStub(channel)
+        yield partial(pb_grpc.InferenceStub(channel).Generate, metadata=key)
 
 
 async def answer(attack: Awaitable[str]) -> str:
@@ -106,7 +114,8 @@ async def silent(faults: Faults, fault: Fault) -> None:
 async def _unread_stream(fleet: Fleet, seconds: float) -> str:
     body = {"prompt": [5] * 20, "max_tokens": 200, "n": 8, "logprobs": 20, "stream": True}
     data = json.dumps({**body, "ignore_eos": True}).encode()
-    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    key = "".join(f"{name}: {value}\r\n" for name, value in fleet.api_key(HOSTILE).items())
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{key}"
     return await _unread(
         fleet, seconds, f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
     )
@@ -141,8 +150,8 @@ async def _unread(fleet: Fleet, seconds: float, data: bytes) -> str:
 async def _unread_call(fleet: Fleet, seconds: float) -> str:
     sampling = pb.SamplingParams(max_tokens=200, n=8, logprobs=20, ignore_eos=True)
     request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * 20), sampling=sampling)
-    async with rpc(fleet) as stub:
-        call = stub.Generate(request)
+    async with rpc(fleet) as generate:
+        call = generate(request)
         await call.read()
         await asyncio.sleep(seconds)
         told = (await call.code()).name if call.done() else "left by the client"
@@ -188,8 +197,8 @@ async def _leave_in_stream(fleet: Fleet, rng: random.Random) -> str:
 async def _leave_call(fleet: Fleet, rng: random.Random) -> str:
     sampling = pb.SamplingParams(max_tokens=50, ignore_eos=True)
     request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=_long_prompt(rng)), sampling=sampling)
-    async with rpc(fleet) as stub:
-        call = stub.Generate(request)
+    async with rpc(fleet) as generate:
+        call = generate(request)
         for _ in range(rng.randint(1, 5)):
             await call.read()
         call.cancel()
@@ -258,10 +267,10 @@ async def poison(faults: Faults, fault: Fault) -> None:
     """Eight requests with parameters no one should send, and one that no node can compute, over
     either front."""
     rng = fault.random
-    async with http(faults.fleet) as session, rpc(faults.fleet) as stub:
+    async with http(faults.fleet) as session, rpc(faults.fleet) as generate:
         attacks = {
-            "parameters": [_poison(session, stub, _parameters(rng), rng) for _ in range(8)],
-            "a row that fails": [_poison(session, stub, dict(rng.choice(ROWS)), rng)],
+            "parameters": [_poison(session, generate, _parameters(rng), rng) for _ in range(8)],
+            "a row that fails": [_poison(session, generate, dict(rng.choice(ROWS)), rng)],
         }
         for name, each in attacks.items():
             for told in await asyncio.gather(*map(answer, each)):
@@ -281,7 +290,7 @@ def _parameters(rng: random.Random) -> dict[str, Any]:
 
 async def _poison(
     session: aiohttp.ClientSession,
-    stub: pb_grpc.InferenceStub,
+    generate: Generate,
     parameters: dict[str, Any],
     rng: random.Random,
 ) -> str:
@@ -294,7 +303,7 @@ async def _poison(
     except ValueError:
         return "not to be said over gRPC"
     request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling=sampling)
-    async for _ in stub.Generate(request):
+    async for _ in generate(request):
         pass
     return "gRPC OK"
 

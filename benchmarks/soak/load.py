@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import grpc
 
-from benchmarks.fleet import Fleet
+from benchmarks.fleet import LOAD, Fleet
 from benchmarks.soak.asks import Ask
 from benchmarks.soak.client import Answer, Client, Lost, difference
 
@@ -169,4 +169,4 @@ async def clients(fleet: Fleet, asks: Sequence[Ask]) -> AsyncIterator[Load]:
         aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=2**20) as session,
         channel,
     ):
-        yield Load(Client(session, f"http://{url}", channel), asks)
+        yield Load(Client(session, f"http://{url}", channel, fleet.api_key(LOAD)), asks)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from benchmarks.soak.floods import TAKEN, UNEXPLAINED
 from benchmarks.soak.gauge import Growth
 from benchmarks.soak.hostile import HUNG
 from benchmarks.soak.load import Tally
@@ -42,6 +43,7 @@ class Report:
     crashed: list[str]  # processes that ended by themselves, or did not drain
     recovery: dict[str, float]
     growth: dict[str, dict[str, Growth]]  # role → "rss_mb", "fds"
+    waits: dict[str, dict[str, float]]  # of a client beside the load, in milliseconds
 
     @property
     def failures(self) -> dict[str, int]:
@@ -49,7 +51,8 @@ class Report:
             "lost": len(self.lost),
             "wrong": len(self.wrong),
             "hung": len(self.hung) + self._answers(HUNG),
-            "admitted": self._answers(ADMITTED),
+            "admitted": self._answers(ADMITTED) + self._answers(TAKEN),
+            "unexplained": self._answers(UNEXPLAINED),
             "leaked": sum(self.leaked.values()),
             "crashed": len(self.crashed),
             "grown": sum(each.grown for role in self.growth.values() for each in role.values()),
@@ -73,6 +76,7 @@ def make_report(
     crashed: list[str],
     answers: Counter[tuple[str, str]] | None = None,
     growth: dict[str, dict[str, Growth]] | None = None,
+    waits: dict[str, dict[str, float]] | None = None,
 ) -> Report:
     told: defaultdict[str, dict[str, int]] = defaultdict(dict)
     for (kind, words), count in sorted((answers or {}).items()):
@@ -94,6 +98,7 @@ def make_report(
         crashed=crashed,
         recovery=_percentiles(tally.gaps),
         growth=growth or {},
+        waits=waits or {},
     )
 
 
@@ -122,6 +127,10 @@ def print_report(report: Report, console: Console) -> None:
             for words, count in told.items()
         ),
         *((f"recovery {p}", f"{value:.2f} s") for p, value in report.recovery.items()),
+        *(
+            (name, ", ".join(f"{p} {ms:g} ms" for p, ms in values.items()))
+            for name, values in report.waits.items()
+        ),
         *(
             (f"{role} {measure}", f"{each.first:g} → {each.last:g} (most {each.most:g})")
             for role, measures in report.growth.items()

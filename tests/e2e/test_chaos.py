@@ -117,7 +117,7 @@ HOSTILE = Soak(
     requests=40,
     distinct=28,
     max_tokens=(6, 24),
-    kinds=("router-stop", "silent", "hang-up", "poison", "stranger"),
+    kinds=("router-stop", "silent", "hang-up", "poison", "stranger", "bomb", "odd", "foreign"),
     period=0.15,
     longest=1.5,
     seed=4,
@@ -132,7 +132,8 @@ async def attacked(cluster: WarmCluster) -> Report:
 
 def test_hostile_clients_are_not_noticed(tmp_path: Path) -> None:
     model, key = poisoned(MODELS / "llama-gqa", tmp_path / "llama-gqa"), {"cluster_key": "k" * 32}
-    with WarmCluster(model, 2, 2, router=key, **NODE_OPTIONS, **key) as cluster:
+    router = {**key, "api_key": "the-load,the-hostile,the-probe"}
+    with WarmCluster(model, 2, 2, router=router, **NODE_OPTIONS, **key) as cluster:
         report = asyncio.run(attacked(cluster))
         assert not any(report.failures.values()), f"{report}\n{cluster.log()[-6000:]}"
     assert {name.split()[0] for name in report.faults} == {*HOSTILE.kinds}, report
