@@ -4,9 +4,10 @@ its time lost?"""
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import chain, islice
-from time import monotonic
+from itertools import islice
+from time import monotonic, time
 from typing import Any
 
 from pdserve.common.core.errors import PdserveError
@@ -14,6 +15,7 @@ from pdserve.common.core.printable import printable
 from pdserve.common.obs.logging import request_id_var
 from pdserve.router.generation import GenerationStats
 from pdserve.router.request_state import RequestState
+from pdserve.router.stages import ROUTER
 
 MAX_FOUND = 100  # of the prompts of one request, or of those that share its id: the newest
 MAX_MESSAGE = 500  # characters of a failure that are kept
@@ -48,17 +50,20 @@ class Timelines:
 
     def find(self, name: str) -> list[dict[str, Any]]:
         """Of the request that has this id, as JSON, for each of its prompts."""
-        now = monotonic()
-        over = (each for each in reversed(self._ended) if _is_named(each.ids, name))
-        served = (
-            Ended(ids, state.stats(), now, None)
-            for state, ids in reversed(self._served.items())
-            if _is_named(ids, name)
-        )
-        found = islice(chain(served, over), MAX_FOUND)
+        found = islice((each for each in self._newest() if _is_named(each.ids, name)), MAX_FOUND)
         return [
             _told(each) for each in sorted(found, key=lambda each: (len(each.ids[0]), each.ids))
         ]
+
+    def recent(self, limit: int) -> list[dict[str, Any]]:
+        """The last `limit` requests as JSON, those that are served first, the newest first."""
+        return [_summary(each) for each in islice(self._newest(), limit)]
+
+    def _newest(self) -> Iterator[Ended]:
+        now = monotonic()
+        for state, ids in reversed(self._served.items()):
+            yield Ended(ids, state.stats(), now, None)
+        yield from reversed(self._ended)
 
 
 def _is_named(ids: tuple[str, ...], name: str) -> bool:
@@ -73,6 +78,21 @@ def _described(error: PdserveError | None) -> dict[str, str] | None:
 
 
 def _told(found: Ended) -> dict[str, Any]:
+    return {**_state(found), "timeline": asdict(found.stats.receipt(found.end))}
+
+
+def _summary(found: Ended) -> dict[str, Any]:
+    stages = found.stats.stages
+    return {
+        **_state(found),
+        "created": round(time() - (monotonic() - stages.start), 3),  # seconds since 1970
+        "first_token": found.stats.timeline.first_token,
+        "seconds": round(found.end - stages.start, 6),
+        "nodes": sorted({span.node for span in stages.spans} - {ROUTER}),
+    }
+
+
+def _state(found: Ended) -> dict[str, Any]:
     running = found.stats.timeline.finished is None and found.error is None
     return {
         "id": found.ids[0],
@@ -81,5 +101,4 @@ def _told(found: Ended) -> dict[str, Any]:
         "error": found.error,
         "prompt_tokens": found.stats.prompt_tokens,
         "completion_tokens": found.stats.completion_tokens,
-        "timeline": asdict(found.stats.receipt(found.end)),
     }

@@ -9,7 +9,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
 import pdserve
-from pdserve.common.core.errors import RequestNotFound, Unavailable
+from pdserve.common.core.errors import InvalidRequest, RequestNotFound, Unavailable
 from pdserve.common.core.printable import printable
 from pdserve.common.obs.exposition import exposed
 from pdserve.router.adapters import Adapter
@@ -17,6 +17,7 @@ from pdserve.router.http.encoding import error_response, json_response
 from pdserve.router.http.request import SERVING, preprocess
 from pdserve.router.served_model import ServedModel
 
+DEFAULT_LISTED, MAX_LISTED = 50, 1000  # requests
 REGISTRY = web.AppKey("registry", Collector)
 
 
@@ -57,6 +58,15 @@ async def get_timelines(request: web.Request) -> web.Response:
             f"neither a request at work nor one of the last that ended is {printable(name, 128)!r}"
         )
     return json_response({"object": "list", "data": found})
+
+
+async def list_timelines(request: web.Request) -> web.Response:
+    """The last requests in short, `?limit=` of them."""
+    given = request.query.get("limit", str(DEFAULT_LISTED))
+    if not given.isascii() or not given.isdigit() or not 1 <= int(given[:9]) <= MAX_LISTED:
+        raise InvalidRequest(f"limit must be a number from 1 to {MAX_LISTED}", param="limit")
+    recent = request.app[SERVING].pipeline.timelines.recent(int(given))
+    return json_response({"object": "list", "data": recent})
 
 
 async def health(request: web.Request) -> web.Response:
