@@ -82,6 +82,7 @@ class FakeGenerator:
         self.open = 0
         self.closed = asyncio.Event()
         self.closed_at = 0.0
+        self.timelines = Timelines(kept=8)
 
     async def generate(
         self, request: GenerationRequest
