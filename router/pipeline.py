@@ -25,6 +25,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import suppress
+from time import monotonic
 from typing import Any
 
 from pdserve.common.config.router import RoutingConfig
@@ -72,6 +73,7 @@ class Pipeline:
         self.registry = registry
         self.channels = channels
         self.metrics = metrics
+        self._started = monotonic()
         self.timelines = Timelines(config.kept_timelines)
         self.view = ClusterView(registry)
         self.streams = TokenStreams(channels)
@@ -201,4 +203,5 @@ class Pipeline:
         """The nodes and their state, as JSON for people."""
         ready, reason = self.ready()
         load = {"running": self.admission.running, "waiting": self.admission.waiting}
-        return {"ready": ready, "reason": reason, **load, **self.view.describe()}
+        uptime = {"uptime_seconds": round(monotonic() - self._started, 3)}
+        return {"ready": ready, "reason": reason, **load, **uptime, **self.view.describe()}

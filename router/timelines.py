@@ -4,9 +4,10 @@ its time lost?"""
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import chain, islice
-from time import monotonic
+from itertools import islice
+from time import monotonic, time
 from typing import Any
 
 from pdserve.common.core.errors import PdserveError
@@ -14,6 +15,7 @@ from pdserve.common.core.printable import printable
 from pdserve.common.obs.logging import request_id_var
 from pdserve.router.generation import GenerationStats
 from pdserve.router.request_state import RequestState
+from pdserve.router.stages import ROUTER
 
 MAX_FOUND = 100  # of the prompts of one request, or of those that share its id: the newest
 MAX_MESSAGE = 500  # characters of a failure that are kept
@@ -50,21 +52,27 @@ class Timelines:
     def find(self, name: str, client: str | None = None) -> list[dict[str, Any]]:
         """Of the request that has this id, as JSON, for each of its prompts; with `client` only
         of those that it has asked."""
-        now = monotonic()
-
-        def is_found(ids: tuple[str, ...], owner: str) -> bool:
-            return client in (None, owner) and _is_named(ids, name)
-
-        over = (each for each in reversed(self._ended) if is_found(each.ids, each.client))
-        served = (
-            _ended(state, ids, now, None)
-            for state, ids in reversed(self._served.items())
-            if is_found(ids, state.request.batch.client)
-        )
-        found = islice(chain(served, over), MAX_FOUND)
+        named = self._newest(client, lambda ids: _is_named(ids, name))
+        found = islice(named, MAX_FOUND)
         return [
             _told(each) for each in sorted(found, key=lambda each: (len(each.ids[0]), each.ids))
         ]
+
+    def recent(self, limit: int, client: str | None = None) -> list[dict[str, Any]]:
+        """The last `limit` requests, or a client's last, as JSON: those that are served first, the
+        newest first."""
+        return [_summary(each) for each in islice(self._newest(client), limit)]
+
+    def _newest(
+        self, client: str | None, is_wanted: Callable[[tuple[str, ...]], bool] = lambda ids: True
+    ) -> Iterator[Ended]:
+        now = monotonic()
+        for state, ids in reversed(self._served.items()):
+            if client in (None, state.request.batch.client) and is_wanted(ids):
+                yield _ended(state, ids, now, None)
+        for each in reversed(self._ended):
+            if client in (None, each.client) and is_wanted(each.ids):
+                yield each
 
 
 def _ended(
@@ -85,6 +93,21 @@ def _described(error: PdserveError | None) -> dict[str, str] | None:
 
 
 def _told(found: Ended) -> dict[str, Any]:
+    return {**_state(found), "timeline": asdict(found.stats.receipt(found.end))}
+
+
+def _summary(found: Ended) -> dict[str, Any]:
+    stages = found.stats.stages
+    return {
+        **_state(found),
+        "created": round(time() - (monotonic() - stages.start), 3),  # seconds since 1970
+        "first_token": found.stats.timeline.first_token,
+        "seconds": round(found.end - stages.start, 6),
+        "nodes": sorted({span.node for span in stages.spans} - {ROUTER}),
+    }
+
+
+def _state(found: Ended) -> dict[str, Any]:
     running = found.stats.timeline.finished is None and found.error is None
     return {
         "id": found.ids[0],
@@ -93,5 +116,4 @@ def _told(found: Ended) -> dict[str, Any]:
         "error": found.error,
         "prompt_tokens": found.stats.prompt_tokens,
         "completion_tokens": found.stats.completion_tokens,
-        "timeline": asdict(found.stats.receipt(found.end)),
     }

@@ -40,11 +40,13 @@ from pdserve.router.http.schema import (
 from pdserve.router.serving import Serving
 
 REQUEST_ID = "X-Request-Id"  # the name under which a client knows its request
-_UI = (
-    Route("GET", "/ui", ui.ui_page, "The cluster as a page", answer="text/html", open=True),
-    Route("GET", "/ui/app.js", ui.ui_script, "Of the page", answer="text/javascript", open=True),
-    Route("GET", "/ui/style.css", ui.ui_style, "Of the page", answer="text/css", open=True),
-)
+_UI = tuple(
+    Route(
+        "GET", ui.path_of(name), ui.ui_file, "The cluster as a page", answer=ui.type_of(name),
+        open=True,
+    )
+    for name in sorted(ui.FILES)
+)  # fmt: skip
 ROUTES = (
     Route(
         "POST", "/v1/completions", completions.create_completion, "Text goes on", CompletionBody,
@@ -73,6 +75,9 @@ ROUTES = (
     Route(
         "GET", "/v1/timelines/{request_id}", info.get_timelines,
         "Where a request is, or where its time went", errors=(404,),
+    ),
+    Route(
+        "GET", "/v1/timelines", info.list_timelines, "A client's last requests, newest first"
     ),
     Route(
         "GET", "/v1/cluster", info.cluster, "Nodes, their load, which pairs fit", operators=True

@@ -9,7 +9,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
 import pdserve
-from pdserve.common.core.errors import RequestNotFound, Unavailable
+from pdserve.common.core.errors import InvalidRequest, RequestNotFound, Unavailable
 from pdserve.common.core.printable import printable
 from pdserve.common.obs.exposition import exposed
 from pdserve.router.adapters import Adapter
@@ -17,6 +17,7 @@ from pdserve.router.http.encoding import error_response, json_response
 from pdserve.router.http.request import SERVING, authorization_of, client_of, preprocess
 from pdserve.router.served_model import ServedModel
 
+DEFAULT_LISTED, MAX_LISTED = 50, 1000  # requests
 REGISTRY = web.AppKey("registry", Collector)
 
 
@@ -51,14 +52,28 @@ async def get_model(request: web.Request) -> web.Response:
 
 async def get_timelines(request: web.Request) -> web.Response:
     """By the X-Request-Id or the id of the answer. To a client there are only its own."""
-    name, serving = request.match_info["request_id"], request.app[SERVING]
-    is_operator = serving.keys.is_operator(authorization_of(request))
-    whose = None if is_operator else client_of(request)
-    if not (found := serving.pipeline.timelines.find(name, whose)):
+    name, pipeline = request.match_info["request_id"], request.app[SERVING].pipeline
+    if not (found := pipeline.timelines.find(name, _whose(request))):
         raise RequestNotFound(
             f"neither a request at work nor one of the last that ended is {printable(name, 128)!r}"
         )
     return json_response({"object": "list", "data": found})
+
+
+def _whose(request: web.Request) -> str | None:
+    """The client whose requests are shown; None: an operator sees all."""
+    is_operator = request.app[SERVING].keys.is_operator(authorization_of(request))
+    return None if is_operator else client_of(request)
+
+
+async def list_timelines(request: web.Request) -> web.Response:
+    """The last requests in short, `?limit=` of them. To a client there are only its own."""
+    given = request.query.get("limit", str(DEFAULT_LISTED))
+    if not given.isascii() or not given.isdigit() or not 1 <= int(given[:9]) <= MAX_LISTED:
+        raise InvalidRequest(f"limit must be a number from 1 to {MAX_LISTED}", param="limit")
+    timelines = request.app[SERVING].pipeline.timelines
+    recent = timelines.recent(int(given), _whose(request))
+    return json_response({"object": "list", "data": recent})
 
 
 async def health(request: web.Request) -> web.Response:

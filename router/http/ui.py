@@ -1,4 +1,4 @@
-"""`/ui`: a page that shows the cluster at work and talks to it, from three files and this API.
+"""`/ui`: a page that shows the cluster at work and talks to it, from a few files and this API.
 
 Whoever asks gets the files; the page asks for an API key where there is one. What nodes and the
 model say is text to it: it runs no code but its own, and asks no other host.
@@ -7,10 +7,13 @@ model say is text to it: it runs no code but its own, and asks no other host.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 from aiohttp import web
 
-_FILES = {path.name: path.read_bytes() for path in Path(__file__).with_name("static").iterdir()}
+FILES: Final = {
+    path.name: path.read_bytes() for path in Path(__file__).with_name("static").iterdir()
+}
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
@@ -21,19 +24,21 @@ _HEADERS = {
 }
 
 
-async def ui_page(request: web.Request) -> web.Response:
-    return _answer("index.html", "text/html")
+_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 
 
-async def ui_script(request: web.Request) -> web.Response:
-    return _answer("app.js", "text/javascript")
+def path_of(name: str) -> str:
+    """The path at which a file is; `index.html` is the page itself."""
+    return "/ui" if name == "index.html" else f"/ui/{name}"
 
 
-async def ui_style(request: web.Request) -> web.Response:
-    return _answer("style.css", "text/css")
+def type_of(name: str) -> str:
+    return _TYPES[Path(name).suffix]
 
 
-def _answer(name: str, content_type: str) -> web.Response:
+async def ui_file(request: web.Request) -> web.Response:
+    last = request.path.rpartition("/")[2]
+    name = last if last in FILES else "index.html"
     return web.Response(
-        body=_FILES[name], content_type=content_type, charset="utf-8", headers=_HEADERS
+        body=FILES[name], content_type=type_of(name), charset="utf-8", headers=_HEADERS
     )

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from deaths import MORE_BLOCKS
+from pdserve import __version__
 from warm import WarmCluster
 
 CHROMIUM = shutil.which("chromium")
@@ -109,7 +110,12 @@ def test_an_answer_streams_and_a_killed_node_is_red_until_another_comes(
     assert any(stage.startswith("decode compute on decode-") for stage in stages), stages
     assert answer.locator(".bar span").count() == len(stages)
     expect(page.locator("#flows td").first).to_contain_text("prefill-")
-    expect(page.locator("#ttft-now")).to_contain_text(re.compile("[0-9.]+ (ms|s), 95 %"))
+    expect(page.locator("#ttft-now")).to_have_text(re.compile("p50 [0-9.]+ m?s, p95 [0-9.]+ m?s"))
+    expect(page.locator("#ttft .grid")).to_have_count(5)
+    expect(page.locator("#ttft text").first).to_have_text("0 s")
+    expect(page.locator("#tokens-rate")).to_have_text(re.compile(r"[0-9.]+ /s"))
+    expect(page.locator("#uptime")).to_have_text(re.compile("[0-9]+ (s|min)"))
+    expect(page.locator("#version")).to_have_text(__version__)
 
     cluster.start_held("decode", num_gpu_blocks_override=MORE_BLOCKS)
     cluster.wait_nodes()
@@ -118,26 +124,61 @@ def test_an_answer_streams_and_a_killed_node_is_red_until_another_comes(
         page.keyboard.press("Enter")
         expect(page.locator("#answers .said").last).not_to_be_empty()
         expect(page.locator("#stop")).to_be_enabled()  # there is text, and more comes
-        expect(page.locator("#arrows text", has_text="GB/s").first).to_be_visible()
+        expect(page.locator("#arrows text", has_text="B/s").first).to_be_visible()
         page.keyboard.press("Escape")
         expect(page.locator("#answers > li").last.get_by_role("alert")).to_have_text("stopped")
-    expect(page.locator("#totals")).to_contain_text("0 requests running")
+    expect(page.locator("#running")).to_have_text("0")
 
     cluster.kill("prefill-1")
     dead = card(page, cluster, "prefill-1")
     expect(dead).to_have_class("bad")
-    expect(dead.locator(".state")).to_have_text(re.compile("^lost: .+"))
-    expect(page.locator("#events .bad").first).to_have_text(re.compile("prefill-.+: lost, .+"))
+    expect(dead.locator(".state")).to_have_text(re.compile("^lost: silent for [0-9]+ s$"))
+    expect(page.locator("#events .bad").first).to_have_text(
+        re.compile("prefill-[0-9a-f]+ is lost$")
+    )
+    expect(dead.locator(".why p")).to_be_hidden()
+    dead.get_by_text("Details").click()
+    expect(dead.locator(".why p")).not_to_be_empty()
     expect(ask(page, "and then").locator(".said")).not_to_be_empty()
 
     cluster.kill("prefill-2")
     expect(page.locator("#status")).to_have_class("badge warn")  # in a few seconds
-    expect(page.locator("#status")).to_contain_text("decode nodes prefill: no usable prefill node")
+    expect(page.locator("#status")).to_have_text("ready: decode nodes prefill")
     expect(ask(page, "without it").locator(".said")).not_to_be_empty()
     name = cluster.start_node("prefill")
     expect(card(page, cluster, name)).to_have_class("good")
     expect(page.locator("#status")).to_have_text("ready")
     expect(ask(page, "in the end").locator(".said")).not_to_be_empty()
+
+
+def test_recent_requests_are_listed_filtered_and_open_to_their_timelines(
+    cluster: WarmCluster, window: Page
+) -> None:
+    cluster.complete("the small fox", max_tokens=4)
+    expect, page = api.expect, window.open()
+    rows = page.locator("#requests tr")
+    expect(rows.first).to_contain_text("finished")
+    page.get_by_label("Filter").fill("no such request")
+    expect(rows).to_have_count(0)
+    page.get_by_label("Filter").fill("FINISHED decode-")
+    expect(rows.first).to_contain_text("decode-")
+    rows.first.focus()
+    page.keyboard.press("Enter")
+    dialog = page.get_by_role("dialog")
+    expect(dialog.locator(".legend li", has_text="prefill compute on prefill-")).to_be_visible()
+    page.get_by_role("button", name="Close").click()
+    expect(dialog).to_be_hidden()
+
+
+def test_nothing_is_cut_off_or_a_letter_wide_on_a_phone(cluster: WarmCluster, window: Page) -> None:
+    page = window.page
+    page.set_viewport_size({"width": 390, "height": 844})
+    window.open()
+    api.expect(page.locator(".lane > li.good").first).to_be_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    for name in page.locator(".lane dt:visible").all():
+        box = name.bounding_box()
+        assert box is not None and box["width"] > 30 > box["height"] - 10, name.inner_text()
 
 
 def test_what_nodes_and_the_model_say_is_text(cluster: WarmCluster, window: Page) -> None:

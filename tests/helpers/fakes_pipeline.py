@@ -17,6 +17,7 @@ from pdserve.common.core.sampling import SampledToken, SamplingParams, TokenLogp
 from pdserve.common.text.stream import TextStream
 from pdserve.common.text.tokenizer import Tokenizer as ModelTokenizer
 from pdserve.router.generation import GenerationRequest, GenerationStats, TextDelta
+from pdserve.router.timelines import Timelines
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -82,6 +83,7 @@ class FakeGenerator:
         self.open = 0
         self.closed = asyncio.Event()
         self.closed_at = 0.0
+        self.timelines = Timelines(kept=8)
 
     async def generate(
         self, request: GenerationRequest

@@ -221,6 +221,12 @@ async def test_the_last_ones_are_kept_and_how_they_ended(tmp_path: Path) -> None
         (failed,) = timelines.find("r5")
         assert (failed["status"], failed["error"]["code"]) == ("failed", "NO_NODE")
         assert timelines.find("r2") == []
+        newest, *older = timelines.recent(2)
+        assert (newest["id"], newest["status"], newest["nodes"]) == ("r5", "failed", ["d0"])
+        assert [each["id"] for each in older] == ["r4"]
+        assert older[0]["nodes"] == ["d0", "p0"] and older[0]["completion_tokens"] == 8
+        assert 0 < older[0]["first_token"] <= older[0]["seconds"]
+        assert abs(time.time() - older[0]["created"]) < 60
 
 
 async def test_of_an_id_that_is_used_again_the_newest_are_found(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from pdserve.router.flows import MAX_FLOWS, Flow, Flows
 from pdserve.router.registry import Registry
 
 STATIC = ROOT / "router" / "http" / "static"
-FILES = {"/ui": "index.html", "/ui/app.js": "app.js", "/ui/style.css": "style.css"}
+SCRIPTS = ("app.js", "charts.js", "chat.js", "cluster.js", "dom.js", "requests.js")
+FILES = {"/ui": "index.html", **{f"/ui/{name}": name for name in (*SCRIPTS, "style.css")}}
 
 
 async def test_everybody_gets_the_files_and_nobody_the_cluster_without_the_key(
@@ -53,11 +54,11 @@ async def test_without_the_page_there_is_no_trace_of_it(tmp_path: Path) -> None:
             assert "/ui" not in await response.text()
 
 
-def test_the_page_is_its_three_files_and_makes_no_markup_of_text() -> None:
+def test_the_page_is_its_files_and_makes_no_markup_of_text() -> None:
     assert {path.name for path in STATIC.iterdir()} == set(FILES.values())
-    page, script, style = (
-        (STATIC / name).read_text() for name in ("index.html", "app.js", "style.css")
-    )
+    page, style = ((STATIC / name).read_text() for name in ("index.html", "style.css"))
+    script = "\n".join((STATIC / name).read_text() for name in SCRIPTS)
+    assert set(re.findall(r'from "\./(.+)"', script)) < set(SCRIPTS)
     assert not re.search(r"https?://|//\w", page + style)
     assert re.findall(r"https?://[^\"]*", script) == ["http://www.w3.org/2000/svg"]  # a name
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", script)
@@ -115,3 +116,13 @@ def test_prefix_hits_are_no_more_than_the_prompt() -> None:
     node.prefilled(10, 4)
     node.prefilled(10, 2**31)
     assert (node.prompt_tokens, node.cached_tokens) == (20, 14)
+
+
+async def test_the_last_requests_are_listed(tmp_path: Path) -> None:
+    async with serve(byte_level_folder(tmp_path)) as site:
+        for limit in ("0", "1001", "-1", "x", "", "²"):
+            async with site.session.get(f"{site.url}/v1/timelines?limit={limit}") as response:
+                assert response.status == 400, limit
+                assert (await response.json())["error"]["param"] == "limit"
+        async with site.session.get(f"{site.url}/v1/timelines") as response:
+            assert await response.json() == {"object": "list", "data": []}

@@ -1,0 +1,105 @@
+// The chat, and the stages of an answer's time.
+
+import { $, ask, bytes, element, seconds } from "./dom.js";
+
+let messages = [], answering = null;
+
+async function* events(body) {
+  let rest = "";
+  for await (const text of pieces(body.pipeThrough(new TextDecoderStream()))) {
+    const frames = (rest + text).split("\n\n");
+    rest = frames.pop();
+    for (const frame of frames) {
+      if (frame.startsWith("data: {")) yield JSON.parse(frame.slice(6)); // the last is [DONE]
+    }
+  }
+}
+
+async function* pieces(stream) { // not every browser iterates streams
+  const reader = stream.getReader();
+  for (let got = await reader.read(); !got.done; got = await reader.read()) yield got.value;
+}
+
+async function send(question) {
+  const conversation = messages; // another one may begin meanwhile
+  const text = element("p", { className: "said" });
+  const who = element("span", { className: "who" }, "Model");
+  const answer = element("li", { ariaBusy: "true" }, who, text);
+  const user = { role: "user", content: question };
+  $("answers").append(element("li", {}, element("span", { className: "who" }, "You"),
+    element("p", { className: "said" }, question)), answer);
+  answering = new AbortController();
+  $("send").disabled = !($("stop").disabled = false);
+  try {
+    const response = await ask("v1/chat/completions", {
+      method: "POST",
+      signal: answering.signal,
+      headers: { "Content-Type": "application/json" },
+      body: JSON.stringify({
+        messages: [...conversation, user], stream: true, timeline: true,
+        max_tokens: $("max-tokens").valueAsNumber, // an empty field is NaN, which becomes null,
+        temperature: $("temperature").valueAsNumber, // which is no value to the server
+      }),
+    });
+    for await (const event of events(response.body)) {
+      if (event.error) throw new Error(event.error.message);
+      const delta = event.choices[0]?.delta;
+      text.append((delta?.reasoning_content ?? "") + (delta?.content ?? ""));
+      if (event.pdserve) answer.append(timeline(event.pdserve.timeline, event.usage));
+    }
+  } catch (error) {
+    const why = error.name === "AbortError" ? "stopped" : error.message;
+    answer.append(element("p", { className: "bad", role: "alert" }, why));
+  } finally {
+    if (text.textContent) conversation.push(user, { role: "assistant", content: text.textContent });
+    answer.ariaBusy = "false";
+    answering = null;
+    $("send").disabled = !($("stop").disabled = true);
+  }
+}
+
+// Where a request's time went: its stages, which leave nothing out.
+export function timeline(line, usage) {
+  const { stages } = line;
+  const whole = stages.reduce((sum, stage) => sum + stage.seconds, 0);
+  const names = [...new Set(stages.map((stage) => stage.name))];
+  const colour = (name) => `hsl(${(names.indexOf(name) * 137 + 210) % 360} 55% 50%)`;
+  const says = (stage) =>
+    `${stage.name.replaceAll("_", " ")} on ${stage.node}: ${seconds(stage.seconds)}`;
+  const bar = element("div", { className: "bar", ariaHidden: "true" });
+  const legend = element("ul", { className: "legend", ariaLabel: "Where the time went" });
+  for (const stage of stages) {
+    const part = element("span", { title: says(stage) });
+    part.style.flexGrow = stage.seconds / (whole || 1);
+    part.style.background = colour(stage.name);
+    bar.append(part);
+    const swatch = element("span", { className: "swatch" });
+    swatch.style.background = colour(stage.name);
+    legend.append(element("li", {}, swatch, says(stage)));
+  }
+  const moved = line.migrations ? `; moved to other nodes ${line.migrations} times` : "";
+  return element("figure", { className: "timeline" }, element("figcaption", { className: "quiet" },
+    `${usage.completion_tokens} tokens in ${seconds(whole)}, the first after ` +
+    `${seconds(line.first_token ?? 0)}; ${bytes(line.transfer_bytes)} of KV handed over, ` +
+    `${line.cached_tokens} of ${usage.prompt_tokens} prompt tokens cached${moved}`), bar, legend);
+}
+
+$("chat").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const question = $("question").value.trim();
+  if (!question || answering) return;
+  $("question").value = "";
+  send(question);
+});
+$("question").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  $("chat").requestSubmit();
+});
+document.addEventListener("keydown", (event) => event.key === "Escape" && answering?.abort());
+$("stop").addEventListener("click", () => answering?.abort());
+$("clear").addEventListener("click", () => {
+  answering?.abort();
+  messages = [];
+  $("answers").replaceChildren();
+});
