@@ -141,12 +141,12 @@ class SignedChannel:
         self._signer = signer
 
     def unary_unary(
-        self, method: str, serialize: Serializer, *args: Any, **options: Any
+        self, method: str, request_serializer: Serializer, *args: Any, **options: Any
     ) -> Callable[..., Any]:
         call = self._channel.unary_unary(method, None, *args, **options)
 
         async def signed(request: Any, **options: Any) -> Any:
-            message = serialize(request)
+            message = request_serializer(request)
             token = self._signer.sign(method, message)
             try:
                 return await call(message, **_with(token, options))
@@ -158,12 +158,12 @@ class SignedChannel:
         return signed
 
     def unary_stream(
-        self, method: str, serialize: Serializer, *args: Any, **options: Any
+        self, method: str, request_serializer: Serializer, *args: Any, **options: Any
     ) -> Callable[..., Any]:
         call = self._channel.unary_stream(method, None, *args, **options)
 
         def signed(request: Any, **options: Any) -> SignedStream:
-            message = serialize(request)
+            message = request_serializer(request)
 
             def start() -> tuple[str, Any]:
                 token = self._signer.sign(method, message)
