@@ -102,16 +102,19 @@ class TextOffsets:
 
     def push(self, token_id: int) -> int:
         pending = self._detokenizer.pending
-        offset = self._handed_out + (self._begun(pending, token_id) if pending else 0)
-        self._handed_out += len(self._detokenizer.push(token_id))
+        text = self._detokenizer.push(token_id)
+        skipped = not text and self._detokenizer.pending == pending
+        begun = self._begun(pending, None if skipped else token_id) if pending else 0
+        offset = self._handed_out + begun
+        self._handed_out += len(text)
         return offset
 
-    def _begun(self, pending: Sequence[int], token_id: int) -> int:
+    def _begun(self, pending: Sequence[int], token_id: int | None) -> int:
         """How many characters of the pending tokens come before the one that this token is part
-        of, or begins."""
+        of, or begins. Without a token: before the one that is not complete."""
         decoder = _utf8(errors="replace")
         begun = len(decoder.decode(b"".join(map(self._tokenizer.token_bytes, pending))))
-        if not decoder.getstate()[0]:
+        if token_id is None or not decoder.getstate()[0]:
             return begun
         made = decoder.decode(self._tokenizer.token_bytes(token_id)[:1])
         goes_on = not made or (len(made) == 1 and not decoder.getstate()[0])

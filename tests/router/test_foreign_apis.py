@@ -332,7 +332,7 @@ async def test_c11_errors_are_anthropics_own(
 async def test_c11_anthropics_clients_know_their_requests(site: Site) -> None:
     for path, body in ((MESSAGES, ASK), (f"{MESSAGES}/count_tokens", ASK), (MESSAGES, {})):
         for stream in (False, True):
-            answer = await site.post(path, {**body, "stream": stream})
+            answer = await site.post(path, {**body, "stream": stream}, Origin="http://localhost")
             assert answer.headers["request-id"] == answer.headers["X-Request-Id"] != ""
             assert "Request-Id" in answer.headers["Access-Control-Expose-Headers"]
 
