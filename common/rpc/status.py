@@ -68,7 +68,7 @@ async def serving(
         yield
     except PdserveError as error:
         await abort(context, error, details(error))
-    except (GeneratorExit, grpc.aio.AbortError):
+    except (GeneratorExit, grpc.aio.AbortError, CallGone):
         raise
     except (Exception, asyncio.CancelledError) as error:
         if isinstance(error, asyncio.CancelledError) and _is_cancelled():
@@ -95,8 +95,17 @@ def _defect(text: str, here: Blame) -> PdserveError:
     return errors.NodeError(f"the {here} node: {text}", code="INTERNAL", blame=here)
 
 
+class CallGone(asyncio.CancelledError):
+    """The caller left before it could be told of an error. (gRPC logs no handler that ends so.)"""
+
+
 async def abort(context: Context, error: PdserveError, details: Sequence[Message] = ()) -> None:
-    """Ends the call with a typed error."""
+    """Ends the call with a typed error.
+
+    Raises:
+        grpc.aio.AbortError: always, but for
+        CallGone: the caller has left.
+    """
     status = STATUS.get(type(error), grpc.StatusCode.INTERNAL)
     message = cut_bytes(error.message, MAX_MESSAGE)
     metadata: list[tuple[str, str | bytes]] = [
@@ -116,7 +125,10 @@ async def abort(context: Context, error: PdserveError, details: Sequence[Message
             each.Pack(detail)
         told = Status(code=status.value[0], message=message, details=packed)
         metadata += rpc_status.to_status(told).trailing_metadata
-    await context.abort(status, message, tuple(metadata))
+    try:
+        await context.abort(status, message, tuple(metadata))
+    except grpc.aio.InternalError:
+        raise CallGone from None
 
 
 # Nobody answered; any other status is somebody's answer.
