@@ -183,7 +183,8 @@ def started(
             options |= {"kv_connector": "tcp", "kv_connector_config": '{"tls": true}'}
             make = partial(Site, *stack.enter_context(site_network()))
         keys = ",".join(token_hex(16) for _ in range(3))  # as fleet.py numbers clients
-        router = {"max_concurrent_requests": places, "api_key": keys, **secured}
+        known = {"api_key": keys, "admin_api_key": token_hex(16)}
+        router = {"max_concurrent_requests": places, **known, **secured}
         fleet = make(
             poisoned(model, folder / model.name), log, environment, router, **options, **secured
         )

@@ -144,6 +144,10 @@ class Fleet:
             return {}
         return {"authorization": f"Bearer {keys.split(',')[number]}"}
 
+    def _operator(self) -> dict[str, str]:
+        key = self._router.get("admin_api_key")
+        return {"authorization": f"Bearer {key}"} if key else {}
+
     @property
     def registry(self) -> str:
         """Where nodes register."""
@@ -165,7 +169,7 @@ class Fleet:
         empty one. Raises OSError."""
         url = f"http://127.0.0.1:{self.ports['http']}/v1/cluster"
         try:
-            with urlopen(Request(url, headers=self.api_key(LOAD)), timeout=10) as answer:
+            with urlopen(Request(url, headers=self._operator()), timeout=10) as answer:
                 state: dict[str, Any] = json.load(answer)
         except HTTPException as error:  # it died while it answered
             raise ConnectionError(f"{url}: {error!r}") from error
@@ -174,12 +178,13 @@ class Fleet:
         return state
 
     def ready(self) -> set[str]:
-        """The nodes that are; none while the router is about to start."""
+        """The nodes that are, those included that fit no other; none while the router is about to
+        start."""
         try:
             nodes = self.state()["nodes"]
         except OSError:
             return set()
-        return {node["name"] for node in nodes if node["state"] == "ready"}
+        return {node["name"] for node in nodes if node["state"] in ("ready", "unpaired")}
 
     def all_ready(self) -> bool:
         """Whether every node that should run is ready."""

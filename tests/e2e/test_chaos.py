@@ -132,7 +132,7 @@ async def attacked(cluster: WarmCluster) -> Report:
 
 def test_hostile_clients_are_not_noticed(tmp_path: Path) -> None:
     model, key = poisoned(MODELS / "llama-gqa", tmp_path / "llama-gqa"), {"cluster_key": "k" * 32}
-    router = {**key, "api_key": "the-load,the-hostile,the-probe"}
+    router = {**key, "api_key": "the-load,the-hostile,the-probe", "admin_api_key": "an-operator"}
     with WarmCluster(model, 2, 2, router=router, **NODE_OPTIONS, **key) as cluster:
         report = asyncio.run(attacked(cluster))
         assert not any(report.failures.values()), f"{report}\n{cluster.log()[-6000:]}"
