@@ -158,7 +158,7 @@ class Server:
         return str((await self.models())[0]["id"])
 
     async def models(self) -> list[dict[str, Any]]:
-        """What the server says of its models, of one at least."""
+        """The cards of the server's models, one at least."""
         found = await self.get("/v1/models")
         try:
             cards = [{**card, "id": str(card["id"])} for card in found["data"]]

@@ -237,7 +237,7 @@ def end_with(prog: str, message: str) -> NoReturn:
 
 
 def unknown_option(parser: argparse.ArgumentParser, name: str) -> str:
-    """What is wrong with a flag, or a word, that `parser` does not know."""
+    """The sentence about a flag, or a word, that `parser` does not know."""
     if not name.startswith("-"):
         return f"no option takes the word {name}"
     known = [flag for action in parser._actions for flag in action.option_strings]

@@ -295,7 +295,7 @@ class Scheduler:
         return self.speculator.guess(sequence, self.pool, len(self.running), budget)
 
     def _prompts(self) -> list[Sequence]:
-        """Those of which not every token but the last drawn one is scheduled."""
+        """Prompts some of whose tokens no step has taken yet."""
         return [each for each in self.running if each.num_unscheduled and not each.decodes]
 
     def _chunks(self, budget: int, most: int) -> list[tuple[Sequence, int]]:

@@ -144,7 +144,7 @@ class Client:
 
 
 async def _refusal(response: aiohttp.ClientResponse) -> str:
-    """What an answer says of why it is none."""
+    """The reason that a refusal gives."""
     try:
         body = msgspec.json.decode(await response.content.read(MAX_REFUSAL))
     except msgspec.DecodeError:
