@@ -34,7 +34,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.fleet import Fleet
-from pdserve.common.demo_model.embedded import ensure_embedded_model
+from pdserve.demo_model.embedded import ensure_embedded_model
 
 TINY = Path(__file__).parent.parent / "tests/models/llama-gqa"
 Line = Mapping[str, float]

@@ -34,7 +34,7 @@ from benchmarks.compared.servers import Absent, Machine, Running, Server, runnin
 from benchmarks.compared.workloads import FULL, QUICK, Closed, Failed, Workload, measure, warm_up
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import cpu_name
-from pdserve.common.demo_model.embedded import ensure_embedded_model
+from pdserve.demo_model.embedded import ensure_embedded_model
 
 GENERATED = Closed(128, 64, 8, 0).name  # the workload that `generate.py` does
 GENERATE_TIMEOUT = 300.0

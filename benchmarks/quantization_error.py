@@ -33,11 +33,11 @@ from transformers import PreTrainedTokenizerFast
 from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
-from pdserve.common.demo_model.embedded import ensure_embedded_model
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.attention import AttentionBatch
 from pdserve.common.model.loader import load_model
 from pdserve.common.model.sharding import Sharding
+from pdserve.demo_model.embedded import ensure_embedded_model
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "models"))

@@ -13,7 +13,7 @@ from benchmarks.fleet import Fleet, free_port
 from benchmarks.hosts import ROUTER, Network, front, network
 from benchmarks.relay import Relays
 from benchmarks.warm_start import alive
-from pdserve.common.cli import certs
+from pdserve.cli import certs
 
 MAX_HOSTS = 64  # that the certificate names: nodes that run at a time
 

@@ -17,9 +17,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
-from pdserve.common.cli import chat, top, trace
-from pdserve.common.cli.main import BENCHES
-from pdserve.common.cli.main import COMMANDS as PROGRAMS
+from pdserve.cli import chat, top, trace
+from pdserve.cli.main import BENCHES
+from pdserve.cli.main import COMMANDS as PROGRAMS
 from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.node import BothNodeConfig, SchedulerConfig, WorkerNodeConfig
 from pdserve.common.config.options import Option, options
@@ -35,11 +35,11 @@ from pdserve.common.obs.metrics import NodeMetrics, RouterMetrics
 from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.status import STATUS
 from pdserve.kv_transfer.control.protocol import SINK, SOURCE
-from pdserve.router.adapters import Adapters, AdaptersCollector
+from pdserve.router.api.unsupported import UNSUPPORTED, WITHOUT_EFFECT
+from pdserve.router.cluster.adapters import Adapters, AdaptersCollector
+from pdserve.router.cluster.registry import Registry
 from pdserve.router.http.encoding import error_body
-from pdserve.router.http.unsupported import UNSUPPORTED, WITHOUT_EFFECT
-from pdserve.router.pipeline import Pipeline
-from pdserve.router.registry import Registry
+from pdserve.router.requests.pipeline import Pipeline
 from pdserve.router.server import PipelineCollector
 
 FOLDER = Path(__file__).parent

@@ -8,10 +8,10 @@ packages below is listed in docs/write-a-connector.md and docs/clients.md.
 
 TYPE_CHECKING = False  # as typing has it, which would be an import
 if TYPE_CHECKING:
-    from pdserve.common.offline.llm import LLM
-    from pdserve.common.offline.lora import LoRARequest
-    from pdserve.common.offline.outputs import CompletionOutput, RequestOutput
-    from pdserve.common.offline.params import SamplingParams
+    from pdserve.offline.llm import LLM
+    from pdserve.offline.lora import LoRARequest
+    from pdserve.offline.outputs import CompletionOutput, RequestOutput
+    from pdserve.offline.params import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = [
@@ -37,4 +37,4 @@ def __getattr__(name: str) -> object:
 
     if name not in _HOMES:
         raise AttributeError(f"module 'pdserve' has no attribute {name!r}")
-    return getattr(import_module(f"pdserve.common.offline.{_HOMES[name]}"), name)
+    return getattr(import_module(f"pdserve.offline.{_HOMES[name]}"), name)

@@ -53,9 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _resolve_model(config: ModelConfig) -> ModelConfig:
     """The folder that is meant, made ready. For the embedded one that needs torch, so who does it
     is named here, not imported."""
-    resolved: ModelConfig = import_string("pdserve.common.demo_model.embedded:resolve_model")(
-        config
-    )
+    resolved: ModelConfig = import_string("pdserve.demo_model.embedded:resolve_model")(config)
     return resolved
 
 

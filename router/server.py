@@ -22,29 +22,29 @@ from pdserve.common.rpc.auth import ROUTER, new_node_id
 from pdserve.common.rpc.channels import Credentials
 from pdserve.common.rpc.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from pdserve.common.rpc.server import GrpcServer
-from pdserve.router.adapter_sync import AdapterSync
-from pdserve.router.adapters import AdaptersCollector, read_adapters
+from pdserve.router.api.parsers.tool_parser import tool_parser
+from pdserve.router.api.preprocess_worker import Spec
+from pdserve.router.api.preprocess_workers import PreprocessWorkers
 from pdserve.router.auth import APIKeys
-from pdserve.router.grpc_door import MAX_NBYTES, ClientDoor, Messages
-from pdserve.router.grpc_service import InferenceServicer
-from pdserve.router.http.app import make_app
-from pdserve.router.http.cors import CORS
-from pdserve.router.http.request import Bodies
-from pdserve.router.http.server import HTTPServer, https_context
-from pdserve.router.parsers.tool_parser import tool_parser
-from pdserve.router.pipeline import Pipeline
-from pdserve.router.preprocess_worker import Spec
-from pdserve.router.preprocess_workers import PreprocessWorkers
-from pdserve.router.registry import Registry
-from pdserve.router.registry_service import (
+from pdserve.router.cluster.adapter_sync import AdapterSync
+from pdserve.router.cluster.adapters import AdaptersCollector, read_adapters
+from pdserve.router.cluster.registry import Registry
+from pdserve.router.cluster.registry_service import (
     MAX_MESSAGE_NBYTES,
     ElsewhereRegistry,
     RegistryService,
     probe_nodes,
 )
-from pdserve.router.served_model import load_served_model
+from pdserve.router.cluster.served_model import load_served_model
+from pdserve.router.grpc.door import MAX_NBYTES, ClientDoor, Messages
+from pdserve.router.grpc.service import InferenceServicer
+from pdserve.router.http.app import make_app
+from pdserve.router.http.cors import CORS
+from pdserve.router.http.request import Bodies
+from pdserve.router.http.server import HTTPServer, https_context
+from pdserve.router.requests.pipeline import Pipeline
+from pdserve.router.requests.trace import RequestTraces
 from pdserve.router.serving import Serving
-from pdserve.router.trace import RequestTraces
 
 logger = logging.getLogger(__name__)
 

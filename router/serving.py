@@ -17,19 +17,19 @@ from pdserve.common.core.request import new_request_id
 from pdserve.common.core.structured import StructuredOutput
 from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.common.text.opening import opened
-from pdserve.router.adapters import Adapters
-from pdserve.router.admission import Batch
+from pdserve.router.api.conversation import CostlyTemplate, Templates
+from pdserve.router.api.grammar_compiler import Compiled, GrammarCompiler, compile_here
+from pdserve.router.api.parsers.tool_parser import ToolParser
+from pdserve.router.api.preprocess import Preprocessed, Preprocessor
+from pdserve.router.api.preprocess_workers import Pieces, PreprocessWorkers
+from pdserve.router.api.sampling import make_choices, make_sampling, make_stop
 from pdserve.router.auth import APIKeys
-from pdserve.router.fair_share import Turns
-from pdserve.router.generation import GenerationRequest
-from pdserve.router.grammar_compiler import Compiled, GrammarCompiler, compile_here
-from pdserve.router.http.conversation import CostlyTemplate, Templates
-from pdserve.router.http.preprocess import Preprocessed, Preprocessor
-from pdserve.router.parsers.tool_parser import ToolParser
-from pdserve.router.pipeline import Pipeline
-from pdserve.router.preprocess_workers import Pieces, PreprocessWorkers
-from pdserve.router.sampling import make_choices, make_sampling, make_stop
-from pdserve.router.served_model import ServedModel
+from pdserve.router.cluster.adapters import Adapters
+from pdserve.router.cluster.served_model import ServedModel
+from pdserve.router.requests.admission import Batch
+from pdserve.router.requests.fair_share import Turns
+from pdserve.router.requests.generation import GenerationRequest
+from pdserve.router.requests.pipeline import Pipeline
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class Serving:
         return await asyncio.to_thread(compile_here, structured, self.model)
 
     async def preprocess(self, kind: str, raw: Pieces, client: str) -> Preprocessed[Any]:
-        """A JSON body, of one of `pdserve.router.http.preprocess.KINDS`, as what it asks. `raw` is
+        """A JSON body, of one of `pdserve.router.api.preprocess.KINDS`, as what it asks. `raw` is
         used up.
 
         Raises:

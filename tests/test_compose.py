@@ -162,7 +162,7 @@ def test_a_wrong_configuration_is_not_started_again(capsys: pytest.CaptureFixtur
         service = cluster()["services"][role]
         variable = "PDSERVE_CONFIG_EXIT_CODE"
         code = (
-            "import sys; from pdserve.common.cli.main import main;"
+            "import sys; from pdserve.cli.main import main;"
             "sys.exit(main([sys.argv[1], '--max-model-len=much']))"
         )
         command = [sys.executable, "-c", code, role]

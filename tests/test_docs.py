@@ -17,7 +17,6 @@ from pdserve.common.config.options import options
 from pdserve.common.config.sources import ROLE_CONFIGS
 from pdserve.common.obs.metrics import RouterMetrics
 from shown import READERS, SHELLS, blocks, check_code, check_data, inline_commands
-from test_architecture import ALLOWED
 from typed import Wrong, check, commands
 
 PAGES = [
@@ -25,8 +24,8 @@ PAGES = [
     *(ROOT / name for name in ("tests/models/README.md", "examples/connector_file/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-SOURCES = ("common", "kv_transfer", "prefill_node", "decode_node", "router")
-OTHERS = ("pdserve", "proto", "tests", "benchmarks", "examples", "docs", "compose")
+SOURCES = ("common", "kv_transfer", "prefill_node", "decode_node", "router", "pdserve")
+OTHERS = ("proto", "tests", "benchmarks", "examples", "docs", "compose")
 # What follows class, def, message …, is assigned to, or is an error's code.
 DEFINED = re.compile(
     r"""\b(?:class|def|message|service|rpc|enum) +(\w+)|\bself\.(\w+)|^ *(\w+) *[:=]|"(\w+)\"""",
@@ -144,18 +143,6 @@ def test_names_in_the_pages_are_in_the_code(name: str, code: dict[str, str]) -> 
     assert [w for w in words if not known.issuperset(w.split("."))] == []
     threads = re.findall(r"\bkv-\w+", pictures)
     assert [t for t in threads if not any(f'"{t}"' in text for text in code.values())] == []
-
-
-def test_the_table_of_rooms_is_the_one_that_is_held() -> None:
-    """Which package may import which: `test_architecture.py` has the same."""
-    page = (ROOT / "docs" / "internals.md").read_text(encoding="utf-8")
-    table = page.partition("## Rooms")[2].partition("## ")[0]
-    rooms = {}
-    for row in re.findall(r"^\| `[a-z_.]+[a-z]` .*", table, re.M):
-        _, room, *_, imports, _ = row.split("|")
-        names = re.findall(r"`(\w+)`", imports)
-        rooms[room.strip(" `")] = {n if n in SOURCES else f"common.{n}" for n in names}
-    assert rooms == ALLOWED
 
 
 def test_files_named_in_the_code_exist(files: set[str]) -> None:

@@ -57,10 +57,10 @@ from pdserve.kv_transfer.frame import HEADER_NBYTES, Frame, Kind
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect, plan
 from pdserve.kv_transfer.rank.digester import Digester
 from pdserve.kv_transfer.rank.transfer_rank import TransferRank
-from pdserve.router.grpc_service import InferenceServicer
+from pdserve.router.cluster.served_model import ServedModel
+from pdserve.router.grpc.service import InferenceServicer
 from pdserve.router.http.app import make_app
 from pdserve.router.http.server import HTTPServer
-from pdserve.router.served_model import ServedModel
 from pdserve.router.serving import Serving
 
 settings.register_profile(

@@ -25,7 +25,7 @@ from benchmarks.compared import servers, workloads
 from benchmarks.compared.report import Results, table
 from benchmarks.compared.servers import Absent, Machine, Server, running
 from benchmarks.compared.workloads import Closed, Mixed
-from pdserve.common.cli.main import main as pdserve
+from pdserve.cli.main import main as pdserve
 
 MODEL = MODELS / "llama-gqa"
 SMALL = (Closed(16, 4, 2, 3), Mixed(2, 8, 12, 40, every=0.05, most=3, long_output_len=2))

@@ -12,7 +12,7 @@ from pathlib import Path
 import gguf
 from gguf.constants import GGMLQuantizationType as Kind
 
-from pdserve.common.demo_model.embedded import find_gguf
+from pdserve.demo_model.embedded import find_gguf
 
 KINDS = {"bfloat16": Kind.BF16, "float16": Kind.F16, "float32": Kind.F32}
 WRITTEN_BY_ITSELF = ("GGUF.", "general.architecture", "general.file_type")

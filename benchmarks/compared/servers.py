@@ -25,7 +25,7 @@ STOP_TIMEOUT = 20.0
 MAX_MODEL_LEN = 2048
 MAX_NUM_SEQS = 32
 # Its folder is the first place of imports, as in a checkout.
-PDSERVE = "import sys; from pdserve.common.cli.main import main; sys.exit(main())"
+PDSERVE = "import sys; from pdserve.cli.main import main; sys.exit(main())"
 
 
 class Absent(Exception):

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import aiohttp
 
 from benchmarks.compared.servers import Running
-from pdserve.common.bench.serving.client import Client, Record
-from pdserve.common.bench.serving.datasets import Prompt, RandomSpec, Vocabulary, random_prompts
-from pdserve.common.bench.serving.load import run_load
-from pdserve.common.bench.serving.metrics import Summary, summarize
+from pdserve.bench.serving.client import Client, Record
+from pdserve.bench.serving.datasets import Prompt, RandomSpec, Vocabulary, random_prompts
+from pdserve.bench.serving.load import run_load
+from pdserve.bench.serving.metrics import Summary, summarize
 
 WORDS = Vocabulary(as_ids=False)  # text, which all take: about one token a word
 REQUEST_TIMEOUT = 300.0

@@ -34,7 +34,7 @@ from pdserve.common.core.errors import ConfigError
 
 CONFIG_VARIABLE = PREFIX + "CONFIG"
 # PDSERVE_CACHE is the folder of the embedded model, read where that model is unpacked.
-# PDSERVE_CONFIG_EXIT_CODE is read by `pdserve` itself (common/cli/main.py).
+# PDSERVE_CONFIG_EXIT_CODE is read by `pdserve` itself (pdserve/cli/main.py).
 CONFIG_EXIT_CODE = PREFIX + "CONFIG_EXIT_CODE"
 EXTRA_VARIABLES = frozenset({CONFIG_VARIABLE, CONFIG_EXIT_CODE, PREFIX + "CACHE"})
 ROLE_CONFIGS = (RouterConfig, BothNodeConfig, WorkerNodeConfig, ClusterConfig)

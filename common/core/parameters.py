@@ -225,7 +225,7 @@ PARAMETERS: dict[str, Parameter] = {
     )
 }  # fmt: skip
 """All that completions and chat have in common, and all of gRPC's SamplingParams. The body's fields
-(`router/http/schema.py`), the checks of router and nodes, the conversion to protobuf and the table
+(`router/api/schema.py`), the checks of router and nodes, the conversion to protobuf and the table
 in docs/clients.md are made of it; `proto/inference.proto` is compared with it by a test."""
 
 

@@ -1,6 +1,6 @@
 """What the text of an answer must be: a request's constraint, as data.
 
-The router makes it of the fields that clients know (`router/structured.py`).
+The router makes it of the fields that clients know (`router/api/structured.py`).
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from typing import Any, ClassVar, Generic
 from pdserve.common.config.node import WorkerNodeConfig
 from pdserve.common.core.errors import Blame, NodeError, PdserveError, Unavailable
 from pdserve.common.core.request import GenerateJob
-from pdserve.common.demo_model.embedded import resolve_model
 from pdserve.common.engine.messages import RankReady
 from pdserve.common.node.adapters import AdaptersService, NodeAdapters
 from pdserve.common.node.balance import choose_replica
@@ -38,6 +37,7 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.trace import TraceInterceptor
 from pdserve.common.worker.worker import ExtensionConfig
+from pdserve.demo_model.embedded import resolve_model
 from pdserve.kv_transfer.commands import Call
 from pdserve.kv_transfer.layout import fingerprint
 from pdserve.kv_transfer.rank.transfer_rank import FACTORY, rank_config

@@ -26,7 +26,7 @@ from pdserve.common.text.json_schema import ROW, check_width, embedded, explaine
 
 # Fuel is llguidance's measure of work. Ordinary masks take tens of microseconds, those of an object
 # with 480 optional properties up to 9 ms, the worst found 50 ms and 30 MB. Compiling has no such
-# bound: `router/grammar_compiler.py`.
+# bound: `router/api/grammar_compiler.py`.
 LIMITS = LLParserLimits(
     max_items_in_row=ROW,
     initial_lexer_fuel=500_000,

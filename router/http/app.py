@@ -14,8 +14,16 @@ from pdserve.common.core.request import is_plain_id, new_request_id
 from pdserve.common.http.connection import connection_of
 from pdserve.common.obs.logging import request_id_var
 from pdserve.common.obs.tracing import PARENT, plain_parent
-from pdserve.router.adapter_sync import AdapterSync
-from pdserve.router.arrival import Arrival, arrival_var
+from pdserve.router.api.foreign import MessagesBody, ResponsesBody
+from pdserve.router.api.schema import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    LoadLoRABody,
+    TokenizeBody,
+    UnloadLoRABody,
+)
+from pdserve.router.cluster.adapter_sync import AdapterSync
 from pdserve.router.http import chat, completions, info, lora, messages, openapi, responses, ui
 from pdserve.router.http.cors import CORS
 from pdserve.router.http.encoding import (
@@ -25,18 +33,10 @@ from pdserve.router.http.encoding import (
     http_error_response,
     stopping,
 )
-from pdserve.router.http.foreign import MessagesBody, ResponsesBody
 from pdserve.router.http.info import REGISTRY
 from pdserve.router.http.openapi import ROOT_PATH, Handler, Route
 from pdserve.router.http.request import BODIES, SERVING, Bodies, authorization_of
-from pdserve.router.http.schema import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    LoadLoRABody,
-    TokenizeBody,
-    UnloadLoRABody,
-)
+from pdserve.router.requests.arrival import Arrival, arrival_var
 from pdserve.router.serving import Serving
 
 REQUEST_ID = "X-Request-Id"  # the name under which a client knows its request

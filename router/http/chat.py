@@ -11,18 +11,18 @@ from aiohttp import web
 from pdserve.common.core.prompt_logprobs import PromptLogprobs
 from pdserve.common.core.request import FinishReason, new_request_id
 from pdserve.common.text.tokenizer import Tokenizer
-from pdserve.router.admission import Batch
-from pdserve.router.generation import GenerationRequest, TextDelta
-from pdserve.router.http.foreign import ForeignBody
-from pdserve.router.http.preprocess import as_chat
-from pdserve.router.http.prompt_logprobs import prompt_logprobs
+from pdserve.router.api.foreign import ForeignBody
+from pdserve.router.api.parsers.parser import CallArguments, CallStart, Content, Event, Reasoning
+from pdserve.router.api.parsers.reasoning import AnswerParser
+from pdserve.router.api.parsers.tool_parser import ToolParser
+from pdserve.router.api.preprocess import as_chat
+from pdserve.router.api.prompt_logprobs import prompt_logprobs
+from pdserve.router.api.schema import ChatBody
+from pdserve.router.api.tools import NAMED, AnswerPlan
 from pdserve.router.http.request import SERVING, client_of, given_by, preprocess
 from pdserve.router.http.response import MIN_LOGPROB, Response, logprob_of, token_name
-from pdserve.router.http.schema import ChatBody
-from pdserve.router.http.tools import NAMED, AnswerPlan
-from pdserve.router.parsers.parser import CallArguments, CallStart, Content, Event, Reasoning
-from pdserve.router.parsers.reasoning import AnswerParser
-from pdserve.router.parsers.tool_parser import ToolParser
+from pdserve.router.requests.admission import Batch
+from pdserve.router.requests.generation import GenerationRequest, TextDelta
 
 
 @dataclass(frozen=True, slots=True)

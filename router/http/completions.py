@@ -13,13 +13,13 @@ from pdserve.common.core.request import new_request_id
 from pdserve.common.core.sampling import SampledToken
 from pdserve.common.text.detokenizer import TextOffsets
 from pdserve.common.text.tokenizer import Tokenizer
-from pdserve.router.admission import Batch
-from pdserve.router.generation import MAX_BURST, TextDelta
-from pdserve.router.http.prompt_logprobs import prompt_logprobs
+from pdserve.router.api.prompt_logprobs import prompt_logprobs
+from pdserve.router.api.sampling import make_choices
+from pdserve.router.api.schema import CompletionBody
 from pdserve.router.http.request import SERVING, client_of, given_by, preprocess
 from pdserve.router.http.response import MIN_LOGPROB, Response, logprob_of, token_name
-from pdserve.router.http.schema import CompletionBody
-from pdserve.router.sampling import make_choices
+from pdserve.router.requests.admission import Batch
+from pdserve.router.requests.generation import MAX_BURST, TextDelta
 from pdserve.router.serving import DEFAULT_MAX_TOKENS
 
 

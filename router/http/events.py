@@ -11,12 +11,12 @@ import msgspec
 from aiohttp import web
 
 from pdserve.common.core.errors import PdserveError
-from pdserve.router.generation import GenerationStats, TextDelta, coalesced, join, merge
 from pdserve.router.http.chat import ChatRequest
 from pdserve.router.http.encoding import json_response, made
 from pdserve.router.http.request import SERVING
 from pdserve.router.http.response import extension
 from pdserve.router.http.stream import News, respond_stream, unfinished
+from pdserve.router.requests.generation import GenerationStats, TextDelta, coalesced, join, merge
 
 Event = dict[str, Any]  # "type" is its name
 

@@ -12,10 +12,10 @@ import pdserve
 from pdserve.common.core.errors import InvalidRequest, RequestNotFound, Unavailable
 from pdserve.common.core.printable import printable
 from pdserve.common.obs.exposition import exposed
-from pdserve.router.adapters import Adapter
+from pdserve.router.cluster.adapters import Adapter
+from pdserve.router.cluster.served_model import ServedModel
 from pdserve.router.http.encoding import error_response, json_response
 from pdserve.router.http.request import SERVING, authorization_of, client_of, preprocess
-from pdserve.router.served_model import ServedModel
 
 DEFAULT_LISTED, MAX_LISTED = 50, 1000  # requests
 REGISTRY = web.AppKey("registry", Collector)

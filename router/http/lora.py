@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from pdserve.router.adapter_sync import AdapterSync
+from pdserve.router.cluster.adapter_sync import AdapterSync
 from pdserve.router.http.encoding import json_response
 from pdserve.router.http.info import adapter_card
 from pdserve.router.http.request import SERVING, preprocess

@@ -11,11 +11,11 @@ from aiohttp import web
 
 from pdserve.common.core.errors import InvalidRequest, PdserveError
 from pdserve.common.obs.logging import request_id_var
-from pdserve.router.generation import GenerationStats
 from pdserve.router.http.chat import begin
 from pdserve.router.http.encoding import error_body, json_response
 from pdserve.router.http.events import Event, respond
 from pdserve.router.http.request import SERVING, preprocess
+from pdserve.router.requests.generation import GenerationStats
 
 REQUEST_ID = "Request-Id"  # the name under which Anthropic's clients know their request
 STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

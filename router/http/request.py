@@ -15,13 +15,13 @@ from pdserve.common.core.errors import Overloaded, Unavailable
 from pdserve.common.core.parameters import PARAMETERS
 from pdserve.common.http.connection import connection_of
 from pdserve.common.http.server import ask_for_body
-from pdserve.router.arrival import Arrival, arrival_var
+from pdserve.router.api.preprocess import Preprocessed
+from pdserve.router.api.preprocess_workers import Pieces
+from pdserve.router.api.schema import GenerationBody
 from pdserve.router.auth import HEADER as AUTHORIZATION
-from pdserve.router.fair_share import FairShare
 from pdserve.router.http.inflate import COMPRESSED, IDENTITY, Inflater
-from pdserve.router.http.preprocess import Preprocessed
-from pdserve.router.http.schema import GenerationBody
-from pdserve.router.preprocess_workers import Pieces
+from pdserve.router.requests.arrival import Arrival, arrival_var
+from pdserve.router.requests.fair_share import FairShare
 from pdserve.router.serving import SMALL, Serving
 
 TIMELINE_HEADER = "X-PDServe-Timeline"

@@ -16,8 +16,12 @@ from aiohttp import web
 from pdserve.common.core.errors import PdserveError
 from pdserve.common.core.prompt_logprobs import PromptLogprobs
 from pdserve.common.core.sampling import SampledToken
-from pdserve.router.arrival import arrival_var
-from pdserve.router.generation import (
+from pdserve.router.api.schema import GenerationBody
+from pdserve.router.http.encoding import MUCH, error_body, json_response, made
+from pdserve.router.http.request import SERVING
+from pdserve.router.http.stream import News, respond_stream, unfinished
+from pdserve.router.requests.arrival import arrival_var
+from pdserve.router.requests.generation import (
     GenerationRequest,
     GenerationStats,
     TextDelta,
@@ -26,10 +30,6 @@ from pdserve.router.generation import (
     merge,
     prompt_only,
 )
-from pdserve.router.http.encoding import MUCH, error_body, json_response, made
-from pdserve.router.http.request import SERVING
-from pdserve.router.http.schema import GenerationBody
-from pdserve.router.http.stream import News, respond_stream, unfinished
 
 _encode = msgspec.json.Encoder().encode
 MIN_LOGPROB = -9999.0  # JSON has no -Infinity

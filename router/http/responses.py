@@ -11,12 +11,12 @@ import msgspec
 from aiohttp import web
 
 from pdserve.common.core.errors import PdserveError
-from pdserve.router.generation import GenerationStats
+from pdserve.router.api.foreign import ResponsesBody
 from pdserve.router.http.chat import ChatRequest, begin
 from pdserve.router.http.encoding import error_body
 from pdserve.router.http.events import Event, respond
-from pdserve.router.http.foreign import ResponsesBody
 from pdserve.router.http.request import SERVING
+from pdserve.router.requests.generation import GenerationStats
 
 Item = dict[str, Any]
 _PLAIN = {"format": {"type": "text"}}

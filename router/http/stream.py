@@ -11,8 +11,8 @@ from aiohttp import web
 
 from pdserve.common.core.errors import PdserveError
 from pdserve.common.http.connection import connection_of
-from pdserve.router.generation import Update, Updates
 from pdserve.router.http.encoding import as_typed, stopping
+from pdserve.router.requests.generation import Update, Updates
 
 News = Updates[Update]  # (prompt's index, what is new of it)
 

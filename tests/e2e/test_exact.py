@@ -75,7 +75,7 @@ def topologies() -> Iterator[tuple[str, Layout, Layout, str, str]]:
 
 @pytest.fixture
 def demo() -> Iterator[WarmCluster]:
-    embedded = pytest.importorskip("pdserve.common.demo_model.embedded")
+    embedded = pytest.importorskip("pdserve.demo_model.embedded")
     try:
         folder = embedded.ensure_embedded_model()
     except embedded.ConfigError as error:

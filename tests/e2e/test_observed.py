@@ -22,7 +22,7 @@ import requests
 from cluster import events, node_metrics
 from deaths import MORE_BLOCKS
 from otlp import Receiver
-from pdserve.common.cli.main import main
+from pdserve.cli.main import main
 from pdserve.common.obs.exposition import NODE_NAMES, ROUTER_NAMES
 from pdserve.common.rpc.pb import inference_pb2, inference_pb2_grpc
 from warm import WarmCluster

@@ -26,9 +26,9 @@ from cluster import DEFAULTS, is_idle
 from hub import running_hub, use
 from paths import MODELS, ROOT
 from pdserve import LLM, LoRARequest, SamplingParams
-from pdserve.common.cli.main import main
+from pdserve.cli.main import main
 from pdserve.common.core.errors import InvalidRequest, RequestError
-from pdserve.common.offline.batch_file import succeeded
+from pdserve.offline.batch_file import succeeded
 from processes import command
 
 MODEL = MODELS / "llama-gqa"
@@ -338,7 +338,7 @@ def test_the_example(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     code = compile((ROOT / "examples" / "batch_jsonl.py").read_text(), "batch_jsonl.py", "exec")
     argv = ["batch_jsonl.py", str(path), str(tmp_path / "out.jsonl"), "--max-tokens=12"]
     monkeypatch.setattr(sys, "argv", argv)
-    monkeypatch.setattr("pdserve.common.offline.llm.LLM", lambda model: _Open(llm))
+    monkeypatch.setattr("pdserve.offline.llm.LLM", lambda model: _Open(llm))
     exec(code, {"__name__": "__main__", "__doc__": "doc"})
     chat, text = read(tmp_path / "out.jsonl")
     assert text == {"prompt": STORIES[0], "id": 7, "answer": expected(STORIES[0])}

@@ -26,7 +26,7 @@ def options(**more: Any) -> dict[str, Any]:
 
 
 def demo_model() -> Path:
-    embedded = pytest.importorskip("pdserve.common.demo_model.embedded")
+    embedded = pytest.importorskip("pdserve.demo_model.embedded")
     try:
         folder: Path = embedded.ensure_embedded_model()
     except embedded.ConfigError as error:

@@ -24,10 +24,10 @@ from pdserve.common.rpc.status import serving
 from pdserve.common.rpc.tokens import JobTokens
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.decode_node.token_streams import TokenStreams
-from pdserve.router.generation import GenerationRequest, GenerationStats, TextDelta
-from pdserve.router.pipeline import Pipeline
-from pdserve.router.registry import Registry
-from pdserve.router.registry_service import probe_nodes
+from pdserve.router.cluster.registry import Registry
+from pdserve.router.cluster.registry_service import probe_nodes
+from pdserve.router.requests.generation import GenerationRequest, GenerationStats, TextDelta
+from pdserve.router.requests.pipeline import Pipeline
 
 VOCAB_SIZE = 200
 ROLES = {"p": pb.ROLE_PREFILL, "d": pb.ROLE_DECODE}

@@ -16,8 +16,8 @@ from pdserve.common.core.request import FinishReason, Timeline
 from pdserve.common.core.sampling import SampledToken, SamplingParams, TokenLogprobs
 from pdserve.common.text.stream import TextStream
 from pdserve.common.text.tokenizer import Tokenizer as ModelTokenizer
-from pdserve.router.generation import GenerationRequest, GenerationStats, TextDelta
-from pdserve.router.timelines import Timelines
+from pdserve.router.requests.generation import GenerationRequest, GenerationStats, TextDelta
+from pdserve.router.requests.timelines import Timelines
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"

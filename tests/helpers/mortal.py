@@ -19,7 +19,7 @@ from pdserve.common.core.plugins import import_string
 CLOCK_READERS = (
     "pdserve.common.rpc.auth",
     "pdserve.common.node.server",
-    "pdserve.router.registry",
+    "pdserve.router.cluster.registry",
 )
 STEP = "pdserve.common.worker.worker:ModelWorker.step"
 

@@ -22,8 +22,8 @@ from google.protobuf import json_format
 from pydantic import ValidationError
 
 from paths import ROOT
-from pdserve.common.cli.completion import SHELLS as SHELL_NAMES
-from pdserve.common.cli.main import BENCHES, COMMANDS
+from pdserve.cli.completion import SHELLS as SHELL_NAMES
+from pdserve.cli.main import BENCHES, COMMANDS
 from pdserve.common.config import sources
 from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.node import BothNodeConfig, WorkerNodeConfig
@@ -32,9 +32,9 @@ from pdserve.common.config.router import RouterConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.plugins import import_string
 from pdserve.common.rpc.pb import inference_pb2
+from pdserve.router.api.unsupported import unknown_fields
 from pdserve.router.http.app import LORA_ROUTES, ROUTES
 from pdserve.router.http.openapi import Route
-from pdserve.router.http.unsupported import unknown_fields
 
 ROLES: dict[str, Any] = {
     "up": ClusterConfig,

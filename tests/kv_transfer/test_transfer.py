@@ -22,7 +22,7 @@ from pdserve.kv_transfer.control.background import Lease
 from pdserve.kv_transfer.control.source import Handoff
 from pdserve.kv_transfer.control.ticket import RankEndpoint, Ticket
 from pdserve.kv_transfer.layout import Rect
-from pdserve.router.health import AwakeClock
+from pdserve.router.cluster.health import AwakeClock
 
 FAKE = "kv_fakes:FakeConnector"
 SOURCE_IDS, SINK_IDS = (9, 3, 4, 5, 12), (2, 3, 11, 0, 7)

@@ -19,11 +19,11 @@ from pdserve.common.config.router import RoutingConfig
 from pdserve.common.core.errors import InvalidRequest, ModelNotFound, NodeError, Unavailable
 from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2 as pb
-from pdserve.router import adapter_sync
-from pdserve.router.adapter_sync import AdapterSync
-from pdserve.router.adapters import Adapter, Adapters, AdaptersCollector
-from pdserve.router.registry import Node, Registry
-from pdserve.router.served_model import load_served_model
+from pdserve.router.cluster import adapter_sync
+from pdserve.router.cluster.adapter_sync import AdapterSync
+from pdserve.router.cluster.adapters import Adapter, Adapters, AdaptersCollector
+from pdserve.router.cluster.registry import Node, Registry
+from pdserve.router.cluster.served_model import load_served_model
 
 MODEL = MODELS / "llama-gqa"
 

@@ -16,10 +16,10 @@ from pdserve.common.engine.block_pool import BlockPool, hash_blocks
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.engine.sequence import Sequence
 from pdserve.common.rpc.convert import job_from_pb, job_to_pb
-from pdserve.router.adapters import Adapter
 from pdserve.router.auth import APIKeys
-from pdserve.router.generation import GenerationRequest
-from pdserve.router.request_state import RequestState
+from pdserve.router.cluster.adapters import Adapter
+from pdserve.router.requests.generation import GenerationRequest
+from pdserve.router.requests.request_state import RequestState
 
 TOKENS = list(range(20))
 SALTS = ("", "a", "b", "ab", "a ", "ä", "x" * MAX_CACHE_SALT)

@@ -19,11 +19,11 @@ from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import InvalidRequest
 from pdserve.common.core.structured import ConstraintKind, StructuredOutput
 from pdserve.common.rpc.pb import inference_pb2 as pb
-from pdserve.router.grammar_compiler import MAX_KNOWN, Compiled, GrammarCompiler
-from pdserve.router.http.schema import CompletionBody
-from pdserve.router.preprocess_worker import Spec
-from pdserve.router.preprocess_workers import PreprocessWorkers
-from pdserve.router.structured import structured_from_pb, structured_of
+from pdserve.router.api.grammar_compiler import MAX_KNOWN, Compiled, GrammarCompiler
+from pdserve.router.api.preprocess_worker import Spec
+from pdserve.router.api.preprocess_workers import PreprocessWorkers
+from pdserve.router.api.schema import CompletionBody
+from pdserve.router.api.structured import structured_from_pb, structured_of
 
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
 TEXT = json.dumps(SCHEMA, separators=(",", ":"))

@@ -31,12 +31,12 @@ from pdserve.common.core.errors import (
     Unavailable,
 )
 from pdserve.common.obs.metrics import RouterMetrics
+from pdserve.router.api.foreign import MessagesBody, ResponsesBody
+from pdserve.router.api.preprocess_worker import Spec
+from pdserve.router.api.preprocess_workers import PreprocessWorkers
 from pdserve.router.auth import APIKeys
-from pdserve.router.http.foreign import MessagesBody, ResponsesBody
 from pdserve.router.http.messages import MessageShape
 from pdserve.router.http.responses import ResponseShape
-from pdserve.router.preprocess_worker import Spec
-from pdserve.router.preprocess_workers import PreprocessWorkers
 from pdserve.router.serving import SMALL
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"

@@ -29,11 +29,12 @@ from pdserve.common.rpc.auth import TOKEN_KEY, ClusterKey
 from pdserve.common.rpc.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from pdserve.common.rpc.server import AuthInterceptor, Door, GrpcServer
 from pdserve.common.text.tokenizer import Tokenizer
-from pdserve.router import grpc_chat, grpc_door
 from pdserve.router.auth import APIKeys
-from pdserve.router.grpc_door import INFERENCE, ClientDoor, Messages
-from pdserve.router.grpc_service import InferenceServicer
-from pdserve.router.served_model import ServedModel
+from pdserve.router.cluster.served_model import ServedModel
+from pdserve.router.grpc import chat as grpc_chat
+from pdserve.router.grpc import door as grpc_door
+from pdserve.router.grpc.door import INFERENCE, ClientDoor, Messages
+from pdserve.router.grpc.service import InferenceServicer
 from pdserve.router.serving import Serving
 
 KEY, CLUSTER_KEY = "a-client-s", "of-this-cluster-alone"

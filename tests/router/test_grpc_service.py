@@ -19,9 +19,9 @@ from pdserve.common.core.errors import NodeError, PdserveError, Unavailable
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc
 from pdserve.common.text.tokenizer import Tokenizer
-from pdserve.router import grpc_service
-from pdserve.router.grpc_service import InferenceServicer
-from pdserve.router.served_model import ServedModel
+from pdserve.router.cluster.served_model import ServedModel
+from pdserve.router.grpc import service as grpc_service
+from pdserve.router.grpc.service import InferenceServicer
 from pdserve.router.serving import Serving
 
 

@@ -30,12 +30,12 @@ from pdserve.common.core.errors import (
     Unavailable,
 )
 from pdserve.common.text.tokenizer import Tokenizer
-from pdserve.router.generation import MAX_BURST
+from pdserve.router.cluster.served_model import ServedModel
 from pdserve.router.http import chat, completions, encoding
 from pdserve.router.http.app import make_app
 from pdserve.router.http.request import BODIES, SERVING
 from pdserve.router.http.server import HTTPServer
-from pdserve.router.served_model import ServedModel
+from pdserve.router.requests.generation import MAX_BURST
 from pdserve.router.serving import Serving
 
 WINDOW = 100

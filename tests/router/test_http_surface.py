@@ -19,10 +19,10 @@ from fakes_pipeline import byte_level_folder
 from paths import MODELS
 from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import ConfigError
+from pdserve.router.api.sampling import make_sampling
+from pdserve.router.api.unsupported import UNSUPPORTED, WITHOUT_EFFECT
+from pdserve.router.cluster.served_model import load_served_model
 from pdserve.router.http.app import ROUTES
-from pdserve.router.http.unsupported import UNSUPPORTED, WITHOUT_EFFECT
-from pdserve.router.sampling import make_sampling
-from pdserve.router.served_model import load_served_model
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 

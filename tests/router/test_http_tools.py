@@ -13,10 +13,10 @@ from test_http_api import Site, check_error, serve
 from fakes_pipeline import byte_level_folder
 from pdserve.common.config.router import ChatConfig
 from pdserve.common.core.errors import ConfigError
-from pdserve.router.http.schema import ChatBody
-from pdserve.router.http.tools import forced_calls, plan_tools
-from pdserve.router.parsers.formats import HermesParser, Llama3JSONParser, MistralParser
-from pdserve.router.parsers.tool_parser import ToolParser
+from pdserve.router.api.parsers.formats import HermesParser, Llama3JSONParser, MistralParser
+from pdserve.router.api.parsers.tool_parser import ToolParser
+from pdserve.router.api.schema import ChatBody
+from pdserve.router.api.tools import forced_calls, plan_tools
 
 TEMPLATE = (
     "{{ {'m': messages, 't': tools, 'd': documents, 'x': x | default(0), "

@@ -28,14 +28,14 @@ from pdserve.common.core.errors import (
     Overloaded,
     Unavailable,
 )
-from pdserve.router import preprocess_workers as workers_module
-from pdserve.router.http import preprocess as preprocess_module
+from pdserve.router.api import preprocess as preprocess_module
+from pdserve.router.api import preprocess_workers as workers_module
+from pdserve.router.api.preprocess import MAX_CONTAINERS, MAX_PROMPTS, Preprocessor
+from pdserve.router.api.preprocess_worker import Spec
+from pdserve.router.api.preprocess_workers import PIECE, Pieces, PreprocessWorkers
+from pdserve.router.cluster.served_model import ServedModel, load_served_model
 from pdserve.router.http import request as request_module
-from pdserve.router.http.preprocess import MAX_CONTAINERS, MAX_PROMPTS, Preprocessor
 from pdserve.router.http.request import Bodies
-from pdserve.router.preprocess_worker import Spec
-from pdserve.router.preprocess_workers import PIECE, Pieces, PreprocessWorkers
-from pdserve.router.served_model import ServedModel, load_served_model
 from pdserve.router.serving import INLINE, Serving
 from processes import command
 from warm import slowness
@@ -155,7 +155,7 @@ def test_a_text_too_long_for_the_window_is_not_encoded(
 def test_a_long_text_is_encoded_piece_by_piece_until_it_cannot_fit(
     model: ServedModel, no_encoding: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.router.served_model._PIECE", 500)
+    monkeypatch.setattr("pdserve.router.cluster.served_model._PIECE", 500)
     with pytest.raises(InvalidRequest, match="maximum context length"):
         model.encode("qz" * 4000, "prompt")
     assert max(no_encoding) == 500
@@ -239,7 +239,7 @@ async def workers() -> AsyncIterator[PreprocessWorkers]:
 
 
 def _prepares(process: psutil.Process) -> bool:
-    return "pdserve.router.preprocess_worker" in command(process)
+    return "pdserve.router.api.preprocess_worker" in command(process)
 
 
 CHAT = [{"role": "user", "content": "Tell me a story."}]

@@ -16,21 +16,21 @@ from yarl import URL
 
 from fake_nodes import VOCAB_SIZE, FakeCluster, fake_cluster
 from fakes_pipeline import byte_level_folder
-from pdserve.common.cli import top, trace
-from pdserve.common.cli.cluster import own_session
+from pdserve.cli import top, trace
+from pdserve.cli.cluster import own_session
 from pdserve.common.config.options import to_environment, to_flags
 from pdserve.common.config.router import RouterConfig, ServerConfig
 from pdserve.common.core.errors import ConfigError, PdserveError, PermissionDenied
-from pdserve.common.offline.local import with_keys
 from pdserve.common.rpc.pb import inference_pb2, inference_pb2_grpc
 from pdserve.common.rpc.server import GrpcServer
 from pdserve.common.text.tokenizer import Tokenizer
-from pdserve.router.adapter_sync import AdapterSync
+from pdserve.offline.local import with_keys
 from pdserve.router.auth import APIKeys
-from pdserve.router.grpc_service import InferenceServicer
+from pdserve.router.cluster.adapter_sync import AdapterSync
+from pdserve.router.cluster.served_model import ServedModel
+from pdserve.router.grpc.service import InferenceServicer
 from pdserve.router.http.app import make_app
 from pdserve.router.http.server import HTTPServer
-from pdserve.router.served_model import ServedModel
 from pdserve.router.serving import Serving
 
 OPERATORS_PATHS = {

@@ -24,13 +24,13 @@ from pdserve.common.config.node import ModelConfig
 from pdserve.common.config.router import ChatConfig
 from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import InvalidRequest, PdserveError, RequestError
-from pdserve.router import fork_server
-from pdserve.router import preprocess_workers as workers_module
-from pdserve.router.http.conversation import BOUNDS
-from pdserve.router.http.preprocess import MAX_CONTAINERS, Preprocessor
-from pdserve.router.preprocess_worker import Spec
-from pdserve.router.preprocess_workers import Pieces, PreprocessWorkers
-from pdserve.router.served_model import ServedModel, load_served_model
+from pdserve.router.api import fork_server
+from pdserve.router.api import preprocess_workers as workers_module
+from pdserve.router.api.conversation import BOUNDS
+from pdserve.router.api.preprocess import MAX_CONTAINERS, Preprocessor
+from pdserve.router.api.preprocess_worker import Spec
+from pdserve.router.api.preprocess_workers import Pieces, PreprocessWorkers
+from pdserve.router.cluster.served_model import ServedModel, load_served_model
 from pdserve.router.serving import INLINE, SMALL, Serving
 from processes import alive, command
 
@@ -63,7 +63,7 @@ async def workers() -> AsyncIterator[PreprocessWorkers]:
 def ours() -> list[psutil.Process]:
     """The fork server and its workers."""
     found = psutil.Process().children(recursive=True)
-    return [each for each in found if "pdserve.router.preprocess_worker" in command(each)]
+    return [each for each in found if "pdserve.router.api.preprocess_worker" in command(each)]
 
 
 def server_lives(workers: PreprocessWorkers) -> bool:
@@ -322,7 +322,7 @@ def test_lists_in_arguments_count_before_they_are_parsed(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch, calls: int
 ) -> None:
     parsed: list[str] = []
-    monkeypatch.setattr("pdserve.router.http.conversation.decode", parsed.append)
+    monkeypatch.setattr("pdserve.router.api.conversation.decode", parsed.append)
     lists = "[" + ",".join(["[]"] * (MAX_CONTAINERS // calls)) + "]"
     messages = said('"') + calls * said(lists)  # a quote that hides nothing of the next
     with pytest.raises(InvalidRequest, match="more than 65536 lists and objects") as refused:

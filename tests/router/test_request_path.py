@@ -31,12 +31,12 @@ from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2
 from pdserve.common.rpc.status import REQUEST_ID_KEY
-from pdserve.router import registry_service
-from pdserve.router.adapters import Adapter
-from pdserve.router.attempt import Attempt
-from pdserve.router.cluster_view import ClusterView
-from pdserve.router.generation import MAX_BEGUN, MAX_BURST, GenerationRequest, merge
-from pdserve.router.health import LINK_COOLDOWN, STANDSTILL, BreakerState
+from pdserve.router.cluster import registry_service
+from pdserve.router.cluster.adapters import Adapter
+from pdserve.router.cluster.cluster_view import ClusterView
+from pdserve.router.cluster.health import LINK_COOLDOWN, STANDSTILL, BreakerState
+from pdserve.router.requests.attempt import Attempt
+from pdserve.router.requests.generation import MAX_BEGUN, MAX_BURST, GenerationRequest, merge
 
 PARTED = NodeError("no route", code="PEER_LOST", blame=Blame.DECODE)
 

@@ -17,8 +17,8 @@ from pdserve.common.core.errors import (
     TransferError,
 )
 from pdserve.common.rpc.pb import cluster_pb2 as pb
-from pdserve.router.registry import Node, Registry
-from pdserve.router.retry import WAITING, Retries
+from pdserve.router.cluster.registry import Node, Registry
+from pdserve.router.requests.retry import WAITING, Retries
 
 LIMIT = 3
 LOST = NodeError("gone", code="PEER_LOST", blame=Blame.DECODE)

@@ -10,20 +10,20 @@ from pdserve.common.core.errors import Blame, NodeError, Overloaded, TransferErr
 from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2 as pb
-from pdserve.router.admission import MAX_WAITING_TOKENS, Admission, Batch
-from pdserve.router.cluster_view import MAX_PAIRINGS, ClusterView, mismatch
-from pdserve.router.generation import GenerationRequest
-from pdserve.router.health import (
+from pdserve.router.cluster.cluster_view import MAX_PAIRINGS, ClusterView, mismatch
+from pdserve.router.cluster.health import (
     AFTER_STANDSTILL,
     STANDSTILL,
     AwakeClock,
     BreakerState,
     CircuitBreaker,
 )
-from pdserve.router.in_flight import InFlight
-from pdserve.router.placement import Placement, RoundRobin, least_load
-from pdserve.router.registry import MAX_GONE, Node, Registry
-from pdserve.router.request_state import RequestState
+from pdserve.router.cluster.in_flight import InFlight
+from pdserve.router.cluster.placement import Placement, RoundRobin, least_load
+from pdserve.router.cluster.registry import MAX_GONE, Node, Registry
+from pdserve.router.requests.admission import MAX_WAITING_TOKENS, Admission, Batch
+from pdserve.router.requests.generation import GenerationRequest
+from pdserve.router.requests.request_state import RequestState
 
 
 class Clock:

@@ -29,13 +29,13 @@ from pdserve.common.http.connection import Connection, Crowd, Limits
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc as pb_grpc
 from pdserve.common.text.tokenizer import Tokenizer
-from pdserve.router import generation as generation_module
-from pdserve.router.generation import GenerationRequest, GenerationStats, TextDelta, merge
-from pdserve.router.grpc_service import InferenceServicer
+from pdserve.router.cluster.served_model import ServedModel
+from pdserve.router.grpc.service import InferenceServicer
 from pdserve.router.http import request as request_module
 from pdserve.router.http.app import make_app
 from pdserve.router.http.server import HTTPServer
-from pdserve.router.served_model import ServedModel
+from pdserve.router.requests import generation as generation_module
+from pdserve.router.requests.generation import GenerationRequest, GenerationStats, TextDelta, merge
 from pdserve.router.serving import Serving
 
 MODEL = MODELS / "llama-gqa"

@@ -18,10 +18,10 @@ from pdserve.common.obs.logging import request_id_var
 from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.text.stream import TextStream
-from pdserve.router.arrival import Arrival, arrival_var
-from pdserve.router.generation import GenerationStats, TextDelta
-from pdserve.router.stages import Phase, Stages
-from pdserve.router.timelines import MAX_FOUND
+from pdserve.router.requests.arrival import Arrival, arrival_var
+from pdserve.router.requests.generation import GenerationStats, TextDelta
+from pdserve.router.requests.stages import Phase, Stages
+from pdserve.router.requests.timelines import MAX_FOUND
 
 DELAY = 0.2  # seconds
 
@@ -259,7 +259,7 @@ async def short_answer(cluster: FakeCluster, finished: asyncio.Event) -> Generat
 async def test_what_a_prefill_node_had_cached_is_told_though_the_answer_overtakes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.router.attempt.LAST_WORD", 60.0)
+    monkeypatch.setattr("pdserve.router.requests.attempt.LAST_WORD", 60.0)
     async with fake_cluster(tmp_path, ("p0", "d0")) as cluster:
         finished = asyncio.Event()
         told = cluster["p0"]._told
@@ -291,7 +291,7 @@ async def test_an_answer_ends_though_its_prefill_node_says_nothing(
 ) -> None:
     """It has handed the KV over and froze, or is known to be lost: neither is the answer's failure,
     nor does the deadline end it, however near."""
-    monkeypatch.setattr("pdserve.router.attempt.LAST_WORD", 600.0 if lost else 3.0)
+    monkeypatch.setattr("pdserve.router.requests.attempt.LAST_WORD", 600.0 if lost else 3.0)
     async with fake_cluster(tmp_path, ("p0", "d0"), request_timeout=2.0) as cluster:
         cluster["p0"]._told = silent  # type: ignore[method-assign]
         finished = asyncio.Event()
@@ -311,7 +311,7 @@ async def test_who_leaves_with_all_tokens_has_had_an_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And did not wait for the prefill node's word."""
-    monkeypatch.setattr("pdserve.router.attempt.LAST_WORD", 600.0)
+    monkeypatch.setattr("pdserve.router.requests.attempt.LAST_WORD", 600.0)
     async with fake_cluster(tmp_path, ("p0", "d0")) as cluster:
         cluster["p0"]._told = silent  # type: ignore[method-assign]
         finished = asyncio.Event()

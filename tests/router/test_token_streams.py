@@ -20,7 +20,7 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.tokens import JobTokens, decode_tokens, encode_tokens
 from pdserve.decode_node import token_streams
 from pdserve.decode_node.token_streams import TokenStreams
-from pdserve.router.attempt import Attempt
+from pdserve.router.requests.attempt import Attempt
 
 # ---- the words ----
 
@@ -346,7 +346,7 @@ async def test_an_end_that_overtakes_the_last_tokens_waits_for_them(
             return ()
         return (message,)
 
-    monkeypatch.setattr("pdserve.router.attempt.LAST_TOKENS", 0.3)
+    monkeypatch.setattr("pdserve.router.requests.attempt.LAST_TOKENS", 0.3)
     four["d0"].tells_tokens = last_one_late
     async with asyncio.timeout(60):
         answers = [await four.ask() for _ in range(4)]
@@ -365,7 +365,7 @@ async def test_a_loop_that_stood_still_before_the_last_tokens_blames_no_node(
             stand_still(1.5)
             stood_still.append(message)
 
-    monkeypatch.setattr("pdserve.router.attempt.LAST_TOKENS", 1.0)
+    monkeypatch.setattr("pdserve.router.requests.attempt.LAST_TOKENS", 1.0)
     async with fake_cluster(tmp_path, ("p0", "d0")) as cluster, asyncio.timeout(60):
         cluster["d0"].on_tokens = late
         stats = await cluster.ask()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.common.core.errors import ConfigError
-from pdserve.router.parsers.formats import (
+from pdserve.router.api.parsers.formats import (
     BareCallParser,
     HermesParser,
     Llama3JSONParser,
@@ -18,9 +18,9 @@ from pdserve.router.parsers.formats import (
     NamedParser,
     RequiredParser,
 )
-from pdserve.router.parsers.parser import CallArguments, CallStart, Content, Event
-from pdserve.router.parsers.reasoning import AnswerParser, ReasoningParser, begins_thinking
-from pdserve.router.parsers.tool_parser import ToolParser, tool_parser
+from pdserve.router.api.parsers.parser import CallArguments, CallStart, Content, Event
+from pdserve.router.api.parsers.reasoning import AnswerParser, ReasoningParser, begins_thinking
+from pdserve.router.api.parsers.tool_parser import ToolParser, tool_parser
 
 FORMATS: list[type[ToolParser]] = [
     BareCallParser, HermesParser, Llama3JSONParser, MistralParser, NamedParser, RequiredParser,

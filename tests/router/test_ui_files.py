@@ -14,9 +14,9 @@ from paths import ROOT
 from pdserve.common.config.router import RoutingConfig
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.router.auth import APIKeys
-from pdserve.router.cluster_view import ClusterView
-from pdserve.router.flows import MAX_FLOWS, Flow, Flows
-from pdserve.router.registry import Registry
+from pdserve.router.cluster.cluster_view import ClusterView
+from pdserve.router.cluster.flows import MAX_FLOWS, Flow, Flows
+from pdserve.router.cluster.registry import Registry
 
 STATIC = ROOT / "router" / "http" / "static"
 SCRIPTS = ("app.js", "charts.js", "chat.js", "cluster.js", "dom.js", "requests.js")

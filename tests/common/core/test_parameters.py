@@ -17,7 +17,7 @@ from pdserve.common.core.parameters import PARAMETERS, Kind, Parameter
 from pdserve.common.core.sampling import SAMPLING_PARAMETERS, SamplingParams, check_sampling
 from pdserve.common.rpc.convert import fields_set, sampling_from_pb, sampling_to_pb
 from pdserve.common.rpc.pb import inference_pb2 as pb
-from pdserve.router.http.schema import ChatBody, CompletionBody, GenerationBody
+from pdserve.router.api.schema import ChatBody, CompletionBody, GenerationBody
 
 VOCAB = 512
 WIRE = pb.SamplingParams.DESCRIPTOR

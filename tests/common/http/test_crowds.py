@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from pdserve.common.cli.certs import HOSTS, write
+from pdserve.cli.certs import HOSTS, write
 from pdserve.common.config.router import ServerConfig
 from pdserve.common.http import connection as connection_module
 from pdserve.common.http.connection import Limits, answering

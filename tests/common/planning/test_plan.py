@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from paths import ROOT
-from pdserve.common.cli import topology
-from pdserve.common.cli.main import main
-from pdserve.common.cli.plan import plan, setup
+from pdserve.cli import topology
+from pdserve.cli.main import main
+from pdserve.cli.plan import plan, setup
 from pdserve.common.config.cluster import PlanConfig
 from pdserve.common.config.node import EngineConfig
 from pdserve.common.config.options import options
@@ -600,7 +600,7 @@ def test_another_architecture_is_refused(
 
 def test_plan_needs_no_torch(qwen: Path) -> None:
     code = (
-        "import sys; from pdserve.common.cli.main import main; "
+        "import sys; from pdserve.cli.main import main; "
         f"main(['plan', '--model={qwen}', '--gpu-memory=80GiB', '--topology']); "
         "sys.exit('torch' in sys.modules)"
     )
@@ -710,7 +710,7 @@ def test_topology_alone(
 ) -> None:
     everyone = {(a, b) for a in range(4) for b in range(a + 1, 4)}
     found = topology.read_topology(FakeNvml(4, everyone))
-    monkeypatch.setattr("pdserve.common.cli.plan.read_topology", lambda: found)
+    monkeypatch.setattr("pdserve.cli.plan.read_topology", lambda: found)
     assert main(["plan", "--topology"]) == 0
     assert "GPU 0 – GPU 3: NVLink" in capsys.readouterr().out
     assert main(["plan", "--topology", "--json"]) == 0

@@ -17,7 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from pdserve.common.cli.certs import HOSTS, write
+from pdserve.cli.certs import HOSTS, write
 from pdserve.common.config.router import RoutingConfig
 from pdserve.common.config.shared import AuthConfig, TLSConfig
 from pdserve.common.core.errors import (
@@ -40,12 +40,16 @@ from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.server import AuthInterceptor, GrpcServer
 from pdserve.common.rpc.status import from_rpc_error
 from pdserve.common.rpc.tls import TLS
-from pdserve.router import registry as registry_module
 from pdserve.router.auth import APIKeys
-from pdserve.router.cluster_view import ClusterView
-from pdserve.router.grpc_door import ClientDoor, Messages
-from pdserve.router.registry import Registry
-from pdserve.router.registry_service import MAX_REASON_LENGTH, ElsewhereRegistry, RegistryService
+from pdserve.router.cluster import registry as registry_module
+from pdserve.router.cluster.cluster_view import ClusterView
+from pdserve.router.cluster.registry import Registry
+from pdserve.router.cluster.registry_service import (
+    MAX_REASON_LENGTH,
+    ElsewhereRegistry,
+    RegistryService,
+)
+from pdserve.router.grpc.door import ClientDoor, Messages
 
 KEY, OTHER = "of-this-cluster-alone", "of-another-cluster"
 RUN, COMMIT = "/pdserve.v1.Decode/Run", "/pdserve.v1.KVTransfer/Commit"

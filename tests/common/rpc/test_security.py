@@ -33,11 +33,11 @@ from yarl import URL
 from fakes_pipeline import FakeGenerator, byte_level_folder
 from kv_fakes import Geometry, shared_cache
 from paths import HELPERS
-from pdserve.common.cli import cluster as cluster_module
-from pdserve.common.cli.certs import HOSTS, write
-from pdserve.common.cli.cluster import Cluster
-from pdserve.common.cli.host_share import NodeShare
-from pdserve.common.cli.main import main
+from pdserve.cli import cluster as cluster_module
+from pdserve.cli.certs import HOSTS, write
+from pdserve.cli.cluster import Cluster
+from pdserve.cli.host_share import NodeShare
+from pdserve.cli.main import main
 from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.node import EngineConfig, WorkerNodeConfig
 from pdserve.common.config.options import options, to_environment, to_flags
@@ -76,14 +76,14 @@ from pdserve.kv_transfer.frame import Frame, Kind
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect
 from pdserve.kv_transfer.pipe import recv_bytes
 from pdserve.kv_transfer.rank.transfer_rank import connector_options, rank_config
+from pdserve.router.api.preprocess import MAX_PROMPTS
 from pdserve.router.auth import APIKeys
-from pdserve.router.grpc_door import ClientDoor, Messages
-from pdserve.router.grpc_service import InferenceServicer
+from pdserve.router.cluster.registry import ROLE_NAMES
+from pdserve.router.cluster.served_model import ServedModel
+from pdserve.router.grpc.door import ClientDoor, Messages
+from pdserve.router.grpc.service import InferenceServicer
 from pdserve.router.http.app import make_app
-from pdserve.router.http.preprocess import MAX_PROMPTS
 from pdserve.router.http.server import HTTPServer, https_context
-from pdserve.router.registry import ROLE_NAMES
-from pdserve.router.served_model import ServedModel
 from pdserve.router.serving import Serving
 
 GEOMETRY = Geometry()

@@ -271,7 +271,7 @@ def test_the_end_hands_out_what_was_held_back(byte_level: Tokenizer) -> None:
 
 def test_no_torch_behind_the_http_front() -> None:
     code = (
-        "import sys, pdserve.router.http.server, pdserve.router.grpc_service;"
+        "import sys, pdserve.router.http.server, pdserve.router.grpc.service;"
         "import pdserve.common.text.stream;"
         "sys.exit('torch' in sys.modules)"
     )

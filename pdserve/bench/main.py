@@ -1,0 +1,121 @@
+"""`pdserve bench step`: a prefill chunk and decode steps, part by part, beside the least that this
+machine needs for their FLOPs and bytes, all measured in one run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pdserve.bench.ranks import measure_on_ranks
+from pdserve.bench.step import Cell
+from pdserve.client.terminal import console_of
+from pdserve.common.config.bench import BenchStepConfig
+from pdserve.common.config.sources import parse
+from pdserve.common.core.errors import ConfigError
+
+LEAST_SHARE = 0.01  # of a step: a floor below that is nothing to compare a part with
+DEFAULT = (
+    *(Cell.decode(batch, 128) for batch in (1, 8, 32)),
+    Cell.decode(32, 1024),
+    Cell.prefill(512),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    config = parse(
+        BenchStepConfig,
+        prog="pdserve bench step",
+        description="Measure steps of the engine on this machine, part by part, beside their "
+        "floor: the weights and the KV they read ÷ read bandwidth, or their FLOPs ÷ the speed of "
+        "large products of matrices, whichever is more, both measured in the same run. Repetitions "
+        "take turns, and figures are their medians.",
+        argv=argv,
+    )
+    if config.json and not Path(config.json).resolve().parent.is_dir():
+        raise ConfigError(f"--json {config.json}: there is no such folder")
+    before = _read(config.baseline)
+    result = asyncio.run(measure_on_ranks(config, cells(config)))
+    _show(result, before, console_of())
+    if config.json:
+        Path(config.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def cells(config: BenchStepConfig) -> Sequence[Cell]:
+    """Raises ConfigError for what are not counts."""
+    if config.batch is None and config.chunk is None:
+        return DEFAULT
+    pairs = product(
+        _counts("--batch", config.batch or ""), _counts("--context", config.context or "")
+    )
+    return [
+        *(Cell.decode(batch, context, config.drafts) for batch, context in pairs),
+        *map(Cell.prefill, _counts("--chunk", config.chunk or "")),
+    ]
+
+
+def _counts(flag: str, text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",")] if text else []
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise ConfigError(f"{flag} {text!r} is not a list of counts such as 1,8,32")
+    return [int(word) for word in words]
+
+
+def _read(file: str | None) -> dict[str, Any]:
+    """Milliseconds by cell and part of an earlier run."""
+    if file is None:
+        return {}
+    try:
+        found = json.loads(Path(file).read_text(encoding="utf-8"))["cells"]
+        return {name: {**cell["parts"], "step": cell["step"]} for name, cell in found.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"--baseline {file} is no result of this command: {error!r}") from error
+
+
+# ---- for people ----
+
+
+def _show(result: dict[str, Any], before: dict[str, Any], console: Console) -> None:
+    console.print(
+        f"{result['model']}, {result['dtype']}, {result['tensor_parallel_size']} × "
+        f"{result['threads']} threads of {result['cpu']}; "
+        f"peaks: {result['peak_gflops']:,.0f} GFLOP/s, {result['read_gb_per_s']:.1f} GB/s read",
+        soft_wrap=True,
+    )
+    for name, cell in result["cells"].items():
+        console.print(_table(name, cell, before.get(name)))
+
+
+def _table(name: str, cell: dict[str, Any], before: dict[str, Any] | None) -> Table:
+    table = Table()
+    table.add_column(name, no_wrap=True)
+    better = [] if before is None else ["speed-up"]
+    for head in ["ms", "share", "floor ms", "ratio", "bound by", *better]:
+        table.add_column(head, justify="right")
+    whole = sum(row["ms"] for row in cell["parts"].values())
+    for part, row in cell["parts"].items():
+        table.add_row(part, *_columns(part, row, whole, before))
+    table.add_section()
+    table.add_row("step", *_columns("step", cell["step"], cell["step"]["ms"], before))
+    return table
+
+
+def _columns(
+    part: str, row: dict[str, Any], whole: float, before: dict[str, Any] | None
+) -> Iterator[str]:
+    yield f"{row['ms']:.2f}"
+    yield f"{100 * row['ms'] / whole:.0f} %"
+    if row.get("floor_ms", 0.0) < LEAST_SHARE * whole:
+        yield from ("", "", "")
+    else:
+        yield from (f"{row['floor_ms']:.2f}", f"{row['ratio']:.1f}", row["bound_by"])
+    if before is not None:
+        old = before.get(part)
+        yield f"{old['ms'] / row['ms']:.2f}" if old and row["ms"] > 0 else "–"

@@ -1,0 +1,65 @@
+"""The ranks that `pdserve bench step` measures: a node's, whose step is the whole measurement."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from pdserve.bench.report import as_json
+from pdserve.bench.step import Cell, engine_config, measure
+from pdserve.common.config.bench import BenchStepConfig
+from pdserve.common.config.shared import LogConfig
+from pdserve.common.distributed.executor import Emit, WorkerSpec
+from pdserve.common.distributed.launch import make_executor
+from pdserve.common.model.device import device_type
+from pdserve.common.worker.worker import ModelWorker, WorkerConfig, build_worker, worker_specs
+
+SHUTDOWN = 5.0  # seconds
+
+_steps = msgspec.msgpack.Decoder(tuple[BenchStepConfig, tuple[Cell, ...]])
+
+
+async def measure_on_ranks(config: BenchStepConfig, cells: Sequence[Cell]) -> dict[str, Any]:
+    """`as_json` of what rank 0 measured.
+
+    Raises:
+        ConfigError: the model cannot be loaded or split, or has no context of that length.
+        NodeError: a rank died.
+    """
+    engine = engine_config(config, cells)
+    factory = f"{__name__}:build_bench_worker"
+    specs = worker_specs(WorkerConfig(engine), log=LogConfig(log_level="warning"))
+    specs = [replace(spec, factory=factory) for spec in specs]
+    executor = make_executor(specs, engine.parallel, device_type(config.device))
+    try:
+        await executor.start()
+        found: dict[str, Any] = json.loads(
+            await executor.step(msgspec.msgpack.encode((config, cells)))
+        )
+        return found
+    finally:
+        await executor.shutdown(SHUTDOWN)
+
+
+class BenchWorker:
+    """See `pdserve.common.distributed.executor.Worker`."""
+
+    extension = None
+
+    def __init__(self, worker: ModelWorker) -> None:
+        self._worker = worker
+        self.ready = worker.ready
+        self.close = worker.close
+        worker.runner.cache.normal_()  # memory is there once it was written to
+
+    def step(self, message: bytes) -> bytes:
+        config, cells = _steps.decode(message)
+        return json.dumps(as_json(config, measure(config, cells, self._worker.runner))).encode()
+
+
+def build_bench_worker(spec: WorkerSpec, emit: Emit) -> BenchWorker:
+    return BenchWorker(build_worker(spec, emit))

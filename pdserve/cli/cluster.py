@@ -1,0 +1,325 @@
+"""A whole cluster on this host: start → ready → serve → drain → stop.
+
+Rule for a process that dies while the cluster serves:
+
+    exit 0   a node that was drained on purpose: the others go on
+    exit 2   its options are wrong: the cluster stops, whatever the rule
+    other    `restart: on-failure`: it is started again at once; if it dies again within a minute
+             after 1, 2, 4, 8 seconds; one that died again and again without ever living for a
+             minute is given up: the others go on if they can do without it. `no`: the cluster
+             stops
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+import tempfile
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import aiohttp
+
+from pdserve.cli.child import Child, ChildSpec, Write
+from pdserve.cli.host_share import NodeShare
+from pdserve.client.server import client_session
+from pdserve.common.config.cluster import ClusterConfig
+from pdserve.common.config.node import (
+    BothNodeConfig,
+    EngineConfig,
+    NodeConfig,
+    WorkerNodeConfig,
+)
+from pdserve.common.config.options import to_environment, to_flags
+from pdserve.common.config.router import RouterConfig, ServerConfig
+from pdserve.common.config.shared import AuthConfig
+from pdserve.common.core.errors import ConfigError, NodeError, PdserveError
+from pdserve.common.obs.process import read_ports
+
+PROGRAMS: Mapping[str, Sequence[str]] = {
+    "router": (sys.executable, "-m", "pdserve.router"),
+    "prefill": (sys.executable, "-m", "pdserve.prefill_node"),
+    "decode": (sys.executable, "-m", "pdserve.decode_node"),
+    "both": (sys.executable, "-m", "pdserve.decode_node.both"),
+}
+POLL_INTERVAL = 0.1
+FIRST_BACKOFF, LAST_BACKOFF = 1.0, 30.0  # seconds, doubled from the second death in a row on
+MAX_RESTARTS = 5  # in a row
+SETTLED = 60.0  # seconds after which a death is not in a row with the one before
+KILL_GRACE = 5.0  # seconds past the drain time-out before SIGKILL
+
+
+class Cluster:
+    """Owns its children: whoever calls `start` calls `stop`, whatever happened between."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        shares: Sequence[NodeShare],
+        write: Write,
+        programs: Mapping[str, Sequence[str]] = PROGRAMS,
+    ) -> None:
+        """`shares` are in the order of `node_names`."""
+        self.config = config
+        self.shares = shares
+        self.write = write
+        self.programs = programs
+        self._auth = _with_key(config.auth)
+        self.url = ""
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._folder = tempfile.TemporaryDirectory(prefix="pdserve-")
+        self._ports_file = Path(config.server.ports_file or f"{self._folder.name}/router.json")
+        self._ports_file.unlink(missing_ok=True)  # it would name an older router's ports
+        self._router: Child | None = None
+        self._nodes: list[Child] = []
+        self._watchers: list[asyncio.Task[None]] = []
+        self._returning: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._interrupts = 0
+
+    async def start(self) -> bool:
+        """Returns once the router can serve, or False when `interrupt` came first.
+
+        Raises:
+            NodeError: a process died, and the rule says that the cluster ends.
+            ConfigError: a process cannot start as configured.
+        """
+        return await self.until_ended(self._start())
+
+    async def until_ended(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Does the work; False when `interrupt` came first.
+
+        Raises:
+            NodeError: see `start`; or whatever the work raises.
+        """
+        task = asyncio.create_task(work)
+        try:
+            await asyncio.wait({task, self.ended}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            task.cancel()
+            await asyncio.wait({task})
+            raise
+        if not self.ended.done():
+            await task
+            return True
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        self.ended.result()
+        return False
+
+    def interrupt(self) -> None:
+        """The first time, end serving and drain; the second, stop now; the third, kill."""
+        self._interrupts += 1
+        if not self.ended.done():
+            self.ended.set_result(None)
+        if self._interrupts == 2:
+            self.write("up", "stopping now")
+            for child in self._children():
+                child.terminate()
+        elif self._interrupts > 2:
+            for child in self._children():
+                child.kill()
+
+    async def stop(self) -> None:
+        """Drains the router, which needs the nodes for what is in flight, then the nodes."""
+        watchers = [*self._watchers, self._returning]
+        for watcher in watchers:
+            watcher.cancel()
+        await asyncio.gather(*watchers, return_exceptions=True)
+        if self._router is not None:
+            await self._end([self._router])
+        await self._end(self._nodes)
+        if self.ended.done():
+            self.ended.exception()  # seen: whoever wanted it has had it
+        self._folder.cleanup()
+
+    async def _start(self) -> None:
+        ports = await self._start_router()
+        host = connect_host(self.config.server.host)
+        scheme = "https" if self.config.server.ssl_certfile else "http"
+        self.url = f"{scheme}://{host}:{ports['http']}"
+        for name, node in self._node_configs(f"{host}:{ports['registry']}").items():
+            share = self.shares[len(self._nodes)]
+            command = [*self.programs[role_of(name)], *to_flags(node)]
+            environment = {**share.environment, **to_environment(node)}
+            self._nodes.append(Child(ChildSpec(name, command, environment), self.write))
+            await self._run(self._nodes[-1])
+        await self._ready()
+
+    async def _start_router(self) -> dict[str, int]:
+        """Starts the router and learns its ports; started again, it takes the same ones."""
+        self._router = Child(self._router_spec(ports_file=str(self._ports_file)), self.write)
+        await self._run(self._router)
+        while (ports := read_ports(self._ports_file)) is None:
+            await asyncio.sleep(POLL_INTERVAL)
+        self._router.spec = self._router_spec(
+            port=ports["http"], grpc_port=ports["grpc"], registry_port=ports["registry"]
+        )
+        self._folder.cleanup()  # now, so that nothing is left even when this process is killed
+        return ports
+
+    def _router_spec(self, **changes: Any) -> ChildSpec:
+        config = RouterConfig(
+            server=replace(self.config.server, **changes),
+            chat=self.config.chat,
+            tls=self.config.tls,
+            auth=self._auth,
+            model=self.config.engine.model,
+            lora=self.config.engine.lora,
+            routing=self.config.routing,
+            log=self.config.log,
+            observability=self.config.observability,
+        )
+        command = [*self.programs["router"], *to_flags(config)]
+        return ChildSpec("router", command, to_environment(config))
+
+    def _node_configs(self, router: str) -> dict[str, BothNodeConfig]:
+        names = node_names(self.config)
+        engines = [share.engine for share in self.shares]
+        return {
+            name: self._node_config(name, engine, router)
+            for name, engine in zip(names, engines, strict=True)
+        }
+
+    def _node_config(self, name: str, engine: EngineConfig, router: str) -> BothNodeConfig:
+        config = self.config
+        parts: dict[str, Any] = {
+            "node": NodeConfig(router=router, drain_timeout=config.server.drain_timeout),
+            "tls": config.tls,
+            "auth": self._auth,
+            "engine": engine,
+            "log": config.log,
+            "observability": config.observability,
+        }
+        if role_of(name) == "both":
+            return BothNodeConfig(**parts)
+        return WorkerNodeConfig(**parts, transfer=config.transfer)
+
+    async def _ready(self) -> None:
+        async with own_session(self.config.server) as session:
+            while True:
+                with suppress(aiohttp.ClientError, TimeoutError):
+                    timeout = aiohttp.ClientTimeout(total=5)
+                    async with session.get(f"{self.url}/ready", timeout=timeout) as response:
+                        if response.status == 200:
+                            return
+                await asyncio.sleep(POLL_INTERVAL)
+
+    async def _run(self, child: Child) -> None:
+        await child.start()
+        self._watchers.append(asyncio.create_task(self._watch(child)))
+
+    async def _watch(self, child: Child) -> None:
+        """Applies the rule at the top of this file."""
+        deaths = 0
+        while True:
+            since = monotonic()
+            code = await child.wait()
+            if code == 0 and child is not self._router:
+                self.write("up", f"{child.name} has drained and left")
+                return
+            if code == 2:
+                self._fail(ConfigError(f"{child.name} cannot start as configured"))
+                return
+            end = f"{child.name} ended with {describe_exit(code)}"
+            if self.config.restart == "no":
+                self._fail(NodeError(end))
+                return
+            deaths = 1 if monotonic() - since >= SETTLED else deaths + 1
+            if deaths > MAX_RESTARTS:
+                self._give_up(child, f"{end}, for the {deaths}th time in a row")
+                return
+            backoff = FIRST_BACKOFF * 2 ** (deaths - 2) if deaths > 1 else 0.0
+            when = f"in {backoff:.0f} s" if backoff else "now"
+            self.write("up", f"{child.name}: {describe_exit(code)}; again {when}")
+            ended = monotonic()
+            await self._start_again(child, backoff)
+            if child is self._router:
+                self._says_when_ready(ended)
+
+    async def _start_again(self, child: Child, backoff: float) -> None:
+        """Tries until it runs, whatever the host may be out of."""
+        while True:
+            await asyncio.sleep(backoff)
+            backoff = min(max(2 * backoff, FIRST_BACKOFF), LAST_BACKOFF)
+            try:
+                await child.start()
+                return
+            except OSError as error:
+                self.write("up", f"{child.name}: {error.strerror}; again in {backoff:.0f} s")
+
+    def _says_when_ready(self, ended: float) -> None:
+        """That the router, which ended then, serves again: nodes have registered with it."""
+
+        async def say() -> None:
+            await self._ready()
+            self.write("up", f"router: serving again, {monotonic() - ended:.1f} s after it ended")
+
+        self._returning.cancel()  # it may have died once more before it could serve
+        if self.url:  # before that the start is not over, and says itself when it is
+            self._returning = asyncio.create_task(say())
+
+    def _give_up(self, child: Child, reason: str) -> None:
+        """The cluster ends with a process that it cannot do without."""
+        roles = {role_of(each.name) for each in self._nodes if each.running}
+        if child is not self._router and ("both" in roles or roles >= {"prefill", "decode"}):
+            self.write("up", f"{reason}: given up; the others go on")
+        else:
+            self._fail(NodeError(reason))
+
+    def _fail(self, error: PdserveError) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(error)
+
+    async def _end(self, children: Sequence[Child]) -> None:
+        for child in children:
+            child.terminate()
+        waits = [asyncio.ensure_future(child.wait()) for child in children]
+        if not waits:
+            return
+        limit = self.config.server.drain_timeout + KILL_GRACE
+        await asyncio.wait(waits, timeout=limit)
+        for child in children:
+            if child.running:
+                self.write("up", f"{child.name} did not stop within {limit:.0f} s: killed")
+                child.kill()
+        if (await asyncio.wait(waits, timeout=KILL_GRACE))[1]:
+            self.write("up", "some processes are left: the system does not end them")
+
+    def _children(self) -> list[Child]:
+        return [*([self._router] if self._router else []), *self._nodes]
+
+
+def node_names(config: ClusterConfig) -> list[str]:
+    return [f"{role}-{index}" for role, count in config.nodes.items() for index in range(count)]
+
+
+def role_of(name: str) -> str:
+    return name.partition("-")[0]
+
+
+def _with_key(auth: AuthConfig) -> AuthConfig:
+    """Each cluster has a key of its own, which its processes get in their environment."""
+    return replace(auth, cluster_key=auth.cluster_key or secrets.token_hex(32))
+
+
+def own_session(server: ServerConfig, timeout: float | None = None) -> aiohttp.ClientSession:
+    """A client of our own router on this host, whose certificate need not name this address."""
+    keys = server.admin_api_key or server.api_key
+    key = keys and keys.split(",")[0].strip()
+    return client_session(key, verify=False, timeout=timeout)
+
+
+def connect_host(host: str) -> str:
+    """The address, as a URL has it, at which a server bound to `host` answers on this host."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host
+
+
+def describe_exit(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,201 @@
+"""`pdserve COMMAND …`: one door to all programs. Roles are named as import strings, so that
+`common` depends on no role and a host of routers needs no torch."""
+
+from __future__ import annotations
+
+import difflib
+import io
+import os
+import sys
+from collections.abc import Sequence
+
+import pdserve
+from pdserve.common.config.sources import CONFIG_EXIT_CODE
+from pdserve.common.core.errors import ConfigError, PdserveError
+from pdserve.common.core.host import host_errors_as_config_errors
+from pdserve.common.core.plugins import import_string
+
+COMMANDS = {
+    "Whole clusters": {
+        "up": ("pdserve.cli.up:main", "router and nodes on this host, in one readable log"),
+        "serve": (
+            "pdserve.cli.up:serve_main",
+            "the same: pdserve serve MODEL, as vllm serve MODEL",
+        ),
+        "demo": (
+            "pdserve.cli.demo:main",
+            "start a cluster, ask it a question, show the timeline",
+        ),
+    },
+    "Clients": {
+        "chat": (
+            "pdserve.cli.chat:main",
+            "talk to a server, here or through pipes",
+        ),
+        "top": ("pdserve.cli.top:main", "the nodes of a cluster, live"),
+        "trace": ("pdserve.cli.trace:main", "where a request is, or where its time went"),
+        "run-batch": (
+            "pdserve.offline.batch:main",
+            "answer a file of requests in OpenAI's batch format",
+        ),
+    },
+    "Roles": {
+        "router": (
+            "pdserve.router.__main__:main",
+            "HTTP and gRPC front that places requests on nodes",
+        ),
+        "prefill": ("pdserve.prefill_node.__main__:main", "node that computes prompts"),
+        "decode": ("pdserve.decode_node.__main__:main", "node that generates tokens"),
+        "both": ("pdserve.decode_node.both:main", "node that does both, with nothing handed over"),
+    },
+    "Tools": {
+        "doctor": ("pdserve.cli.doctor:main", "what this host lacks, and the mend"),
+        "plan": ("pdserve.cli.plan:main", "what fits on which GPUs: weights, KV, sequences"),
+        "cluster-check": (
+            "pdserve.cli.cluster_check:main",
+            "check and measure the collectives between ranks",
+        ),
+        "certs": (
+            "pdserve.cli.certs:main",
+            "make a trial CA and a certificate for the roles",
+        ),
+        "bench": (
+            "pdserve.cli.main:bench",
+            "serve: load a server; compare: two results; step: the engine's limits",
+        ),
+        "model": (
+            "pdserve.cli.model:main",
+            "unpack the embedded model, download a NAME, or check a FOLDER",
+        ),
+        "completion": ("pdserve.cli.completion:main", "of commands and flags, for a shell"),
+        "version": ("pdserve.cli.main:show_version", "print the version"),
+    },
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; its exit code, or 2 when the command line makes no sense. Where whoever
+    supervises this process would start it again for ever, PDSERVE_CONFIG_EXIT_CODE takes 2's
+    place: a wrong configuration stays wrong."""
+    _mend_streams()
+    try:
+        code = _run(argv)
+        return 1 if not _written() else _exit_code(code)
+    except BrokenPipeError:  # as of `| head`
+        _drop_output()
+        return 1
+    except SystemExit as stop:  # of the parser of options
+        if stop.code == 2:
+            raise SystemExit(_exit_code(2)) from stop
+        raise
+
+
+def _mend_streams() -> None:
+    """Standard streams that whoever started this has closed are empty ones; a character that a
+    stream cannot hold ends nothing."""
+    for name, mode, errors in (
+        ("stdin", "r", "replace"),
+        ("stdout", "w", "backslashreplace"),
+        ("stderr", "w", "backslashreplace"),
+    ):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
+
+
+def _written() -> bool:
+    """Whether what was printed is where it belongs; says why not."""
+    try:
+        sys.stdout.flush()
+        return True
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _drop_output()
+        print(f"pdserve: error: standard output: {error.strerror}", file=sys.stderr)
+        return False
+
+
+def _drop_output() -> None:
+    """What is left in the buffer must not fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _exit_code(code: int) -> int:
+    return int(os.environ.get(CONFIG_EXIT_CODE) or code) if code == 2 else code
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    command, *rest = list(sys.argv[1:] if argv is None else argv) or [""]
+    if command in ("-h", "--help"):
+        print(help_text())
+        return 0
+    if command == "--version":
+        return show_version()
+    targets = {name: target for group in COMMANDS.values() for name, (target, _) in group.items()}
+    if command not in targets:
+        print(_unknown(command, list(targets)), file=sys.stderr)
+        return 2
+    try:
+        with host_errors_as_config_errors():
+            return int(import_string(targets[command])(rest))
+    except PdserveError as error:
+        print(f"pdserve {command}: error: {error.message}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def help_text() -> str:
+    lines = [
+        "usage: pdserve COMMAND [options]",
+        "",
+        "Disaggregated prefill/decode serving of LLMs.",
+    ]
+    for title, commands in COMMANDS.items():
+        lines += ["", f"{title}:"]
+        lines += [f"  {name:<15}{summary}" for name, (_, summary) in commands.items()]
+    return "\n".join([*lines, "", "pdserve COMMAND --help lists the options of a command."])
+
+
+def show_version(argv: Sequence[str] = ()) -> int:
+    print(f"pdserve {pdserve.__version__}")
+    return 0
+
+
+BENCHES = {
+    "serve": ("pdserve.bench.serving.main:main", "load a server, and time its answers"),
+    "compare": (
+        "pdserve.bench.serving.compare:main",
+        "two results of bench serve side by side",
+    ),
+    "step": ("pdserve.bench.main:main", "the engine beside this machine's limit"),
+}
+
+
+def bench(argv: Sequence[str]) -> int:
+    """One of `BENCHES`."""
+    name, *rest = argv or [""]
+    if name in BENCHES:
+        return int(import_string(BENCHES[name][0])(rest))
+    lines = ["usage: pdserve bench COMMAND [options]", ""]
+    lines += [f"  {name:<15}{summary}" for name, (_, summary) in BENCHES.items()]
+    if name in ("-h", "--help"):
+        print("\n".join(lines))
+        return 0
+    hint = _nearest(name, list(BENCHES)) or "see pdserve bench --help"
+    raise ConfigError(f"takes one of {', '.join(BENCHES)}; {hint}")
+
+
+def _unknown(command: str, known: list[str]) -> str:
+    if not command:
+        return help_text()
+    hint = _nearest(command, known) or "see pdserve --help"
+    return f"pdserve: error: unknown command {command}; {hint}"
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    nearest = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {nearest[0]}?" if nearest else ""

@@ -1,0 +1,200 @@
+"""`pdserve plan`: what a model needs on which GPUs, before any of them is rented."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pdserve.cli.topology import Topology, read_topology
+from pdserve.client.terminal import console_of
+from pdserve.common.config.cluster import PlanConfig
+from pdserve.common.config.lora import LoRAConfig
+from pdserve.common.config.node import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from pdserve.common.config.sources import parse
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.planning.kv_budget import format_bytes, parse_bytes
+from pdserve.common.planning.role_plan import NodeSetup, RolePlan, plan_role
+
+ROLES = ("prefill", "decode")
+FOOTNOTES = """\
+¹ estimate of the peak of a step of --max-num-batched-tokens tokens and --max-num-seqs samples
+² estimate: CUDA context, libraries' workspaces and, with several GPUs, NCCL's buffers"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 if every role fits, 1 if one does not."""
+    config = parse(
+        PlanConfig,
+        prog="pdserve plan",
+        description="Compute what a model needs on its GPUs: weights, KV cache, activations, and "
+        "how many sequences that leaves room for. Exit code 1: it does not fit. Activations and "
+        "overhead are estimates; a node measures them when it starts.",
+        argv=argv,
+    )
+    if config.model is None and not config.topology:
+        raise ConfigError("--model must name a checkpoint folder or its config.json")
+    plans = [] if config.model is None else plan(config)
+    topology = read_topology() if config.topology else None
+    if config.json:
+        print(json.dumps(as_json(config, plans, topology), indent=2))
+    else:
+        _show(console_of(), plans, topology)
+    return 0 if all(plan.fits for plan in plans) else 1
+
+
+def plan(config: PlanConfig) -> list[RolePlan]:
+    """One plan for each role.
+
+    Raises:
+        ConfigError: the model is of no supported kind, an option is missing, or nodes would
+            refuse what was asked for, whatever their memory.
+    """
+    spec = _read_spec(config.model)
+    return [plan_role(role, setup(config, spec, role)) for role in ROLES]
+
+
+def setup(config: PlanConfig, spec: ModelSpec, role: str) -> NodeSetup:
+    """A node of the role with the plan's options."""
+    if config.gpu_memory is None:
+        raise ConfigError("--gpu-memory must say how much memory a GPU has, e.g. 24GiB")
+    own_tp, own_pp, own_ep = {
+        "prefill": (config.prefill_tp, config.prefill_pp, config.prefill_ep),
+        "decode": (config.decode_tp, config.decode_pp, config.decode_ep),
+    }[role]
+    return NodeSetup(
+        spec=spec.quantized(config.quantization),
+        engine=_engine(
+            config,
+            ParallelConfig(
+                tensor_parallel_size=own_tp or config.tensor_parallel_size,
+                pipeline_parallel_size=own_pp or config.pipeline_parallel_size,
+                pipeline_partition=config.pipeline_partition,
+                expert_parallel_size=own_ep or config.expert_parallel_size,
+            ),
+        ),
+        max_model_len=config.max_model_len or spec.max_position_embeddings,
+        gpu_memory=parse_bytes(config.gpu_memory, "--gpu-memory"),
+    )
+
+
+def as_json(
+    config: PlanConfig, plans: Sequence[RolePlan], topology: Topology | None
+) -> dict[str, Any]:
+    """Sizes in bytes."""
+    found: dict[str, Any] = {}
+    if plans:
+        found = {"model": config.model, "roles": {plan.role: asdict(plan) for plan in plans}}
+    if topology is not None:
+        found["topology"] = asdict(topology)
+    return found
+
+
+def _engine(config: PlanConfig, parallel: ParallelConfig) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(model=config.model, dtype=config.dtype),
+        parallel=parallel,
+        cache=CacheConfig(
+            block_size=config.block_size,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            kv_cache_memory=config.kv_cache_memory,
+        ),
+        scheduler=SchedulerConfig(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        ),
+        lora=LoRAConfig(
+            enable_lora=config.enable_lora,
+            max_loras=config.max_loras,
+            max_lora_rank=config.max_lora_rank,
+        ),
+    )
+
+
+def _read_spec(model: str | None) -> ModelSpec:
+    path = Path(model or "")
+    return ModelSpec.from_file(path) if path.is_file() else ModelSpec.from_folder(path)
+
+
+# ---- for people ----
+
+
+def _show(console: Console, plans: Sequence[RolePlan], topology: Topology | None) -> None:
+    if plans:
+        table = Table("", *(plan.role for plan in plans))
+        for cells in zip(*map(_rows, plans), strict=True):
+            table.add_row(cells[0][0], *(value for _, value in cells))
+        console.print(table)
+        console.print(FOOTNOTES)
+    for plan in plans:
+        console.print(_verdict(plan))
+    if topology is not None:
+        _show_topology(console, topology)
+
+
+def _rows(plan: RolePlan) -> Iterator[tuple[str, str]]:
+    """What stands in a role's column, by row."""
+    rank, tp, pp = plan.rank, plan.tensor_parallel_size, len(plan.pipeline_partition)
+    experts = f", EP {plan.expert_parallel_size}" if plan.expert_parallel_size > 1 else ""
+    yield "GPUs", f"{tp * pp} (TP {tp} × PP {pp}{experts})"
+    yield "parameters", f"{plan.parameters / 1e9:.2f} B, {plan.dtype}"
+    if plan.active_parameters < plan.parameters:
+        yield "parameters a token meets", f"{plan.active_parameters / 1e9:.2f} B"
+    if plan.quantization:
+        yield f"parameters × {plan.quantization}", _gb(plan.parameter_bytes)
+    yield "weights of the model", _gb(plan.weights)
+    layers = " + ".join(map(str, plan.pipeline_partition))
+    yield "layers", layers if pp == 1 else f"{layers} (below: stage {rank.stage + 1})"
+    yield "one GPU may give", format_bytes(rank.usable)
+    yield "− weights", _gb(rank.weights)
+    yield "− activations ¹", format_bytes(rank.activations)
+    yield "− overhead ²", format_bytes(rank.overhead)
+    if rank.adapters:
+        yield "− LoRA adapters", format_bytes(rank.adapters)
+    yield "= left for KV", format_bytes(rank.left_for_kv)
+    yield "KV of a token, model", format_bytes(plan.kv_per_token)
+    yield "KV of a token, GPU", format_bytes(rank.kv_per_token)
+    yield "KV of longest sequence, GPU", format_bytes(rank.kv_per_sequence)
+    yield "KV blocks", f"{rank.num_blocks} = {plan.num_tokens} tokens"
+    yield "longest sequences at once", str(plan.max_concurrent_sequences)
+    yield "all-reduce per token", _traffic(plan, plan.all_reduce_per_token)
+    step = f" ({plan.step_tokens} tokens)" if tp > 1 else ""
+    yield "all-reduce per step", _traffic(plan, plan.all_reduce_per_step) + step
+
+
+def _gb(count: int) -> str:
+    """Both units: models are sold by the one, memory by the other."""
+    return f"{format_bytes(count)} = {count / 1e9:.2f} GB"
+
+
+def _traffic(plan: RolePlan, count: int) -> str:
+    return format_bytes(count) if plan.tensor_parallel_size > 1 else "none"
+
+
+def _verdict(plan: RolePlan) -> Text:
+    if plan.fits:
+        return Text.assemble((f"{plan.role}: fits", "green"), f": {plan.reason}")
+    mends = "; or ".join(plan.mends) or "no single change is enough: combine them, or larger GPUs"
+    told = f": {plan.reason}\n  mend: {mends}"
+    return Text.assemble((f"{plan.role}: does not fit", "red"), told)
+
+
+def _show_topology(console: Console, topology: Topology) -> None:
+    for gpu in topology.gpus:
+        console.print(f"GPU {gpu.index}: {gpu.name}, {format_bytes(gpu.memory)}")
+    for link in topology.links:
+        console.print(f"GPU {link.gpus[0]} – GPU {link.gpus[1]}: {link.kind}")
+    console.print(f"topology: {topology.advice}")

@@ -1,0 +1,136 @@
+"""`pdserve top`: the nodes of a cluster and what they do, again and again."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from rich.console import JustifyMethod
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from pdserve.client.server import LOOK_TIMEOUT, Server, add_server_options, session_of
+from pdserve.client.terminal import console_of, number
+from pdserve.common.config.options import CommandParser
+from pdserve.common.core.errors import NodeError, PdserveError
+from pdserve.common.core.printable import printable
+
+STATES = {
+    **dict.fromkeys(("unhealthy", "lost"), "red"),
+    **dict.fromkeys(("broken", "unpaired"), "yellow"),
+    "ready": "green",
+}
+COLUMNS: dict[str, JustifyMethod] = {
+    **dict.fromkeys(("node", "role", "state"), "left"),
+    **dict.fromkeys(("in flight", "running", "waiting", "KV use"), "right"),
+}
+
+
+class Node(msgspec.Struct):
+    """What is shown of a node of /v1/cluster."""
+
+    node_id: str
+    role: str
+    state: str
+    reason: str
+    in_flight: int
+    running: int
+    waiting: int
+    kv_cache_usage: float
+    total_blocks: int
+
+
+class State(msgspec.Struct):
+    nodes: list[Node]
+    ready: bool
+    reason: str
+    running: int
+    waiting: int
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 1 when the server does not answer at the first time, or with --once is not ready;
+    Ctrl-C ends the table with 0."""
+    options = make_parser().parse_args(argv)
+    try:
+        return asyncio.run(_watch(options))
+    except KeyboardInterrupt:
+        return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="pdserve top", description="The nodes of a cluster, live; once where nobody watches."
+    )
+    add_server_options(parser, LOOK_TIMEOUT, operators=True)
+    parser.add_argument(
+        "--interval", type=number(float, 0.05, 3600), default=1.0, help="seconds between two looks"
+    )
+    parser.add_argument("--once", action="store_true", help="look once")
+    parser.add_argument("--json", action="store_true", help="print JSON, a line for each look")
+    return parser
+
+
+async def _watch(options: argparse.Namespace) -> int:
+    console = console_of()
+    async with session_of(options) as session:
+        server = Server(session, options.url)
+        found = await server.get("/v1/cluster")
+        state = _read(found, server)
+        if options.json:
+            return await _lines(server, found, options)
+        if options.once or not console.is_terminal:
+            console.print(table(state))
+            return 0 if state.ready else 1
+        with Live(table(state), console=console, auto_refresh=False) as live:
+            while True:
+                await asyncio.sleep(options.interval)
+                try:
+                    state = _read(await server.get("/v1/cluster"), server)
+                    live.update(table(state), refresh=True)
+                except PdserveError as error:  # it may come back
+                    live.update(Text(error.message, style="red"), refresh=True)
+
+
+async def _lines(server: Server, found: Any, options: argparse.Namespace) -> int:
+    while True:
+        print(json.dumps(found), flush=True)
+        if options.once:
+            return 0 if found["ready"] else 1
+        await asyncio.sleep(options.interval)
+        found = await server.get("/v1/cluster")
+
+
+def _read(found: Any, server: Server) -> State:
+    try:
+        return msgspec.convert(found, State)
+    except msgspec.ValidationError as error:
+        raise NodeError(f"{server.url} is no router of this version: {error}") from error
+
+
+def table(state: State) -> Table:
+    """The cluster in a line, and a row for each node, in an order that stays."""
+    title = f"{state.running} running, {state.waiting} waiting"
+    if not state.ready:
+        title = f"not ready: {printable(state.reason, 200)}; {title}"
+    found = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for name, justify in COLUMNS.items():
+        # Reasons are long, and give way: whose they are says which log to read.
+        found.add_column(name, justify=justify, no_wrap=name != "state", overflow="fold")
+    for node in sorted(state.nodes, key=lambda node: (node.role, node.node_id)):
+        reason = f" ({printable(node.reason, 80)})" if node.reason not in ("", "ok") else ""
+        found.add_row(
+            printable(node.node_id, 60),
+            printable(node.role, 20),
+            Text(printable(node.state, 20) + reason, style=STATES.get(node.state, "")),
+            str(node.in_flight),
+            str(node.running),
+            str(node.waiting),
+            f"{node.kv_cache_usage:.0%} of {node.total_blocks}",
+        )
+    return found

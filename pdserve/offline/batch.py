@@ -1,0 +1,185 @@
+"""`pdserve run-batch`: the requests of a file in OpenAI's batch format, answered into another."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress
+
+from pdserve.cli.cluster import own_session
+from pdserve.cli.up import make_cluster, with_model
+from pdserve.client.server import Server, client_session, key_from_environment
+from pdserve.client.terminal import console_of
+from pdserve.common.config.batch import BatchConfig
+from pdserve.common.config.sources import parse
+from pdserve.common.core.errors import ConfigError, DeadlineExceeded, NodeError, PdserveError
+from pdserve.offline.batch_file import Item, Output, answered, failed, read_items
+from pdserve.offline.llm import places
+
+TRIES = 6  # of a request that fails for a reason that may pass: some 15 seconds
+CONCURRENCY = 64  # at a server that we know nothing of
+# Of the server or of us, and so of all requests: no answer to this one.
+_ENDS_RUN = (401, 403, 429, 503)
+
+INTERRUPTED = "interrupted"
+OnDone = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    requests: int
+    answered: int  # with status 200
+    failed: int
+    earlier: int  # of all, how many a run before this one has answered
+    output_file: str
+    ended_by: str | None = None  # why some are missing
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0 when all were answered; 1 when some failed, or are missing because the server
+    went away; 130 when it was interrupted. The same command goes on with what is missing."""
+    config = parse(
+        BatchConfig,
+        prog="pdserve run-batch",
+        description="Answer a file of requests in OpenAI's batch format; interrupted, it goes on "
+        "where it was.",
+        argv=argv,
+    )
+    config.check()
+    console = console_of(stderr=True)
+    path = Path(config.input_file or "")
+    try:
+        count = sum(1 for _ in read_items(path))
+        output = Output(Path(config.output_file or ""))
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}") from error
+    earlier = sum(output.done.has(item) for item in read_items(path))
+    ended_by: str | None = None
+    try:
+        with closing(output):
+            ended_by = _answer(config, output, count, earlier, console)
+    except OSError as error:
+        ended_by = f"{error.filename or output.path}: {error.strerror}"
+    _report(config, _summary(output, path, earlier, ended_by), console)
+    if ended_by == INTERRUPTED:
+        return 130
+    return 1 if ended_by or output.done.failed else 0
+
+
+def _answer(
+    config: BatchConfig, output: Output, count: int, earlier: int, console: Console
+) -> str | None:
+    """What ended the run before all were answered."""
+    try:
+        with Progress(
+            *Progress.get_default_columns(), MofNCompleteColumn(), console=console
+        ) as bar:
+            task = bar.add_task("requests", total=count, completed=earlier)
+            finished = asyncio.run(_run(config, output, lambda: bar.advance(task), console))
+        return None if finished else INTERRUPTED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except ConfigError:
+        raise
+    except PdserveError as error:
+        return error.message
+
+
+async def _run(config: BatchConfig, output: Output, on_done: OnDone, console: Console) -> bool:
+    """False when it was interrupted."""
+    path = Path(config.input_file or "")
+    if config.url is not None:
+        limit = config.max_concurrency or CONCURRENCY
+        async with client_session(key_from_environment(), timeout=config.timeout) as session:
+            await answer_all(Server(session, config.url), path, output, limit, on_done)
+        return True
+    config = replace(config, cluster=with_model(config.cluster, console))
+    cluster = make_cluster(config.cluster, console)
+    limit = config.max_concurrency or places(config.cluster)
+    try:
+        if not await cluster.start():
+            return False
+        async with own_session(config.cluster.server, config.timeout) as session:
+            server = Server(session, cluster.url)
+            return await cluster.until_ended(answer_all(server, path, output, limit, on_done))
+    finally:
+        await cluster.stop()
+
+
+async def answer_all(
+    server: Server, path: Path, output: Output, limit: int, on_done: OnDone
+) -> None:
+    """Asks for what the output lacks, `limit` at once.
+
+    Raises:
+        PdserveError: the server is away, overloaded for long, wants another key, or is none.
+    """
+    places = asyncio.Semaphore(limit)
+
+    async def one(item: Item) -> None:
+        try:
+            await output.record(await _line(server, item))
+            on_done()
+        finally:
+            places.release()
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for item in read_items(path):
+                if not output.done.has(item):
+                    await places.acquire()
+                    group.create_task(one(item))
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+
+
+async def _line(server: Server, item: Item) -> dict[str, object]:
+    if item.error is not None:
+        return failed(item, item.error)
+    try:
+        answer = await server.ask(item.url, item.body, tries=TRIES)
+    except DeadlineExceeded as error:
+        return failed(item, error)
+    if answer.status in _ENDS_RUN:
+        raise answer.error()
+    if answer.status == 200 and not isinstance(answer.body, dict):
+        raise NodeError(f"{server.url}{item.url} answers, but not with JSON", code="INVALID_JSON")
+    return answered(item, answer)
+
+
+def _summary(output: Output, path: Path, earlier: int, ended_by: str | None) -> Summary:
+    items = list(map(output.done.has, read_items(path)))
+    return Summary(
+        requests=len(items),
+        answered=sum(items) - output.done.failed,
+        failed=output.done.failed,
+        earlier=earlier,
+        output_file=str(output.path),
+        ended_by=ended_by,
+    )
+
+
+def _report(config: BatchConfig, summary: Summary, console: Console) -> None:
+    if config.json:
+        fields = {name: getattr(summary, name) for name in summary.__slots__}
+        json.dump(fields, sys.stdout, indent=2)
+        print()
+        return
+    missing = summary.requests - summary.answered - summary.failed
+    console.print(
+        f"{summary.requests} requests: {summary.answered} answered, {summary.failed} failed, "
+        f"{missing} missing ({summary.earlier} were there before); {summary.output_file}",
+        soft_wrap=True,
+    )
+    if summary.ended_by:
+        console.print(
+            f"pdserve run-batch: {summary.ended_by}; the same command goes on",
+            soft_wrap=True,
+        )

@@ -1,0 +1,176 @@
+"""Messages to the text a model reads, through its chat template."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from pdserve.common.config.router import ChatConfig
+from pdserve.common.core.errors import InvalidRequest
+from pdserve.common.text.tokenizer import Tokenizer
+from pdserve.router.api.apart import Bounds, run_apart
+from pdserve.router.api.parsers.reader import decode
+from pdserve.router.api.schema import ChatTemplateBody, Message, TextPart, Tool
+
+# An honest conversation of 30 MB takes a part of these.
+BOUNDS = Bounds(cpu_seconds=2.0, memory=512 * 2**20)
+# What a template is given in a request and cannot multiply by much: numbers up to so many, texts of
+# so many characters, so many values of a list or an object.
+_NUMBER, _LONG, _MANY = 2**16, 1024, 64
+
+Templates = Literal["here", "elsewhere", "apart"]
+"""Where a template is rendered that may take any time: here without bounds, in another process, or
+in a child of this one."""
+
+
+class CostlyTemplate(Exception):
+    """Another process is to render it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rendered:
+    """What a child says."""
+
+    text: str = ""
+    error: tuple[str, str, str | None] | None = None  # message, code, param of an InvalidRequest
+
+
+_rendered = msgspec.msgpack.Decoder(_Rendered)
+
+
+def render_bounded(
+    tokenizer: Tokenizer,
+    config: ChatConfig,
+    body: ChatTemplateBody,
+    messages: list[Message],
+    templates: Templates,
+) -> str:
+    """As `render`.
+
+    Raises:
+        CostlyTemplate: the template may take any time, and that is for another process.
+        InvalidRequest: also when it took more than BOUNDS.
+    """
+    if templates == "here" or not _may_be_costly(config, body):
+        return render(tokenizer, config, body, messages)
+    if templates == "elsewhere":
+        raise CostlyTemplate
+    done = run_apart(lambda: _try(tokenizer, config, body, messages), BOUNDS).result
+    if done is None:
+        param = "chat_template_kwargs" if body.chat_template is None else "chat_template"
+        raise InvalidRequest(f"the chat template takes more than {BOUNDS}", param=param)
+    rendered = _rendered.decode(done)
+    if rendered.error is not None:
+        message, code, param_ = rendered.error
+        raise InvalidRequest(message, code=code, param=param_)
+    return rendered.text
+
+
+def _try(
+    tokenizer: Tokenizer, config: ChatConfig, body: ChatTemplateBody, messages: list[Message]
+) -> bytes:
+    try:
+        rendered = _Rendered(render(tokenizer, config, body, messages))
+    except InvalidRequest as error:
+        rendered = _Rendered(error=(error.message, error.code, error.param))
+    return msgspec.msgpack.encode(rendered)
+
+
+def _may_be_costly(config: ChatConfig, body: ChatTemplateBody) -> bool:
+    """A client's own template, or the server's with values that it may multiply."""
+    if body.chat_template is not None:
+        return config.trust_request_chat_template  # else it is refused
+    return not _is_slight(body.chat_template_kwargs)
+
+
+def _is_slight(value: Any) -> bool:
+    match value:
+        case bool() | float() | None:
+            return True
+        case int():
+            return abs(value) <= _NUMBER
+        case str():
+            return len(value) <= _LONG
+        case dict():
+            return len(value) <= _MANY and all(map(_is_slight, value.values()))
+        case _:
+            return len(value) <= _MANY and all(map(_is_slight, value))
+
+
+def render(
+    tokenizer: Tokenizer, config: ChatConfig, body: ChatTemplateBody, messages: list[Message]
+) -> str:
+    """The conversation as the model reads it.
+
+    Raises:
+        InvalidRequest: no messages, or the template refuses them.
+    """
+    if not messages:
+        raise InvalidRequest("messages is an empty list", param="messages")
+    if body.chat_template is not None and not config.trust_request_chat_template:
+        raise InvalidRequest(
+            "this server does not run clients' chat templates "
+            "(--trust-request-chat-template allows them)",
+            param="chat_template",
+        )
+    if body.add_generation_prompt and body.continue_final_message:
+        raise InvalidRequest(
+            "add_generation_prompt and continue_final_message exclude each other",
+            param="continue_final_message",
+        )
+    as_parts = config.chat_template_content_format == "openai"
+    return tokenizer.render_chat_template(
+        [_as_template_message(message, as_parts) for message in messages],
+        add_generation_prompt=not body.continue_final_message
+        and body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+        chat_template=body.chat_template,
+        tools=[_as_template_tool(tool) for tool in body.tools or ()] or None,
+        documents=body.documents or None,
+        template_kwargs=body.chat_template_kwargs,
+    )
+
+
+def text_of(message: Message) -> str:
+    content = message.content or ""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _as_template_message(message: Message, as_parts: bool) -> dict[str, Any]:
+    """As templates want it: OpenAI's newer name for `system` is in none of them, arguments of
+    calls are objects, and what a model thought is under one of its two names."""
+    given = message.model_dump(exclude_none=True)
+    if reasoning := given.pop("reasoning", None):
+        given.setdefault("reasoning_content", reasoning)
+    given["content"] = text_of(message)
+    if as_parts and message.content is not None:
+        parts = message.content
+        if isinstance(parts, str):
+            parts = [TextPart(type="text", text=parts)]
+        given["content"] = [part.model_dump() for part in parts]
+    if not given.get("tool_calls"):
+        given.pop("tool_calls", None)
+    for call in given.get("tool_calls", ()):
+        call["function"]["arguments"] = _as_object(call["function"].get("arguments"))
+    return given | {"role": "system" if message.role == "developer" else message.role}
+
+
+def _as_object(arguments: str | dict[str, Any] | None) -> Any:
+    """What a model once wrote may be no JSON: then it stays as it is."""
+    if not arguments:
+        return {}
+    if isinstance(arguments, str):
+        value = decode(arguments)
+        return value if isinstance(value, dict) else arguments
+    return arguments
+
+
+def _as_template_tool(tool: Tool) -> dict[str, Any]:
+    """Without what is for the server alone. No parameters are an empty list of them: templates
+    look into it."""
+    given = tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}})
+    told = {name: value for name, value in given["function"].items() if value is not None}
+    told.setdefault("parameters", {"type": "object", "properties": {}})
+    return given | {"function": told}

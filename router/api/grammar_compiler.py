@@ -1,0 +1,136 @@
+"""Constraints are compiled before a request goes on, where a hostile one hurts nobody.
+
+    router ── StructuredOutput ──▶ preprocess worker ── fork ──▶ compiles it, dies
+           ◀── grammar, or why there is none ──
+
+A constraint of a few kilobytes may take minutes and gigabytes to compile, or overflow the stack of
+what compiles it. So a process of its own does it, with as much CPU time and memory as an honest one
+needs a part of; nodes compile only what has come through here, within the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from time import process_time
+from weakref import WeakValueDictionary
+
+import msgspec
+
+from pdserve.common.core.errors import InvalidRequest, is_defect
+from pdserve.common.core.structured import ConstraintKind, StructuredOutput
+from pdserve.common.text.grammar import GrammarError, GrammarTokens, check_grammar, to_grammar
+from pdserve.router.api.apart import Bounds, run_apart
+from pdserve.router.cluster.served_model import ServedModel
+
+# Nodes rely on these: there it takes as long again.
+BOUNDS = Bounds(cpu_seconds=0.5, memory=512 * 2**20)
+logger = logging.getLogger(__name__)
+
+MAX_KNOWN = 64  # verdicts, each of some 100 KiB at most
+
+_ANY_OBJECT = '{"type":"object"}'
+
+Turn = tuple[StructuredOutput, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A verdict."""
+
+    grammar: str = ""
+    error: str = ""  # not empty: there is no grammar
+    seconds: float = 0.0  # of CPU
+
+
+_replies = msgspec.msgpack.Decoder(Compiled)
+
+
+class GrammarCompiler:
+    """The router's: remembers verdicts."""
+
+    def __init__(
+        self,
+        compile: Callable[[StructuredOutput, str], Awaitable[Compiled]],
+        observe: Callable[[float], None],
+    ) -> None:
+        """`compile` has one compiled, for a client; `observe` is told how long each took."""
+        self._compile = compile
+        self._observe = observe
+        self._known: OrderedDict[StructuredOutput, Compiled] = OrderedDict()
+        # Of what is being compiled, and for whom: a client waits for the verdict it has asked for,
+        # but not for another's, whose turn may come late.
+        self._turns: WeakValueDictionary[Turn, asyncio.Lock] = WeakValueDictionary()
+
+    async def __call__(self, structured: StructuredOutput, client: str) -> str:
+        """The grammar for nodes.
+
+        Raises:
+            InvalidRequest: there is none for it; `param` is the field the client gave it in.
+            PdserveError: nobody could be asked.
+        """
+        turn = self._turns.setdefault((structured, client), asyncio.Lock())
+        async with turn:
+            compiled = self._known.get(structured) or await self._ask(structured, client)
+            self._known[structured] = compiled
+        self._known.move_to_end(structured)
+        if len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+        if compiled.error:
+            raise InvalidRequest(compiled.error, param=structured.param)
+        return compiled.grammar
+
+    async def _ask(self, structured: StructuredOutput, client: str) -> Compiled:
+        is_any_object = structured.kind is ConstraintKind.JSON and structured.text == _ANY_OBJECT
+        if is_any_object and structured.whitespace_pattern is None:
+            return Compiled(to_grammar(structured))  # harmless
+        compiled = await self._compile(structured, client)
+        self._observe(compiled.seconds)
+        return compiled
+
+
+# ---- where it is compiled -----------------------------------------------------------------------
+
+
+def compile_here(structured: StructuredOutput, model: ServedModel) -> Compiled:
+    """Without any bound of time or memory."""
+    start = process_time()
+    try:
+        tokens = _tokens(model)
+        start = process_time()
+        grammar = to_grammar(structured)
+        check_grammar(structured, grammar, tokens)
+        return Compiled(grammar, seconds=process_time() - start)
+    except InvalidRequest as error:
+        return Compiled(error=error.message, seconds=process_time() - start)
+    except GrammarError as error:
+        return Compiled(error=f"{structured.param} is not supported: {error}")
+    except BaseException as error:  # a panic of the library is no Exception
+        if not is_defect(error) or isinstance(error, MemoryError):
+            raise
+        logger.error("compiling %s failed", structured.param, exc_info=error)
+        return Compiled(error=f"{structured.param} cannot be compiled: {type(error).__name__}")
+
+
+def compile_apart(structured: StructuredOutput, model: ServedModel) -> Compiled:
+    """In a child of this process, which must have a single thread."""
+    with suppress(GrammarError):
+        _tokens(model)  # once, for all children
+    outcome = run_apart(lambda: msgspec.msgpack.encode(compile_here(structured, model)), BOUNDS)
+    if outcome.result is not None:
+        return _replies.decode(outcome.result)
+    return Compiled(
+        error=f"{structured.param} cannot be compiled: it takes more than {BOUNDS}",
+        seconds=outcome.seconds,
+    )
+
+
+@lru_cache(maxsize=1)
+def _tokens(model: ServedModel) -> GrammarTokens:
+    tokenizer = model.tokenizer
+    return GrammarTokens(tokenizer.to_json(), model.vocab_size, tokenizer.eos_token_ids)

@@ -1,0 +1,340 @@
+"""A request's body to what is asked: parsed, checked, as token ids. The costly part of a request,
+so it runs wherever its size says: on the event loop, on a thread or in a process of its own.
+Nothing here does I/O.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from typing import Any, Generic, TypeVar, cast
+
+from pydantic import ValidationError
+
+from pdserve.common.config.router import ChatConfig
+from pdserve.common.core.errors import InvalidRequest, PdserveError, RequestTooLarge, is_defect
+from pdserve.common.core.parameters import MAX_CHOICES, check_range
+from pdserve.common.core.prompt_logprobs import check_size
+from pdserve.common.core.structured import StructuredOutput
+from pdserve.common.obs.logging import request_id_var
+from pdserve.router.api.conversation import CostlyTemplate, Templates, render_bounded
+from pdserve.router.api.foreign import ForeignBody, MessagesBody, ResponsesBody
+from pdserve.router.api.sampling import make_choices
+from pdserve.router.api.schema import (
+    SHAPES,
+    Body,
+    ChatBody,
+    ChatTemplateBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    LoadLoRABody,
+    Message,
+    TokenizeBody,
+    UnloadLoRABody,
+)
+from pdserve.router.api.structured import structured_of
+from pdserve.router.api.tools import (
+    AnswerPlan,
+    check_tools,
+    forced_calls,
+    plan_tools,
+    with_calls,
+    with_thought,
+)
+from pdserve.router.api.unsupported import unknown_fields
+from pdserve.router.cluster.served_model import ServedModel
+
+logger = logging.getLogger(__name__)
+
+MAX_PROMPTS = 1024  # of one body; each waits for a slot of its own
+MAX_BODY_CHOICES = 4096  # prompts × n
+# A few bytes of JSON become objects of a hundred times their size: bounds before it is parsed.
+MAX_CONTAINERS = 2**16  # lists and objects
+MAX_VALUES = 2**21
+_SMALL = 64 * 1024  # bytes that cannot exceed either by much
+# One that is never closed ends with the body: every escaped quote in it would be tried else.
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
+
+BodyT = TypeVar("BodyT", bound=Body)
+
+
+@dataclass(frozen=True, slots=True)
+class Preprocessed(Generic[BodyT]):
+    """What a body asks. `body` may lack what became of it: prompts, messages, a template."""
+
+    body: BodyT
+    prompts: Sequence[Sequence[int]]  # token ids
+    # Of the prompts where they are echoed, of the tokens, or what an answer tells again.
+    texts: Sequence[str] = ()
+    structured: StructuredOutput | None = None  # what the answer must be,
+    answer: AnswerPlan = field(default_factory=AnswerPlan)
+    unknown: frozenset[str] = field(default_factory=frozenset)  # fields no schema has
+    grammar: str = ""  # and what becomes of it
+
+
+@dataclass(frozen=True, slots=True)
+class Preprocessor:
+    """The model whose tokens and templates they are, and the server's way with chats."""
+
+    model: ServedModel
+    chat: ChatConfig = field(default_factory=ChatConfig)
+    adapters: frozenset[str] = frozenset()  # that are models by name
+    templates: Templates = "here"  # where costly ones are rendered
+
+    def preprocess(self, kind: str, raw: bytes | bytearray) -> Preprocessed[Any]:
+        """`kind` is one of `KINDS`; `raw` may be any bytes.
+
+        Raises:
+            InvalidRequest: no JSON, a field of the wrong type or out of range, or too long a
+                prompt.
+            ModelNotFound: it names another model; then nothing has been tokenized.
+            RequestTooLarge: it takes too much memory.
+            PdserveError: a defect, which is logged.
+            CostlyTemplate: another process is to do it.
+        """
+        try:
+            return self._preprocess(kind, raw)
+        except (PdserveError, CostlyTemplate):
+            raise
+        except BaseException as error:
+            if not is_defect(error):
+                raise
+            raise failed(error) from error
+
+    def _preprocess(self, kind: str, raw: bytes | bytearray) -> Preprocessed[Any]:
+        schema, preprocess = KINDS[kind]
+        if len(raw) > _SMALL:
+            Structure("the body").check(raw)
+        body = parse(schema, raw)
+        if body.model not in self.adapters:
+            self.model.check_name(body.model)
+        if not isinstance(body, ForeignBody):
+            unknown = unknown_fields(body.model_extra or {})
+            return replace(preprocess(self, body), unknown=unknown)
+        unknown = unknown_fields(body.model_extra or {}, body.elsewhere())
+        made = preprocess(self, as_chat(body))
+        return replace(made, body=body, texts=body.told_again(), unknown=unknown)
+
+
+def parse(schema: type[BodyT], raw: bytes | bytearray) -> BodyT:
+    try:
+        return schema.model_validate_json(raw)
+    except ValidationError as error:
+        raise _invalid(error) from error
+
+
+def as_chat(body: ForeignBody, messages: bool = True) -> ChatBody:
+    """What asks the same of chat, if wanted without its messages.
+
+    Raises:
+        InvalidRequest: chat cannot be asked so.
+    """
+    fields = body.same() | body.parameters() | {"messages": body.conversation() if messages else []}
+    try:
+        chat = ChatBody.model_validate(fields)
+    except ValidationError as error:
+        raise _invalid(error) from error
+    unknown_fields(chat.model_extra or {}, sent_as=body.sent_as)
+    return chat
+
+
+def _invalid(error: ValidationError) -> InvalidRequest:
+    """The first thing pydantic found wrong; `param` is a path such as `messages[0].role`."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    if first["type"] == "json_invalid":
+        return InvalidRequest(f"the body is not valid JSON: {first['msg']}", code="INVALID_JSON")
+    if not first["loc"]:
+        return InvalidRequest("the body must be a JSON object", code="INVALID_JSON")
+    # Inside a field of several shapes pydantic goes on with its own name of the shape.
+    steps = list(takewhile(lambda step: not _is_shape(step), first["loc"]))
+    param = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)[1:]
+    if len(steps) < len(first["loc"]) and steps[-1] in SHAPES:
+        return InvalidRequest(f"{param}: must be {SHAPES[str(steps[-1])]}", param=param)
+    return InvalidRequest(f"{param}: {first['msg']}", param=param)
+
+
+def _is_shape(step: int | str) -> bool:
+    return isinstance(step, str) and (step == "str" or "[" in step)
+
+
+class Structure:
+    """Counts the containers and values of JSON texts before they are parsed, outside strings, and
+    no further than it must."""
+
+    def __init__(self, name: str, param: str | None = None) -> None:
+        """Of one text, or of several together: `name` and `param` are for the refusal."""
+        self._name = name
+        self._param = param
+        self._containers = self._values = 0
+
+    def check(self, raw: bytes | bytearray) -> None:
+        """Raises InvalidRequest: there are too many."""
+        end = 0
+        for string in _STRING.finditer(raw):
+            self._count(raw, end, string.start())
+            end = string.end()
+        self._count(raw, end, len(raw))
+
+    def _count(self, raw: bytes | bytearray, start: int, end: int) -> None:
+        self._containers += raw.count(b"[", start, end) + raw.count(b"{", start, end)
+        self._values += raw.count(b",", start, end)
+        if self._containers > MAX_CONTAINERS:
+            self._refuse(MAX_CONTAINERS, "lists and objects")
+        if self._values > MAX_VALUES:
+            self._refuse(MAX_VALUES, "values")
+
+    def _refuse(self, most: int, what: str) -> None:
+        raise InvalidRequest(f"{self._name} has more than {most} {what}", param=self._param)
+
+
+def failed(error: BaseException) -> PdserveError:
+    """The typed error for what preparing a body ended in."""
+    if isinstance(error, MemoryError):
+        return RequestTooLarge("preparing the body takes too much memory")
+    if isinstance(error, (RecursionError, UnicodeError, OverflowError)):  # of the values in it
+        return InvalidRequest(f"the body cannot be prepared: {error}")
+    logger.error("preparing a body failed", exc_info=error)
+    log = f"its log entry is under request id {request_id_var.get()}"
+    return PdserveError(f"preparing the body failed; {log}", code="PREPARATION_FAILED")
+
+
+# ---- completions ----------------------------------------------------------------------------
+
+Preprocess = Callable[[Preprocessor, Any], Preprocessed[Any]]
+
+
+def _completion(preprocessor: Preprocessor, body: CompletionBody) -> Preprocessed[Any]:
+    structured = check_generation(body)
+    if body.suffix:
+        raise InvalidRequest("suffix is not supported", param="suffix")
+    if body.best_of is not None:
+        check_range("best_of", body.best_of, make_choices(body.n), MAX_CHOICES)
+        if body.stream and body.best_of > make_choices(body.n):
+            raise InvalidRequest("the best are known at the end: no stream", param="best_of")
+    if body.logprobs is not None:
+        check_range("logprobs", body.logprobs, 0, preprocessor.model.max_logprobs)
+    prompts = [_ids(preprocessor.model, body, one) for one in _prompts(body)]
+    if (num_top := body.prompt_top) is not None:
+        check_range("prompt_logprobs", num_top, 0, preprocessor.model.max_logprobs)
+        check_size(sum(map(len, prompts)) * make_choices(body.n), num_top)
+    if not body.echo:
+        return Preprocessed(body, prompts, structured=structured)
+    given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    if isinstance(given[0], str) and body.truncate_prompt_tokens is None:  # the client's own
+        return Preprocessed(body, prompts, given, structured)
+    decode = preprocessor.model.tokenizer.decode
+    texts = [decode(ids, skip_special_tokens=False) for ids in prompts]
+    return Preprocessed(body, prompts, texts, structured)
+
+
+def _prompts(body: CompletionBody) -> Sequence[str | list[int]]:
+    """Counted before anything is made of them."""
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise InvalidRequest("prompt is an empty list", param="prompt")
+    if isinstance(prompt[0], int):
+        return [cast(list[int], prompt)]
+    if len(prompt) > MAX_PROMPTS:
+        raise InvalidRequest(f"prompt takes at most {MAX_PROMPTS} prompts", param="prompt")
+    if len(prompt) * (body.best_of or make_choices(body.n)) > MAX_BODY_CHOICES:
+        param = "best_of" if body.best_of else "n"
+        raise InvalidRequest(f"prompts × {param} may be at most {MAX_BODY_CHOICES}", param=param)
+    return cast(Sequence[str | list[int]], prompt)
+
+
+def _ids(model: ServedModel, body: CompletionBody, prompt: str | list[int]) -> Sequence[int]:
+    if isinstance(prompt, str):
+        return _truncated(model, body, model.encode(prompt, "prompt"))
+    return model.check_prompt(_truncated(model, body, prompt), "prompt")
+
+
+def _truncated(model: ServedModel, body: GenerationBody, token_ids: Sequence[int]) -> Sequence[int]:
+    limit = getattr(body, "max_completion_tokens", None) or body.max_tokens
+    return model.truncate(token_ids, body.truncate_prompt_tokens, limit)
+
+
+def check_generation(body: GenerationBody) -> StructuredOutput | None:
+    """What completions and chat have in common; returns what the answer must be."""
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+    if body.stream and body.prompt_logprobs is not None:
+        raise InvalidRequest("prompt_logprobs are not in streams", param="prompt_logprobs")
+    return structured_of(body)
+
+
+# ---- chat -----------------------------------------------------------------------------------
+
+
+def _chat(preprocessor: Preprocessor, body: ChatBody) -> Preprocessed[Any]:
+    structured = check_generation(body)
+    if body.max_completion_tokens is not None:
+        check_range("max_completion_tokens", body.max_completion_tokens, 1, None)
+    if body.top_logprobs is not None:
+        check_range("top_logprobs", body.top_logprobs, 0, preprocessor.model.max_logprobs)
+        if body.top_logprobs and not body.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+    model = preprocessor.model
+    chat, tokenizer = preprocessor.chat, model.tokenizer
+    plan = plan_tools(body, chat)
+    structured = forced_calls(body, plan) or structured
+    if structured is not None:
+        plan, structured = with_calls(plan, structured, body, chat, tokenizer)
+    text = _render(preprocessor, body, body.messages)
+    plan = with_thought(plan, body, chat, text, tokenizer, held=structured is not None)
+    token_ids = model.encode(text, "messages", bool(body.add_special_tokens))
+    prompt = _truncated(model, body, token_ids)
+    if body.prompt_logprobs is not None:
+        check_range("prompt_logprobs", body.prompt_logprobs, 0, model.max_logprobs)
+        check_size(len(prompt), body.prompt_logprobs)
+    return Preprocessed(body, [prompt], structured=structured, answer=plan)
+
+
+def _render(preprocessor: Preprocessor, body: ChatTemplateBody, messages: list[Message]) -> str:
+    arguments = Structure("the text of tool calls' arguments", "messages")
+    for call in (call for message in messages for call in message.tool_calls or ()):
+        if isinstance(text := call.function.arguments, str):  # of JSON, which is parsed
+            arguments.check(text.encode())
+    tokenizer, templates = preprocessor.model.tokenizer, preprocessor.templates
+    return render_bounded(tokenizer, preprocessor.chat, body, messages, templates)
+
+
+# ---- tokens alone ---------------------------------------------------------------------------
+
+
+def _tokenize(preprocessor: Preprocessor, body: TokenizeBody) -> Preprocessed[Any]:
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("give either prompt or messages", param="prompt")
+    if body.messages is not None:
+        check_tools(body.tools or [])
+        text = _render(preprocessor, body, body.messages)
+        special = bool(body.add_special_tokens)
+        return Preprocessed(body, [preprocessor.model.encode(text, "messages", special)])
+    special = body.add_special_tokens is not False
+    return Preprocessed(body, [preprocessor.model.encode(body.prompt or "", "prompt", special)])
+
+
+def _detokenize(preprocessor: Preprocessor, body: DetokenizeBody) -> Preprocessed[Any]:
+    token_ids = preprocessor.model.check_ids(body.tokens, "tokens")
+    return Preprocessed(body, (), [preprocessor.model.tokenizer.decode(token_ids, False)])
+
+
+def _as_it_is(preprocessor: Preprocessor, body: Body) -> Preprocessed[Any]:
+    return Preprocessed(body, ())
+
+
+KINDS: dict[str, tuple[type[Body], Preprocess]] = {
+    "completion": (CompletionBody, _completion),
+    "chat": (ChatBody, _chat),
+    "responses": (ResponsesBody, _chat),
+    "messages": (MessagesBody, _chat),
+    "tokenize": (TokenizeBody, _tokenize),
+    "detokenize": (DetokenizeBody, _detokenize),
+    "load_lora": (LoadLoRABody, _as_it_is),
+    "unload_lora": (UnloadLoRABody, _as_it_is),
+}

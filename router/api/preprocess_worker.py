@@ -1,0 +1,208 @@
+"""A process that preprocesses large bodies, so that the router's own neither stops nor swells.
+
+    router ── what is asked, raw body ──▶ worker   preprocesses it
+           ◀── what it asks, or a typed error ──
+           ◀── the token ids of each prompt, then each text ──
+           ── GRAMMAR, a constraint ──▶            compiles it in a child
+           ◀── grammar, or an error ──
+
+Frames are eight bytes of length and as many bytes. Whatever is wrong with a body is answered. A
+worker, which `fork_server` forks, ends with its router. The router ends it when a body has cost it
+much memory, which only the end of a process gives back.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import sys
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from io import BufferedIOBase
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.router import ChatConfig
+from pdserve.common.config.shared import LogConfig
+from pdserve.common.core.errors import InvalidRequest, PdserveError, is_defect
+from pdserve.common.core.structured import StructuredOutput
+from pdserve.common.obs.logging import request_id_var, setup_logging
+from pdserve.common.obs.process import dump_stacks_on_signal
+from pdserve.router.api.conversation import CostlyTemplate, Templates
+from pdserve.router.api.fork_server import LENGTH, serve
+from pdserve.router.api.grammar_compiler import Compiled, compile_apart
+from pdserve.router.api.preprocess import Preprocessed, Preprocessor, failed
+from pdserve.router.api.tools import AnswerPlan
+from pdserve.router.cluster.served_model import load_served_model
+
+GRAMMAR = "grammar"  # what is asked beside the kinds of bodies
+MAX_MEMORY = 2 * 2**30  # bytes of data; a body that needs more kills this process only
+NICENESS = 5  # of small requests, and of nodes on the same host, nobody waits for a large body
+KEEP_MEMORY = 512 * 2**20  # bytes at its peak, above which the process ends after its answer
+MAX_FIELDS = 64 * 1024  # bytes of JSON that are neither prompt, nor messages, nor template
+_CONSUMED = {
+    "prompt", "messages", "input", "instructions", "system", "tokens",
+    "chat_template", "chat_template_kwargs", "documents", "tools", "response_format",
+    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "guided_whitespace_pattern",
+}  # fmt: skip
+_PLACEHOLDERS: dict[str, dict[str, Any]] = {
+    "completion": {"prompt": ""},
+    "chat": {"messages": []},
+    "responses": {"input": ""},
+    "messages": {"messages": []},
+    "detokenize": {"tokens": []},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    model: dict[str, Any]  # fields of ModelConfig
+    log: dict[str, Any]  # of LogConfig
+    chat: dict[str, Any]  # of ChatConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """The frame before a body."""
+
+    kind: str
+    adapters: frozenset[str] = frozenset()  # that are models by name now
+    request_id: str | None = None  # for the log
+    costly: bool = False  # render a template that may take any time, in a child with bounds
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An answer or an error; `last`: ask another process next time."""
+
+    last: bool = False
+    costly: bool = False  # ask again with `Ask.costly`
+    body: bytes = b""  # JSON, without what has become token ids or text
+    # Arrays of 32 bits, and UTF-8: frames of their own.
+    prompts: tuple[bytes, ...] = ()
+    texts: tuple[bytes, ...] = ()
+    structured: StructuredOutput | None = None
+    answer: AnswerPlan = field(default_factory=AnswerPlan)
+    unknown: tuple[str, ...] = ()
+    compiled: Compiled | None = None
+    error: dict[str, Any] | None = None  # the class's name and the arguments of a PdserveError
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The first frame of a reply."""
+
+    reply: Reply
+    num_prompts: int
+    num_texts: int
+
+
+_specs = msgspec.msgpack.Decoder(Spec)
+_asks = msgspec.msgpack.Decoder(Ask)
+_grammars = msgspec.msgpack.Decoder(StructuredOutput)
+
+
+def main(fd: int) -> int:
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY, MAX_MEMORY))
+    os.nice(NICENESS)
+    dump_stacks_on_signal()
+    return serve(socket.socket(fileno=fd), _load)
+
+
+def _load(spec_: bytes) -> Callable[[socket.socket], None]:
+    spec = _specs.decode(spec_)
+    model = load_served_model(ModelConfig(**spec.model))
+    preprocessor = Preprocessor(model, ChatConfig(**spec.chat))
+    return partial(_work, preprocessor, LogConfig(**spec.log))
+
+
+def _work(preprocessor: Preprocessor, log: LogConfig, connection: socket.socket) -> None:
+    setup_logging("router/text", log)
+    frames = connection.makefile("rb")
+    while True:
+        ask = _asks.decode(_receive(frames))
+        for frame in frames_of(preprocessor, ask, _receive(frames)):
+            connection.sendall(LENGTH.pack(len(frame)))
+            connection.sendall(frame)
+
+
+def frames_of(preprocessor: Preprocessor, ask: Ask, raw: bytes) -> list[bytes]:
+    """The reply to a body, whatever that is."""
+    request_id_var.set(ask.request_id)
+    templates: Templates = "apart" if ask.costly else "elsewhere"
+    asked = replace(preprocessor, adapters=ask.adapters, templates=templates)
+    try:
+        reply = answer(asked, ask.kind, raw)
+    except CostlyTemplate:
+        reply = Reply(costly=True)
+    except PdserveError as error:
+        reply = _refusal(error)
+    except BaseException as error:
+        if not is_defect(error):
+            raise
+        reply = _refusal(failed(error))
+    return _frames(replace(reply, last=_peak_memory() > KEEP_MEMORY))
+
+
+def _refusal(error: PdserveError) -> Reply:
+    fields = {name: getattr(error, name) for name in ("message", "code", "param")}
+    return Reply(error={"type": type(error).__name__, **fields})
+
+
+def _frames(reply: Reply) -> list[bytes]:
+    alone = replace(reply, prompts=(), texts=())
+    head = msgspec.msgpack.encode(Head(alone, len(reply.prompts), len(reply.texts)))
+    return [head, *reply.prompts, *reply.texts]
+
+
+def answer(preprocessor: Preprocessor, kind: str, raw: bytes | bytearray) -> Reply:
+    if kind == GRAMMAR:
+        structured = _grammars.decode(raw)
+        return Reply(compiled=compile_apart(structured, preprocessor.model))
+    preprocessed = preprocessor.preprocess(kind, raw)
+    return Reply(
+        body=_fields(kind, preprocessed),
+        prompts=tuple(array("I", ids).tobytes() for ids in preprocessed.prompts),
+        texts=tuple(text.encode() for text in preprocessed.texts),
+        structured=preprocessed.structured,
+        answer=preprocessed.answer,
+        unknown=tuple(name[:64] for name in sorted(preprocessed.unknown)[:100]),
+    )
+
+
+def _fields(kind: str, preprocessed: Preprocessed[Any]) -> bytes:
+    """The body's other fields; those no schema has are left out."""
+    known = set(type(preprocessed.body).model_fields) - _CONSUMED
+    rest = preprocessed.body.model_dump(mode="json", include=known, exclude_none=True)
+    fields = msgspec.json.encode({**rest, **_PLACEHOLDERS.get(kind, {})})
+    if len(fields) > MAX_FIELDS:
+        raise InvalidRequest(f"the parameters take more than {MAX_FIELDS} bytes")
+    return fields
+
+
+def _peak_memory() -> int:
+    """Of this process alone: `ru_maxrss` begins at that of the one which started it."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+
+
+def _receive(frames: BufferedIOBase) -> bytes:
+    header = frames.read(LENGTH.size)
+    if len(header) < LENGTH.size:
+        raise EOFError
+    (length,) = LENGTH.unpack(header)
+    data = frames.read(length)
+    if len(data) < length:
+        raise EOFError
+    return data
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

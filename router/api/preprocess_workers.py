@@ -1,0 +1,274 @@
+"""The processes that preprocess large bodies (`preprocess_worker`): the router's end.
+
+One that dies costs its body a second try in a fresh one, and nothing else; a body that ends two is
+refused. One that a signal has stopped counts as dead after a few seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from pdserve.common.core import errors
+from pdserve.common.core.errors import PdserveError, Unavailable
+from pdserve.common.core.structured import StructuredOutput
+from pdserve.common.obs.logging import request_id_var
+from pdserve.router.api.fork_server import LENGTH, Fork, ForkServer, is_stopped, unless_stopped
+from pdserve.router.api.grammar_compiler import Compiled
+from pdserve.router.api.preprocess import KINDS, Preprocessed, parse
+from pdserve.router.api.preprocess_worker import GRAMMAR, Ask, Head, Reply, Spec
+from pdserve.router.requests.fair_share import Turns
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING = 256  # bodies, whose bytes `router/http/request.py` bounds
+MAX_CLIENT_WAITING = 192  # of one client
+_MODULE = "pdserve.router.api.preprocess_worker"
+_TIMEOUT = 60.0  # seconds one body may take
+_RESTART_PAUSE = 0.5  # seconds: a host without memory kills the next one, too
+_MAX_FRAME = 2**30  # bytes of a reply
+PIECE = 64 * 1024  # bytes that a piece of a body has at least, but for the last
+
+_heads = msgspec.msgpack.Decoder(Head)
+
+
+class Pieces:
+    """A body as it comes, in pieces. A block of a large body's size would be moved when it grows,
+    all of it at once, and leave a hole as large."""
+
+    def __init__(self, whole: bytes = b"") -> None:
+        self._pieces: list[bytearray] = []
+        self._size = 0
+        self.add(whole)
+
+    def __len__(self) -> int:
+        """Bytes."""
+        return self._size
+
+    def add(self, data: bytes) -> None:
+        self._size += len(data)
+        if self._pieces and len(self._pieces[-1]) < PIECE:
+            self._pieces[-1] += data
+        else:
+            self._pieces.append(bytearray(data))
+
+    def whole(self) -> bytes:
+        return b"".join(self._pieces)
+
+    def clear(self) -> None:
+        """Frees them, whoever still knows this, as a refusal's traceback does."""
+        self._pieces.clear()
+        self._size = 0
+
+    def __iter__(self) -> Iterator[bytearray]:
+        return iter(self._pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A reply with the frames behind it."""
+
+    reply: Reply
+    prompts: tuple[array[int], ...]
+    texts: tuple[str, ...]
+
+
+class DiedError(Exception):
+    """A process ended, or stood still, before it had answered."""
+
+
+class PreprocessWorkers:
+    """Starts its processes when they are needed, and a new one for each that ends."""
+
+    def __init__(self, spec: Spec, size: int = 2) -> None:
+        self._spec = msgspec.msgpack.encode(spec)
+        self._turns = Turns(size, MAX_WAITING, MAX_CLIENT_WAITING)
+        # Costly templates never hold all processes.
+        self._costly = Turns(max(1, size - 1), MAX_WAITING, MAX_CLIENT_WAITING)
+        self._idle: list[_Worker] = []
+        self._server: ForkServer | None = None
+        self._starting = asyncio.Lock()
+        self._keeping: asyncio.Task[None] | None = None
+
+    async def preprocess(
+        self,
+        kind: str,
+        raw: Pieces,
+        client: str = "",
+        adapters: frozenset[str] = frozenset(),
+        costly: bool = False,
+    ) -> Preprocessed[Any]:
+        """As `Preprocessor.preprocess`, in another process; clients take turns. `raw` is used up.
+        `costly`: its template is known to be.
+
+        Raises:
+            Overloaded: too many bodies wait.
+            PdserveError: also when two processes died of this body, or it takes too long.
+        """
+        ask = Ask(kind, adapters, request_id_var.get(), costly)
+        answer = await self._ask_in_turn(ask, raw, client)
+        reply = answer.reply
+        body, unknown = parse(KINDS[kind][0], reply.body), frozenset(reply.unknown)
+        return Preprocessed(
+            body, answer.prompts, answer.texts, reply.structured, reply.answer, unknown
+        )
+
+    async def compile(self, structured: StructuredOutput, client: str = "") -> Compiled:
+        """As `compile_apart`, in another process; raises as `preprocess`."""
+        raw = Pieces(msgspec.msgpack.encode(structured))
+        ask = Ask(GRAMMAR, request_id=request_id_var.get())
+        compiled = (await self._ask_in_turn(ask, raw, client)).reply.compiled
+        assert compiled is not None
+        return compiled
+
+    async def close(self) -> None:
+        await self._costly.close()
+        await self._turns.close()
+        await asyncio.gather(*(worker.end() for worker in self._idle))
+        self._idle.clear()
+        if self._keeping is not None:
+            self._keeping.cancel()
+        if self._server is not None:
+            await self._server.end()
+
+    async def _ask_in_turn(self, ask: Ask, raw: Pieces, client: str) -> Answer:
+        # A client that leaves does not end the work, which does not take long.
+        work = partial(self._turns.run, client, partial(self._ask, ask, raw))
+        answer = await (self._costly.run(client, work) if ask.costly else work())
+        if answer.reply.costly:
+            return await self._ask_in_turn(replace(ask, costly=True), raw, client)
+        if answer.reply.error is not None:
+            raise _error(**answer.reply.error)
+        return answer
+
+    async def _ask(self, ask: Ask, raw: Pieces) -> Answer:
+        keep = False
+        try:
+            answer = await self._ask_twice(ask, raw)
+            keep = answer.reply.costly  # it is asked again
+            return answer
+        finally:
+            if not keep:
+                raw.clear()
+
+    async def _ask_twice(self, ask: Ask, raw: Pieces) -> Answer:
+        how = "ended a process, and another one when it was tried again"
+        try:
+            async with asyncio.timeout(_TIMEOUT):
+                with suppress(DiedError):
+                    return await self._try(ask, raw, await self._worker())
+                with suppress(DiedError):
+                    return await self._try(ask, raw, await self._fresh())
+        except TimeoutError:
+            how = f"took more than {_TIMEOUT:.0f} s"
+        logger.error("preparing a body of %d bytes %s", len(raw), how)
+        raise PdserveError(f"preparing the body {how}", code="PREPARATION_FAILED")
+
+    async def _try(self, ask: Ask, raw: Pieces, worker: _Worker) -> Answer:
+        try:
+            answer = await unless_stopped(worker.pid, worker.ask(ask, raw))
+        except (OSError, EOFError, msgspec.DecodeError) as error:
+            logger.warning("a process that prepares bodies died: %s", error)
+            await worker.end()
+            raise DiedError from error
+        except BaseException:
+            await worker.end()
+            raise
+        if answer.reply.last:
+            await worker.end()
+        else:
+            self._idle.append(worker)
+        return answer
+
+    async def _worker(self) -> _Worker:
+        """An idle one, if it works: it may have been killed, as by a host without memory."""
+        while self._idle:
+            if (worker := self._idle.pop()).alive and not is_stopped(worker.pid):
+                return worker
+            await worker.end()
+        return await self._fresh()
+
+    async def _fresh(self) -> _Worker:
+        """Raises Unavailable: the host has no room for a process."""
+        with suppress(OSError):  # of a fork server that is gone or stands still
+            return _Worker(await (await self._fork_server()).fork())
+        try:
+            return _Worker(await (await self._fork_server()).fork())
+        except OSError as error:
+            raise _no_process(error) from None
+
+    async def _fork_server(self) -> ForkServer:
+        async with self._starting:
+            if self._server is None or not self._server.alive:
+                if self._server is not None:
+                    await self._server.end()
+                self._server = await ForkServer.start(_MODULE, self._spec)
+                self._keeping = asyncio.create_task(self._keep(self._server))
+            return self._server
+
+    async def _keep(self, server: ForkServer) -> None:
+        """Replaces it when it ends, so that no body has to wait for that."""
+        await server.ended()
+        await asyncio.sleep(_RESTART_PAUSE)
+        with suppress(OSError):  # the next body says so
+            await self._fork_server()
+
+
+class _Worker:
+    def __init__(self, fork: Fork) -> None:
+        self._fork = fork
+        self.pid = fork.pid
+        self.end = fork.end
+
+    @property
+    def alive(self) -> bool:
+        return self._fork.alive
+
+    async def ask(self, ask: Ask, raw: Pieces) -> Answer:
+        await self._send(Pieces(msgspec.msgpack.encode(ask)))
+        await self._send(raw)
+        head = _heads.decode(await self._receive())
+        prompts = [_ids(await self._receive()) for _ in range(head.num_prompts)]
+        texts = [(await self._receive()).decode() for _ in range(head.num_texts)]
+        return Answer(head.reply, tuple(prompts), tuple(texts))
+
+    async def _send(self, data: Pieces) -> None:
+        writer = self._fork.writer
+        writer.write(LENGTH.pack(len(data)))
+        for piece in data:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0)  # a worker that reads as fast makes no pause
+
+    async def _receive(self) -> bytes:
+        reader = self._fork.reader
+        (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+        if length > _MAX_FRAME:
+            raise EOFError
+        return await reader.readexactly(length)
+
+
+def _ids(packed: bytes) -> array[int]:
+    ids = array("I")
+    ids.frombytes(packed)
+    return ids
+
+
+def _no_process(error: OSError) -> Unavailable:
+    logger.error("cannot start a process for large bodies: %s", error.strerror)
+    message = f"no process can prepare the body: {error.strerror}"
+    return Unavailable(message, code="PREPARATION_FAILED", retry_after=2.0)
+
+
+def _error(type: str, message: str, code: str, param: str | None) -> PdserveError:
+    kind = getattr(errors, type, PdserveError)
+    error: PdserveError = kind(message, code=code, param=param)
+    return error

@@ -1,0 +1,260 @@
+"""The tools of a request: whether they are right, and what to look for in the answer."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pdserve.common.config.router import ChatConfig
+from pdserve.common.core.errors import InvalidRequest
+from pdserve.common.core.structured import ConstraintKind, Opening, StructuredOutput
+from pdserve.common.text.tokenizer import Tokenizer
+from pdserve.router.api.conversation import text_of
+from pdserve.router.api.parsers import reasoning
+from pdserve.router.api.parsers.formats import BareCallParser, NamedParser, RequiredParser
+from pdserve.router.api.parsers.reasoning import AnswerParser, ReasoningParser
+from pdserve.router.api.parsers.tool_parser import ToolParser, tool_parser
+from pdserve.router.api.schema import ChatBody, NamedTool, Tool
+
+MAX_TOOLS = 128
+# Keywords of JSON Schema whose value has schemas by names of the client's; and those with none.
+_BY_NAME = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
+_NO_SCHEMAS = {"const", "enum", "default", "examples"}
+_NAMES = {"$id", "$anchor", "$dynamicAnchor", "$recursiveAnchor"}
+_OF_ROOTS = "x-guidance"  # llguidance's own keyword
+NONE, AUTO, REQUIRED, NAMED = "none", "auto", "required", "named"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPlan:
+    """What an answer has beside text."""
+
+    tool_choice: str = NONE
+    tool_names: tuple[str, ...] = ()  # that may be called
+    parallel: bool = True
+    bare: bool = False  # under `auto`: one schema makes it a call or a text
+    thinking: bool | None = None  # whether it begins with a thought; None: it has none
+    opening: Opening = field(default_factory=Opening)  # where its text is held to a grammar
+
+    def shows_special_tokens(self, auto: type[ToolParser] | None) -> bool:
+        return self.tool_choice == AUTO and auto is not None and auto.shows_special_tokens
+
+    def parser(self, auto: type[ToolParser] | None) -> AnswerParser | None:
+        """Of one choice; `auto` reads what the model writes unasked."""
+        if self.tool_choice == NONE and self.thinking is None:
+            return None
+        kinds = {
+            AUTO: BareCallParser if self.bare else auto,
+            REQUIRED: RequiredParser,
+            NAMED: NamedParser,
+        }
+        tools = kinds.get(self.tool_choice)
+        return AnswerParser(
+            None if self.thinking is None else ReasoningParser(self.thinking),
+            None if tools is None else tools(self.tool_names, self.parallel),
+        )
+
+
+def plan_tools(body: ChatBody, config: ChatConfig) -> AnswerPlan:
+    """Raises InvalidRequest: a tool is wrong, or `tool_choice` is not one of them."""
+    tools = check_tools(body.tools or [])
+    choice, names = _choice(body, config, tools)
+    return AnswerPlan(choice, names, body.parallel_tool_calls is not False)
+
+
+def with_thought(
+    plan: AnswerPlan, body: ChatBody, config: ChatConfig, prompt: str, tokens: Tokenizer, held: bool
+) -> AnswerPlan:
+    """And whether the answer to `prompt` begins with a thought. `held`: the text after it is held
+    to a grammar, which must know where it begins."""
+    if config.reasoning_parser is None:
+        return plan
+    continued = text_of(body.messages[-1]) if body.continue_final_message else None
+    thinking = reasoning.begins_thinking(config.reasoning_parser, prompt, continued)
+    if held:
+        thought = reasoning.thought_tokens(tokens)
+        if thought is None or not reasoning.may_think(prompt, continued):
+            return plan
+        plan = replace(plan, opening=replace(plan.opening, thought=thought, thinking=thinking))
+    return replace(plan, thinking=thinking)
+
+
+def with_calls(
+    plan: AnswerPlan,
+    structured: StructuredOutput,
+    body: ChatBody,
+    config: ChatConfig,
+    tokens: Tokenizer,
+) -> tuple[AnswerPlan, StructuredOutput]:
+    """As OpenAI has it: under `auto` an answer is either calls or a text as `structured` wants it.
+    A token tells them apart, or else the schema is that of a call or of the text.
+
+    Raises:
+        InvalidRequest: calls cannot be told from such a text.
+    """
+    if plan.tool_choice != AUTO:
+        return plan, structured
+    assert config.tool_call_parser is not None, "auto needs one"
+    parser = tool_parser(config.tool_call_parser)
+    if parser.bare_calls and structured.kind == ConstraintKind.JSON:
+        return replace(plan, bare=True), _call_or(structured, _schemas(body, plan))
+    call = None if parser.call_marker is None else tokens.marker(parser.call_marker)
+    if call is None:
+        raise InvalidRequest(
+            f"{structured.param} beside tools needs calls that begin with a token of their own; "
+            f"there is none for {config.tool_call_parser} here: give tools without it, or a "
+            "tool_choice other than auto",
+            param=structured.param,
+        )
+    return replace(plan, opening=replace(plan.opening, call=call)), structured
+
+
+def forced_calls(body: ChatBody, plan: AnswerPlan) -> StructuredOutput | None:
+    """What the answer must be where a call is, whatever a text would have to be; None: it need not
+    be one.
+
+    Raises:
+        InvalidRequest: tools are too large, or cannot be put side by side.
+    """
+    if plan.tool_choice not in (REQUIRED, NAMED):
+        return None
+    schemas = _schemas(body, plan)
+    if plan.tool_choice == NAMED:
+        (schema,) = schemas.values()
+    else:
+        schema = _list_of_calls(schemas, plan.parallel)
+    return StructuredOutput.of_json(ConstraintKind.JSON, schema, "tools")
+
+
+def _schemas(body: ChatBody, plan: AnswerPlan) -> dict[str, Any]:
+    """Of the arguments, by the names of tools that may be called."""
+    return {
+        tool.function.name: {"type": "object", **(tool.function.parameters or {})}
+        for tool in body.tools or ()
+        if tool.function.name in plan.tool_names
+    }
+
+
+def _call_or(structured: StructuredOutput, schemas: dict[str, Any]) -> StructuredOutput:
+    """A text as `structured` wants it, or one call instead."""
+    calls, moved = _calls(schemas)
+    try:
+        text = {key: value for key, value in json.loads(structured.text).items() if key != "$id"}
+        if _OF_ROOTS in text:
+            raise InvalidRequest(
+                f"{structured.param} has {_OF_ROOTS}, which is not kept beside tools",
+                param=structured.param,
+            )
+        moved["text"] = _moved(text, "#/$defs/text")
+    except RecursionError as error:
+        raise InvalidRequest(
+            f"{structured.param} is nested too deeply", param=structured.param
+        ) from error
+    except ValueError as error:
+        raise InvalidRequest(
+            f"{structured.param} has {error}, which cannot be kept in one schema with tools: refer "
+            'to "#/$defs/…" instead',
+            param=structured.param,
+        ) from error
+    either = {"anyOf": [*calls, {"$ref": "#/$defs/text"}], "$defs": moved}
+    schema = json.dumps(either, ensure_ascii=False, separators=(",", ":"))
+    return replace(structured, text=schema)
+
+
+def _list_of_calls(schemas: dict[str, Any], parallel: bool) -> dict[str, Any]:
+    """A JSON schema."""
+    calls, moved = _calls(schemas)
+    most = {} if parallel else {"maxItems": 1}
+    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": moved}
+
+
+def _calls(schemas: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """A schema of each call, and what they refer to: those of the tools, moved into one with all
+    that these refer to."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{index}"}},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for index, name in enumerate(schemas)
+    ]
+    moved: dict[str, Any] = {}
+    for index, (name, schema) in enumerate(schemas.items()):
+        alone = {key: value for key, value in schema.items() if key != "$id"}
+        try:
+            moved[str(index)] = _moved(alone, f"#/$defs/{index}")
+        except ValueError as error:
+            raise InvalidRequest(
+                f"tools: the parameters of {name} have {error}, which cannot be kept in one schema "
+                'with other tools: refer to "#/$defs/…" instead, or name the tool in tool_choice',
+                param="tools",
+            ) from error
+    return calls, moved
+
+
+def _moved(part: Any, root: str) -> Any:
+    """A schema, or a list of them, whose own references begin at `root`.
+
+    Raises:
+        ValueError: it names a part of itself (the keyword) otherwise than by its place.
+    """
+    if isinstance(part, list):
+        return [_moved(each, root) for each in part]
+    if not isinstance(part, dict):
+        return part
+    moved = {}
+    for key, value in part.items():
+        if key in _BY_NAME and isinstance(value, dict):
+            value = {name: _moved(each, root) for name, each in value.items()}
+        elif key in _NAMES and isinstance(value, str):
+            raise ValueError(key)
+        elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            value = root + value[1:]
+        elif key not in _NO_SCHEMAS:
+            value = _moved(value, root)
+        moved[key] = value
+    return moved
+
+
+def check_tools(tools: list[Tool]) -> list[Tool]:
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequest(f"tools takes at most {MAX_TOOLS}", param="tools")
+    seen: set[str] = set()
+    for index, tool in enumerate(tools):
+        function, param = tool.function, f"tools[{index}].function"
+        if function.name in seen:
+            raise InvalidRequest(
+                f"{param}.name: there is a tool {function.name} already", param=f"{param}.name"
+            )
+        seen.add(function.name)
+        if (function.parameters or {}).get("type", "object") != "object":
+            raise InvalidRequest(
+                f"{param}.parameters: must be a JSON schema of an object",
+                param=f"{param}.parameters",
+            )
+    return tools
+
+
+def _choice(body: ChatBody, config: ChatConfig, tools: list[Tool]) -> tuple[str, tuple[str, ...]]:
+    """What is to be done, and with which tools."""
+    names = tuple(tool.function.name for tool in tools)
+    choice = body.tool_choice or (AUTO if names else NONE)
+    if choice == NONE:
+        return NONE, ()
+    if not names:
+        raise InvalidRequest("tool_choice needs tools", param="tool_choice")
+    if isinstance(choice, NamedTool):
+        name = choice.function.name
+        if name not in names:
+            raise InvalidRequest(f"tool_choice: there is no tool {name[:128]}", param="tool_choice")
+        return NAMED, (name,)
+    if choice == AUTO and not config.enable_auto_tool_choice:
+        raise InvalidRequest(
+            '"auto" tool choice needs a server with --enable-auto-tool-choice and '
+            "--tool-call-parser; without them tool_choice may be required, a tool, or none",
+            param="tool_choice",
+        )
+    return choice, names

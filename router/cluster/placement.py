@@ -1,0 +1,186 @@
+"""Placement: which nodes a request runs on, now or as soon as there are some.
+
+The decode node is chosen first, among those that pair with some prefill node. The prefill node
+is chosen when the decode node's ticket is there, in `prefill`, whether it is the first one or
+takes over. Either counts as loaded from the moment it is chosen. A node of both roles stands beside
+the decode nodes: what is placed there computes its prompt there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from itertools import count
+from time import monotonic
+from typing import TypeVar
+
+from pdserve.common.config.router import RoutingConfig
+from pdserve.common.core.errors import Unavailable
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.router.cluster.cluster_view import ClusterView
+from pdserve.router.cluster.registry import ROLE_NAMES, Node
+from pdserve.router.requests.request_state import RequestState
+
+T = TypeVar("T")
+Policy = Callable[[Sequence[Node]], Node]
+
+
+class RoundRobin:
+    """Every node in turn, in the order of their ids."""
+
+    def __init__(self) -> None:
+        self._turn = count()
+
+    def __call__(self, nodes: Sequence[Node]) -> Node:
+        ordered = sorted(nodes, key=lambda node: node.id)
+        return ordered[next(self._turn) % len(ordered)]
+
+
+def least_load(nodes: Sequence[Node]) -> Node:
+    """The node with the fewest tokens to prefill, then the fewest requests, of this router for
+    each of its replicas; among equals the one that reports the fewest waiting tokens for each,
+    then the most free blocks on one."""
+    return min(
+        nodes,
+        key=lambda node: (
+            node.prefill_tokens / node.replicas,
+            node.in_flight / node.replicas,
+            node.load.waiting_tokens / node.replicas,
+            -node.load.most_free_blocks,
+            node.id,
+        ),
+    )
+
+
+def make_policy(name: str) -> Policy:
+    return RoundRobin() if name == "round-robin" else least_load
+
+
+class Placement:
+    """Policy and patience over what may be used."""
+
+    def __init__(self, config: RoutingConfig, view: ClusterView) -> None:
+        self._config = config
+        self._view = view
+        self._prefill_policy = make_policy(config.prefill_policy)
+        self._decode_policy = make_policy(config.decode_policy)
+        self._both_policy = make_policy(config.decode_policy)
+
+    async def decode(self, request: RequestState) -> tuple[Node, bool]:
+        """A decode node or one of both roles, and whether it is to compute the prompt, too. Waits
+        for one as long as the request's deadline allows.
+
+        Raises:
+            Unavailable: none came.
+        """
+        return await self._wait_for(lambda: self._find_decode(request), request)
+
+    async def prefill(self, request: RequestState, decode: Node) -> Node | None:
+        """A prefill node for blocks that `decode` holds already; waits as `decode` does. None:
+        another attempt is better, for only other decode nodes have a prefill node left, or the
+        KV should not travel.
+
+        Raises:
+            Unavailable: none came.
+        """
+
+        def find() -> tuple[Node | None] | None:
+            if request.retries.local_prefill:
+                return (None,)
+            prefills = _adapted(self._view.usable(pb.ROLE_PREFILL), request)
+            if fitting := [node for node in prefills if self._view.can_hand_over(node, decode)]:
+                if not (fitting := _isolated(fitting, request, "prefill")):
+                    return None
+                return (self._prefill_policy(_without(fitting, request.retries.avoid) or fitting),)
+            return (None,) if self._find_decode(request) is not None else None
+
+        (found,) = await self._wait_for(find, request)
+        return found
+
+    def _find_decode(self, request: RequestState) -> tuple[Node, bool] | None:
+        """A request that has begun stays with its version, and does not wait for a prefill node:
+        a decode node can compute it, too."""
+        view, avoid = self._view, request.retries.avoid
+        decodes, boths = self._able(pb.ROLE_DECODE, request), self._able(pb.ROLE_BOTH, request)
+        short = request.num_tokens < self._config.local_prefill_threshold
+        if short or request.retries.local_prefill:
+            return self._pick(decodes, boths, avoid, local_prefill=True)
+        prefills = _adapted(view.usable(pb.ROLE_PREFILL), request)
+        for some in (_without(prefills, avoid), prefills):
+            paired = [d for d in decodes if any(view.can_hand_over(p, d) for p in some)]
+            if _without([*paired, *boths], avoid):
+                return self._pick(paired, boths, avoid)
+        if paired or boths:
+            return self._pick(paired, boths, avoid)
+        alone = [node for node in decodes if request.begun or view.must_prefill(node)]
+        return self._pick(alone, [], avoid, local_prefill=True)
+
+    def _able(self, role: int, request: RequestState) -> list[Node]:
+        usable = _adapted(self._view.usable(role), request)
+        nodes = _isolated(usable, request, ROLE_NAMES[role])
+        return [node for node in nodes if request.version in (None, node.info.fingerprint)]
+
+    def _pick(
+        self,
+        decodes: Sequence[Node],
+        boths: Sequence[Node],
+        avoid: Collection[str],
+        local_prefill: bool = False,
+    ) -> tuple[Node, bool] | None:
+        """The policy's choice of each kind, and of these two the one with fewer requests of this
+        router, then with more free blocks: tokens to prefill do not compare, since a decode node's
+        are elsewhere."""
+        fresh = _without(decodes, avoid), _without(boths, avoid)
+        kinds = fresh if any(fresh) else (decodes, boths)
+        policies = self._decode_policy, self._both_policy
+        chosen = [policy(kind) for policy, kind in zip(policies, kinds, strict=True) if kind]
+        if not chosen:
+            return None
+        node = min(
+            chosen,
+            key=lambda node: (node.in_flight / node.replicas, -node.load.most_free_blocks),
+        )
+        return node, local_prefill or node.info.role == pb.ROLE_BOTH
+
+    async def _wait_for(self, find: Callable[[], T | None], request: RequestState) -> T:
+        if (found := find()) is not None:
+            return found
+        with request.deadline.waiting() as until:
+            while (found := find()) is None:
+                # Wake up now and then: a breaker that may be tried again announces nothing.
+                patience = min(0.5, until - monotonic())
+                if patience <= 0:
+                    raise Unavailable(self._why_none(request), code="NO_NODE", retry_after=2.0)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(patience):
+                        await self._view.registry.wait_for_change()
+        return found
+
+    def _why_none(self, request: RequestState) -> str:
+        ready, reason = self._view.ready()
+        if not ready:
+            return reason
+        if request.begun:
+            return "no usable node is of the version that began this"
+        if request.request.adapter is not None:
+            return "no usable nodes have the adapter"
+        return "the nodes left are kept for a request that has failed on others"
+
+
+def _without(nodes: Sequence[Node], avoid: Collection[str]) -> list[Node]:
+    return [node for node in nodes if node.id not in avoid]
+
+
+def _adapted(nodes: Sequence[Node], request: RequestState) -> list[Node]:
+    """Those that have its adapter, if it has one."""
+    adapter = request.request.adapter
+    return [node for node in nodes if adapter is None or adapter.digest in node.adapters]
+
+
+def _isolated(nodes: Sequence[Node], request: RequestState, role: str) -> list[Node]:
+    """Those without another request of which one more death would be the end, if this is one: a
+    request that kills nodes must not be the end of those that were beside it each time."""
+    free = ("", request.request_id)
+    last_chance = request.retries.last_chance(role)
+    return [node for node in nodes if not last_chance or node.last_chance in free]

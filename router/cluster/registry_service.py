@@ -1,0 +1,158 @@
+"""The registry over gRPC: nodes register at a port of its own, and are probed by health checks."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from pdserve.common.core.errors import ClusterAuthError, InvalidRequest
+from pdserve.common.core.host import is_address
+from pdserve.common.core.printable import printable
+from pdserve.common.rpc.auth import caller_var
+from pdserve.common.rpc.channels import Channels
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
+from pdserve.common.rpc.status import serving
+from pdserve.router.cluster.registry import ROLE_NAMES, Node, Registry
+
+PROBE_TIMEOUT = 2.0  # seconds
+MAX_MESSAGE_NBYTES = 1 << 20
+MAX_REASON_LENGTH = 1000  # what is longer is cut
+_MAX_LENGTHS = {  # characters
+    "model": 1024, "fingerprint": 128, "host": 255, "metrics_address": 261, "instance": 64,
+}  # fmt: skip
+_MAX_PARTS, _MAX_PART_LENGTH = 64, 256
+_MAX_CONNECTORS, _MAX_CONNECTOR_LENGTH = 16, 128
+_MAX_ADAPTERS, _MAX_DIGEST_LENGTH = 2048, 64
+_NODE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class RegistryService(pb_grpc.RegistryServicer):
+    """Nodes of another model are refused: the router could not tokenize for them."""
+
+    def __init__(self, registry: Registry, model: str, heartbeat_interval: float) -> None:
+        self._registry = registry
+        self._model = model
+        self._heartbeat_interval = heartbeat_interval
+
+    async def Register(self, request: pb.RegisterRequest, context: Context) -> pb.RegisterResponse:
+        async with serving(context):
+            check_shape(request.node)
+            self._check(request.node)
+            _cut(request.load)
+            self._registry.register(request.node, request.load)
+            self._registry.clock_shown(request.node.node_id, request.time_s)
+        return pb.RegisterResponse(heartbeat_interval_s=self._heartbeat_interval)
+
+    async def Heartbeat(
+        self, request: pb.HeartbeatRequest, context: Context
+    ) -> pb.HeartbeatResponse:
+        known = False
+        async with serving(context):
+            _cut(request.load)
+            known = self._registry.heartbeat(request.node_id, request.load, request.instance)
+            if known:
+                self._registry.clock_shown(request.node_id, request.time_s)
+        return pb.HeartbeatResponse(known=known)
+
+    async def Deregister(
+        self, request: pb.DeregisterRequest, context: Context
+    ) -> pb.DeregisterResponse:
+        async with serving(context):
+            self._registry.deregister(request.node_id, request.instance)
+        return pb.DeregisterResponse()
+
+    def _check(self, node: pb.NodeInfo) -> None:
+        if node.model != self._model:
+            raise InvalidRequest(
+                f"{node.node_id} serves {node.model!r} but this router serves {self._model!r}: "
+                "give both the same --model or --served-model-name"
+            )
+        caller, role = caller_var.get(), ROLE_NAMES[node.role]
+        if caller is not None and not caller.is_node(role, node.node_id):
+            raise ClusterAuthError(f"the caller is not the {role} node {node.node_id}")
+
+
+class ElsewhereRegistry(grpc.GenericRpcHandler):  # type: ignore[type-arg]
+    """At the port of clients: tells a node that was given it where nodes register."""
+
+    def service(self, details: grpc.HandlerCallDetails) -> Any:
+        if not details.method.startswith("/pdserve.v1.Registry/"):
+            return None
+        return grpc.stream_stream_rpc_method_handler(_elsewhere)
+
+
+async def _elsewhere(requests: Any, context: Context) -> None:
+    await context.abort(
+        grpc.StatusCode.UNIMPLEMENTED,
+        "nodes do not register at this port: name the router's --registry-port (8002) in --router",
+    )
+
+
+def check_shape(node: pb.NodeInfo) -> None:
+    """Raises InvalidRequest for what no node says of itself, be it too long or not to be shown."""
+    if node.role not in ROLE_NAMES or not node.node_id or not node.address:
+        raise InvalidRequest("a node must state its id, role and address")
+    if not _NODE_ID.fullmatch(node.node_id):
+        raise InvalidRequest("a node's id has 1 to 64 letters, digits, dots and dashes")
+    if not is_address(node.address):
+        raise InvalidRequest("a node's address is HOST:PORT")
+    for name, limit in _MAX_LENGTHS.items():
+        if len(getattr(node, name)) > limit:
+            raise InvalidRequest(f"a node's {name} has at most {limit} characters")
+    parts = node.fingerprint_parts
+    if len(parts) > _MAX_PARTS or any(
+        len(text) > _MAX_PART_LENGTH for item in parts.items() for text in item
+    ):
+        raise InvalidRequest(
+            f"a fingerprint has at most {_MAX_PARTS} parts of {_MAX_PART_LENGTH} characters"
+        )
+    if len(node.kv_connectors) > _MAX_CONNECTORS or any(
+        len(name) > _MAX_CONNECTOR_LENGTH for name in node.kv_connectors
+    ):
+        raise InvalidRequest(
+            f"a node has at most {_MAX_CONNECTORS} connectors, with names of at most "
+            f"{_MAX_CONNECTOR_LENGTH} characters"
+        )
+    if len(node.adapters) > _MAX_ADAPTERS or any(
+        len(digest) > _MAX_DIGEST_LENGTH for digest in node.adapters
+    ):
+        raise InvalidRequest(
+            f"a node has at most {_MAX_ADAPTERS} adapters, with digests of at most "
+            f"{_MAX_DIGEST_LENGTH} characters"
+        )
+
+
+def _cut(load: pb.NodeLoad) -> None:
+    """The reason is shown to clients."""
+    load.reason = printable(load.reason, MAX_REASON_LENGTH)
+
+
+async def probe_nodes(registry: Registry, channels: Channels, period: float) -> None:
+    """Asks every node for its health, for ever; what it answers does not matter here. Heartbeats
+    show the way from a node to here; a name that no longer resolves or a one-way cut shows only
+    on the way there, and no client's request has to find out."""
+    while True:
+        async with asyncio.TaskGroup() as group:
+            for node in registry.connected():
+                group.create_task(_probe(node, registry, channels))
+        await asyncio.sleep(period)
+
+
+async def _probe(node: Node, registry: Registry, channels: Channels) -> None:
+    stub = health_pb2_grpc.HealthStub(channels.get(node.info.address))
+    try:
+        await stub.Check(health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT)
+    except grpc.aio.AioRpcError as error:
+        code = error.code()
+        if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            refused = code is grpc.StatusCode.UNAVAILABLE
+            registry.unanswered(node, error.details() or code.name, refused)
+            return
+    registry.answered(node)

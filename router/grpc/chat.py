@@ -1,0 +1,112 @@
+"""Chats over gRPC: asked as over HTTP, answered in typed messages as any other request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from google.protobuf.json_format import MessageToDict, SerializeToJsonError
+
+from pdserve.common.core.errors import InvalidRequest
+from pdserve.common.rpc import convert
+from pdserve.common.rpc.pb import inference_pb2 as pb
+from pdserve.router.api.preprocess import MAX_CONTAINERS, Structure
+from pdserve.router.api.structured import structured_fields
+from pdserve.router.http.chat import ChatChoices
+from pdserve.router.requests.generation import TextDelta
+
+_MODES = {pb.TOOL_MODE_NONE: "none", pb.TOOL_MODE_AUTO: "auto", pb.TOOL_MODE_REQUIRED: "required"}
+_SHARED = ("max_tokens", "truncate_prompt_tokens", "prompt_logprobs")
+
+
+def chat_fields(chat: pb.Chat, given: dict[str, Any]) -> dict[str, Any]:
+    """Those of the JSON body that asks for the same; `given`: the sampling parameters.
+
+    Raises:
+        InvalidRequest: a tool's parameters, or the template's, are no JSON, or too large; or there
+            are too many messages and tools.
+    """
+    # Before they become Python's objects; of messages of two bytes each these are the slow part.
+    if len(chat.messages) + len(chat.tools) > MAX_CONTAINERS:
+        raise InvalidRequest(f"a chat has at most {MAX_CONTAINERS} messages and tools")
+    body: dict[str, Any] = {name: given[name] for name in _SHARED if name in given}
+    body["messages"] = [_message(each) for each in chat.messages]
+    if chat.tools:
+        parameters = Structure("the text of tools' parameters", "tools")
+        for each in chat.tools:
+            parameters.check(each.parameters.encode())
+        body["tools"] = [_tool(index, each) for index, each in enumerate(chat.tools)]
+    match chat.WhichOneof("tool_choice"):
+        case "tool":
+            body["tool_choice"] = {"type": "function", "function": {"name": chat.tool}}
+        case "mode" if chat.mode:
+            if chat.mode not in _MODES:
+                raise InvalidRequest("mode must be NONE, AUTO or REQUIRED", param="tool_choice")
+            body["tool_choice"] = _MODES[chat.mode]
+    for name in ("parallel_tool_calls", "add_generation_prompt"):
+        if chat.HasField(name):
+            body[name] = getattr(chat, name)
+    body["continue_final_message"] = chat.continue_final_message
+    try:
+        body["chat_template_kwargs"] = MessageToDict(chat.chat_template_kwargs)
+    except (SerializeToJsonError, ValueError) as error:  # a number that JSON has not
+        param = "chat_template_kwargs"
+        raise InvalidRequest(f"{param}: {error}", param=param) from error
+    if "structured_outputs" in given:
+        body["structured_outputs"] = structured_fields(given["structured_outputs"])
+    return body
+
+
+def answer(request_id: str, update: TextDelta, choices: ChatChoices | None) -> pb.GenerateResponse:
+    """What is new of a choice; of a chat's thought, text and calls apart."""
+    response = pb.GenerateResponse(
+        request_id=request_id,
+        index=update.choice,
+        tokens=[convert.token_to_pb(token) for token in update.tokens],
+        finish_reason=convert.finish_to_pb(update.finish_reason),
+        stop_reason="" if update.stop_reason is None else str(update.stop_reason),
+    )
+    if choices is None:
+        response.text = update.text
+        return response
+    for chunk in choices.chunks(update.choice, update):
+        delta = chunk["delta"]
+        response.text += delta.get("content") or ""
+        response.reasoning += delta.get("reasoning_content") or ""
+        response.tool_calls.extend(map(_call, delta.get("tool_calls", ())))
+        if chunk["finish_reason"] == "tool_calls":
+            response.finish_reason = pb.FINISH_REASON_TOOL_CALLS
+    return response
+
+
+def _call(call: dict[str, Any]) -> pb.ToolCall:
+    function = call["function"]
+    return pb.ToolCall(
+        index=call["index"],
+        id=call.get("id", ""),
+        name=function.get("name", ""),
+        arguments=function.get("arguments", ""),
+    )
+
+
+def _message(message: pb.Message) -> dict[str, Any]:
+    said: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        said["content"] = message.content or None
+        said["tool_calls"] = [
+            {"id": each.id, "function": {"name": each.name, "arguments": each.arguments}}
+            for each in message.tool_calls
+        ]
+    more = {"tool_call_id": message.tool_call_id, "reasoning_content": message.reasoning}
+    return said | {name: value for name, value in more.items() if value}
+
+
+def _tool(index: int, tool: pb.Tool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name, "description": tool.description or None}
+    if tool.parameters:
+        try:
+            function["parameters"] = msgspec.json.decode(tool.parameters)
+        except (msgspec.DecodeError, RecursionError) as error:
+            param = f"tools[{index}].parameters"
+            raise InvalidRequest(f"{param} is not valid JSON: {error}", param=param) from error
+    return {"type": "function", "function": function}

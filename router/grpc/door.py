@@ -1,0 +1,134 @@
+"""What comes before a client's gRPC call is answered: its API key, then room for its message."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from typing import Any
+from urllib.parse import unquote
+
+from pdserve.common.core.errors import Overloaded, PdserveError, Unauthenticated, Unavailable
+from pdserve.common.obs.metrics import RouterMetrics
+from pdserve.common.rpc.auth import REFLECTION
+from pdserve.common.rpc.receive import Context, read_message, reading_first, refuse
+from pdserve.common.rpc.reflection import Reflection
+from pdserve.common.rpc.server import Door
+from pdserve.router.auth import HEADER as AUTHORIZATION
+from pdserve.router.auth import APIKeys
+from pdserve.router.grpc.details import details
+from pdserve.router.requests.fair_share import FairShare
+
+INFERENCE = "/pdserve.v1.Inference/"
+# Bytes: parameters at their bounds, and a prompt as long as most windows.
+MAX_NBYTES = 2**18
+HELD = 16  # messages of MAX_NBYTES; parsed, one may be 45 times as large
+MAX_WAITING = 4096  # calls; of each gRPC holds its metadata and the first 16 KiB of its message
+
+_held: ContextVar[Callable[[], None]] = ContextVar("held")
+
+
+def message_done() -> None:
+    """The current call needs its message no more: others may be read. Its handler lets go of it."""
+    if (release := _held.get(None)) is not None:
+        release()
+
+
+class Messages:
+    """The clients' messages: from their first byte until they have become requests they are held,
+    a bounded number of bytes of them; other calls wait with theirs unread."""
+
+    def __init__(self, limit: int, timeout: float = 30.0, share: float = 0.75) -> None:
+        """`limit`: bytes of one message; `timeout`: seconds that a call waits, `share`: how much
+        of the room one client may take."""
+        self._limit = limit
+        self._timeout = timeout
+        self._room = FairShare(max(2 * limit, HELD * MAX_NBYTES), share)
+        self._waiting = 0
+
+    @asynccontextmanager
+    async def reading(self, client: str, context: Context) -> AsyncIterator[bytes]:
+        """The message, while it may be held: until `message_done`, or the end of the context.
+
+        Raises:
+            InvalidRequest, DeadlineExceeded: as `read_message`.
+            Overloaded, Unavailable: too many messages are being read already.
+        """
+        held = self._limit  # it may have as many: its length comes with it
+
+        def release(rest: int = 0) -> None:
+            nonlocal held
+            if held > rest:
+                held, surplus = rest, held - rest
+                self._room.release(client, surplus)
+
+        await self._acquire(client)
+        try:
+            raw = await read_message(context, self._limit)
+            release(max(1, len(raw)))
+            _held.set(release)
+            yield raw
+        finally:
+            release()
+
+    async def _acquire(self, client: str) -> None:
+        if self._waiting >= MAX_WAITING:
+            raise Overloaded(f"{self._waiting} calls are waiting already", retry_after=1.0)
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._room.acquire(client, self._limit)
+        except TimeoutError:
+            raise Unavailable(
+                f"the message could not be read within {self._timeout:g} s: others are large, too",
+                code="QUEUE_TIMEOUT",
+                retry_after=2.0,
+            ) from None
+        finally:
+            self._waiting -= 1
+
+
+class ClientDoor(Door):
+    """Refuses calls without a key before their message is read, and lets the others' in."""
+
+    def __init__(self, keys: APIKeys, messages: Messages, metrics: RouterMetrics) -> None:
+        self._keys = keys
+        self._messages = messages
+        self._metrics = metrics
+        self._reflection = Reflection()
+
+    async def intercept_service(self, continuation: Any, call: Any) -> Any:
+        handler = await continuation(call)
+        if handler is None or not call.method.startswith((INFERENCE, REFLECTION)):
+            return handler  # reads nothing, or little
+        given = dict(call.invocation_metadata or ()).get(AUTHORIZATION)
+        try:
+            self._keys.check(given if isinstance(given, str) else None)
+        except Unauthenticated as error:
+            self._metrics.observe_error(error)
+            return refuse(error, details)
+        if handler.request_streaming:
+            return self._reflection.bounded(handler, lambda context: None)
+        return reading_first(handler, self._reading, details)
+
+    @asynccontextmanager
+    async def _reading(self, context: Context) -> AsyncIterator[bytes]:
+        try:
+            async with self._messages.reading(client_of(self._keys, context), context) as raw:
+                yield raw
+        except PdserveError as error:
+            self._metrics.observe_error(error)
+            raise
+
+
+def client_of(keys: APIKeys, context: Context) -> str:
+    """Who calls, for shares of this server."""
+    # "ipv4:127.0.0.1:5000", "ipv6:%5B::1%5D:5000", "unix:…"
+    address = unquote(context.peer()).partition(":")[2].rpartition(":")[0].strip("[]")
+    return keys.client(metadata_of(context, AUTHORIZATION), address)
+
+
+def metadata_of(context: Context, key: str) -> str | None:
+    value = dict(context.invocation_metadata() or ()).get(key)
+    return value if isinstance(value, str) else None

@@ -1,0 +1,316 @@
+"""The gRPC API: the same generations as over HTTP, without JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
+from time import monotonic
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+from msgspec.json import encode
+
+from pdserve.common.core.errors import Cancelled, InvalidRequest, PdserveError
+from pdserve.common.core.prompt_logprobs import PromptLogprobs
+from pdserve.common.core.request import is_plain_id, new_request_id
+from pdserve.common.obs.logging import request_id_var
+from pdserve.common.obs.tracing import PARENT, plain_parent
+from pdserve.common.rpc import convert
+from pdserve.common.rpc.pb import inference_pb2 as pb
+from pdserve.common.rpc.pb import inference_pb2_grpc
+from pdserve.common.rpc.status import serving as answering
+from pdserve.router.api.preprocess import failed
+from pdserve.router.api.preprocess_workers import Pieces
+from pdserve.router.api.structured import structured_from_pb
+from pdserve.router.grpc.chat import answer, chat_fields
+from pdserve.router.grpc.details import details
+from pdserve.router.grpc.door import client_of, message_done, metadata_of
+from pdserve.router.http.chat import ChatChoices
+from pdserve.router.requests.admission import Batch
+from pdserve.router.requests.arrival import Arrival, arrival_var
+from pdserve.router.requests.generation import (
+    GenerationRequest,
+    GenerationStats,
+    coalesced,
+    merge,
+)
+from pdserve.router.serving import DEFAULT_MAX_TOKENS, INLINE, Serving
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+Write = Callable[[pb.GenerateResponse], Awaitable[None]]
+
+logger = logging.getLogger(__name__)
+
+MAX_ENTRIES = 2**15  # of a prompt's log-probabilities in one message: clients take 4 MiB
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    """`pdserve.v1.Inference`, for calls that a `ClientDoor` has let in."""
+
+    def __init__(self, serving: Serving, write_timeout: float = 30.0) -> None:
+        self._serving = serving
+        self._model = serving.model
+        self._write_timeout = write_timeout
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
+        """Streams deltas; the last response carries usage and timeline only."""
+        outline = _outline(request)
+        async with (
+            answering(context, details=partial(details, request=outline)),
+            self._writing(context) as write,
+            self._counted(),
+        ):
+            if is_plain_id(request.request_id):
+                request_id_var.set(request.request_id)  # a refusal's, too
+            arrival_var.set(
+                Arrival(
+                    read=monotonic(),
+                    wants_timeline=request.timeline,
+                    operation="chat" if request.HasField("chat") else "text_completion",
+                    traceparent=plain_parent(metadata_of(context, PARENT)),
+                )
+            )
+            client = client_of(self._serving.keys, context)
+            generation, choices = await self._make_request(request, client)
+            public_id = request.request_id or generation.request_id
+            request_id_var.set(public_id)
+            prompt = generation.prompt_token_ids if request.return_token_ids else ()
+            del request  # it may be much larger than what it asks
+            message_done()
+            async with aclosing(merge([self._serving.pipeline.generate(generation)])) as updates:
+                async for batch in updates:
+                    if prompt:
+                        first = pb.GenerateResponse(request_id=public_id, prompt_token_ids=prompt)
+                        await write(first)
+                        prompt = ()
+                    for _, update in coalesced(batch):
+                        if isinstance(update, PromptLogprobs):
+                            for part in _prompt_parts(generation.prompt_token_ids, update):
+                                response = await asyncio.to_thread(
+                                    _prompt_response, public_id, part
+                                )
+                                await write(response)
+                        elif isinstance(update, GenerationStats):
+                            await write(_last_response(public_id, update))
+                        else:
+                            await write(answer(public_id, update, choices))
+
+    @asynccontextmanager
+    async def _counted(self) -> AsyncIterator[None]:
+        try:
+            yield
+        except PdserveError as error:
+            self._serving.metrics.observe_error(error)
+            raise
+
+    @asynccontextmanager
+    async def _writing(self, context: Context) -> AsyncIterator[Write]:
+        """What writes a response: it waits while the client is behind, but not for ever."""
+        first: asyncio.Future[None] | None = None
+
+        async def write(response: pb.GenerateResponse) -> None:
+            nonlocal first
+            try:
+                async with asyncio.timeout(self._write_timeout):
+                    if first is None:
+                        first = asyncio.ensure_future(context.write(response))
+                        await asyncio.shield(first)
+                    else:
+                        await context.write(response)
+            except TimeoutError:
+                logger.info("%s took nothing for %.0f s", context.peer(), self._write_timeout)
+                raise Cancelled("the client did not read", code="CLIENT_TOO_SLOW") from None
+
+        try:
+            yield write
+        except Cancelled:
+            # It learns of this when it reads again; until then nothing but the call is kept. The
+            # first write has the call's headers: gRPC would send them twice, and so fail to end the
+            # call, if that were cancelled half-way.
+            if first is not None:
+                await asyncio.wait([first])
+            raise
+        finally:
+            if first is not None:
+                first.cancel()
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        async with answering(context, details=partial(details, request=request)):
+            client = client_of(self._serving.keys, context)
+            asked: dict[str, Any] = {"model": request.model or None}
+            if request.HasField("add_special_tokens"):
+                asked["add_special_tokens"] = request.add_special_tokens
+            match request.WhichOneof("prompt"):
+                case "text":
+                    body = Pieces(encode({**asked, "prompt": request.text}))
+                case "chat":
+                    fields = partial(chat_fields, request.chat, {})
+                    body = await self._body(request, lambda: asked | fields(), client)
+                case _:
+                    raise InvalidRequest("give text or chat", param="prompt")
+            (ids,) = (await self._serving.preprocess("tokenize", body, client)).prompts
+        return pb.TokenizeResponse(token_ids=ids, max_model_len=self._model.max_model_len)
+
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, context: Context
+    ) -> pb.DetokenizeResponse:
+        async with answering(context, details=partial(details, request=request)):
+            client = client_of(self._serving.keys, context)
+            asked: dict[str, Any] = {"model": request.model or None}
+            tokens = request.token_ids
+            body = await self._body(request, lambda: asked | {"tokens": list(tokens)}, client)
+            (text,) = (await self._serving.preprocess("detokenize", body, client)).texts
+        return pb.DetokenizeResponse(text=text)
+
+    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
+        return pb.GetModelResponse(
+            id=self._model.name,
+            max_model_len=self._model.max_model_len,
+            vocab_size=self._model.vocab_size,
+            eos_token_ids=self._model.tokenizer.eos_token_ids,
+            root=self._model.root,
+        )
+
+    async def _make_request(
+        self, request: pb.GenerateRequest, client: str = ""
+    ) -> tuple[GenerationRequest, ChatChoices | None]:
+        """And of a chat what its choices are made of."""
+        if request.request_id and not is_plain_id(request.request_id):
+            raise InvalidRequest("request_id must be a word of ASCII", param="request_id")
+        self._serving.answering(request.model or None)
+        given = convert.fields_set(request.sampling)
+        if "grammar" in given:
+            raise InvalidRequest("grammar is not for clients", param="grammar")
+        if request.HasField("chat"):
+            return await self._chat(request, given, client)
+        token_ids = self._model.truncate(
+            await self._prompt(request, client),
+            given.get("truncate_prompt_tokens"),
+            given.get("max_tokens"),
+        )
+        if "structured_outputs" in given:
+            structured = structured_from_pb(given["structured_outputs"])
+            given["grammar"] = await self._serving.grammar(structured, client)
+        max_tokens = self._model.fit_max_tokens(
+            len(token_ids), given.get("max_tokens"), DEFAULT_MAX_TOKENS, "prompt"
+        )
+        return self._generation(request, given, token_ids, max_tokens, client), None
+
+    async def _chat(
+        self, request: pb.GenerateRequest, given: dict[str, Any], client: str
+    ) -> tuple[GenerationRequest, ChatChoices]:
+        serving = self._serving
+        body = await self._body(request, lambda: chat_fields(request.chat, given), client)
+        asked = await serving.preprocess("chat", body, client)
+        (token_ids,), plan = asked.prompts, asked.answer
+        given["grammar"] = asked.grammar
+        if "skip_special_tokens" not in given and plan.shows_special_tokens(serving.tool_parser):
+            given["skip_special_tokens"] = False
+        max_tokens = self._model.fit_max_tokens(
+            len(token_ids), given.get("max_tokens"), None, "messages"
+        )
+        generation = self._generation(request, given, token_ids, max_tokens, client)
+        parts = (self._model.tokenizer, asked.body, token_ids, plan, serving.tool_parser)
+        return generation, ChatChoices(*parts)
+
+    def _generation(
+        self,
+        request: pb.GenerateRequest,
+        given: dict[str, Any],
+        token_ids: Sequence[int],
+        max_tokens: int,
+        client: str,
+    ) -> GenerationRequest:
+        return self._serving.make_request(
+            {**given, "cache_salt": request.cache_salt or None, "priority": request.priority},
+            # The client's id need not be unique; ours names the request on the nodes.
+            request_id=new_request_id("gen"),
+            prompt_token_ids=token_ids,
+            max_tokens=max_tokens,
+            batch=Batch(client, len(token_ids)),
+            model=request.model or None,
+        )
+
+    async def _body(
+        self, request: Message, fields: Callable[[], dict[str, Any]], client: str
+    ) -> Pieces:
+        """The JSON body that asks the same; of a large message a thread makes it, at its client's
+        turn."""
+
+        def make() -> bytes:
+            try:
+                return encode(fields())
+            except (RecursionError, UnicodeError, OverflowError) as error:  # of values in it
+                raise failed(error) from error
+
+        if request.ByteSize() <= INLINE:
+            return Pieces(make())
+        return Pieces(await self._serving.threads.run(client, partial(asyncio.to_thread, make)))
+
+    async def _prompt(self, request: pb.GenerateRequest, client: str) -> Sequence[int]:
+        match request.WhichOneof("prompt"):
+            case "text":
+                body = Pieces(encode({"prompt": request.text}))
+                return (await self._serving.preprocess("tokenize", body, client)).prompts[0]
+            case "token_ids":
+                return self._model.check_prompt(request.token_ids.ids, "token_ids")
+            case _:
+                raise InvalidRequest("give text, token_ids or chat", param="prompt")
+
+
+def _outline(request: pb.GenerateRequest) -> pb.GenerateRequest:
+    """Which prompt it has, for the paths of wrong fields; without what is in it."""
+    outline = pb.GenerateRequest()
+    match request.WhichOneof("prompt"):
+        case "text":
+            outline.text = ""
+        case "token_ids" | "chat" as kind:
+            getattr(outline, kind).SetInParent()
+    return outline
+
+
+def _prompt_parts(
+    token_ids: Sequence[int], found: PromptLogprobs
+) -> Iterator[tuple[Sequence[int], PromptLogprobs | None]]:
+    """The first token, then the others in parts of MAX_ENTRIES at most."""
+    yield token_ids[:1], None
+    for part in found.split(max(1, MAX_ENTRIES // (1 + found.num_top))):
+        yield token_ids[part.start : part.start + len(part)], part
+
+
+def _prompt_response(
+    request_id: str, part: tuple[Sequence[int], PromptLogprobs | None]
+) -> pb.GenerateResponse:
+    token_ids, found = part
+    if found is None:
+        tokens = [pb.Token(id=each) for each in token_ids]
+    else:
+        tokens = [
+            pb.Token(
+                id=token_id,
+                logprob=logprob,
+                rank=rank,
+                top_logprobs=[pb.TopLogprob(token_id=i, logprob=p) for i, p in top],
+            )
+            for token_id, (logprob, rank, top) in zip(
+                token_ids, found.rows(found.num_top), strict=True
+            )
+        ]
+    return pb.GenerateResponse(request_id=request_id, prompt_logprobs=tokens)
+
+
+def _last_response(request_id: str, stats: GenerationStats) -> pb.GenerateResponse:
+    usage = pb.Usage(
+        prompt_tokens=stats.prompt_tokens,
+        completion_tokens=stats.completion_tokens,
+        cached_tokens=stats.cached_tokens,
+    )
+    arrival = arrival_var.get()
+    timed = arrival is not None and arrival.wants_timeline
+    timeline = convert.timeline_to_pb(stats.receipt() if timed else stats.timeline)
+    return pb.GenerateResponse(request_id=request_id, usage=usage, timeline=timeline)

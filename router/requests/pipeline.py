@@ -1,0 +1,207 @@
+"""The request path: admit → place → prefill ∥ decode → detokenize → stream.
+
+client ─▶ generate ─▶ _serve ─▶ Attempt ─ Decode.Run ──▶ D   reserves blocks
+                                    ◀──── ticket ───────
+                                    ──── Prefill.Run ──▶ P ══ KV blocks ══▶ D
+                                    ◀──── first token ──          goes to the client at once
+                                    ◀──── tokens ─────── D        after P's commit
+
+When P fails, another takes over D's blocks: D issues a ticket of the next epoch (`Retarget`).
+When D fails, the request begins another attempt: prompt and tokens so far are prefilled, and the
+next token is the one that D would have drawn, because draws are keyed by (seed, position). The
+client notices a pause.
+
+A node of both roles computes the prompt itself, as a decode node does when no prefill node can:
+`Decode.Run` alone, without a ticket.
+
+Every part of a request runs in one task (`_serve`) or in that task's group, under the request's
+one deadline. However it ends, that task's end is the request's, its slot is free and its calls
+are cancelled; the client gets the answer's rest or a typed error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from time import monotonic
+from typing import Any
+
+from pdserve.common.config.router import RoutingConfig
+from pdserve.common.core.errors import Cancelled, PdserveError
+from pdserve.common.obs.metrics import RouterMetrics
+from pdserve.common.obs.tracing import Tracer
+from pdserve.common.rpc.channels import Channels
+from pdserve.common.rpc.trace import traceparent_var
+from pdserve.common.text.tokenizer import Tokenizer
+from pdserve.router.cluster.adapters import Adapters
+from pdserve.router.cluster.cluster_view import ClusterView
+from pdserve.router.cluster.placement import Placement
+from pdserve.router.cluster.registry import Registry
+from pdserve.router.cluster.token_streams import TokenStreams
+from pdserve.router.requests.admission import Admission
+from pdserve.router.requests.attempt import Attempt, AttemptFailed, Means
+from pdserve.router.requests.generation import GenerationRequest, GenerationStats, Update
+from pdserve.router.requests.request_state import RequestState
+from pdserve.router.requests.timelines import Timelines
+from pdserve.router.requests.trace import RequestTraces
+
+logger = logging.getLogger(__name__)
+
+
+class Pipeline:
+    """Serves generation requests on the registered nodes."""
+
+    def __init__(
+        self,
+        config: RoutingConfig,
+        registry: Registry,
+        tokenizer: Tokenizer,
+        channels: Channels,
+        metrics: RouterMetrics,
+        vocab_size: int = 2**32,
+        traces: RequestTraces | None = None,
+        adapters: Adapters | None = None,
+    ) -> None:
+        """`vocab_size`: rows of the model's embedding."""
+        self._adapters = adapters or Adapters()
+        self._traces = traces or RequestTraces(Tracer())
+        self._config = config
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self.registry = registry
+        self.channels = channels
+        self.metrics = metrics
+        self._started = monotonic()
+        self.timelines = Timelines(config.kept_timelines)
+        self.view = ClusterView(registry)
+        self.streams = TokenStreams(channels)
+        self.placement = Placement(config, self.view)
+        self._means = Means(registry, channels, self.streams, self.placement, metrics)
+        self.admission = Admission(
+            config.max_concurrent_requests,
+            config.max_queued_requests,
+            config.queue_timeout,
+            config.max_client_share,
+        )
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Update, None]:
+        """Yields what is wanted of the prompt, deltas of all choices, interleaved, then one
+        GenerationStats.
+
+        `aclose()`, or cancelling the task that iterates, aborts the work on every node.
+
+        Raises:
+            PdserveError: the request cannot be served or failed for good. Other exceptions
+                are defects.
+        """
+        state = RequestState(request, self._tokenizer, self._config, self._vocab_size)
+        serving = asyncio.create_task(self._serve(state))
+        serving.add_done_callback(lambda _: state.deltas.put(None))
+        try:
+            while not serving.done() or len(state.deltas):
+                for delta in await state.deltas.take():
+                    if delta is not None:
+                        yield delta
+            yield await serving
+        finally:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+
+    async def _serve(self, state: RequestState) -> GenerationStats:
+        """The whole of a request: its deltas go into `state.deltas`; its outcome is this task's,
+        counted and logged once."""
+        request = state.request
+        self.timelines.begun(state)
+        try:
+            self._trace(state)
+            with self._adapters.using(request.adapter):
+                await self._make(state)
+        except PdserveError as error:
+            self._failed(state, error)
+            logger.warning("%s failed: %s", state.request_id, error)
+            raise
+        except asyncio.CancelledError:
+            if state.finished:
+                self._finished(state)  # the client has all of it, and did not wait for its end
+            else:
+                self._failed(state, Cancelled("the client left"))
+                logger.info("%s cancelled by the client", state.request_id)
+            raise
+        except Exception:
+            logger.exception("%s failed: unexpected error", state.request_id)
+            defect = PdserveError(
+                f"internal error; its log entry is under request id {state.request_id}"
+            )
+            self._failed(state, defect)
+            raise defect from None
+        return self._finished(state)
+
+    async def _make(self, state: RequestState) -> None:
+        """The whole answer, in as many attempts as it takes."""
+        request = state.request
+        async with (
+            self.admission.slot(
+                request.batch, len(request.prompt_token_ids), request.n, request.priority
+            ),
+            state.deadline.running(),
+        ):
+            with self._adapters.running(request.adapter):
+                while not state.finished:
+                    await state.retries.backoff(state.deadline)
+                    decode, local_prefill = await self.placement.decode(state)
+                    state.mark("queued")
+                    with suppress(AttemptFailed):  # the next one makes what is left
+                        await Attempt(self._means, state, decode, local_prefill).run()
+
+    def _trace(self, state: RequestState) -> None:
+        """Begins the request's span, under which its calls to nodes are."""
+        state.trace = self._traces.begin(state.request, state.arrival, state.stages)
+        if state.trace is not None:
+            state.timed |= state.trace.recording
+            traceparent_var.set(state.trace.parent)
+        elif state.arrival is not None:
+            traceparent_var.set(state.arrival.traceparent)
+
+    def _failed(self, state: RequestState, error: PdserveError) -> None:
+        self.metrics.observe_error(error)
+        self.timelines.ended(state, error)
+        if state.trace is not None:
+            state.trace.failed(error)
+
+    def _finished(self, state: RequestState) -> GenerationStats:
+        state.mark("finished")
+        stats = state.stats()
+        self.timelines.ended(state)
+        self.metrics.observe_request(
+            stats.timeline,
+            prompt_tokens=stats.prompt_tokens,
+            generated=state.generated,
+            max_tokens=state.request.sampling.max_tokens,
+            finish_reasons=state.finish_reasons,
+        )
+        self.metrics.itl.observe_all(state.token_gaps)
+        if state.trace is not None:
+            state.trace.finished(stats, state.finish_reasons)
+        logger.info(
+            "%s finished: %d prompt tokens (%d cached), %d generated, TTFT %.0f ms, %.0f ms in all",
+            state.request_id, stats.prompt_tokens, stats.cached_tokens, stats.completion_tokens,
+            1e3 * (stats.timeline.first_token or 0), 1e3 * (stats.timeline.finished or 0),
+        )  # fmt: skip
+        return stats
+
+    def ready(self) -> tuple[bool, str]:
+        """Whether a request could be served now; the reason when not, or what is amiss."""
+        return self.view.ready()
+
+    def load(self) -> int:
+        """Prompts that are computed, and those that wait for a place."""
+        return self.admission.running + self.admission.waiting
+
+    def cluster(self) -> dict[str, Any]:
+        """The nodes and their state, as JSON for people."""
+        ready, reason = self.ready()
+        load = {"running": self.admission.running, "waiting": self.admission.waiting}
+        uptime = {"uptime_seconds": round(monotonic() - self._started, 3)}
+        return {"ready": ready, "reason": reason, **load, **uptime, **self.view.describe()}

@@ -1,0 +1,274 @@
+"""What one request has become so far: its choices' tokens and text, its times, its failures."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from time import monotonic
+from typing import Any
+
+from pdserve.common.config.router import RoutingConfig
+from pdserve.common.core.errors import NodeError
+from pdserve.common.core.prompt_logprobs import PromptLogprobs
+from pdserve.common.core.request import Choice, FinishReason, GenerateJob, Timeline, TokenEvent
+from pdserve.common.core.sampling import SampledToken
+from pdserve.common.rpc import convert
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.common.text.stream import TextStream
+from pdserve.common.text.tokenizer import Tokenizer
+from pdserve.router.cluster.node_client import protocol_error
+from pdserve.router.requests.arrival import arrival_var
+from pdserve.router.requests.generation import (
+    GenerationRequest,
+    GenerationStats,
+    Mailbox,
+    TextDelta,
+)
+from pdserve.router.requests.retry import Deadline, Retries
+from pdserve.router.requests.stages import Phase, Stages
+from pdserve.router.requests.trace import RequestTrace
+
+
+class RequestState:
+    """Fed with what nodes send; `deltas` is what the client is to get of it."""
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        tokenizer: Tokenizer,
+        config: RoutingConfig,
+        vocab_size: int = 2**32,
+    ) -> None:
+        self.request = request
+        self.retries = Retries(config.migration_limit)
+        self.deadline = Deadline(config.queue_timeout, config.request_timeout)
+        # What the client has not read yet: at most max_tokens for each choice. None: the end.
+        self.deltas: Mailbox[TextDelta | PromptLogprobs | None] = Mailbox()
+        self.ended = asyncio.Event()  # every choice has finished
+        # Choices that a stop string has ended, each once: nodes do not know.
+        self.stopped: asyncio.Queue[int] = asyncio.Queue()
+        # Fingerprint of the nodes that have made the tokens so far: an answer is never made of
+        # two versions of a model.
+        self.version: str | None = None
+        self._prompt_scored = asyncio.Event()  # the client has the prompt's log-probabilities
+        if request.sampling.prompt_logprobs is None:
+            self._prompt_scored.set()
+        self.finish_reasons: list[FinishReason] = []
+        self.token_gaps: list[float] = []
+        self._vocab_size = vocab_size
+        self._start = monotonic()
+        self.arrival = arrival = arrival_var.get()
+        self.timed = arrival is not None and arrival.wants_timeline
+        self.stages = Stages(arrival)
+        self.trace: RequestTrace | None = None
+        self._timeline: dict[str, Any] = {}  # its fields
+        self.generated = [0] * request.n  # tokens of each choice
+        self._last_token: dict[int, float] = {}
+        self._outputs: dict[int, list[int]] = {choice: [] for choice in range(request.n)}
+        self._open = {
+            choice: TextStream(
+                tokenizer,
+                stop=request.stop,
+                include_stop_str_in_output=request.include_stop_str_in_output,
+                skip_special_tokens=request.skip_special_tokens,
+                min_tokens=request.sampling.min_tokens,
+            )
+            for choice in range(request.n)
+        }
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def job(self) -> GenerateJob:
+        """What is left to do: the choices that are open, from where they are."""
+        request = self.request
+        return GenerateJob(
+            request.request_id,
+            tuple(request.prompt_token_ids),
+            replace(request.sampling, prompt_logprobs=None)
+            if self._prompt_scored.is_set()
+            else request.sampling,
+            tuple(Choice(index, tuple(self._outputs[index])) for index in self._open),
+            request.cache_salt,
+            self.timed,
+            request.adapter.digest if request.adapter is not None else "",
+            request.priority,
+            request.batch.alias,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """How many are to be prefilled now."""
+        return len(self.request.prompt_token_ids) + len(self._outputs[min(self._open)])
+
+    @property
+    def most_events(self) -> int:
+        """That nodes may send: one for each token that is wanted, and one that ends a choice."""
+        return (self.request.sampling.max_tokens + 1) * self.request.n
+
+    @property
+    def begun(self) -> bool:
+        """Whether the client has a token."""
+        return self.version is not None
+
+    @property
+    def finished(self) -> bool:
+        return not self._open
+
+    def mark(self, moment: str) -> None:
+        """Notes that a moment of the timeline (one of its fields) is now, the first time. It is
+        progress every time."""
+        self.deadline.progress()
+        self._timeline.setdefault(moment, monotonic() - self._start)
+
+    @property
+    def prompt_scored(self) -> bool:
+        """Whether the client has the prompt's log-probabilities, or wants none. They come before
+        all tokens."""
+        return self._prompt_scored.is_set()
+
+    async def until_prompt_scored(self) -> None:
+        await self._prompt_scored.wait()
+
+    def prefilled(self, event: pb.FirstToken | pb.Prefilled, role: str) -> None:
+        """A node of this role has computed the prompt.
+
+        Raises:
+            NodeError: its log-probabilities are not what was asked for.
+        """
+        if not self._prompt_scored.is_set():
+            self._take_prompt(event, role)
+        line = self._timeline
+        line["cached_tokens"] = line.get("cached_tokens") or event.cached_tokens
+        compute, queue = event.compute_s, event.queue_s
+        if event.HasField("step_s"):
+            compute, queue = event.step_s, event.queue_s + event.compute_s - event.step_s
+        self._add(prefill_queue_seconds=queue, prefill_seconds=compute)
+        self.stages.told(Phase.PREFILL, prefill_queue=queue, prefill_compute=compute)
+
+    def _take_prompt(self, event: pb.FirstToken | pb.Prefilled, role: str) -> None:
+        found = convert.prompt_from_pb(event.prompt_logprobs)
+        num_top = min(self.request.sampling.prompt_logprobs or 0, self._vocab_size)
+        count = len(self.request.prompt_token_ids) - 1
+        try:
+            found.check(1, count, num_top, self._vocab_size)
+        except ValueError as error:
+            raise protocol_error(role, f"a prompt's log-probabilities: {error}") from None
+        self.deltas.put(found)
+        self._prompt_scored.set()
+
+    def landed(self, landed: pb.Landed) -> None:
+        """The decode node has all KV."""
+        self.mark("transferred")
+        self._timeline["decode_cached_tokens"] = landed.cached_tokens
+        exposed = max(0.0, landed.data_s - landed.commit_s)
+        self.stages.told(Phase.HAND_OFF, kv_transfer=exposed, verification=landed.verify_s)
+        self._add(
+            exposed_seconds=exposed,
+            transfer_bytes=landed.bytes,
+            data_seconds=landed.data_s,
+            commit_seconds=landed.commit_s,
+            verify_seconds=landed.verify_s,
+        )
+
+    def handed_off(self, handed_off: pb.HandedOff) -> None:
+        """The prefill node is done with it."""
+        self._add(transfer_seconds=handed_off.transfer_s)
+
+    def _add(self, **amounts: float) -> None:
+        """What each of several nodes may take its share of."""
+        for name, amount in amounts.items():
+            self._timeline[name] = self._timeline.get(name, 0) + amount
+
+    def take(self, event: TokenEvent, role: str, version: str, position: int | None = None) -> None:
+        """Tokens that a node of this role has made: their text is on its way to the client. What
+        comes for a choice after a stop string has ended it is dropped. `position` is the first
+        one's in the choice's output, where the node says it.
+
+        Raises:
+            NodeError: a token that cannot be, the fault of the node that made it. Once it were
+                among the request's tokens, it would be the client's.
+        """
+        if not self.prompt_scored:
+            raise bad_token(role, "the prompt's log-probabilities come first")
+        self._check(event, role, position)
+        self.version = version
+        if event.choice in self._open:
+            self.retries.progress(role)
+            self.deadline.token()
+            self.deltas.put(self._delta(self._open[event.choice], event))
+            if event.choice not in self._open and event.finish_reason is None:
+                self.stopped.put_nowait(event.choice)
+        if self.finished:
+            self.stages.enter(Phase.STREAM)
+            self.ended.set()
+
+    def _check(self, event: TokenEvent, role: str, position: int | None) -> None:
+        output = self._outputs.get(event.choice)
+        if output is None:
+            raise bad_token(role, f"there is no choice {event.choice}")
+        left = self.request.sampling.max_tokens - len(output)
+        is_open = event.choice in self._open
+        ended = event.finish_reason is not None or not is_open
+        if (not ended and not 0 < len(event.tokens) < left) or len(event.tokens) > left:
+            raise bad_token(role, f"{len(event.tokens)} where {left} are left")
+        if is_open and position is not None and position != len(output):
+            raise bad_token(role, f"at position {position}, not {len(output)}")
+        for token in event.tokens:
+            if not all(0 <= each < self._vocab_size for each in _ids(token)):
+                raise bad_token(role, "it is outside the vocabulary")
+
+    def _delta(self, stream: TextStream, event: TokenEvent) -> TextDelta:
+        output = stream.push(
+            [token.token_id for token in event.tokens],
+            final=event.finish_reason is not None,
+            stop_token=event.finish_reason is FinishReason.STOP,
+        )
+        self._outputs[event.choice] += [token.token_id for token in event.tokens]
+        self._count(event.choice, output.num_tokens)
+        reason = FinishReason.STOP if output.stopped_by is not None else event.finish_reason
+        if reason is not None:
+            self.finish_reasons.append(reason)
+            del self._open[event.choice]
+        stop_reason = output.stopped_by if output.stopped_by is not None else event.stop_token_id
+        tokens = event.tokens[: output.num_tokens]
+        return TextDelta(event.choice, output.text, tokens, reason, stop_reason)
+
+    def stats(self) -> GenerationStats:
+        line = self._timeline
+        exposed = line.get("exposed_seconds", 0.0) + line.get("verify_seconds", 0.0)
+        timeline = Timeline(
+            **line,
+            overlapped_seconds=max(0.0, line.get("transfer_seconds", 0.0) - exposed),
+            migrations=self.retries.failures,
+        )
+        return GenerationStats(
+            prompt_tokens=len(self.request.prompt_token_ids),
+            completion_tokens=sum(self.generated),
+            cached_tokens=timeline.cached_tokens,
+            timeline=timeline,
+            stages=self.stages,
+        )
+
+    def _count(self, choice: int, num_tokens: int) -> None:
+        now = monotonic()
+        if "first_token" not in self._timeline:
+            self.mark("first_token")
+        if choice in self._last_token and num_tokens:
+            self.token_gaps += [(now - self._last_token[choice]) / num_tokens] * num_tokens
+        self._last_token[choice] = now
+        self.generated[choice] += num_tokens
+
+
+def bad_token(role: str, fault: str) -> NodeError:
+    return protocol_error(role, f"a token: {fault}")
+
+
+def _ids(token: SampledToken) -> Sequence[int]:
+    """All that it names."""
+    if token.logprobs is None:
+        return (token.token_id,)
+    return (token.token_id, *(token_id for token_id, _ in token.logprobs.top))

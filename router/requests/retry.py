@@ -1,0 +1,211 @@
+"""How long a request may take, and what a failed node means for it: go on elsewhere, compute it
+in one place, or give up."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from time import monotonic
+
+from pdserve.common.core.errors import (
+    Blame,
+    DeadlineExceeded,
+    NodeError,
+    PdserveError,
+    RequestError,
+    TransferError,
+)
+from pdserve.router.cluster.registry import Node
+
+TRANSFER_FAILURES = 2  # of one request, after which the decode node computes the prompt itself
+WAITING = 0.125  # what a death counts for of a node that did not compute the request just then
+DEATHS = frozenset({"PEER_LOST", "RANK_DIED", "ENGINE_STALLED", "NODE_FAILED"})
+# A request that fails so twice, on another node where there is one, would on any.
+POISONOUS = frozenset({"SEQUENCE_FAILED", "INTERNAL"})
+# Whose deaths count together: by role, those that do the same work.
+ALIKE = {
+    "prefill": ("prefill", "both"),
+    "decode": ("decode", "both"),
+    "both": ("prefill", "decode", "both"),
+}
+# By the role that made a token: where the request cannot be poison any more, had it failed there.
+BEHIND = {**ALIKE, "prefill": ("prefill",)}
+SLACK = 1.0  # seconds, at most, that the bound of a request may be late
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds; the first failure is followed by none
+
+
+class Deadline:
+    """Two bounds, both moved by progress alone, never by another try.
+
+    Waiting (for a place, for nodes, between tries) may take `queue_timeout` seconds in all
+    until the first token; from then on `request_timeout`, anew after every token, for a node
+    that comes back is worth more to a half-read answer than an error. While nodes work on the
+    request, `request_timeout` seconds may pass without progress (0: any time).
+    """
+
+    def __init__(self, queue_timeout: float, request_timeout: float) -> None:
+        self._made = monotonic()
+        self._request_timeout = request_timeout or None
+        self._patience = queue_timeout  # seconds it may still wait
+        self._limit: asyncio.Timeout | None = None
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Bounds what is inside; the time until here was spent on waiting for a place.
+
+        Raises:
+            DeadlineExceeded: nothing happened for too long.
+        """
+        waited = monotonic() - self._made
+        if waited < self._patience:  # else it is a body's later prompt: its time begins here
+            self._patience -= waited
+        limit = asyncio.timeout(self._request_timeout)
+        try:
+            async with limit as self._limit:
+                yield
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise DeadlineExceeded(
+                f"the request made no progress for {self._request_timeout:g} s"
+            ) from None
+        finally:
+            self._limit = None
+
+    def progress(self) -> None:
+        """It got further: blocks were reserved, KV has landed. A timer for each token would cost
+        more than the token: it is set a little late, and not again before it would be early."""
+        limit, seconds = self._limit, self._request_timeout
+        if limit is None or not seconds or limit.expired():
+            return
+        until = asyncio.get_running_loop().time() + seconds
+        if (set_to := limit.when()) is None or set_to < until:
+            limit.reschedule(until + min(SLACK, seconds / 16))
+
+    def token(self) -> None:
+        """A token is on its way to the client."""
+        self._patience = self._request_timeout or float("inf")
+        self.progress()
+
+    @contextmanager
+    def waiting(self) -> Iterator[float]:
+        """Waiting for a node rather than on one; yields until when (`monotonic`)."""
+        since = monotonic()
+        if self._limit is not None and not self._limit.expired():
+            self._limit.reschedule(None)
+        try:
+            yield since + self._patience
+        finally:
+            self._patience -= monotonic() - since
+            self.progress()
+
+
+class Retries:
+    """One request's failures so far.
+
+    A request goes on as long as its deadline allows, with longer and longer pauses while no token
+    comes. It is *poison*, and ends, when it fails in the same way twice without getting further,
+    or when more than `limit` nodes in a row have died while they computed it: it must not kill
+    them all. One that gets further after it failed was not poison: the node was at fault.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._tries = 0  # failures since the last token
+        self._deaths: dict[str, float] = {}  # by role, since that role's last token
+        # Where it failed poisonously, by code; until it gets further there, on whatever node.
+        self._alike: dict[str, list[Node]] = {}
+        self._transfer_failures = 0
+        self._last: PdserveError | None = None
+        self.failures = 0
+        self.avoid: set[str] = set()  # nodes (ids) that have failed it: only if there is no other
+
+    @property
+    def local_prefill(self) -> bool:
+        """Whether the KV should not travel any more."""
+        return self._transfer_failures >= TRANSFER_FAILURES
+
+    def last_chance(self, role: str) -> bool:
+        """Whether one more death of a node of this role would be its end: whatever else was there
+        until now, the next time it shall be the only such request on its node."""
+        deaths = self._num_deaths(role)
+        return deaths > 0 and deaths + 1 > self._limit
+
+    def _num_deaths(self, role: str) -> float:
+        return sum(self._deaths.get(each, 0.0) for each in ALIKE[role])
+
+    def progress(self, role: str) -> None:
+        """A node of this role has made a token."""
+        self._tries = 0
+        for each in BEHIND[role]:
+            self._deaths.pop(each, None)
+        for code, nodes in self._alike.items():
+            self._alike[code] = [node for node in nodes if node.role not in BEHIND[role]]
+            if code == "SEQUENCE_FAILED":  # which counts as nobody's until then
+                for node in nodes:
+                    if node.role in BEHIND[role]:
+                        node.breaker.failed()
+
+    def node_failed(self, error: PdserveError, node: Node, computing: bool = True) -> None:
+        """Notes a node's own failure; `computing`: it was at work for this request.
+
+        Raises:
+            PdserveError: another try would not help.
+        """
+        self._note(error, node)
+        if error.code in POISONOUS:
+            alike = self._alike.setdefault(error.code, [])
+            alike.append(node)
+            if len(alike) > 1:
+                raise _poison("it failed twice in the same way", error)
+        if error.code in DEATHS:
+            more = 1 if computing else WAITING
+            self._deaths[node.role] = self._deaths.get(node.role, 0.0) + more
+            if self._num_deaths(node.role) > self._limit:
+                raise _poison(f"{node.role} nodes died in a row while they computed it", error)
+
+    def transfer_failed(self, error: PdserveError, node: Node) -> None:
+        """Notes that a hand-off failed, as this node reports, which is nobody's own failure.
+
+        Raises:
+            PdserveError: another try would not help.
+        """
+        self._note(error, node)
+        self._transfer_failures += isinstance(error, TransferError)
+
+    def _note(self, error: PdserveError, node: Node) -> None:
+        # That the client left, only this router can know: a node's call was cut off.
+        curable = error.blame in (Blame.PREFILL, Blame.DECODE, Blame.BOTH, Blame.NETWORK)
+        curable |= error.code == "CANCELLED"
+        if not curable or isinstance(error, RequestError):
+            raise error
+        self.failures += 1
+        self._tries += 1
+        self._last = error
+        self.avoid.add(node.id)
+
+    async def backoff(self, deadline: Deadline) -> None:
+        """Before another try: longer after each failure, and never the same for all.
+
+        Raises:
+            PdserveError: the last failure, when there is no time left.
+        """
+        if self._tries < 2:
+            return
+        with deadline.waiting() as until:
+            left = until - monotonic()
+            if left <= 0 and self._last is not None:
+                raise self._last
+            pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(self._tries - 2, 10))
+            await asyncio.sleep(min(left, pause * random.uniform(0.5, 1.0)))
+
+
+def _poison(why: str, error: PdserveError) -> NodeError:
+    return NodeError(
+        f"{why}, so it is not tried again; the last error was {error}",
+        code="POISON_REQUEST",
+        blame=Blame.CLIENT,
+        retryable=False,
+    )

@@ -1,0 +1,126 @@
+"""Where a request's time went: stages that follow each other and leave nothing out.
+
+The router's monotonic clock cuts the request's time into *phases*, at the moments when it sends a
+call and when an answer is there:
+
+    receive │ tokenize │ queue │ reserve │ queue │ prefill │ stream │ hand off │ decode │ stream
+                                  on D             on P                on D       on D
+
+Within a phase a node's own clock counts: the answer says how long the node spent on what. No two
+clocks are compared, so they may differ. What is left of the phase is the way between the two, and
+has a stage of its own. When a node fails, what it did and did not tell is `migration`, until
+another node is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from time import monotonic
+
+from pdserve.common.core.request import Stage
+from pdserve.router.requests.arrival import Arrival
+
+ROUTER = "router"
+
+
+class Phase(StrEnum):
+    RECEIVE = "receive"
+    TOKENIZE = "tokenize"
+    QUEUE = "queue"
+    RESERVE = "reserve"
+    PREFILL = "prefill"
+    HAND_OFF = "hand_off"
+    DECODE = "decode"
+    STREAM = "stream"
+    MIGRATION = "migration"
+
+
+# What is left of a phase after what its node has told: the stage, and whether it is the router's.
+_REST = {
+    Phase.RESERVE: "network",
+    Phase.PREFILL: "first_token",
+    Phase.HAND_OFF: "network",
+    Phase.DECODE: "detokenize_stream",
+    Phase.STREAM: "detokenize_stream",
+}
+
+
+@dataclass(slots=True)
+class Span:
+    """One phase of one request."""
+
+    phase: Phase
+    node: str
+    start: float  # monotonic
+    told: dict[str, float] = field(default_factory=dict)  # seconds by stage, in their order
+    told_at: float = 0.0  # monotonic; 0: not yet
+
+
+class Stages:
+    """One request's."""
+
+    def __init__(self, arrival: Arrival | None = None) -> None:
+        now = monotonic()
+        self.start = now if arrival is None else arrival.received
+        self.spans: list[Span] = []
+        if arrival is not None:
+            self._enter(Phase.RECEIVE, ROUTER, arrival.received)
+            self._enter(Phase.TOKENIZE, ROUTER, arrival.read or now)
+        self._enter(Phase.QUEUE, ROUTER, now)
+
+    @property
+    def phase(self) -> Phase:
+        return self.spans[-1].phase
+
+    def enter(self, phase: Phase, node: str = ROUTER) -> None:
+        """From now on it is in this phase."""
+        self._enter(phase, node, monotonic())
+
+    def leave(self, *phases: Phase, to: Phase, node: str = ROUTER) -> None:
+        """As `enter`, if it is in one of `phases`: others have overtaken this."""
+        if self.phase in phases:
+            self.enter(to, node)
+
+    def told(self, phase: Phase, **seconds: float) -> None:
+        """What the node has said of the last such phase, which may be over."""
+        for span in reversed(self.spans):
+            if span.phase is phase:
+                span.told, span.told_at = seconds, monotonic()
+                return
+
+    def failed(self) -> None:
+        """The node at work is given up: what it told last stands, the rest was in vain."""
+        last = self.spans[-1]
+        if last.phase is not Phase.MIGRATION:
+            self._enter(Phase.MIGRATION, ROUTER, last.told_at or last.start)
+
+    def stages(self, end: float) -> tuple[Stage, ...]:
+        """Those of some length until `end` (monotonic); each begins where the one before ends."""
+        found: list[Stage] = []
+        for name, node, start, seconds in self._parts(end):
+            last = found[-1] if found else None
+            if last is not None and (last.name, last.node) == (name, node):
+                found[-1] = Stage(name, node, last.start, last.seconds + seconds)
+            elif seconds > 0.0:
+                found.append(Stage(name, node, start - self.start, seconds))
+        return tuple(found)
+
+    def _enter(self, phase: Phase, node: str, at: float) -> None:
+        if self.spans and self.spans[-1].start > at:
+            at = self.spans[-1].start
+        self.spans.append(Span(phase, node, at))
+
+    def _parts(self, end: float) -> Iterator[tuple[str, str, float, float]]:
+        """(stage, node, start, seconds)"""
+        ends = [*(span.start for span in self.spans[1:]), end]
+        for span, until in zip(self.spans, ends, strict=True):
+            at = span.start
+            for name, seconds in span.told.items():
+                seconds = min(max(seconds, 0.0), until - at)
+                yield name, span.node, at, seconds
+                at += seconds
+            rest = _REST.get(span.phase, span.phase.value)
+            node = span.node if span.phase is Phase.PREFILL else ROUTER
+            yield rest, node, at, max(until - at, 0.0)

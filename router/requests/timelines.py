@@ -1,0 +1,119 @@
+"""Timelines of requests, for who asks afterwards, or while one is served: where is it, where was
+its time lost?"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from time import monotonic, time
+from typing import Any
+
+from pdserve.common.core.errors import PdserveError
+from pdserve.common.core.printable import printable
+from pdserve.common.obs.logging import request_id_var
+from pdserve.router.requests.generation import GenerationStats
+from pdserve.router.requests.request_state import RequestState
+from pdserve.router.requests.stages import ROUTER
+
+MAX_FOUND = 100  # of the prompts of one request, or of those that share its id: the newest
+MAX_MESSAGE = 500  # characters of a failure that are kept
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What is kept of a request that is over: no tokens, and of its error no frames."""
+
+    ids: tuple[str, ...]  # by which its client knows it
+    client: str  # whose it is, as `APIKeys.client` says
+    stats: GenerationStats
+    end: float  # monotonic
+    error: dict[str, str] | None
+
+
+class Timelines:
+    """Those of the requests that are served, and of the last ones that ended."""
+
+    def __init__(self, kept: int) -> None:
+        """`kept`: how many of those that ended."""
+        self._ended: deque[Ended] = deque(maxlen=kept)
+        self._served: dict[RequestState, tuple[str, ...]] = {}
+
+    def begun(self, state: RequestState) -> None:
+        header = request_id_var.get()
+        self._served[state] = (state.request_id, *([header] if header else ()))
+
+    def ended(self, state: RequestState, error: PdserveError | None = None) -> None:
+        ids = self._served.pop(state)
+        if self._ended.maxlen:
+            self._ended.append(_ended(state, ids, monotonic(), _described(error)))
+
+    def find(self, name: str, client: str | None = None) -> list[dict[str, Any]]:
+        """Of the request that has this id, as JSON, for each of its prompts; with `client` only
+        of those that it has asked."""
+        named = self._newest(client, lambda ids: _is_named(ids, name))
+        found = islice(named, MAX_FOUND)
+        return [
+            _told(each) for each in sorted(found, key=lambda each: (len(each.ids[0]), each.ids))
+        ]
+
+    def recent(self, limit: int, client: str | None = None) -> list[dict[str, Any]]:
+        """The last `limit` requests, or a client's last, as JSON: those that are served first, the
+        newest first."""
+        return [_summary(each) for each in islice(self._newest(client), limit)]
+
+    def _newest(
+        self, client: str | None, is_wanted: Callable[[tuple[str, ...]], bool] = lambda ids: True
+    ) -> Iterator[Ended]:
+        now = monotonic()
+        for state, ids in reversed(self._served.items()):
+            if client in (None, state.request.batch.client) and is_wanted(ids):
+                yield _ended(state, ids, now, None)
+        for each in reversed(self._ended):
+            if client in (None, each.client) and is_wanted(each.ids):
+                yield each
+
+
+def _ended(
+    state: RequestState, ids: tuple[str, ...], end: float, error: dict[str, str] | None
+) -> Ended:
+    return Ended(ids, state.request.batch.client, state.stats(), end, error)
+
+
+def _is_named(ids: tuple[str, ...], name: str) -> bool:
+    """The prompts of a request of several have its id and a number."""
+    return name in ids or ("-" in name and ids[0].startswith(f"{name}-"))
+
+
+def _described(error: PdserveError | None) -> dict[str, str] | None:
+    if error is None:
+        return None
+    return {"code": error.code, "message": printable(error.message, MAX_MESSAGE)}
+
+
+def _told(found: Ended) -> dict[str, Any]:
+    return {**_state(found), "timeline": asdict(found.stats.receipt(found.end))}
+
+
+def _summary(found: Ended) -> dict[str, Any]:
+    stages = found.stats.stages
+    return {
+        **_state(found),
+        "created": round(time() - (monotonic() - stages.start), 3),  # seconds since 1970
+        "first_token": found.stats.timeline.first_token,
+        "seconds": round(found.end - stages.start, 6),
+        "nodes": sorted({span.node for span in stages.spans} - {ROUTER}),
+    }
+
+
+def _state(found: Ended) -> dict[str, Any]:
+    running = found.stats.timeline.finished is None and found.error is None
+    return {
+        "id": found.ids[0],
+        "request_id": found.ids[-1],
+        "status": "failed" if found.error else "running" if running else "finished",
+        "error": found.error,
+        "prompt_tokens": found.stats.prompt_tokens,
+        "completion_tokens": found.stats.completion_tokens,
+    }

@@ -1,0 +1,212 @@
+"""The command and the demo."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+from paths import HELPERS
+from pdserve.cli import cluster
+from pdserve.cli.completion import _bash, words
+from pdserve.cli.demo import main as demo
+from pdserve.cli.main import COMMANDS, main
+from pdserve.common.config.cluster import ClusterConfig
+from pdserve.common.config.sources import parse
+
+FAKE_ROLE = str(HELPERS / "fake_role.py")
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for group, commands in COMMANDS.items():
+        assert f"{group}:" in text
+        for name in commands:
+            assert f"  {name} " in text
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version"]) == main(["--version"]) == 0
+    assert capsys.readouterr().out == f"pdserve {version('pdserve')}\n" * 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [
+        (["prefil"], "did you mean prefill?"),
+        (["sevre"], "unknown command sevre; did you mean serve?"),
+        (["bench", "serv"], "did you mean serve?"),
+        ([], "usage: pdserve"),
+        (["zzz"], "pdserve --help"),
+    ],
+)
+def test_an_unknown_command(argv: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2
+    assert hint in capsys.readouterr().err
+
+
+def test_a_config_error_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(COMMANDS["Roles"], "router", ("nowhere:main", ""))
+    assert main(["router"]) == 2
+    assert capsys.readouterr().err.startswith("pdserve router: error: cannot import 'nowhere:main'")
+
+
+@pytest.mark.parametrize("command", ["up", "serve [MODEL]", "demo"])
+def test_help_of_a_command_says_whose_it_is(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main([command.partition(" ")[0], "--help"])
+    assert exit.value.code == 0
+    assert f"usage: pdserve {command} [options]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [
+        ("serve /a --model /b", "there can be one model, not /a and /b"),
+        ("serve /a --model=/a --model /b", "there can be one model, not /a and /b"),
+        ("serve /a --port 0 /b", "there can be one model, not /a and /b"),
+        ("serve /a --prot 1", "unknown option --prot; did you mean --port?"),
+        ("serve /a --max_modal_len 1", "unknown option --max-modal-len"),
+        ("up /a", "no option takes the word /a; did you mean --model /a?"),
+        ("chat --sytem a", "unknown option --sytem; did you mean --system?"),
+        ("top --jsn", "unknown option --jsn; did you mean --json?"),
+        ("trace a --timout=1", "unknown option --timout; did you mean --timeout?"),
+        ("bench serve --num-promts 1", "unknown option --num-promts; did you mean --num-prompts?"),
+        ("bench compare a b --jsn", "unknown option --jsn; did you mean --json?"),
+        ("bench step --prot 1", "unknown option --prot"),
+        ("run-batch --prot 1", "unknown option --prot; did you mean --port?"),
+        ("plan --modl x", "unknown option --modl; did you mean --model?"),
+        ("doctor --jsn", "unknown option --jsn; did you mean --json?"),
+        ("cluster-check --tpp 2", "unknown option --tpp; did you mean --tp?"),
+        ("certs x --hots a", "unknown option --hots; did you mean --host?"),
+        ("model a b", "no option takes the word b"),
+    ],
+)
+def test_c14_what_no_command_knows_is_one_line_with_the_nearest(
+    argv: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(argv.split())
+    assert exit.value.code == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and hint in said, said
+
+
+@pytest.mark.parametrize(
+    ("argv", "model"),
+    [
+        ("/a", "/a"),
+        ("/a --port 1", "/a"),
+        ("--port 1 /a", "/a"),
+        ("/a --model /a", "/a"),
+        ("--model=/b", "/b"),
+        ("", "/variable"),
+        ("org/name --served-model-name x", "org/name"),
+    ],
+)
+def test_c14_serve_takes_the_model_as_a_word(argv: str, model: str) -> None:
+    """A word is as strong as a flag: it goes before the variable."""
+    config = parse(
+        ClusterConfig, prog="pdserve serve", argv=argv.split(), word="model",
+        environ={"PDSERVE_MODEL": "/variable"},
+    )  # fmt: skip
+    assert config.engine.model.model == model
+
+
+def test_bench_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"  {name} " in text for name in ("serve", "compare", "step"))
+    for argv in (["bench"], ["bench", "--request-rate", "1"]):
+        assert main(argv) == 2
+        assert "takes one of serve, compare, step" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line", ["pdserve ch", "pdserve bench serve --request-r", "pdserve top --o"]
+)
+def test_bash_completes(line: str, completion: str) -> None:
+    *before, last = line.split()
+    script = f"""{completion}
+    COMP_WORDS=({line}); COMP_CWORD={len(before)}; _pdserve; echo "${{COMPREPLY[@]}}" """
+    said = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    expected = {"ch": "chat", "--request-r": "--request-rate", "--o": "--once"}
+    assert said.stdout.split() == [expected[last]]
+
+
+@pytest.fixture(scope="module")
+def completion() -> str:
+    return _bash(words())
+
+
+def test_completion_has_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for shell in ("zsh", "fish"):
+        assert main(["completion", shell]) == 0
+        text = capsys.readouterr().out
+        assert all(name in text for group in COMMANDS.values() for name in group)
+        assert "kv-connector" in text
+    assert main(["completion", "--help"]) == 0
+    assert "bash-completion" in capsys.readouterr().out
+    assert main(["completion", "cmd"]) == 2
+
+
+def test_a_reader_who_leaves_is_no_failure_to_tell() -> None:
+    """As in `pdserve … | head -1`."""
+    program = "import sys; from pdserve.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    for argv in ("--help", "version", "bench --help"):
+        command = f'{sys.executable} -c "{program}" {argv} | true'
+        said = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+        assert said.stderr == ""
+
+
+def test_the_command_imports_no_torch() -> None:
+    imports = "import sys, pdserve.cli.main, pdserve.cli.up"
+    code = f"{imports}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.fixture
+def fake_roles(monkeypatch: pytest.MonkeyPatch) -> None:
+    for role in cluster.PROGRAMS:
+        monkeypatch.setitem(cluster.PROGRAMS, role, (sys.executable, FAKE_ROLE, role))
+
+
+def test_demo_streams_the_answer_and_shows_the_timeline(
+    fake_roles: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo(["--model=/models/tiny", "--prompt=Why [is] it blue?"]) == 0
+    text = capsys.readouterr().out
+    assert "> Why [is] it blue?" in text
+    assert "Blue light." in text
+    rows = {line.split("│")[1].strip(): line for line in text.splitlines() if "│" in line}
+    assert "1.0 ms" in rows["queue"]
+    assert "50.0 ms" in rows["prefill"]
+    assert "9 tokens, 4 of them cached" in rows["prefill"]
+    assert "1.00 MiB at 1.05 GB/s" in rows["KV transfer"]
+    assert "100.0 ms" in rows["decode"]
+    assert "52.0 ms" in rows["TTFT"]
+    assert "50.0 ms" in rows["TPOT"]
+
+
+@pytest.mark.parametrize(
+    ("role", "mode", "reason"),
+    [("ROUTER", "failing", "HTTP 500"), ("DECODE", "crash", "ended with exit code 3")],
+)
+def test_a_failed_demo_says_why(
+    role: str,
+    mode: str,
+    reason: str,
+    fake_roles: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(f"FAKE_{role}", mode)
+    assert demo(["--model=/models/tiny"]) == 1
+    assert reason in capsys.readouterr().out

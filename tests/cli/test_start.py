@@ -1,0 +1,349 @@
+"""A process that cannot start says why and what to do, in one sentence, and exits with 2."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import requests
+import torch
+
+from paths import MODELS
+from pdserve.cli.main import main
+from pdserve.common.config.node import NodeConfig
+from pdserve.common.core import host
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.host import host_errors_as_config_errors, raise_open_file_limit
+from pdserve.common.distributed import environment
+from pdserve.common.distributed.environment import DistributedEnvironment
+from pdserve.common.model import device
+from pdserve.common.model.attention import AttentionShape
+from pdserve.common.node import server as node_server
+from pdserve.common.node.server import NodeServer
+from pdserve.common.obs.process import read_ports
+from pdserve.common.rpc.channels import Credentials
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.demo_model import embedded
+from warm import run_roles
+
+MODEL = str(MODELS / "llama-gqa")
+MODULES = {"router": "router", "prefill": "prefill_node", "decode": "decode_node"}
+
+
+def arguments(role: str, *flags: str) -> list[str]:
+    ports = ["--grpc-port=0", *(["--port=0", "--registry-port=0"] if role == "router" else [])]
+    return [f"--model={MODEL}", *ports, *flags]
+
+
+def start(
+    role: str, *flags: str, stderr: int = subprocess.PIPE, prepare: Callable[[], None] | None = None
+) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", f"pdserve.{MODULES[role]}", *arguments(role, *flags)]
+    return subprocess.Popen(command, stderr=stderr, text=True, preexec_fn=prepare)
+
+
+def refusal(process: subprocess.Popen[str]) -> str:
+    """The line a process ends with that cannot start as configured."""
+    _, output = process.communicate(timeout=250)
+    return last_line(process.returncode, output)
+
+
+def last_line(code: int, output: str) -> str:
+    assert code == 2, output
+    assert "Traceback" not in output
+    *_, last = output.splitlines()
+    assert "blame=" not in last or "blame=operator" in last
+    return last
+
+
+def test_every_role_says_which_address_its_host_refuses(tmp_path: Path) -> None:
+    """Each in a process of its own, all at once."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        cases = [
+            ("prefill", f"--metrics-port={port}", f"{port} for metrics: .*another"),
+            ("decode", f"--metrics-port={port}", f"{port} for metrics: .*another"),
+            ("decode", f"--grpc-port={port}", f"{port} for gRPC: .*use: choose another --grpc-p"),
+            ("router", f"--port={port}", f"cannot listen on 127.0.0.1:{port}: .*in use"),
+            ("router", f"--grpc-port={port}", f"{port} for gRPC: .*use: choose another --grpc-p"),
+            ("router", "--ports-file=/no/such/p", "/no/such/p.*: No such .*: make it first"),
+        ]
+        commands = [[MODULES[role], *arguments(role, flag)] for role, flag, _ in cases]
+        found = [last_line(*ended) for ended in run_roles(tmp_path, commands)]
+    for output, (_, _, expected) in zip(found, cases, strict=True):
+        assert re.search(expected, output), (output, expected)
+
+
+def few_files() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+
+
+def test_every_role_says_that_it_may_open_too_few_files() -> None:
+    started = {role: start(role, prepare=few_files) for role in MODULES}
+    found = {role: refusal(process) for role, process in started.items()}
+    router = found.pop("router")
+    assert re.search(r"may open 64 files .*ulimit -n .*--max-concurrent-req", router)
+    for output in found.values():
+        assert re.search("may open 64 files and needs up to 512: .*ulimit -n", output)
+
+
+def test_a_shell_s_usual_limit_of_files_is_raised() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        raise_open_file_limit(300)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(hard, host.AMPLE_FILES)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("number", "mend"),
+    [
+        (errno.ENOSPC, "free some space"),
+        (errno.EROFS, "a volume or a tmpfs"),
+        (errno.EACCES, f"runs as user {os.getuid()}: let that user in"),
+        (errno.EMFILE, "ulimit -n"),
+        (errno.EAGAIN, "pids limit"),
+    ],
+)
+def test_a_refusal_of_the_host_says_the_mend(number: int, mend: str) -> None:
+    with pytest.raises(ConfigError) as raised, host_errors_as_config_errors():
+        raise OSError(number, os.strerror(number), "/models/x/config.json")
+    assert raised.value.message.startswith("/models/x/config.json: ")
+    assert mend in raised.value.message
+
+
+def test_a_defect_is_no_refusal() -> None:
+    with pytest.raises(BrokenPipeError), host_errors_as_config_errors():
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+def test_a_log_on_a_full_disk_stops_no_role(tmp_path: Path) -> None:
+    """/dev/full is one."""
+    ports = tmp_path / "ports.json"
+    with open("/dev/full", "w") as full:
+        router = start("router", f"--ports-file={ports}", stderr=full.fileno())
+    try:
+        while (found := read_ports(ports)) is None:
+            assert router.poll() is None
+            time.sleep(0.02)
+        url = f"http://127.0.0.1:{found['http']}"
+        assert requests.post(f"{url}/v1/completions", data=b"{", timeout=30).status_code == 400
+        assert requests.get(f"{url}/health", timeout=30).status_code == 200
+    finally:
+        router.send_signal(signal.SIGTERM)
+        code = router.wait(60)
+    assert code == 0
+
+
+# ---- full disks ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """64 KiB large, and full."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)]
+    if os.getuid() or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        with (tmp_path / "filler").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+    except OSError:
+        pass
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_full_disk_under_the_ports_file(small_disk: Path) -> None:
+    output = refusal(start("router", f"--ports-file={small_disk}/ports.json"))
+    assert f"{small_disk}/ports.json: No space left on device: free some space" in output
+
+
+def test_no_room_for_the_embedded_model(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "find_gguf", lambda: Path("/unused"))
+    with pytest.raises(ConfigError, match=r"takes 264 MiB .*PDSERVE_CACHE"):
+        embedded.ensure_embedded_model(small_disk)
+
+
+# ---- models ----------------------------------------------------------------------------------
+
+
+def test_a_mistyped_model_folder_is_a_sentence_that_names_its_neighbours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "Qwen3-8B").mkdir()
+    assert main(["model", str(tmp_path / "Qwen-8B")]) == 2
+    assert f"no folder {tmp_path}/Qwen-8B; {tmp_path} has: Qwen3-8B" in capsys.readouterr().err
+    assert main(["model", str(tmp_path / "Qwen3-8B")]) == 2
+    assert "has no config.json" in capsys.readouterr().err
+
+
+def test_c15_what_no_checkpoint_is_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def says(path: Path) -> str:
+        assert main(["model", str(path)]) == 2
+        return capsys.readouterr().err
+
+    file, folder, text = tmp_path / "tiny.Q4.GGUF", tmp_path / "tiny", tmp_path / "notes.txt"
+    file.touch()
+    text.touch()
+    folder.mkdir()
+    (folder / "tiny-Q4.gguf").touch()
+    assert f"{file} is a GGUF file; pdserve serves safetensors checkpoints" in says(file)
+    assert f"{folder} has no config.json, but GGUF; pdserve serves safetensors" in says(folder)
+    assert f"{text} is a file, and no checkpoint folder" in says(text)
+
+
+def test_c15_a_path_that_is_not_there_names_the_nearest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def says(path: Path | str) -> str:
+        assert main(["model", str(path)]) == 2
+        return capsys.readouterr().err.partition("error: ")[2].strip()
+
+    for name in ("models/Qwen3-8B", "models/SmolLM2", "models/logs"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "models" / "SmolLM2" / "config.json").touch()
+    models = tmp_path / "models"
+    lacks = f"there is no folder {models}"
+    assert says(models / "qwen3-8b") == f"{lacks}/qwen3-8b; {models} has: Qwen3-8B"
+    assert says(models / "other") == f"{lacks}/other; {models} has: SmolLM2"
+    wrong = tmp_path / "modles" / "Qwen3-8B"
+    near = f"{tmp_path} lacks modles; {tmp_path} has: models"
+    assert says(wrong) == f"there is no folder {wrong}; {near}"
+    assert says("/nowhere/at/all") == "there is no folder /nowhere/at/all; / lacks nowhere"
+
+
+def test_a_model_that_this_user_may_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To root all files are readable."""
+    (tmp_path / "config.json").write_text("{}")
+    allowed = os.access
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: path != tmp_path / "config.json" and allowed(path, mode)
+    )
+    assert main(["model", str(tmp_path)]) == 2
+    assert f"user {os.getuid()}, as whom this runs, may not read" in capsys.readouterr().err
+
+
+def test_a_model_that_can_be_served(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model", MODEL]) == 0
+    assert capsys.readouterr().out == f"{MODEL}\n"
+
+
+def test_the_router_does_not_miss_torch() -> None:
+    code = (
+        "import importlib.util as util\n"
+        "find = util.find_spec\n"
+        "util.find_spec = lambda name, *rest: None if name == 'torch' else find(name, *rest)\n"
+        "import pdserve.router.__main__"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
+
+
+# ---- addresses -------------------------------------------------------------------------------
+
+
+async def test_a_node_announces_its_host_s_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "f00dcafe")
+    config = NodeConfig(advertise_host="auto")
+    server = NodeServer(config, Credentials("decode", "decode-0"))
+    assert server.bind().startswith("f00dcafe:")
+    await server.stop()
+
+
+def test_without_a_default_route_the_host_s_name_says_its_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = DistributedEnvironment(0, 1, torch.device("cpu"), 1.0, "auto")
+    monkeypatch.setattr(environment, "address_towards", lambda url: "127.0.0.1")
+    monkeypatch.setattr(environment, "address_of_name", lambda: "172.19.0.3")
+    assert here.address_for_others == "172.19.0.3"
+    monkeypatch.setattr(environment, "address_towards", lambda url: "10.0.0.2")
+    assert here.address_for_others == "10.0.0.2"
+
+
+# ---- GPUs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mend"),
+    [(torch.float32, "--dtype bfloat16"), (torch.bfloat16, "pip install 'pdserve.cuda.'")],
+)
+def test_slower_attention_on_a_gpu_is_a_warning(
+    dtype: torch.dtype,
+    mend: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(device, "find_spec", lambda name: None)
+    shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8)
+    device.make_backend(shape, torch.device("cpu"), dtype)
+    assert not caplog.records
+    device.make_backend(shape, torch.device("cuda", 0), dtype)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert re.search(mend, record.getMessage())
+
+
+# ---- stopping --------------------------------------------------------------------------------
+
+
+class AwayRouter:
+    """Answers `beats` calls, then is gone."""
+
+    def __init__(self, beats: int) -> None:
+        self._beats = beats
+        self.away = asyncio.Event()
+
+    async def Register(self, *_: object, **__: object) -> pb.RegisterResponse:
+        self._beats -= 1
+        if self._beats < 0:
+            if self._beats == -3:  # those before have been dealt with
+                self.away.set()
+            nothing = grpc.aio.Metadata()
+            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "gone")
+        return pb.RegisterResponse(heartbeat_interval_s=0.01)
+
+    async def Heartbeat(self, *_: object, **__: object) -> pb.HeartbeatResponse:
+        await self.Register()
+        return pb.HeartbeatResponse(known=True)
+
+
+@pytest.mark.parametrize(("beats", "warnings"), [(3, 0), (0, 1)])
+async def test_a_router_that_stops_before_its_nodes_is_no_warning(
+    beats: int,
+    warnings: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One that was never there is. `up` and `demo` stop the nodes within the patience."""
+    monkeypatch.setattr(node_server, "_RETRY_DELAY", 0.01)
+    server = NodeServer(NodeConfig(), Credentials("decode", "decode-0"))
+    here = node_server.Registration("127.0.0.1:1", pb.NodeInfo(), pb.NodeLoad, server.channels)
+    router: Any = AwayRouter(beats)
+    here._stub = router
+    task = asyncio.create_task(here.run())
+    await asyncio.wait_for(router.away.wait(), 20)
+    task.cancel()
+    found = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(found) == warnings
+    await server.stop()

@@ -1,0 +1,525 @@
+"""`pdserve up` with fake roles: order, restart rule, draining, and that nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import requests
+from rich.console import Console
+
+from paths import HELPERS
+from pdserve.cli import child as child_module
+from pdserve.cli import cluster as cluster_module
+from pdserve.cli import host_share
+from pdserve.cli.cluster import Cluster, connect_host
+from pdserve.cli.host_share import NodeShare, node_shares, share_host
+from pdserve.cli.up import log_writer
+from pdserve.common.config.cluster import ClusterConfig
+from pdserve.common.config.node import CacheConfig, EngineConfig, ParallelConfig
+from pdserve.common.config.router import ServerConfig
+from pdserve.common.core.errors import ConfigError, NodeError
+from processes import alive
+
+FAKE_ROLE = str(HELPERS / "fake_role.py")
+FAKES = {
+    role: (sys.executable, FAKE_ROLE, role) for role in ("router", "prefill", "decode", "both")
+}
+UP = f"""
+import sys
+from pdserve.cli import cluster, up
+cluster.PROGRAMS.update({FAKES!r})
+sys.exit(up.main(["--port=0", "--model=/models/tiny", *sys.argv[1:]]))
+"""
+
+
+SERVE = UP.replace("up.main(", "up.serve_main(").replace("--model=/models/tiny", "/models/tiny")
+
+
+class Lines:
+    """What the children said, in order."""
+
+    def __init__(self) -> None:
+        self.all: list[tuple[str, str]] = []
+
+    def __call__(self, name: str, line: str) -> None:
+        self.all.append((name, line))
+
+    def of(self, name: str) -> list[str]:
+        return [line for who, line in self.all if who == name]
+
+    async def wait_for_all(self, *names: str) -> None:
+        """Until each has spoken: the fake router is ready with two nodes, whichever they are."""
+        while not all(map(self.of, names)):
+            await asyncio.sleep(0.02)
+
+    def pid(self, name: str) -> int:
+        return int(self.of(name)[0].split()[2])
+
+    def starts(self, name: str) -> list[str]:
+        return [line for line in self.of(name) if " pid " in line]
+
+    def flags(self, name: str) -> dict[str, str]:
+        return json.loads(self.of(name)[0].partition(" flags ")[2])
+
+
+def make(lines: Lines, **options: object) -> Cluster:
+    server = ServerConfig(port=0, grpc_port=0, registry_port=0, drain_timeout=5.0)
+    config = ClusterConfig(**{"server": server, **options})  # type: ignore[arg-type]
+    count = sum(config.nodes.values())
+    return Cluster(config, [NodeShare(config.engine)] * count, lines, FAKES)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+async def test_starts_all_and_drains_the_router_before_the_nodes() -> None:
+    lines = Lines()
+    cluster = make(lines, prefill=1, decode=2)
+    try:
+        assert await cluster.start()
+        await lines.wait_for_all("prefill-0", "decode-0", "decode-1")
+        cluster.interrupt()
+        await cluster.ended
+    finally:
+        await cluster.stop()
+    names = ["router", "prefill-0", "decode-0", "decode-1"]
+    drained = [name for name, line in lines.all if line.endswith("drained")]
+    assert drained[0] == "router"
+    assert sorted(drained) == sorted(names)
+    assert not any(alive(lines.pid(name)) for name in names)
+
+
+async def test_two_clusters_side_by_side_use_their_own_ports() -> None:
+    first, second = Lines(), Lines()
+    clusters = [make(first), make(second)]
+    try:
+        assert all(await asyncio.gather(*(cluster.start() for cluster in clusters)))
+        assert clusters[0].url != clusters[1].url
+        assert first.flags("decode-0")["router"] != second.flags("decode-0")["router"]
+    finally:
+        await asyncio.gather(*(cluster.stop() for cluster in clusters))
+
+
+async def test_children_take_options_from_flags_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDSERVE_HOST", "0.0.0.0")
+    monkeypatch.setenv("PDSERVE_CACHE", "/cache")
+    lines = Lines()
+    cluster = make(lines, engine=EngineConfig(cache=CacheConfig(block_size=32)))
+    try:
+        assert await cluster.start()
+    finally:
+        await cluster.stop()
+    for name in ("router", "prefill-0", "decode-0"):
+        assert "cluster-key" not in lines.flags(name)
+        # Secrets are the exception: everybody on the host can read a command line.
+        assert lines.of(name)[1].endswith("options ['PDSERVE_CACHE', 'PDSERVE_CLUSTER_KEY']")
+    assert lines.flags("prefill-0")["block-size"] == "32"
+    assert "block-size" not in lines.flags("router")
+
+
+@pytest.mark.parametrize("role", ["router", "prefill", "decode"])
+async def test_a_death_ends_a_cluster_told_so(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"FAKE_{role.upper()}", "crash")
+    cluster = make(Lines(), restart="no")
+    try:
+        with pytest.raises(NodeError, match=rf"{role}(-0)? ended with exit code 3"):
+            await cluster.start()
+    finally:
+        await cluster.stop()
+
+
+async def test_a_death_while_serving_is_seen() -> None:
+    lines = Lines()
+    cluster = make(lines, restart="no")
+    try:
+        assert await cluster.start()
+        os.kill(lines.pid("decode-0"), signal.SIGKILL)
+        with pytest.raises(NodeError, match="decode-0 ended with signal 9"):
+            await asyncio.wait_for(cluster.ended, 60)
+    finally:
+        await cluster.stop()
+
+
+async def test_on_failure_starts_a_dead_node_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cluster_module, "FIRST_BACKOFF", 0.01)
+    monkeypatch.setenv("FAKE_DECODE", "crash-once")
+    monkeypatch.setenv("FAKE_FOLDER", str(tmp_path))
+    lines = Lines()
+    cluster = make(lines)  # the default
+    try:
+        assert await cluster.start()
+    finally:
+        await cluster.stop()
+    assert len([line for line in lines.of("decode-0") if " pid " in line]) == 2
+    assert lines.of("up")[0].startswith("decode-0: exit code 3; again now")
+
+
+@pytest.mark.parametrize("role", ["router", "prefill", "decode"])
+async def test_a_restart_loop_ends(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_module, "FIRST_BACKOFF", 0.001)
+    monkeypatch.setenv(f"FAKE_{role.upper()}", "crash")
+    lines = Lines()
+    cluster = make(lines)
+    try:
+        with pytest.raises(NodeError, match=r"ended with exit code 3, for the 6th time in a row"):
+            await cluster.start()
+    finally:
+        await cluster.stop()
+    again = [line for line in lines.of("up") if "; again " in line]
+    assert len(again) == cluster_module.MAX_RESTARTS
+
+
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [({"decode": 2}, "decode-1"), ({"both": 1, "prefill": 1, "decode": 1}, "both-0"),
+     ({"both": 1, "prefill": 1, "decode": 1}, "prefill-0")],
+)  # fmt: skip
+async def test_the_others_go_on_without_a_node_in_a_restart_loop(
+    sizes: dict[str, int], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_module, "FIRST_BACKOFF", 0.001)
+    lines = Lines()
+    cluster = make(lines, **sizes)
+    try:
+        assert await cluster.start()
+        await lines.wait_for_all(*cluster_module.node_names(cluster.config))
+        for number in range(1, cluster_module.MAX_RESTARTS + 2):
+            while len(starts := lines.starts(name)) < number:
+                await asyncio.sleep(0.01)
+            os.kill(int(starts[-1].split()[2]), signal.SIGKILL)
+        while "given up" not in lines.of("up")[-1]:
+            await asyncio.sleep(0.01)
+        assert not cluster.ended.done() and alive(lines.pid("decode-0"))
+    finally:
+        await cluster.stop()
+
+
+async def test_a_process_that_has_lived_is_started_again_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However often: what it died of is not how it is started."""
+    monkeypatch.setattr(cluster_module, "FIRST_BACKOFF", 0.001)
+    monkeypatch.setattr(cluster_module, "SETTLED", 0.0)
+    lines = Lines()
+    cluster = make(lines)
+    try:
+        assert await cluster.start()
+        for number in range(1, cluster_module.MAX_RESTARTS + 4):
+            while len(starts := lines.starts("decode-0")) < number:
+                await asyncio.sleep(0.01)
+            os.kill(int(starts[-1].split()[2]), signal.SIGKILL)
+        while len(lines.starts("decode-0")) == number:
+            await asyncio.sleep(0.01)
+    finally:
+        await cluster.stop()
+
+
+async def test_a_router_started_again_takes_its_old_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_module, "FIRST_BACKOFF", 0.01)
+    lines = Lines()
+    cluster = make(lines, restart="on-failure")
+    try:
+        assert await cluster.start()
+        os.kill(lines.pid("router"), signal.SIGKILL)
+        while len(starts := [line for line in lines.of("router") if " pid " in line]) < 2:
+            await asyncio.sleep(0.02)
+    finally:
+        await cluster.stop()
+    flags = json.loads(starts[1].partition(" flags ")[2])
+    assert cluster.url.endswith(f":{flags['port']}")
+    assert lines.flags("decode-0")["router"].endswith(f":{flags['registry-port']}")
+
+
+async def test_up_says_when_a_killed_router_serves_again() -> None:
+    """It is started at once, and serves when the nodes have registered again."""
+    lines, again = Lines(), list[asyncio.StreamWriter]()
+    cluster = make(lines)
+    try:
+        assert await cluster.start()
+        os.kill(lines.pid("router"), signal.SIGKILL)
+        while len(lines.starts("router")) < 2:
+            await asyncio.sleep(0.02)
+        assert lines.of("up") == ["router: signal 9; again now"]
+        host, _, port = lines.flags("decode-0")["router"].rpartition(":")
+        while len(again) < 2:  # the fake nodes do not register again themselves
+            with suppress(ConnectionRefusedError):
+                again.append((await asyncio.open_connection(host, int(port)))[1])
+            await asyncio.sleep(0.02)
+        async with asyncio.timeout(60):
+            while len(lines.of("up")) < 2:
+                await asyncio.sleep(0.02)
+        assert re.fullmatch(r"router: serving again, \d+\.\d s after it ended", lines.of("up")[1])
+    finally:
+        for writer in again:
+            writer.close()
+        await cluster.stop()
+
+
+async def test_wrong_options_are_never_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_PREFILL", "misconfigured")
+    cluster = make(Lines(), restart="on-failure")
+    try:
+        with pytest.raises(ConfigError, match="prefill-0 cannot start as configured"):
+            await cluster.start()
+    finally:
+        await cluster.stop()
+
+
+async def test_a_drained_node_leaves_the_others_running() -> None:
+    lines = Lines()
+    cluster = make(lines, decode=2)
+    try:
+        assert await cluster.start()
+        await lines.wait_for_all("decode-0", "decode-1")
+        os.kill(lines.pid("decode-1"), signal.SIGTERM)
+        while not lines.of("up"):
+            await asyncio.sleep(0.02)
+        assert lines.of("up") == ["decode-1 has drained and left"]
+        assert not cluster.ended.done()
+        assert alive(lines.pid("decode-0"))
+    finally:
+        await cluster.stop()
+
+
+async def test_a_child_that_ignores_sigterm_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_module, "KILL_GRACE", 2.0)  # for those that do stop
+    monkeypatch.setenv("FAKE_DECODE", "deaf")
+    lines = Lines()
+    server = ServerConfig(port=0, grpc_port=0, registry_port=0, drain_timeout=0.0)
+    cluster = make(lines, server=server)
+    try:
+        assert await cluster.start()
+    finally:
+        await cluster.stop()
+    assert not alive(lines.pid("decode-0"))
+    assert "decode-0 did not stop within 2 s: killed" in lines.of("up")
+
+
+async def test_a_third_interrupt_kills(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_DECODE", "deaf")
+    lines = Lines()
+    cluster = make(lines)
+    try:
+        assert await cluster.start()
+        for _ in range(3):
+            cluster.interrupt()
+    finally:
+        await asyncio.wait_for(cluster.stop(), 60)
+    assert not alive(lines.pid("decode-0"))
+
+
+async def test_an_interrupt_while_starting_stops_what_has_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FAKE_PREFILL", "leave")  # so that the router is never ready
+    lines = Lines()
+    cluster = make(lines)
+    starting = asyncio.create_task(cluster.start())
+    try:
+        while not lines.of("decode-0"):
+            await asyncio.sleep(0.02)
+        cluster.interrupt()
+        assert await starting is False
+    finally:
+        await cluster.stop()
+    assert not alive(lines.pid("router"))
+    assert not alive(lines.pid("decode-0"))
+
+
+def start_up(*flags: str, program: str = UP) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *flags], stderr=subprocess.PIPE, text=True, bufsize=1
+    )
+
+
+def read_until_ready(up: subprocess.Popen[str]) -> tuple[str, list[int]]:
+    """The output so far and the children's process ids."""
+    assert up.stderr is not None
+    output = ""
+    for line in up.stderr:
+        output += line
+        if line.startswith("cluster ready: "):
+            break
+    return output, [int(pid) for pid in re.findall(r" pid (\d+)", output)]
+
+
+def test_c14_serve_with_a_word_is_up() -> None:
+    serve = start_up(program=SERVE)
+    output, pids = read_until_ready(serve)
+    serve.send_signal(signal.SIGINT)
+    _, rest = serve.communicate(timeout=120)
+    assert serve.returncode == 0, output + rest
+    assert re.search(r"cluster ready: http://127.0.0.1:\d+/v1 \(model tiny\)", output)
+    assert len(pids) == 3 and not any(map(alive, pids))
+
+
+def test_up_prints_one_log_and_ends_with_zero_on_ctrl_c() -> None:
+    up = start_up()
+    output, pids = read_until_ready(up)
+    up.send_signal(signal.SIGINT)
+    _, rest = up.communicate(timeout=120)
+    assert up.returncode == 0, output + rest
+    assert re.search(r"cluster ready: http://127.0.0.1:\d+/v1 \(model tiny\)", output)
+    assert "prefill-0 │ prefill pid " in output
+    assert "router    │ router drained" in rest
+    assert len(pids) == 3
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_a_full_disk_under_the_log_stops_nothing() -> None:
+    """/dev/full is one. What the roles say is still taken from them, or they would wait for it."""
+    ports = Path(tempfile.mkdtemp()) / "ports.json"
+    with open("/dev/full", "w") as full:
+        up = subprocess.Popen([sys.executable, "-c", UP, f"--ports-file={ports}"], stderr=full)
+    try:
+        assert wait_until(lambda: is_ready(ports))
+        assert up.poll() is None
+    finally:
+        up.send_signal(signal.SIGINT)
+        code = up.wait(60)
+        shutil.rmtree(ports.parent)
+    assert code == 0
+
+
+def is_ready(ports: Path) -> bool:
+    """Whether the fake router has its nodes."""
+    try:
+        url = f"http://127.0.0.1:{json.loads(ports.read_text())['http']}/ready"
+        return requests.get(url, timeout=5).status_code == 200
+    except (FileNotFoundError, requests.ConnectionError):
+        return False
+
+
+async def test_a_host_that_cannot_start_a_process_now_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cluster_module, "FIRST_BACKOFF", 0.02)
+    lines = Lines()
+    cluster = make(lines, restart="on-failure")
+    refusals = [OSError(errno.EMFILE, "Too many open files"), OSError(errno.EAGAIN, "busy")]
+    start = child_module.Child.start
+
+    async def refuse(self: child_module.Child) -> None:
+        if self.name == "decode-0" and lines.of("decode-0") and refusals:
+            raise refusals.pop(0)
+        await start(self)
+
+    monkeypatch.setattr(child_module.Child, "start", refuse)
+    try:
+        assert await cluster.start()
+        await lines.wait_for_all("decode-0")
+        os.kill(lines.pid("decode-0"), signal.SIGKILL)
+        while len([line for line in lines.of("decode-0") if " pid " in line]) < 2:
+            await asyncio.sleep(0.02)
+    finally:
+        await cluster.stop()
+    assert any("decode-0: Too many open files; again in " in line for line in lines.of("up"))
+
+
+def test_children_die_with_a_killed_up() -> None:
+    up = start_up()
+    _, pids = read_until_ready(up)
+    up.kill()
+    up.communicate(timeout=120)
+    assert len(pids) == 3
+    assert wait_until(lambda: not any(alive(pid) for pid in pids))
+
+
+def test_a_death_gives_up_a_non_zero_exit_code() -> None:
+    up = start_up("--restart=no")
+    _, pids = read_until_ready(up)
+    os.kill(pids[-1], signal.SIGKILL)
+    _, rest = up.communicate(timeout=120)
+    assert up.returncode == 1
+    assert "ended with signal 9" in rest
+
+
+def test_json_lines_stay_json(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(width=20)
+    config = ClusterConfig()
+    line = json.dumps({"message": "a line longer than the console is wide", "role": "[bold]"})
+    log_writer(replace(config, log=replace(config.log, log_format="json")), console)("x", line)
+    assert json.loads(capsys.readouterr().out)["role"] == "[bold]"
+
+
+def nodes(*sizes: int) -> list[ParallelConfig]:
+    return [ParallelConfig(tensor_parallel_size=size) for size in sizes]
+
+
+def test_place_deals_gpus_in_order() -> None:
+    placed = share_host(EngineConfig(), nodes(2, 1), gpus=["0", "1", "2"], cores=8)
+    assert [item.environment["CUDA_VISIBLE_DEVICES"] for item in placed] == ["0,1", "2"]
+    assert [item.engine.parallel.tensor_parallel_size for item in placed] == [2, 1]
+    assert placed[0].engine.cache.gpu_memory_utilization == 0.9
+
+
+def test_every_rank_of_every_replica_has_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(12))))
+    parallel = ParallelConfig(data_parallel_size=2, tensor_parallel_size=2)
+    engine = EngineConfig(parallel=parallel)
+    prefill, decode = node_shares(ClusterConfig(engine=engine, prefill_tp=1, decode_pp=2))
+    assert prefill.environment["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert decode.environment["CUDA_VISIBLE_DEVICES"] == "2,3,4,5,6,7,8,9"
+    assert replace(prefill.engine.parallel, cpu_threads=0) == replace(
+        parallel, tensor_parallel_size=1
+    )
+    assert replace(decode.engine.parallel, cpu_threads=0) == replace(
+        parallel, pipeline_parallel_size=2
+    )
+
+
+def test_place_shares_one_gpu() -> None:
+    placed = share_host(EngineConfig(), nodes(1, 1), gpus=["7"], cores=8)
+    assert [item.environment["CUDA_VISIBLE_DEVICES"] for item in placed] == ["7", "7"]
+    assert placed[0].engine.cache.gpu_memory_utilization == pytest.approx(0.45)
+
+
+@pytest.mark.parametrize(
+    ("cores", "size", "threads"),
+    [(8, {"prefill_tp": 2}, 2), (2, {}, 1), (2, {"prefill": 2, "decode": 2}, 1),
+     (1, {"decode_tp": 4}, 1), (4, {"both": 2}, 2), (2, {"both": 1}, 2),
+     (9, {"both": 1, "prefill": 1, "decode": 2}, 2)],
+)  # fmt: skip
+def test_the_cores_are_divided_by_all_ranks(
+    cores: int, size: dict[str, int], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_share, "usable_cores", lambda: cores)
+    engine = EngineConfig(parallel=ParallelConfig(device="cpu"))
+    placed = node_shares(ClusterConfig(engine=engine, **size))  # type: ignore[arg-type]
+    assert {item.engine.parallel.cpu_threads for item in placed} == {threads}
+    assert all(item.environment == {} for item in placed)
+
+
+def test_a_flag_says_how_many_threads() -> None:
+    engine = EngineConfig(parallel=ParallelConfig(device="cpu", cpu_threads=3))
+    shares = node_shares(ClusterConfig(engine=engine, prefill=2, both=1, decode=1))
+    assert [share.engine.parallel.cpu_threads for share in shares] == [3] * 4
+
+
+@pytest.mark.parametrize(
+    ("bound", "reached"),
+    [("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("10.0.0.5", "10.0.0.5"), ("node-a", "node-a")],
+)
+def test_connect_host(bound: str, reached: str) -> None:
+    assert connect_host(bound) == reached
