@@ -9,7 +9,7 @@ and ratios are of such figures of one run. Latencies are from the run announced 
 alone take is CPU time (`--connectors "" --peers ""`: nothing else). Prints tables; `--json FILE`
 also writes the figures.
 
-    python benchmarks/bench_transfer.py [--connectors shm,shared,tcp] [--seconds 1.5] [--json FILE]
+    python benchmarks/bench_transfer.py [--connectors shm,tcp] [--seconds 1.5] [--json FILE]
     python benchmarks/bench_transfer.py --peers-python VENV/bin/python   # which has their packages
 
 Peers are asked for the same runs of the same blocks, and their first move is checked byte by byte.
@@ -194,7 +194,6 @@ def throughput(
                 with_digests=digested * speed / gigabytes,
                 hash_gb_per_s=hashing,
                 hash_of_memcpy=hashing / memcpy,
-                copied=1 - each.plain[-1].borrowed / shape.prompt_blocks,
             )
         figures.append(row)
     return figures
@@ -273,7 +272,7 @@ def hasher(view: CacheView, shape: Shape) -> Callable[[], None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("--connectors", default="shm,shared,tcp", help="names, separated by commas")
+    add("--connectors", default="shm,tcp", help="names, separated by commas")
     add("--peers", default=",".join(NAMES), help="libraries to compare with; none: ''")
     add("--peers-python", default=sys.executable, metavar="FILE", help="a Python that has them")
     add("--only", default="", metavar="TEXT", help="shapes whose names have it")

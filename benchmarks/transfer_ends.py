@@ -17,12 +17,9 @@ import msgspec
 import numpy as np
 import torch
 
-from pdserve.common.worker.guest_area import GuestArea
 from pdserve.kv_transfer.commands import (
     Accept,
-    Borrow,
     Command,
-    GiveBack,
     Ready,
     Release,
     Reply,
@@ -91,7 +88,6 @@ class Sample:
     seconds: float  # from the first run announced to the commit's answer
     landed: float  # ... to the sink's event
     cpu: float = 0.0  # seconds of both processes
-    borrowed: int = 0  # blocks that were not copied
 
 
 def make_view(shape: Shape) -> CacheView:
@@ -102,8 +98,7 @@ def make_view(shape: Shape) -> CacheView:
     cache = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=shape.torch_dtype)
     cache.fill_(1)  # touch every page
     own = cache.view(shape.cache_shape)
-    area = GuestArea(fd, own)  # for connectors that lend
-    return CacheView(own, Rect(0, shape.layers, 0, shape.heads), shared_fd=fd, guests=area)
+    return CacheView(own, Rect(0, shape.layers, 0, shape.heads), shared_fd=fd)
 
 
 def close_view(view: CacheView) -> None:
@@ -155,15 +150,10 @@ def sink_process(name: str, shape: Shape, control: Connection) -> None:
         while not isinstance(event := events.get(), tuple):
             if isinstance(event, Failed):
                 raise RuntimeError(event.message)
-        borrowed = event[0].borrowed
-        if borrowed is not None:  # its lender's blocks come right behind this rank's own
-            call(rank, Borrow(transfer_id, 1, shape.num_blocks))
         if commit.digests:
             verify(rank, commit)
-        control.send_bytes(str(len(borrowed.blocks) if borrowed else 0).encode())
+        control.send_bytes(b"verified")
         call(rank, Release(transfer_id))
-        if borrowed is not None:
-            call(rank, GiveBack(borrowed.lender, (((transfer_id, 1), borrowed.blocks),)))
         cpu = time.process_time() - started
         control.send_bytes(msgspec.msgpack.encode((event[1], cpu)))
     rank.close(2.0)
@@ -200,16 +190,16 @@ class Pair:
         self._control.recv_bytes()
         pieces = ((self._piece, self._endpoint),)
         cpu = time.process_time()
-        call(self._rank, Submit(SourceTransfer(transfer_id, 1, pieces, lend=True)))
+        call(self._rank, Submit(SourceTransfer(transfer_id, 1, pieces)))
         time.sleep(pause)
         started = time.perf_counter()
         made = self._announce(transfer_id, count, digests)
         self._control.send_bytes(msgspec.msgpack.encode(Verify(transfer_id, 1, made)))
-        borrowed = int(self._control.recv_bytes())
+        self._control.recv_bytes()
         seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
         call(self._rank, Release(transfer_id))
         landed, theirs = msgspec.msgpack.decode(self._control.recv_bytes())
-        return Sample(seconds, landed - started, cpu + theirs, borrowed)
+        return Sample(seconds, landed - started, cpu + theirs)
 
     def _announce(self, transfer_id: bytes, count: int, digests: bool) -> tuple[RunDigest, ...]:
         ids = block_ids(self._shape, count, seed=1)

@@ -25,9 +25,6 @@ class Throughput:
     with_digests: float | None = None  # time with ÷ time without
     hash_gb_per_s: float | None = None  # of a rank that makes the digests of a prompt
     hash_of_memcpy: float | None = None
-    copied: float | None = (
-        None  # of the prompt's blocks: what is read in place counts in GB/s all the same
-    )
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ def show(
     absent: Mapping[str, str],
 ) -> None:
     """`versions` and `absent`, of peers by name: what they are, why they are not there."""
-    columns = "GB/s", "÷ memcpy", "÷ socket", "CPU s/GB", "with digests", "hash ÷ memcpy", "copied"
+    columns = "GB/s", "÷ memcpy", "÷ socket", "CPU s/GB", "with digests", "hash ÷ memcpy"
     table = _table("transfers", columns)
     for each in throughputs:
         table.add_row(
@@ -81,7 +78,6 @@ def show(
             _cell(each.cpu_s_per_gb, "{:.2f}"),
             _cell(each.with_digests, "× {:.2f}"),
             _cell(each.hash_of_memcpy, "{:.2f}"),
-            _cell(each.copied, "{:.1%}"),
         )
     columns = "landed", "p50", "p99", "committed p50", "with digests", "memcpy"
     blocks = _table("one block, µs", columns)

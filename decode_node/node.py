@@ -46,7 +46,6 @@ class DecodeNode(EngineNode[DecodeSession, KVSink]):
             lease_s=self.config.transfer.kv_lease,
             digests=self.config.transfer.enable_kv_digests,
             call=call,
-            guest_ids=ranks[0].guest_ids,
         )
 
     def add_services(self) -> None:

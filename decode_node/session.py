@@ -214,7 +214,6 @@ class DecodeSession:
             first_block=first_block,
             block_ids=tuple(sequence.block_table[first_block:]),
             on_freed=lambda: self._release(sequence),
-            on_hosted=lambda guests: self._engine.host(sequence, guests, self._sink.give_back),
             adapter=self._job.adapter,
         )
         self._transfer_id = ticket.transfer_id

@@ -72,29 +72,13 @@ class Release(msgspec.Struct, tag=True):
     transfer_id: bytes
 
 
-class Borrow(msgspec.Struct, tag=True):
-    """What landed by reading it in place becomes the guests `first …`; None: is copied."""
-
-    transfer_id: bytes
-    epoch: int
-    first: int | None
-
-
-class GiveBack(msgspec.Struct, tag=True):
-    """Of the blocks borrowed from one lender, by loan: transfer id and epoch."""
-
-    lender: bytes
-    loans: tuple[tuple[tuple[bytes, int], tuple[int, ...]], ...]
-
-
-Command = Accept | Submit | Ready | Verify | VerifyMore | Quiesce | Release | Borrow | GiveBack
+Command = Accept | Submit | Ready | Verify | VerifyMore | Quiesce | Release
 
 
 class Reply(msgspec.Struct):
     error: RankError | None = None
     digests: tuple[RunDigest, ...] = ()
     left: int = 0
-    on_loan: tuple[int, ...] = ()  # to Quiesce, of a source
 
 
 class RankError(msgspec.Struct):

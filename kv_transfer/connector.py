@@ -17,19 +17,6 @@ ready. One object may be both.
                                                   quiesce(id): after it returns, nothing
                                                   writes into the transfer's blocks
 
-A connector that *lends* leaves full blocks where they are: the sink reads them in place.
-
-    submit(lend=True)
-    ready …                  deliver run ═══════▶ looks at the blocks instead of copying them
-                                                  emits Landed(…, borrowed=which blocks, whose)
-                                                  borrow(id, first)   they are guests from now on
-    quiesce(id)
-    on_loan(id) → blocks     they stay held       release(id)
-                                                  give_back(loan, blocks)   nobody reads them
-    emits Returned(id, …)    they may be freed
-
-A peer that dies gives back all it had, and what it lent stays readable.
-
 After `quiesce` the same transfer may be accepted and submitted again, with a higher epoch: a
 retry, or another source that takes over. What comes under an older epoch is dropped.
 
@@ -62,7 +49,6 @@ class Capabilities:
     one_sided: bool = False  # memory is read or written without the owner's code running
     same_host: bool = False  # both ranks must share a host
     devices: frozenset[str] = field(default_factory=lambda: frozenset({"cpu"}))
-    lends: bool = False  # is a `LendingConnector`
     authenticates: bool = False  # peers prove `RankContext.keys`, or the kernel says who they are
 
 
@@ -93,7 +79,6 @@ class SourceTransfer:
     transfer_id: bytes
     epoch: int
     pieces: tuple[tuple[Piece, bytes], ...]  # (piece, endpoint of its sink rank)
-    lend: bool = False  # the sink may go on reading the blocks in place, until it gives them back
 
 
 # ---- events, from connector to core ----
@@ -109,34 +94,13 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Borrowed:
-    """What a sink rank reads in place: logical block `places[i]` is the lender's `blocks[i]`."""
-
-    lender: bytes  # names a source rank's memory, as it is mapped here
-    num_blocks: int  # of all the lender's
-    places: tuple[int, ...]
-    blocks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Landed:
     """Sink: every piece of this rank is in its blocks, and nothing more is written into them:
-    the blocks may be used from now on. Those that are `borrowed` are in the lender's instead."""
+    the blocks may be used from now on."""
 
     transfer_id: bytes
     epoch: int
     nbytes: int
-    borrowed: Borrowed | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Returned:
-    """Source: these blocks, which `on_loan` named, are read by nobody any more for the transfer; a
-    block that was lent several times, once for each."""
-
-    transfer_id: bytes
-    epoch: int
-    block_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +130,7 @@ class Failed:
         return cls(transfer_id, epoch, *fault)
 
 
-Event = Progress | Landed | Sent | Failed | Returned
+Event = Progress | Landed | Sent | Failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,30 +200,3 @@ class KVConnector(ABC):
     @abstractmethod
     def close(self, deadline: float) -> None:
         """Stops all threads and closes all sockets within `deadline` seconds."""
-
-
-class LendingConnector(KVConnector):
-    """One whose sinks can read full blocks where they are. It lends where `SourceTransfer.lend`
-    allows it, and copies what it cannot lend."""
-
-    @abstractmethod
-    def on_loan(self, transfer_id: bytes) -> tuple[int, ...]:
-        """Source, after `quiesce`: the blocks of the transfer that sinks still read, named as often
-        as they are lent; those that were named before are left out. From now on `Returned` says
-        which of them are given back."""
-
-    @abstractmethod
-    def borrow(self, transfer_id: bytes, epoch: int, first: int | None) -> tuple[int, ...]:
-        """Sink, after `Landed` and before `release`: the lender's blocks are the guests `first …`
-        of this rank from now on. With None there is no room for them: what was borrowed is copied
-        into the blocks that were accepted. Returns where the transfer's blocks lie, all of them.
-
-        Raises:
-            TransferError: UNKNOWN_TRANSFER, it was stopped.
-        """
-
-    @abstractmethod
-    def give_back(self, lender: bytes, loan: tuple[bytes, int], blocks: tuple[int, ...]) -> None:
-        """Sink: nobody reads these blocks of the lender, borrowed for `loan` (transfer id and
-        epoch), and nobody will. What a transfer borrowed that is quiesced, not released, goes back
-        by itself."""

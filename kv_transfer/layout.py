@@ -105,20 +105,6 @@ class Piece:
     rect: Rect
 
 
-class GuestArea(Protocol):
-    """A rank's cache with room for blocks that others lend to it: `tensor` has this rank's own
-    blocks first, then guests. Thread-safe where the parts differ."""
-
-    @property
-    def tensor(self) -> torch.Tensor: ...
-
-    def map(self, fd: int, offset: int, num_blocks: int, first: int) -> None:
-        """A lender's cache becomes the blocks `first …` here, read-only."""
-
-    def clear(self, first: int, num_blocks: int) -> None:
-        """Zeros take its place."""
-
-
 @dataclass(frozen=True, slots=True)
 class CacheView:
     """One rank's cache and the rectangle it covers.
@@ -131,12 +117,6 @@ class CacheView:
     rect: Rect
     shared_fd: int | None = None
     shared_offset: int = 0  # of the tensor's first byte in the file
-    guests: GuestArea | None = None  # where blocks of others can be mapped beside its own
-
-
-def with_guests(view: CacheView) -> CacheView:
-    """The same rank's view of all it can read: guests are blocks like its own."""
-    return view if view.guests is None else replace(view, cache=view.guests.tensor)
 
 
 def rank_rects(num_layers: int, num_kv_heads: int, tp_size: int) -> list[Rect]:

@@ -14,11 +14,11 @@ from pdserve.kv_transfer.connector import API_VERSION, Capabilities, KVConnector
 BUILTIN = {
     "cuda_ipc": "pdserve.kv_transfer.connectors.cuda_ipc:CudaIpcConnector",
     "nccl": "pdserve.kv_transfer.connectors.nccl.connector:NCCLConnector",
-    "shared": "pdserve.kv_transfer.connectors.shared.connector:SharedConnector",
     "shm": "pdserve.kv_transfer.connectors.shm:ShmConnector",
     "tcp": "pdserve.kv_transfer.connectors.tcp:TCPConnector",
 }
 ENTRY_POINTS = "pdserve.kv_connectors"
+REMOVED = {"shared": "use shm, or serve a CPU host with pdserve up --both, which moves no KV"}
 # What `auto` stands for, by the device of the cache; the best first. cuda_ipc and nccl have not
 # run on a GPU yet: they join when they have; until then they must be named.
 AUTO = {"cpu": ("shm", "tcp"), "cuda": ("tcp",)}
@@ -35,6 +35,8 @@ def load_connector(name: str) -> type[KVConnector]:
     Raises:
         ConfigError: there is none, or it speaks another API version.
     """
+    if name in REMOVED:
+        raise ConfigError(f"--kv-connector {name} was removed: {REMOVED[name]}")
     kind: type[KVConnector] = resolve(name, BUILTIN, ENTRY_POINTS)
     if kind.api_version != API_VERSION:
         raise ConfigError(

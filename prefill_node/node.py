@@ -51,13 +51,7 @@ class PrefillNode(EngineNode[PrefillSession, KVSource]):
             call=call,
             sink=SinkClient(self.server.channels.get, self.peers),
             block_nbytes=max(cache_bytes(resized(each, 1)) for each in caches),
-            lend_limit=self._lend_limit(caches[0].num_blocks) if self.lends else 0,
         )
-
-    def _lend_limit(self, num_blocks: int) -> int:
-        """Half of the blocks, and so few that the longest prompt there may be still fits."""
-        longest = -(-self.facts.max_model_len // self.config.engine.cache.block_size)
-        return max(0, min(num_blocks // 2, num_blocks - longest))
 
     def add_services(self) -> None:
         self.spawn(self.peers.watch(why_unreachable, self.server.channels.drop))

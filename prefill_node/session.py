@@ -6,7 +6,7 @@
                      connector ═══▶ the decode node
 
 The blocks are freed by `close` alone: when no step computes into them and the hand-off has
-said that no rank reads them; those that a decode node reads in place, when it gives them back.
+said that no rank reads them.
 """
 
 from __future__ import annotations
@@ -60,9 +60,7 @@ class PrefillSession:
     async def events(self) -> AsyncGenerator[pb.PrefillEvent, None]:
         """FirstToken, then HandedOff (unless that token ended the job)."""
         with self._metrics.transfer_errors():
-            self._handoff = self._source.begin(
-                self._ticket, self._engine.given_back, self._job.adapter
-            )
+            self._handoff = self._source.begin(self._ticket, self._job.adapter)
             self._replica.adopt(self._sequence, self)
             self._engine.add(self._sequence)
             event = await self._handoff.watch(self._first_token)
@@ -76,11 +74,9 @@ class PrefillSession:
     async def close(self) -> None:
         """Ends whatever is still going on and gives all blocks back."""
         await self._engine.stop(self._sequence)
-        lent: frozenset[int] = frozenset()
         if self._handoff is not None:
             await self._handoff.abort("the prefill ended early")
-            lent = self._handoff.lent
-        self._engine.release(self._sequence, lent)
+        self._engine.release(self._sequence)
 
     # ---- what the engine says ---------------------------------------------------------------
 

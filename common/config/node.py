@@ -265,8 +265,8 @@ class TransferConfig:
 
     kv_connector: str = option(
         "auto",
-        "what may carry KV, the preferred first, separated by commas: shm, shared, tcp, cuda_ipc, "
-        "nccl, an entry point or module:Class; auto: shm,tcp for CPU caches, tcp for CUDA",
+        "what may carry KV, the preferred first, separated by commas: shm, tcp, cuda_ipc, nccl, "
+        "an entry point or module:Class; auto: shm,tcp for CPU caches, tcp for CUDA",
     )
     kv_connector_config: dict[str, Any] = option(
         {}, 'the connector\'s own options, as JSON; for several or auto {"NAME": {...}}'

@@ -7,17 +7,14 @@
 A block is written only by the one sequence that allocated it, and only until it is full;
 full blocks are registered under their hash and shared read-only. Freed blocks keep their
 content and hash until they are allocated again (LRU), so the prefix cache costs no memory.
-
-Guests are blocks of another node that this one may read, with ids behind its own: full, so nobody
-writes to them, and gone as soon as nobody holds them.
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 
 # ---- chained block hashes ----
 
@@ -51,14 +48,13 @@ def _root(cache_salt: str, adapter: str) -> bytes:
 
 
 class BlockPool:
-    """`num_blocks` blocks, numbered from 0. What is behind them is a guest."""
+    """`num_blocks` blocks, numbered from 0."""
 
     def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
-        self._refs = defaultdict(int, dict.fromkeys(range(num_blocks), 0))
-        self._hosts: dict[int, Callable[[list[int]], None]] = {}  # who is told when a guest goes
+        self._refs = [0] * num_blocks
         self._unheld: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._block_of: dict[BlockHash, int] = {}
         self._hash_of: dict[int, BlockHash] = {}
@@ -95,38 +91,15 @@ class BlockPool:
     def free(self, blocks: Iterable[int]) -> None:
         """Drops one reference on each. The last blocks of a sequence are reused first, since
         the first ones are the prefixes others share."""
-        gone: list[int] = []
         for block in reversed(list(blocks)):
             if self._refs[block] <= 0:
                 raise RuntimeError(f"block {block} freed twice")
             self._refs[block] -= 1
             if self._refs[block] > 0:
                 continue
-            if block >= self.num_blocks:
-                del self._refs[block]
-                gone.append(block)
-                continue
             self._unheld[block] = None
             if block not in self._hash_of:
                 self._unheld.move_to_end(block, last=False)
-        self._dismiss(gone)
-
-    def host(self, guests: Iterable[int], on_gone: Callable[[list[int]], None]) -> None:
-        """Takes a reference on each of these guests. `on_gone` is told of those that nobody holds
-        any more; of one that is here already, whoever came with it first."""
-        for block in guests:
-            if block < self.num_blocks:
-                raise RuntimeError(f"block {block} is no guest")
-            self._refs[block] += 1
-            self._hosts.setdefault(block, on_gone)
-
-    def _dismiss(self, guests: list[int]) -> None:
-        by_host: dict[Callable[[list[int]], None], list[int]] = {}
-        for block in guests:
-            self._forget(block)
-            by_host.setdefault(self._hosts.pop(block), []).append(block)
-        for on_gone, gone in by_host.items():
-            on_gone(gone)
 
     def register(self, block: int, block_hash: BlockHash) -> None:
         """From now on `match` finds this full block. The first block with a hash keeps it."""

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Protocol
@@ -155,30 +155,11 @@ class EngineCore:
         while self._is_computed(sequence):
             await self._step_done.wait()
 
-    def release(self, sequence: Sequence, lent: Collection[int] = ()) -> None:
-        """Frees the blocks of a sequence that is stopped, REMOTE, or never ran. Those that are
-        `lent` are kept until they are `given_back`."""
+    def release(self, sequence: Sequence) -> None:
+        """Frees the blocks of a sequence that is stopped, REMOTE, or never ran."""
         if sequence.status is Status.RUNNING or self._is_computed(sequence):
             raise RuntimeError("a running sequence must be stopped before it is released")
-        self.scheduler.release(sequence, lent)
-        self._admit()
-        self._work.set()
-
-    def host(
-        self,
-        sequence: Sequence,
-        guests: Mapping[int, int],
-        on_gone: Callable[[list[int]], None],
-    ) -> None:
-        """As `Scheduler.host`."""
-        self.scheduler.host(sequence, guests, on_gone)
-        self._admit()
-        self._work.set()
-
-    def given_back(self, blocks: list[int]) -> None:
-        """Nobody else reads these blocks of sequences that were released."""
-        self.scheduler.num_freed += len(blocks)
-        self.scheduler.pool.free(blocks)
+        self.scheduler.release(sequence)
         self._admit()
         self._work.set()
 

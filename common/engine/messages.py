@@ -111,4 +111,3 @@ class RankReady:
     weights_bytes: int
     peaks: Peaks
     extension_info: bytes = b""  # what the rank's extension announces (a connector endpoint)
-    guest_ids: tuple[int, int] = (0, 0)  # first, end: of blocks that others may lend to it

@@ -24,7 +24,7 @@ come back first.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator
 from itertools import chain, islice
 from time import monotonic
 
@@ -131,30 +131,14 @@ class Scheduler:
         self.pool.forget(sequence.block_table)
         self.num_failed += 1
 
-    def host(
-        self,
-        sequence: Sequence,
-        guests: Mapping[int, int],
-        on_gone: Callable[[list[int]], None],
-    ) -> None:
-        """A REMOTE sequence's KV lies in these guests, by their places in its block table, instead
-        of its own blocks, which are free now. `on_gone` as in `BlockPool.host`."""
-        own = [sequence.block_table[place] for place in guests]
-        self.pool.host(guests.values(), on_gone)
-        for place, guest in guests.items():
-            sequence.block_table[place] = guest
-        self.pool.free(own)
-
-    def release(self, sequence: Sequence, lent: Collection[int] = ()) -> None:
-        """The sequence is over: its blocks are free, but for one reference on each that is `lent`.
-        Whoever calls makes sure that no step and no transfer touches them any more. Calling it
-        again does nothing."""
+    def release(self, sequence: Sequence) -> None:
+        """The sequence is over: its blocks are free. Whoever calls makes sure that no step and no
+        transfer touches them any more. Calling it again does nothing."""
         if sequence.status is Status.DONE:
             return
         self.hold(sequence)
-        freed = [block for block in sequence.block_table if block not in lent]
-        self.num_freed += len(freed)
-        self.pool.free(freed)
+        self.num_freed += len(sequence.block_table)
+        self.pool.free(sequence.block_table)
         sequence.block_table = []
         sequence.status = Status.DONE
 

@@ -41,7 +41,7 @@ from pdserve.demo_model.embedded import resolve_model
 from pdserve.kv_transfer.commands import Call
 from pdserve.kv_transfer.layout import fingerprint
 from pdserve.kv_transfer.rank.transfer_rank import FACTORY, rank_config
-from pdserve.kv_transfer.selection import Connectors, choose_connectors, load_connector
+from pdserve.kv_transfer.selection import Connectors, choose_connectors
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +73,6 @@ class EngineNode(ABC, Generic[S, T]):
         self.kv_identity = self.facts.kv_identity(engine.cache.block_size)
         self.fingerprint = fingerprint(self.kv_identity)  # nodes pair only when theirs are equal
         self.connectors = self.choose_connectors()
-        lending = (load_connector(name).capabilities.lends for name in self.connectors)
-        self.lends = self.facts.device == "cpu" and any(lending)
         self.node_id = new_node_id(self.blame)
         self.metrics = NodeMetrics()
         hosts = (config.node.host, config.transfer.kv_host)
@@ -144,7 +142,7 @@ class EngineNode(ABC, Generic[S, T]):
         source, tls = self.role == pb.ROLE_PREFILL, self.config.tls
         key = self.credentials.key
         config = rank_config(self.connectors, self.fingerprint, tls, source=source, key=key)
-        return ExtensionConfig(FACTORY, config, self.config.transfer.kv_host, self.lends)
+        return ExtensionConfig(FACTORY, config, self.config.transfer.kv_host)
 
     async def _serve(self, ranks: Sequence[Ranks], stopping: Callable[[], None]) -> int:
         try:

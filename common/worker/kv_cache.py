@@ -30,7 +30,6 @@ from pdserve.common.planning.kv_budget import (
 )
 from pdserve.common.planning.role_plan import adapter_bytes
 from pdserve.common.worker.graphs import GRAPH_BYTES, graph_sizes
-from pdserve.common.worker.guest_area import GuestArea, whole_pages
 from pdserve.common.worker.runner import ModelRunner, StageLink, num_dummy_blocks
 
 logger = logging.getLogger(__name__)
@@ -94,31 +93,13 @@ class KVCache:
     tensor: torch.Tensor
     shape: CacheShape
     fd: int | None = None
-    guests: GuestArea | None = None  # what a step computes in; `tensor` is its first blocks
-
-    @property
-    def computed(self) -> torch.Tensor:
-        """`tensor`, and behind its blocks those of others that are lent to this rank."""
-        return self.tensor if self.guests is None else self.guests.tensor
-
-    @property
-    def guest_ids(self) -> tuple[int, int]:
-        """The first one and the one after the last."""
-        area = self.guests
-        return (0, 0) if area is None else (area.num_own, area.num_own + area.num_guests)
 
     @classmethod
-    def allocate(
-        cls, shape: CacheShape, device: torch.device, guests: bool = False, spare: int = 0
-    ) -> KVCache:
-        """With `guests`, on a CPU, it may be lent blocks and be lent from. Its tensor then has a
-        few more blocks than its shape where those would not fill whole pages; on a GPU it has
-        `spare` more, which are no sequence's."""
+    def allocate(cls, shape: CacheShape, device: torch.device, spare: int = 0) -> KVCache:
+        """On a GPU its tensor has `spare` blocks more than its shape, which are no sequence's."""
         if device.type == "cpu":
-            block = cache_bytes(resized(shape, 1)) // (2 * (shape.layer_end - shape.layer_start))
-            count = whole_pages(shape.num_blocks, block) if guests else shape.num_blocks
-            fd, tensor = _allocate_shared(resized(shape, count))
-            return cls(tensor, shape, fd, GuestArea(fd, tensor) if guests else None)
+            fd, tensor = _allocate_shared(shape)
+            return cls(tensor, shape, fd)
         whole = dimensions(resized(shape, shape.num_blocks + spare))
         return cls(torch.zeros(whole, dtype=torch_dtype(shape), device=device), shape)
 

@@ -59,14 +59,13 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class ExtensionConfig:
     """Which extension a rank hosts. Its factory is called as
-    `factory(cache_tensor, cache_shape, shared_fd, rank, host, config, emit, guests)`; cache and
+    `factory(cache_tensor, cache_shape, shared_fd, rank, host, config, emit)`; cache and
     descriptor stay the rank's and outlive the extension; `host` is an address of the rank's, the
     one to bind to: --kv-host."""
 
     factory: str  # "module:callable"
     config: bytes = field(default=b"", repr=False)  # it may hold secrets
     host: str = "127.0.0.1"
-    guests: bool = False  # the factory gets a `GuestArea`, where the cache is on a CPU; else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +134,13 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     room = available_bytes(engine, model, shape, max_model_len, device, link, draft_bytes)
     block_bytes = cache_bytes(shape) + draft_bytes
     num_blocks = choose_num_blocks(engine, block_bytes, max_model_len, room, state.world, device)
-    guests = extension_config is not None and extension_config.guests
     spare = int(bool(graph_sizes(model, engine)))  # a block that graphs are filled up on
-    cache = KVCache.allocate(resized(shape, num_blocks), device, guests, spare)
+    cache = KVCache.allocate(resized(shape, num_blocks), device, spare)
     samples = spec.rank == spec.answer_rank
     adapters = Adapters(model, engine.lora.max_lora_rank) if engine.lora.enable_lora else None
-    runner = ModelRunner(model, cache.computed, device, samples, link, adapters)
+    runner = ModelRunner(model, cache.tensor, device, samples, link, adapters)
     _warm_up(runner, engine)
-    runner.graphs = build_graphs(model, cache.computed, engine, max_model_len)
+    runner.graphs = build_graphs(model, cache.tensor, engine, max_model_len)
     drafter = None
     if draft_model is not None and draft_shape is not None:
         draft_cache = KVCache.allocate(resized(draft_shape, num_blocks), device)
@@ -194,7 +192,6 @@ class ModelWorker:
             weights_bytes=self.runner.model.weights_bytes,
             peaks=self._peaks,
             extension_info=self.extension.info() if self.extension else b"",
-            guest_ids=self._cache.guest_ids,
         )
         return self._encoder.encode(ready)
 
@@ -312,7 +309,6 @@ def _build_extension(
     if config is None:
         return None
     extension: Extension = import_string(config.factory)(
-        *(cache.tensor, cache.shape, cache.fd, rank, config.host, config.config, emit),
-        cache.guests,
+        cache.tensor, cache.shape, cache.fd, rank, config.host, config.config, emit
     )
     return extension

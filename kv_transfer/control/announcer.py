@@ -29,14 +29,12 @@ class RunAnnouncer:
         ticket: Ticket,
         run_blocks: int,
         lease: Lease,
-        lend: bool = False,
     ) -> None:
-        """Runs of more than `run_blocks` blocks are cut. `lend` as in `SourceTransfer`."""
+        """Runs of more than `run_blocks` blocks are cut."""
         self._ranks = ranks
         self._pieces = pieces
         self._run_blocks = run_blocks
         self._lease = lease
-        self._lend = lend
         self._rank_ids = sorted({piece.source_rank for piece in pieces})
         self._runs: list[Ready] = []
         self._digests: list[RunDigest] = []
@@ -59,7 +57,7 @@ class RunAnnouncer:
             for piece in self._pieces
             if piece.source_rank == rank
         )
-        return SourceTransfer(self._ticket.transfer_id, self._ticket.epoch, mine, self._lend)
+        return SourceTransfer(self._ticket.transfer_id, self._ticket.epoch, mine)
 
     def announce(self, run: BlockRun, block_ids: Sequence[int], last: bool) -> None:
         """Runs come in order; blocks the sink has already are left out here."""
@@ -108,12 +106,9 @@ class RunAnnouncer:
         self._stopped = True
         self._commands.put_nowait({})
 
-    async def quiesce(self) -> list[int]:
-        """Returns when no rank reads the blocks any more: with those that sinks still do, named
-        once for each rank that has lent them."""
-        quiesce = Quiesce(self._ticket.transfer_id)
-        replies = await self._ranks.send_alive(self._rank_ids, quiesce)
-        return [block for reply in replies for block in reply.on_loan]
+    async def quiesce(self) -> None:
+        """Returns when no rank reads the blocks any more."""
+        await self._ranks.send_alive(self._rank_ids, Quiesce(self._ticket.transfer_id))
 
 
 def _cut(

@@ -10,9 +10,7 @@ from functools import partial
 
 from pdserve.common.core.errors import Blame, PdserveError, TransferError
 from pdserve.common.rpc.pb import cluster_pb2 as pb
-from pdserve.kv_transfer.connector import Borrowed
 from pdserve.kv_transfer.control.background import new_future
-from pdserve.kv_transfer.control.loans import Stay
 from pdserve.kv_transfer.control.protocol import SinkEvent
 from pdserve.kv_transfer.control.ticket import Ticket
 from pdserve.kv_transfer.digest import RunDigest
@@ -38,8 +36,6 @@ class Epoch:
     def __init__(self) -> None:
         self.landed: dict[int, int] = {}  # rank → bytes
         self.times: dict[SinkEvent, float] = {}  # of what has happened
-        self.borrowed: dict[int, Borrowed] = {}  # rank → what it reads in place
-        self.stay: Stay | None = None  # where that is, from VERIFY on
         self.first_token = pb.TokenEvent()  # as committed
         self.digests: Sequence[RunDigest] = ()
         self.ticket: asyncio.Future[Ticket] = new_future()  # for `issued`, `retarget`

@@ -7,7 +7,7 @@ ranks report), from the ranks' answers and from the lease; `_do` carries the act
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,6 @@ from pdserve.common.core.errors import Blame, PdserveError, TransferError
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.kv_transfer.commands import (
     Accept,
-    Borrow,
     Quiesce,
     RankCalls,
     Release,
@@ -23,10 +22,9 @@ from pdserve.kv_transfer.commands import (
     VerifyMore,
     all_of,
 )
-from pdserve.kv_transfer.connector import Borrowed, SinkTransfer
+from pdserve.kv_transfer.connector import SinkTransfer
 from pdserve.kv_transfer.control.background import Lease, Tasks, new_future
 from pdserve.kv_transfer.control.epoch import Arrival, Epoch, stale_epoch
-from pdserve.kv_transfer.control.loans import Guests, Lender, Loan
 from pdserve.kv_transfer.control.protocol import Action, SinkEvent, SinkState, sink_machine
 from pdserve.kv_transfer.control.ticket import Ticket
 from pdserve.kv_transfer.digest import RunDigest, mismatch
@@ -43,14 +41,10 @@ class Reservation:
         ranks: RankCalls,
         tasks: Tasks,
         *,
-        guests: Guests,
         on_freed: Callable[[], None],
         on_over: Callable[[Reservation], None],
-        on_hosted: Callable[[dict[int, int]], None] | None,
-        give_back: Callable[[Lender, Mapping[Loan, Sequence[int]]], None],
     ) -> None:
-        """`on_over`: it has an outcome, which is about to be told to whoever waits. `give_back`:
-        what was borrowed and is not needed."""
+        """`on_over`: it has an outcome, which is about to be told to whoever waits."""
         self.ticket = ticket  # of the current epoch
         self.block_ids = tuple(block_ids)
         self.epoch = Epoch()
@@ -65,9 +59,6 @@ class Reservation:
         self._tasks = tasks
         self._on_freed = on_freed
         self._on_over = on_over
-        self._guests = guests
-        self._on_hosted = on_hosted
-        self._give_back = give_back
         self._lease = Lease(ticket.lease_s, self._lapse)
         self._open()
 
@@ -130,11 +121,9 @@ class Reservation:
         for action in actions:
             self._do(action)
 
-    def landed(self, rank: int, nbytes: int, borrowed: Borrowed | None = None) -> None:
-        """All of the current epoch's data is in this rank, or `borrowed` by it."""
+    def landed(self, rank: int, nbytes: int) -> None:
+        """All of the current epoch's data is in this rank."""
         self.epoch.landed[rank] = nbytes
-        if borrowed is not None:
-            self.epoch.borrowed[rank] = borrowed
         self._count_landed()
 
     def renew(self) -> None:
@@ -156,8 +145,6 @@ class Reservation:
             case Action.ISSUE_TICKET:
                 self._issue()
             case Action.VERIFY:
-                borrowed = [self.epoch.borrowed.get(rank) for rank in self._rank_ids]
-                self.epoch.stay = self._guests.stay(borrowed, self._on_hosted is not None)
                 self._start(self._verify(self.machine.epoch))
             case Action.ACTIVATE:
                 self._activate()
@@ -172,7 +159,6 @@ class Reservation:
                 assert self.cause is not None
                 self._counts[f"failed/{self.cause.code}"] += 1
             case Action.QUIESCE:
-                self._unpin()
                 self._tasks.start(self._quiesce())
             case Action.FREE:
                 self._free()
@@ -208,7 +194,6 @@ class Reservation:
 
     async def _verify(self, epoch: int) -> None:
         """Every rank compares what it holds with what the source says it sent."""
-        await self._settle(epoch)
         ranks = self._rank_ids if self.ticket.digests else ()
         found = await all_of(self._compare(epoch, rank) for rank in ranks)
         wrong = [each for those in found for each in those]
@@ -216,21 +201,6 @@ class Reservation:
             self.on(SinkEvent.MISMATCH, mismatch(wrong), epoch)
         else:
             self.on(SinkEvent.VERIFIED, epoch=epoch)
-
-    def _unpin(self) -> None:
-        """The epoch is over."""
-        stay, self.epoch.stay = self.epoch.stay, None
-        if stay is not None and stay.lender is not None:
-            self._guests.unpin(stay.lender)
-
-    async def _settle(self, epoch: int) -> None:
-        """What was borrowed gets its place among the blocks of every rank, or is copied."""
-        stay = self.epoch.stay
-        if stay is None or self.machine.epoch != epoch:
-            return
-        first = None if stay.lender is None else stay.lender.first
-        borrow = Borrow(self.ticket.transfer_id, epoch, first)
-        await self._ranks.send_all(dict.fromkeys(self.epoch.borrowed, borrow))
 
     async def _compare(self, epoch: int, rank: int) -> list[RunDigest]:
         """The digests of one rank that are wrong. It compares step by step, each is progress."""
@@ -257,29 +227,10 @@ class Reservation:
         self._counts["bytes"] += arrival.nbytes
         self._end()
         self._tasks.start(self._release())
-        try:
-            self._host()
-        except Exception as error:  # nobody waits for ever because of a defect there
-            self.arrival.set_exception(error)
-            self.epoch.committed.set_exception(error)
-            raise
         self.arrival.set_result(arrival)
 
     async def _release(self) -> None:
         await self._ranks.send_alive(self._rank_ids, Release(self.ticket.transfer_id))
-
-    def _host(self) -> None:
-        """What was borrowed is the waiter's now, to be given back when nobody uses it any more."""
-        stay = self.epoch.stay
-        if stay is None or stay.lender is None or self._on_hosted is None:
-            return
-        loan = self.ticket.transfer_id, self.machine.epoch
-        twice = self._guests.hold(stay.lender, loan, stay.blocks.values())
-        self._unpin()
-        self._counts["borrowed_blocks"] += len(stay.blocks)
-        self._on_hosted(stay.guests)
-        if twice:
-            self._give_back(stay.lender, {loan: twice})
 
     def _free(self) -> None:
         assert self.cause is not None

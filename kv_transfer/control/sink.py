@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from pdserve.common.core.errors import Blame, TransferError
 from pdserve.common.rpc.pb import cluster_pb2 as pb
-from pdserve.kv_transfer.commands import Call, GiveBack, RankCalls, decode_event, transfer_error
+from pdserve.kv_transfer.commands import Call, RankCalls, decode_event, transfer_error
 from pdserve.kv_transfer.connector import Failed, Landed
 from pdserve.kv_transfer.control.background import Tasks
 from pdserve.kv_transfer.control.epoch import Arrival, Outcome, stale_epoch
-from pdserve.kv_transfer.control.loans import Guests, Lender, Loan
 from pdserve.kv_transfer.control.protocol import SinkEvent
 from pdserve.kv_transfer.control.reservation import Reservation
 from pdserve.kv_transfer.control.ticket import RankEndpoint, Ticket, new_transfer_id
@@ -43,9 +42,7 @@ class KVSink:
         lease_s: float,
         call: Call,
         digests: bool = True,
-        guest_ids: tuple[int, int] = (0, 0),
     ) -> None:
-        """`guest_ids`: first and end of the ids for blocks that prefill nodes lend."""
         self.counts: Counter[str] = Counter()  # landed, bytes, failed/CODE, late state/event
         self.ranks = RankCalls(call, self.counts)
         self._blank = Ticket(
@@ -61,7 +58,6 @@ class KVSink:
             digests=digests,
         )
         self._tasks = Tasks(Blame.DECODE)
-        self.guests = Guests(*guest_ids)
         self._live: dict[bytes, Reservation] = {}
         self._arrivals: dict[bytes, asyncio.Future[Arrival]] = {}  # activated, not waited for yet
         self._finished: OrderedDict[bytes, Outcome] = OrderedDict()
@@ -74,14 +70,11 @@ class KVSink:
         first_block: int,
         block_ids: Sequence[int],
         on_freed: Callable[[], None],
-        on_hosted: Callable[[dict[int, int]], None] | None = None,
         adapter: str = "",
     ) -> Ticket:
         """Takes charge of `block_ids` (logical blocks `first_block …`): from this call on they
         are freed by `on_freed` alone, called once, unless `wait` returns. When the ticket is
-        returned, every rank takes data. `on_hosted` is told, before `wait` returns, which logical
-        blocks lie in guests instead, which whoever frees them must `give_back`; without it,
-        everything is copied. `adapter`: the digest of the one whose KV is wanted.
+        returned, every rank takes data. `adapter`: the digest of the one whose KV is wanted.
 
         Raises:
             TransferError: a rank refused.
@@ -96,11 +89,8 @@ class KVSink:
         )
         made = Reservation(
             *(ticket, block_ids, self.ranks, self._tasks),
-            guests=self.guests,
             on_freed=on_freed,
             on_over=self._finish,
-            on_hosted=on_hosted,
-            give_back=self._give_back,
         )
         self._live[transfer_id] = made
         return await made.issued()
@@ -136,20 +126,6 @@ class KVSink:
         self._arrivals.pop(transfer_id, None)
         outcome = self._finished.get(transfer_id)
         return outcome is None or outcome.failure is not None
-
-    def give_back(self, guests: list[int]) -> None:
-        """Nobody uses these guests any more."""
-        for lender, loans in self.guests.gone(guests):
-            self._give_back(lender, loans)
-
-    def _give_back(self, lender: Lender, loans: Mapping[Loan, Sequence[int]]) -> None:
-        back = tuple((loan, tuple(blocks)) for loan, blocks in loans.items())
-        ranks = (each.rank for each in self._blank.endpoints)
-        for rank, name in zip(ranks, lender.names, strict=True):
-            self._tasks.start(self._return(rank, GiveBack(name, back)))
-
-    async def _return(self, rank: int, command: GiveBack) -> None:
-        await self.ranks.send_alive([rank], command)
 
     async def close(self) -> None:
         """Cancels what is under way and waits until all blocks are handed back."""
@@ -237,8 +213,8 @@ class KVSink:
         match event:
             case Failed():
                 reservation.on(SinkEvent.FAILED, transfer_error(event))
-            case Landed(_, _, nbytes, borrowed):
-                reservation.landed(rank, nbytes, borrowed)
+            case Landed(_, _, nbytes):
+                reservation.landed(rank, nbytes)
         reservation.renew()
 
     # ---- inside ------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -21,10 +21,9 @@ from pdserve.common.core.errors import Blame, PdserveError, TransferError
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.trace import traceparent_var
 from pdserve.kv_transfer.commands import Call, RankCalls, decode_event, transfer_error
-from pdserve.kv_transfer.connector import BlockRun, Failed, Returned
+from pdserve.kv_transfer.connector import BlockRun, Failed
 from pdserve.kv_transfer.control.announcer import LeaseKeeper, RunAnnouncer
 from pdserve.kv_transfer.control.background import Lease, Tasks, new_future
-from pdserve.kv_transfer.control.loans import Loan, Loans
 from pdserve.kv_transfer.control.protocol import Action, SourceEvent, source_machine
 from pdserve.kv_transfer.control.sink_client import SinkClient
 from pdserve.kv_transfer.control.ticket import Ticket
@@ -50,10 +49,8 @@ class KVSource:
         call: Call,
         sink: SinkClient,
         block_nbytes: int = 0,
-        lend_limit: int = 0,
     ) -> None:
-        """`block_nbytes`: of a block in the rank that has most of it. `lend_limit`: blocks that
-        decode nodes may read in place at a time."""
+        """`block_nbytes`: the size of a block in the rank that has most of it."""
         self.rank_rects = tuple(rank_rects)
         self.run_blocks = max(1, RUN_NBYTES // block_nbytes) if block_nbytes else 1 << 20
         self.lease_s = lease_s
@@ -61,20 +58,13 @@ class KVSource:
         self.counts: Counter[str] = Counter()  # sent, bytes, failed/CODE, late state/event
         self.ranks = RankCalls(call, self.counts)
         self.tasks = Tasks(Blame.PREFILL)
-        self.loans = Loans(lend_limit)
         self._fingerprint = fingerprint
         self._block_size = block_size
         self._live: dict[bytes, Handoff] = {}
 
-    def begin(
-        self,
-        ticket: Ticket,
-        given_back: Callable[[list[int]], None] | None = None,
-        adapter: str = "",
-    ) -> Handoff:
-        """Starts a hand-off. Whoever begins one ends it, by `commit` or `abort`. Without
-        `given_back` nothing is lent; with it, `Handoff.lent` may say that blocks must stay held
-        until it is told of them. `adapter`: the digest of the one that computes the KV.
+    def begin(self, ticket: Ticket, adapter: str = "") -> Handoff:
+        """Starts a hand-off. Whoever begins one ends it, by `commit` or `abort`. `adapter`: the
+        digest of the one that computes the KV.
 
         Raises:
             TransferError: FINGERPRINT_MISMATCH, LAYOUT_MISMATCH, or a duplicate ticket.
@@ -86,9 +76,7 @@ class KVSource:
             self.counts[f"failed/{error.code}"] += 1
             raise
         self.sink.connect(ticket)
-        wanted = ticket.num_blocks - ticket.first_block
-        lend = self.loans.pledge((ticket.transfer_id, ticket.epoch), wanted, given_back)
-        handoff = self._live[ticket.transfer_id] = Handoff(self, ticket, pieces, lend)
+        handoff = self._live[ticket.transfer_id] = Handoff(self, ticket, pieces)
         return handoff
 
     def _check(self, ticket: Ticket, adapter: str) -> None:
@@ -111,10 +99,6 @@ class KVSource:
     def on_event(self, rank: int, message: bytes) -> None:
         """A rank's connector reports; on the event loop."""
         event = decode_event(message)
-        if isinstance(event, Returned):
-            known = self.loans.returned((event.transfer_id, event.epoch), event.block_ids)
-            self.counts["late_event"] += not known
-            return
         handoff = self._live.get(event.transfer_id)
         if handoff is None or handoff.ticket.epoch != event.epoch:
             self.counts["late_event"] += 1
@@ -142,12 +126,9 @@ class HandoffResult:
 class Handoff:
     """One transfer under way."""
 
-    def __init__(
-        self, source: KVSource, ticket: Ticket, pieces: Sequence[Piece], lend: bool
-    ) -> None:
+    def __init__(self, source: KVSource, ticket: Ticket, pieces: Sequence[Piece]) -> None:
         self.ticket = ticket  # of the present epoch
         self.outcome: asyncio.Future[HandoffResult] = new_future()  # no rank reads them any more
-        self.lent: frozenset[int] = frozenset()  # then: blocks that sinks still read
         self._source = source
         self._machine = source_machine(source.counts)
         self._lease = Lease(source.lease_s, self._lapse)
@@ -157,9 +138,7 @@ class Handoff:
         self._started: float | None = None
         self._seconds = 0.0
         self._trace = traceparent_var.get()  # of the request: the commit has another caller
-        self._announcer = RunAnnouncer(
-            *(source.ranks, pieces, ticket, source.run_blocks, self._lease, lend)
-        )
+        self._announcer = RunAnnouncer(source.ranks, pieces, ticket, source.run_blocks, self._lease)
         self._keeper = LeaseKeeper(source.sink, ticket, self._lease)
         self._announcing = self._start(self._announcer.run())
         self._renewing = self._start(self._keeper.run(partial(self._on, SourceEvent.RENEW_REFUSED)))
@@ -274,14 +253,13 @@ class Handoff:
 
     async def _repull(self) -> None:
         logger.warning("transfer %s: wrong digests; sending again", self.ticket.transfer_id.hex())
-        await self._hush()
+        await self._announcer.quiesce()
         try:
             ticket = await self._source.sink.retarget(self.ticket)
             self.ticket.check_successor(ticket)
         except TransferError as error:
             self._on(SourceEvent.COMMIT_REFUSED, error)
         else:
-            self._source.loans.extend(self._loan, ticket.epoch)
             self.ticket = self._keeper.ticket = ticket
             self._lease.renew()
             self._on(SourceEvent.RETARGETED)
@@ -292,23 +270,11 @@ class Handoff:
             self._asking.cancel()
             await asyncio.wait([self._asking])
         await asyncio.wait([self._announcing])  # or a submit could overtake the quiesce
-        await self._hush()
+        await self._announcer.quiesce()
         self._on(SourceEvent.QUIESCED)
-
-    @property
-    def _loan(self) -> Loan:
-        """Of the present epoch."""
-        return self.ticket.transfer_id, self.ticket.epoch
-
-    async def _hush(self) -> None:
-        """No rank reads the blocks any more; what sinks still read, is known."""
-        on_loan = await self._announcer.quiesce()
-        self._source.loans.named(self._loan, on_loan)
 
     def _free(self) -> None:
         self._lease.end()
-        self.lent = self._source.loans.settle(self._loan)
-        self._source.counts["lent"] += len(self.lent)
         self._source.forget(self)
         if self._cause is not None:
             self.outcome.set_exception(self._cause)

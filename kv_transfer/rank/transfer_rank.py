@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,9 +23,7 @@ from pdserve.common.rpc.auth import ClusterKey
 from pdserve.kv_transfer.blocks import piece_nbytes
 from pdserve.kv_transfer.commands import (
     Accept,
-    Borrow,
     Command,
-    GiveBack,
     Quiesce,
     RankError,
     Ready,
@@ -37,16 +35,10 @@ from pdserve.kv_transfer.commands import (
     decode_command,
     encode_event,
 )
-from pdserve.kv_transfer.connector import (
-    KVConnector,
-    LendingConnector,
-    RankContext,
-    SinkTransfer,
-    SourceTransfer,
-)
+from pdserve.kv_transfer.connector import KVConnector, RankContext, SinkTransfer, SourceTransfer
 from pdserve.kv_transfer.connectors.multi.connector import MultiConnector
 from pdserve.kv_transfer.digest import RunDigest
-from pdserve.kv_transfer.layout import CacheView, GuestArea, Part, Rect, with_guests
+from pdserve.kv_transfer.layout import CacheView, Part, Rect
 from pdserve.kv_transfer.native.code import block_code
 from pdserve.kv_transfer.rank.digester import Digester, Hashed, Verification
 from pdserve.kv_transfer.selection import Connectors, load_connector
@@ -133,7 +125,7 @@ class TransferRank:
     def __init__(self, connector: KVConnector, source: bool) -> None:
         context = connector.context
         self._connector = connector
-        self._digester = Digester(with_guests(context.view), context.fingerprint)
+        self._digester = Digester(context.view, context.fingerprint)
         self._sinks: dict[bytes, SinkTransfer] = {}
         self._sources: dict[bytes, SourceTransfer] = {}
         self._verifications: dict[bytes, Verification] = {}  # of sinks
@@ -208,45 +200,23 @@ class TransferRank:
                 return self._verify_more(command)
             case Quiesce(transfer_id):
                 self._forget(transfer_id)
-                return Reply(on_loan=self._quiesce(transfer_id))
+                self._quiesce(transfer_id)
             case Release(transfer_id):
                 self._forget(transfer_id)
                 self._connector.release(transfer_id)
-            case Borrow():
-                self._borrow(command)
-            case GiveBack(lender, loans):
-                for loan, blocks in loans:
-                    self._lending.give_back(lender, loan, blocks)
         return Reply()
 
-    def _quiesce(self, transfer_id: bytes) -> tuple[int, ...]:
-        """Returns those that sinks still read. The other blocks will be others': a connector that
-        may still write to them, or lets others read them, has to end with this process."""
-        connector = self._connector
+    def _quiesce(self, transfer_id: bytes) -> None:
+        """The blocks will belong to other sequences next: a connector that may still write to them,
+        or lets a peer read them, must end with this process."""
         try:
-            connector.quiesce(transfer_id)
-            if isinstance(connector, LendingConnector):
-                return connector.on_loan(transfer_id)
-            return ()
+            self._connector.quiesce(transfer_id)
         except Exception:
             logger.critical(
                 "the KV connector does not leave a transfer's blocks: this process ends",
                 exc_info=True,
             )
             leave(1)
-
-    @property
-    def _lending(self) -> LendingConnector:
-        if not isinstance(self._connector, LendingConnector):
-            raise TransferError("nothing is lent here", code="UNKNOWN_TRANSFER")
-        return self._connector
-
-    def _borrow(self, command: Borrow) -> None:
-        transfer = self._sinks.get(command.transfer_id)
-        if transfer is None or transfer.epoch != command.epoch:
-            raise _stopped()
-        ids = self._lending.borrow(command.transfer_id, command.epoch, command.first)
-        self._sinks[command.transfer_id] = replace(transfer, block_ids=ids)
 
     def _digest(self, ready: Ready) -> tuple[RunDigest, ...]:
         """Made while the connector delivers the run."""
@@ -303,7 +273,6 @@ def build_rank(
     host: str,
     config: bytes,
     emit: Callable[[bytes], None],
-    guests: GuestArea | None = None,
 ) -> TransferRank:
     """The factory a worker calls once its cache is allocated. `config` is a msgpack
     `RankConfig`; `host` is what connectors bind to; `shared_fd` is the memory file whose first byte
@@ -315,7 +284,7 @@ def build_rank(
     """
     settings = _configs.decode(config)
     context = RankContext(
-        view=CacheView(cache, Rect.of(shape), shared_fd, guests=guests),
+        view=CacheView(cache, Rect.of(shape), shared_fd),
         bind_host=host,
         fingerprint=settings.fingerprint,
         emit=lambda event: emit(encode_event(event)),

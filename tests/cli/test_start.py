@@ -69,7 +69,7 @@ def last_line(code: int, output: str) -> str:
     return last
 
 
-def test_every_role_says_which_address_its_host_refuses(tmp_path: Path) -> None:
+def test_every_role_says_which_option_it_refuses(tmp_path: Path) -> None:
     """Each in a process of its own, all at once."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -77,6 +77,7 @@ def test_every_role_says_which_address_its_host_refuses(tmp_path: Path) -> None:
             ("prefill", f"--metrics-port={port}", f"{port} for metrics: .*another"),
             ("decode", f"--metrics-port={port}", f"{port} for metrics: .*another"),
             ("decode", f"--grpc-port={port}", f"{port} for gRPC: .*use: choose another --grpc-p"),
+            ("decode", "--kv-connector=shared", "shared was removed: use shm, or .* --both"),
             ("router", f"--port={port}", f"cannot listen on 127.0.0.1:{port}: .*in use"),
             ("router", f"--grpc-port={port}", f"{port} for gRPC: .*use: choose another --grpc-p"),
             ("router", "--ports-file=/no/such/p", "/no/such/p.*: No such .*: make it first"),

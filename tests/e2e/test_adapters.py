@@ -53,9 +53,8 @@ def options(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def cluster(folder: Path, options: dict[str, Any]) -> Iterator[WarmCluster]:
-    """Whose decode node reads a prompt's KV where the prefill node has it."""
     router = {**options, "runtime_lora_dir": folder, "heartbeat_timeout": 30}
-    with WarmCluster(MODEL, router=router, kv_connector="shared", **options) as made:
+    with WarmCluster(MODEL, router=router, **options) as made:
         yield made
 
 

@@ -10,7 +10,6 @@ from paths import MODELS
 from pdserve.common.config.node import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from pdserve.common.distributed.executor import Emit
 from pdserve.common.engine.messages import CacheShape
-from pdserve.common.worker.guest_area import GuestArea
 from pdserve.common.worker.worker import ExtensionConfig, WorkerConfig
 
 MODEL = MODELS / "llama-gqa"
@@ -29,9 +28,7 @@ class EchoExtension:
         host: str,
         config: bytes,
         emit: Emit,
-        guests: GuestArea | None,
     ) -> None:
-        assert guests is None
         assert cache_tensor.shape[2] == cache_shape.num_blocks
         assert shared_fd is not None
         self.cache = cache_tensor

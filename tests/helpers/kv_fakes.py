@@ -17,7 +17,6 @@ import torch
 
 from pdserve.common.core.errors import NodeError, TransferError
 from pdserve.common.engine.messages import CacheShape
-from pdserve.common.worker.guest_area import GuestArea
 from pdserve.kv_transfer.blocks import gather, piece_nbytes, scatter
 from pdserve.kv_transfer.connector import (
     BlockRun,
@@ -40,7 +39,6 @@ from pdserve.kv_transfer.control.ticket import RankEndpoint, Ticket
 from pdserve.kv_transfer.digest import RunDigest
 from pdserve.kv_transfer.layout import Rect, rank_rects
 from pdserve.kv_transfer.rank.transfer_rank import RankConfig, TransferRank, build_rank
-from pdserve.kv_transfer.selection import load_connector
 
 LAYERS, HEADS, BLOCK_SIZE, HEAD_DIM = 3, 2, 4, 8
 FINGERPRINT = "f" * 24
@@ -102,7 +100,6 @@ class FakeNode:
         self.on_event: Callable[[int, bytes], None] = lambda rank, message: None
         self.caches: list[torch.Tensor] = []
         self.ranks: list[TransferRank] = []
-        self.guests: GuestArea | None = None  # of the last rank, if a connector lends
         self._fds: list[int] = []
         self._threads = [ThreadPoolExecutor(1) for _ in range(tp)]
         self._loop = asyncio.get_running_loop()
@@ -123,9 +120,7 @@ class FakeNode:
 
         connectors = {name: dict(self._options.get(name, {})) for name in names.split(",")}
         config = msgspec.msgpack.encode(RankConfig(connectors, fingerprint, source=source))
-        if any(load_connector(name).capabilities.lends for name in connectors):
-            self.guests = GuestArea(fd, cache)
-        built = build_rank(cache, shape, fd, rank, "127.0.0.1", config, emit, self.guests)
+        built = build_rank(cache, shape, fd, rank, "127.0.0.1", config, emit)
         self.ranks.append(built)
         fakes = [each for each in self.children(rank).values() if isinstance(each, FakeConnector)]
         if network is not None and fakes:
@@ -179,7 +174,6 @@ class Pair:
     peer: FakeSinkClient
     sink_frees: int = 0
     handoffs: list[Handoff] = field(default_factory=list)
-    given_back: list[int] = field(default_factory=list)  # to the source
 
     @property
     def freed(self) -> list[str]:
@@ -191,7 +185,7 @@ class Pair:
         self.sink_frees += 1
 
     def begin(self, ticket: Ticket) -> Handoff:
-        self.handoffs.append(self.source.begin(ticket, self.given_back.extend))
+        self.handoffs.append(self.source.begin(ticket))
         return self.handoffs[-1]
 
     async def close(self) -> None:
@@ -264,7 +258,6 @@ def make_pair(
         lease_s=lease_s,
         call=sink_node.call,
         digests=digests,
-        guest_ids=guest_ids(sink_node.guests),
     )
 
     peer = FakeSinkClient(sink)
@@ -275,15 +268,10 @@ def make_pair(
         lease_s=lease_s,
         call=source_node.call,
         sink=peer,
-        lend_limit=source_node.geometry.num_blocks,
     )
     source_node.on_event = source.on_event
     sink_node.on_event = sink.on_event
     return Pair(source_node, sink_node, source, sink, peer)
-
-
-def guest_ids(area: GuestArea | None) -> tuple[int, int]:
-    return (0, 0) if area is None else (area.num_own, area.num_own + area.num_guests)
 
 
 class FakeNetwork:

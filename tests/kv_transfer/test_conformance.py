@@ -29,7 +29,7 @@ ALL_CHECKS = ("--pyargs", "pdserve.kv_transfer.conformance")
 CONTROL = "test_delivery.py::test_blocks_arrive[1]"  # every broken connector passes it
 PATIENCE = 1200.0  # seconds; on quiet cores the longest takes 30
 PART = 7  # broken connectors that share a run
-BUILT_IN = ("shm", "shared", "tcp")
+BUILT_IN = ("shm", "tcp")
 FILES = sorted(path.name for path in KIT.glob("test_*.py"))
 pytestmark = pytest.mark.timeout(PATIENCE)
 

@@ -105,10 +105,7 @@ def test_a_source_announces_and_hashes_little_at_once() -> None:
         made.handle(encode(Quiesce(ID)))
 
 
-@pytest.mark.parametrize("method", ["quiesce", "on_loan"])
-def test_a_rank_ends_that_cannot_say_which_blocks_are_free(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_ends_whose_connector_does_not_quiesce(monkeypatch: pytest.MonkeyPatch) -> None:
     def defect(transfer_id: bytes) -> None:
         raise KeyError(transfer_id)
 
@@ -117,7 +114,7 @@ def test_a_rank_ends_that_cannot_say_which_blocks_are_free(
 
     monkeypatch.setattr(transfer_rank, "leave", leave)
     with rank(source=True) as made:
-        monkeypatch.setattr(made._connector, method, defect)
+        monkeypatch.setattr(made._connector, "quiesce", defect)
         with pytest.raises(SystemExit):
             made.handle(encode(Quiesce(ID)))
 

@@ -35,10 +35,8 @@ from pdserve.kv_transfer.connector import (
     Failed,
     KVConnector,
     Landed,
-    LendingConnector,
     Progress,
     RankContext,
-    Returned,
     SinkTransfer,
     SourceTransfer,
 )
@@ -55,11 +53,11 @@ from pdserve.kv_transfer.connectors.multi.routes import (
 logger = logging.getLogger(__name__)
 
 
-class MultiConnector(LendingConnector):
+class MultiConnector(KVConnector):
     """`config` has what makes each child, by name, in order of preference."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        push=True, pull=True, devices=frozenset({"cpu", "cuda"}), lends=True
+        push=True, pull=True, devices=frozenset({"cpu", "cuda"})
     )
 
     def __init__(
@@ -217,9 +215,6 @@ class MultiConnector(LendingConnector):
 
     def _on_event(self, name: str, event: Event) -> None:
         """A child reports, on a thread of its own."""
-        if isinstance(event, Returned):  # it may come long after the transfer
-            self.context.emit(event)
-            return
         with self._lock:
             inbound = self._inbound.get(event.transfer_id)
             told = self._filter(name, event)
@@ -257,27 +252,6 @@ class MultiConnector(LendingConnector):
         self._forget(transfer_id)
         for child in self.children.values():
             child.release(transfer_id)
-
-    # ---- children that lend -----------------------------------------------------------------
-
-    @property
-    def _lenders(self) -> list[LendingConnector]:
-        return [each for each in self.children.values() if isinstance(each, LendingConnector)]
-
-    def on_loan(self, transfer_id: bytes) -> tuple[int, ...]:
-        return tuple(block for each in self._lenders for block in each.on_loan(transfer_id))
-
-    def borrow(self, transfer_id: bytes, epoch: int, first: int | None) -> tuple[int, ...]:
-        with self._lock:
-            inbound = self._inbound.get(transfer_id)
-        child = self.children.get((inbound and inbound.ended_by) or "")
-        if not isinstance(child, LendingConnector):
-            raise TransferError("the transfer was stopped", code="UNKNOWN_TRANSFER")
-        return child.borrow(transfer_id, epoch, first)
-
-    def give_back(self, lender: bytes, loan: tuple[bytes, int], blocks: tuple[int, ...]) -> None:
-        for child in self._lenders:
-            child.give_back(lender, loan, blocks)
 
     def _forget(self, transfer_id: bytes) -> None:
         """No child is told of the transfer from now on."""

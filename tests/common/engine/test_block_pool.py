@@ -71,35 +71,3 @@ def test_random_use_never_loses_or_doubles_a_block():
     for blocks in held:
         pool.free(blocks)
     assert pool.num_free == 32
-
-
-# ---- guests ----
-
-
-def test_guests_are_shared_while_they_are_held_and_then_gone() -> None:
-    pool = BlockPool(4, 2)
-    gone: list[int] = []
-    pool.host([4, 5, 6], gone.extend)
-    pool.register(5, b"five")
-    assert pool.match([b"five"]) == [5]
-    assert pool.num_free == 4  # they take none of its own
-    pool.free([4, 5, 6])
-    assert sorted(gone) == [4, 6]
-    pool.free([5])
-    assert sorted(gone) == [4, 5, 6]
-    assert pool.match([b"five"]) == []
-    with pytest.raises(RuntimeError, match="twice"):
-        pool.free([5])
-
-
-def test_whoever_came_with_a_guest_first_is_told() -> None:
-    pool = BlockPool(4, 2)
-    first: list[int] = []
-    second: list[int] = []
-    pool.host([4, 5], first.extend)
-    pool.host([5, 6], second.extend)
-    pool.free([4, 5])
-    pool.free([5, 6])
-    assert first == [4, 5] and second == [6]
-    with pytest.raises(RuntimeError, match="no guest"):
-        pool.host([3], first.extend)

@@ -1,5 +1,5 @@
 """Random lives of sequences in a whole engine: computed here or elsewhere, preempted, guessed,
-deferred, broken, given up, held and lent. Each gets the tokens it would get alone."""
+deferred, broken, given up and held. Each gets the tokens it would get alone."""
 
 from __future__ import annotations
 
@@ -56,7 +56,6 @@ class Walk:
         self._ended: dict[int, asyncio.Future[str]] = {}
         self._admitted: dict[int, asyncio.Event] = {}
         self._held: set[int] = set()  # seq_ids whose first token is all that is wanted
-        self._num_guests = 0
         self._generated = 0.0
         self._prefixes = [[self.rng.randrange(1, VOCAB) for _ in range(24)] for _ in range(3)]
 
@@ -138,17 +137,13 @@ class Walk:
         await self._leave(sequence, how)
 
     async def _leave(self, sequence: Sequence, how: str) -> None:
-        """What is held stays as it is; some of it is lent and comes back later."""
+        """What is held stays as it is."""
         await self.engine.stop(sequence)
-        lent: set[int] = set()
         if how == "held":
             for _ in range(self.rng.randrange(12)):
                 await asyncio.sleep(0)
                 self._check_kv(sequence)
-            lent = set(sequence.block_table[: self.rng.randrange(4)])
-        self.engine.release(sequence, lent)
-        await ticks(self.rng, 20)
-        self.engine.given_back(list(lent))
+        self.engine.release(sequence)
 
     def _job(self) -> tuple[GenerateJob, int]:
         """And the seed of its choice."""
@@ -172,27 +167,12 @@ class Walk:
         return job, seed
 
     async def _land(self, sequence: Sequence, token: int) -> Finish | None:
-        """Its KV comes from elsewhere; some of its full blocks are guests."""
+        """Its KV comes from elsewhere."""
         first, true = sequence.num_computed, states(sequence.token_ids)
-        places = range(first // BLOCK_SIZE, sequence.num_tokens // BLOCK_SIZE)
-        if places and self.rng.random() < 0.4:
-            guests = {}
-            for place in self.rng.sample(places, self.rng.randrange(1, len(places) + 1)):
-                guest = guests[place] = NUM_BLOCKS + self._num_guests
-                self._num_guests += 1
-                start = place * BLOCK_SIZE
-                self.ranks.cache.blocks[guest] = true[start : start + BLOCK_SIZE]
-            self.engine.host(sequence, guests, self._gone)
-            self.seen["guests"] += 1
         for position in range(first, sequence.num_tokens):
-            if sequence.block_table[position // BLOCK_SIZE] < NUM_BLOCKS:
-                self.ranks.cache.write(sequence.block_table, position, true[position])
+            self.ranks.cache.write(sequence.block_table, position, true[position])
             await ticks(self.rng, 2)
         return self.engine.activate(sequence, SampledToken(token))
-
-    def _gone(self, guests: list[int]) -> None:
-        for guest in guests:
-            del self.ranks.cache.blocks[guest]
 
 
 @pytest.mark.parametrize(
@@ -209,10 +189,9 @@ async def test_whatever_happens_a_sequence_gets_the_tokens_it_would_get_alone(
         await asyncio.wait(clients)
         engine.cancel()
     assert walk.pool.num_free == NUM_BLOCKS
-    assert all(block < NUM_BLOCKS for block in walk.ranks.cache.blocks), "a guest nobody told"
     assert walk.scheduler.generation_tokens == sum(map(len, walk.told.values()))
     assert walk.scheduler.num_preemptions and walk.scheduler.cache_hits
-    assert walk.seen.keys() >= {"length", "stopped", "held", "given up", "guests"}
+    assert walk.seen.keys() >= {"length", "stopped", "held", "given up"}
     if (speculator := walk.scheduler.speculator) is not None:
         assert 0 < speculator.num_accepted_tokens < speculator.num_draft_tokens
     if isinstance(speculator, DraftModel):
