@@ -13,6 +13,7 @@ from pdserve.common.core.errors import Blame, InvalidRequest
 from pdserve.common.core.request import is_plain_id
 from pdserve.common.engine.messages import RankReady
 from pdserve.common.node.engine_node import EngineNode
+from pdserve.common.node.replica import Call
 from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
@@ -20,11 +21,10 @@ from pdserve.common.rpc.status import serving
 from pdserve.decode_node.service import KVTransferService
 from pdserve.decode_node.session import DecodeSession
 from pdserve.decode_node.token_streams import TokenStreams
-from pdserve.kv_transfer.commands import Call
 from pdserve.kv_transfer.control.sink import KVSink
 from pdserve.kv_transfer.control.ticket import RankEndpoint
-from pdserve.kv_transfer.layout import Rect
-from pdserve.kv_transfer.selection import Connectors
+from pdserve.kv_transfer.layout import Rect, fingerprint
+from pdserve.kv_transfer.selection import TransferSetup, set_up
 
 
 class DecodeNode(EngineNode[DecodeSession, KVSink]):
@@ -36,11 +36,15 @@ class DecodeNode(EngineNode[DecodeSession, KVSink]):
         super().__init__(config)
         self.streams = TokenStreams()
 
+    def set_up_transfers(self) -> TransferSetup:
+        key = self.credentials.key
+        return set_up(self.config, self.facts.device, self.kv_identity, key, source=False)
+
     def make_transfers(self, ranks: Sequence[RankReady], call: Call) -> KVSink:
         """A ticket names the ranks of its replica alone."""
         return KVSink(
             [RankEndpoint(each.rank, Rect.of(each.cache), each.extension_info) for each in ranks],
-            fingerprint=self.fingerprint,
+            fingerprint=self.transfer_setup.fingerprint,
             block_size=self.config.engine.cache.block_size,
             address=self.address,
             lease_s=self.config.transfer.kv_lease,
@@ -86,8 +90,8 @@ class BothNode(DecodeNode):
             )
         )
 
-    def choose_connectors(self) -> Connectors:
-        return {}
+    def set_up_transfers(self) -> TransferSetup:
+        return TransferSetup(fingerprint(self.kv_identity))
 
     def add_services(self) -> None:
         self.server.add("Decode", pb_grpc.add_DecodeServicer_to_server, DecodeService(self))
@@ -103,7 +107,7 @@ class DecodeService(pb_grpc.DecodeServicer):
         self, request: pb.DecodeRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.DecodeEvent]:
         async with serving(context, self._node.blame):
-            if not request.local_prefill and not self._node.connectors:
+            if not request.local_prefill and not self._node.transfer_setup.connectors:
                 raise InvalidRequest("a node of both roles takes no KV: it computes its prompts")
             job = convert.job_from_pb(request.job)
             session = self._node.admit(

@@ -1,15 +1,22 @@
-"""Which connectors there are and which a node speaks: `--kv-connector`, resolved at start."""
+"""Which connectors there are, which of them a node speaks (`--kv-connector`), and what its ranks
+need to build them. All of it is settled before the ranks start."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from pdserve.common.config.node import TransferConfig
+import msgspec
+
+from pdserve.common.config.node import TransferConfig, WorkerNodeConfig
+from pdserve.common.config.shared import TLSConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.plugins import resolve
+from pdserve.common.rpc.auth import ClusterKey
 from pdserve.kv_transfer.connector import API_VERSION, Capabilities, KVConnector
+from pdserve.kv_transfer.layout import fingerprint
 
 BUILTIN = {
     "cuda_ipc": "pdserve.kv_transfer.connectors.cuda_ipc:CudaIpcConnector",
@@ -22,6 +29,8 @@ REMOVED = {"shared": "use shm, or serve a CPU host with pdserve up --both, which
 # What `auto` stands for, by the device of the cache; the best first. cuda_ipc and nccl have not
 # run on a GPU yet: they join when they have; until then they must be named.
 AUTO = {"cpu": ("shm", "tcp"), "cuda": ("tcp",)}
+KEY_PURPOSE = "KV connections"  # ranks and plugins get a key for this, not the cluster's
+RANK_FACTORY = "pdserve.kv_transfer.rank.transfer_rank:build_rank"  # what a worker imports
 
 Connectors = dict[str, dict[str, Any]]
 """The options of each connector by its name, the preferred first."""
@@ -82,3 +91,95 @@ def _with_options(names: Sequence[str], given: Mapping[str, Any]) -> Connectors:
         if not isinstance(options, dict):
             raise ConfigError(f"--kv-connector-config: the options of {name} are no JSON object")
     return {name: given.get(name, {}) for name in names}
+
+
+# ---- what a node's ranks need ----
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSetup:
+    """How a node takes part in KV transfers."""
+
+    fingerprint: str  # nodes pair only when theirs are equal
+    connectors: tuple[str, ...] = ()  # the preferred first; empty: it neither sends nor takes KV
+    rank_factory: str = RANK_FACTORY
+    rank_config: bytes = field(default=b"", repr=False)  # it may hold secrets
+
+
+def set_up(
+    config: WorkerNodeConfig,
+    device: str,
+    kv_identity: Mapping[str, str],
+    key: ClusterKey | None,
+    *,
+    source: bool,
+) -> TransferSetup:
+    """The setup of a node whose cache is on `device`: of one that sends KV (`source`) or takes it.
+
+    Raises:
+        ConfigError: as `choose_connectors` and `rank_config`.
+    """
+    connectors, identity = choose_connectors(config.transfer, device), fingerprint(kv_identity)
+    encoded = rank_config(connectors, identity, config.tls, source=source, key=key)
+    return TransferSetup(identity, tuple(connectors), rank_config=encoded)
+
+
+@dataclass(frozen=True, slots=True)
+class RankConfig:
+    """What a rank needs to build its connectors; msgpack in the worker's configuration."""
+
+    connectors: Connectors
+    fingerprint: str
+    source: bool = False  # a source announces no endpoint
+    keys: tuple[bytes, ...] = field(default=(), repr=False)  # as `RankContext` has them
+
+
+def rank_config(
+    connectors: Connectors,
+    fingerprint: str,
+    tls: TLSConfig,
+    *,
+    source: bool,
+    key: ClusterKey | None = None,
+) -> bytes:
+    """The bytes `build_rank` wants, for a node's options; they are a secret if there is a `key`. KV
+    that leaves the host is encrypted where gRPC is, and its ports ask for the key, unless the
+    connector cannot or was told not to, which is logged.
+
+    Raises:
+        ConfigError: a connector shall use TLS and the node has no certificate.
+    """
+    for name in connectors if key is not None else ():
+        if not load_connector(name).capabilities.authenticates:
+            logger.warning("gRPC asks for the cluster key, but KV that goes by %s does not", name)
+    spelt_out = {
+        name: connector_options(_encrypted(name, options, tls), tls)
+        for name, options in connectors.items()
+    }
+    keys = () if key is None else key.derive(KEY_PURPOSE)
+    return msgspec.msgpack.encode(RankConfig(spelt_out, fingerprint, source, keys))
+
+
+def _encrypted(name: str, options: Mapping[str, Any], tls: TLSConfig) -> Mapping[str, Any]:
+    """The options of a connector, with TLS where nothing was said of it."""
+    if tls.tls_cert is None or load_connector(name).capabilities.same_host:
+        return options
+    if name == "tcp" and not any(key.startswith("tls") for key in options):
+        return {**options, "tls": True}
+    if name != "tcp" or options.get("tls") is False:
+        logger.warning("gRPC is encrypted, but KV that goes by %s is not", name)
+    return options
+
+
+def connector_options(options: Mapping[str, Any], tls: TLSConfig) -> dict[str, Any]:
+    """`--kv-connector-config` with `"tls": true` spelt out as the node's own files: a connector
+    sees no options but these."""
+    rest = {name: value for name, value in options.items() if name != "tls"}
+    if options.get("tls", False) is False:
+        return rest
+    if tls.tls_cert is None or options["tls"] is not True:
+        raise ConfigError(
+            '--kv-connector-config: "tls" is true or false; true needs --tls-cert, --tls-key and '
+            "--tls-ca"
+        )
+    return {**asdict(tls), **rest}

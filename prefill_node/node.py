@@ -13,16 +13,17 @@ from pdserve.common.config.speculation import SpeculationOptions
 from pdserve.common.core.errors import Blame
 from pdserve.common.engine.messages import RankReady
 from pdserve.common.node.engine_node import EngineNode
+from pdserve.common.node.replica import Call
 from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.status import serving
 from pdserve.common.worker.kv_cache import cache_bytes, resized
-from pdserve.kv_transfer.commands import Call
 from pdserve.kv_transfer.control.sink_client import DecodePeers, SinkClient, why_unreachable
 from pdserve.kv_transfer.control.source import KVSource
 from pdserve.kv_transfer.control.ticket import Ticket
 from pdserve.kv_transfer.layout import Rect
+from pdserve.kv_transfer.selection import TransferSetup, set_up
 from pdserve.prefill_node.session import PrefillSession
 
 
@@ -41,11 +42,15 @@ class PrefillNode(EngineNode[PrefillSession, KVSource]):
     def unhealthy_reason(self) -> str:
         return super().unhealthy_reason() or self.peers.unhealthy_reason()
 
+    def set_up_transfers(self) -> TransferSetup:
+        key = self.credentials.key
+        return set_up(self.config, self.facts.device, self.kv_identity, key, source=True)
+
     def make_transfers(self, ranks: Sequence[RankReady], call: Call) -> KVSource:
         caches = [rank.cache for rank in ranks]
         return KVSource(
             [Rect.of(cache) for cache in caches],
-            fingerprint=self.fingerprint,
+            fingerprint=self.transfer_setup.fingerprint,
             block_size=self.config.engine.cache.block_size,
             lease_s=self.config.transfer.kv_lease,
             call=call,

@@ -7,9 +7,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pdserve.common.config.node import ModelConfig
 from pdserve.common.config.router import OPEN_FILES, RouterConfig
-from pdserve.common.config.sources import parse
+from pdserve.common.config.sources import parse, resolve_model
 from pdserve.common.core.errors import ConfigError, PdserveError
 from pdserve.common.core.host import (
     host_errors_as_config_errors,
@@ -17,7 +16,6 @@ from pdserve.common.core.host import (
     loading,
     raise_open_file_limit,
 )
-from pdserve.common.core.plugins import import_string
 from pdserve.common.obs.logging import setup_logging
 from pdserve.common.obs.process import exit_within
 
@@ -41,20 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise_open_file_limit(
                 OPEN_FILES + requests, "--max-concurrent-requests, --max-queued-requests"
             )
-            config = replace(config, model=_resolve_model(config.model))
+            config = replace(config, model=resolve_model(config.model))
             with loading():
                 from pdserve.router.server import serve
             return asyncio.run(serve(config, stopping=exit_within))
     except PdserveError as error:
         logger.error("%s", error)
         return 2 if isinstance(error, ConfigError) else 1
-
-
-def _resolve_model(config: ModelConfig) -> ModelConfig:
-    """The folder that is meant, made ready. For the embedded one that needs torch, so who does it
-    is named here, not imported."""
-    resolved: ModelConfig = import_string("pdserve.demo_model.embedded:resolve_model")(config)
-    return resolved
 
 
 if __name__ == "__main__":

@@ -34,7 +34,6 @@ ALLOWED = {
     "common.node": {
         "common.core", "common.config", "common.http", "common.obs", "common.rpc",
         "common.distributed", "common.model", "common.planning", "common.engine", "common.worker",
-        "demo_model", "kv_transfer",
     },
     "kv_transfer": {"common.core", "common.config", "common.rpc"},
     "prefill_node": {

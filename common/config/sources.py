@@ -18,7 +18,7 @@ import configargparse
 import yaml
 
 from pdserve.common.config.cluster import ClusterConfig
-from pdserve.common.config.node import BothNodeConfig, WorkerNodeConfig
+from pdserve.common.config.node import BothNodeConfig, ModelConfig, WorkerNodeConfig
 from pdserve.common.config.options import (
     PREFIX,
     Config,
@@ -31,6 +31,7 @@ from pdserve.common.config.options import (
 )
 from pdserve.common.config.router import RouterConfig
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.plugins import import_string
 
 CONFIG_VARIABLE = PREFIX + "CONFIG"
 # PDSERVE_CACHE is the folder of the embedded model, read where that model is unpacked.
@@ -221,3 +222,14 @@ def _check_environment(
     for name in environ:
         if name.startswith(PREFIX) and name not in known:
             parser.error(unknown("variable", name, sorted(known)))
+
+
+def resolve_model(config: ModelConfig) -> ModelConfig:
+    """The config with the folder of its model, which is made ready. A role is complete without the
+    package that unpacks models or fetches them, so that is named here and not imported.
+
+    Raises:
+        ConfigError: there is no such model, or it cannot be made ready.
+    """
+    resolved: ModelConfig = import_string("pdserve.demo_model.embedded:resolve_model")(config)
+    return resolved

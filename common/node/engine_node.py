@@ -11,9 +11,8 @@ import logging
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, Generic
+from typing import Any, ClassVar, Generic, Protocol
 
 from pdserve.common.config.node import WorkerNodeConfig
 from pdserve.common.core.errors import Blame, NodeError, PdserveError, Unavailable
@@ -24,7 +23,7 @@ from pdserve.common.node.balance import choose_replica
 from pdserve.common.node.load import export, node_load, num_blocks, unhealthy_reasons
 from pdserve.common.node.model_facts import ModelFacts, check_job
 from pdserve.common.node.ranks import Ranks, start_replicas, stop_ranks
-from pdserve.common.node.replica import Replica, S, T
+from pdserve.common.node.replica import Call, Replica, S, T
 from pdserve.common.node.server import NodeServer
 from pdserve.common.node.utilisation import Utilisation, UtilisationCollector
 from pdserve.common.obs.exposition import NODE_NAMES, Exposition
@@ -37,11 +36,6 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.trace import TraceInterceptor
 from pdserve.common.worker.worker import ExtensionConfig
-from pdserve.demo_model.embedded import resolve_model
-from pdserve.kv_transfer.commands import Call
-from pdserve.kv_transfer.layout import fingerprint
-from pdserve.kv_transfer.rank.transfer_rank import FACTORY, rank_config
-from pdserve.kv_transfer.selection import Connectors, choose_connectors
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +43,29 @@ _TRANSFERS_STOP = 5.0  # seconds hand-offs get to be quiesced
 _CHECKS = 4  # of the watchdog within its time-out
 
 
+class TransferSetup(Protocol):
+    """How a node takes part in KV transfers; `kv_transfer/selection.py` makes it."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Nodes pair only when theirs are equal."""
+
+    @property
+    def connectors(self) -> tuple[str, ...]:
+        """The names announced to the router, the preferred first; empty: no KV comes or goes."""
+
+    @property
+    def rank_factory(self) -> str: ...  # as `ExtensionConfig.factory`
+    @property
+    def rank_config(self) -> bytes: ...
+
+
 class EngineNode(ABC, Generic[S, T]):
     """`serve` runs the node from start to stop and returns the process's exit code.
 
-    A role says its `role` and `blame`, and overrides
+    A role sets `role` and `blame`, and overrides
 
-        choose_connectors  where no KV comes to its nodes or goes from them
+        set_up_transfers   how KV comes to its nodes or goes from them
         make_transfers     its half of the KV hand-off, one for each replica
         add_services       its gRPC services, which `admit` jobs and `close` their sessions
         unhealthy_reason   where it knows more reasons than its engines
@@ -66,13 +77,11 @@ class EngineNode(ABC, Generic[S, T]):
     token_streams: ClassVar[bool] = False  # it serves Decode.Tokens
 
     def __init__(self, config: WorkerNodeConfig) -> None:
-        engine = replace(config.engine, model=resolve_model(config.engine.model))
-        self.config = replace(config, engine=engine)
+        """`config.engine.model.model` is a folder."""
+        self.config, engine = config, config.engine
         self.facts = ModelFacts.read(engine)
         self.adapters = NodeAdapters(engine.lora, self.facts.spec, self.blame)
         self.kv_identity = self.facts.kv_identity(engine.cache.block_size)
-        self.fingerprint = fingerprint(self.kv_identity)  # nodes pair only when theirs are equal
-        self.connectors = self.choose_connectors()
         self.node_id = new_node_id(self.blame)
         self.metrics = NodeMetrics()
         hosts = (config.node.host, config.transfer.kv_host)
@@ -80,6 +89,7 @@ class EngineNode(ABC, Generic[S, T]):
         self.credentials = Credentials.load(
             self.blame, self.node_id, config.tls, config.auth, hosts
         )
+        self.transfer_setup = self.set_up_transfers()
         self.server = NodeServer(
             config.node,
             self.credentials,
@@ -95,9 +105,9 @@ class EngineNode(ABC, Generic[S, T]):
 
     # ---- what a role overrides --------------------------------------------------------------
 
-    def choose_connectors(self) -> Connectors:
-        """What carries KV, the preferred first."""
-        return choose_connectors(self.config.transfer, self.facts.device)
+    @abstractmethod
+    def set_up_transfers(self) -> TransferSetup:
+        """Called once `facts` and `credentials` are there. Raises ConfigError."""
 
     @abstractmethod
     def make_transfers(self, ranks: Sequence[RankReady], call: Call) -> T:
@@ -136,13 +146,11 @@ class EngineNode(ABC, Generic[S, T]):
         return ranks
 
     def _extension(self) -> ExtensionConfig | None:
-        """Beside each rank its connectors."""
-        if not self.connectors:
+        """What each rank hosts beside its cache: the connectors, if there are any."""
+        setup = self.transfer_setup
+        if not setup.connectors:
             return None
-        source, tls = self.role == pb.ROLE_PREFILL, self.config.tls
-        key = self.credentials.key
-        config = rank_config(self.connectors, self.fingerprint, tls, source=source, key=key)
-        return ExtensionConfig(FACTORY, config, self.config.transfer.kv_host)
+        return ExtensionConfig(setup.rank_factory, setup.rank_config, self.config.transfer.kv_host)
 
     async def _serve(self, ranks: Sequence[Ranks], stopping: Callable[[], None]) -> int:
         try:
@@ -332,9 +340,9 @@ class EngineNode(ABC, Generic[S, T]):
             role=self.role,
             address=self.address,
             model=self.facts.name,
-            fingerprint=self.fingerprint,
+            fingerprint=self.transfer_setup.fingerprint,
             fingerprint_parts=self.kv_identity,
-            kv_connectors=self.connectors,
+            kv_connectors=self.transfer_setup.connectors,
             tensor_parallel_size=parallel.tensor_parallel_size,
             pipeline_parallel_size=parallel.pipeline_parallel_size,
             expert_parallel_size=parallel.expert_parallel_size,

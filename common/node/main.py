@@ -6,10 +6,11 @@ import asyncio
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from pdserve.common.config.node import BothNodeConfig, WorkerNodeConfig
-from pdserve.common.config.sources import parse
+from pdserve.common.config.sources import parse, resolve_model
 from pdserve.common.core.errors import ConfigError, PdserveError
 from pdserve.common.core.host import host_errors_as_config_errors, loading, raise_open_file_limit
 from pdserve.common.core.plugins import import_string
@@ -39,6 +40,8 @@ def run_node(
     try:
         with host_errors_as_config_errors():
             raise_open_file_limit(OPEN_FILES)
+            model = resolve_model(config.engine.model)
+            config = replace(config, engine=replace(config.engine, model=model))
             with loading():
                 made = import_string(node)
             return asyncio.run(_serve(made, config))

@@ -7,7 +7,7 @@ opened, and stays there: a sequence's KV is in the blocks of one replica.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from time import monotonic
 from typing import Generic, Protocol, TypeVar
 
@@ -20,9 +20,6 @@ from pdserve.common.engine.sequence import Finish
 from pdserve.common.engine.sequence import Sequence as EngineSequence
 from pdserve.common.node.ranks import Ranks
 from pdserve.common.obs.metrics import NodeMetrics
-from pdserve.kv_transfer.commands import Call
-from pdserve.kv_transfer.control.sink import KVSink
-from pdserve.kv_transfer.control.source import KVSource
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +36,23 @@ class Session(Protocol):
     async def close(self) -> None: ...
 
 
+class Transfers(Protocol):
+    """A role's half of the KV hand-off, for one replica: `kv_transfer` has both halves."""
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Events by name, for the metrics."""
+
+    def on_event(self, rank: int, message: bytes) -> None:
+        """Takes what a rank's extension reports."""
+
+    async def close(self) -> None:
+        """Ends all transfers; returns when no rank touches a block for them any more."""
+
+
+Call = Callable[[int, bytes], Awaitable[bytes]]  # `EngineCore.call`: rank, command → its answer
 S = TypeVar("S", bound=Session)
-T = TypeVar("T", bound=KVSource | KVSink)
+T = TypeVar("T", bound=Transfers)
 
 
 class Replica(Generic[S, T]):

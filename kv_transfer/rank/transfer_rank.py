@@ -9,17 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
 
 import msgspec
 import torch
 
-from pdserve.common.config.shared import TLSConfig
 from pdserve.common.core.errors import ConfigError, TransferError
 from pdserve.common.core.host import leave
-from pdserve.common.rpc.auth import ClusterKey
 from pdserve.kv_transfer.blocks import piece_nbytes
 from pdserve.kv_transfer.commands import (
     Accept,
@@ -41,7 +37,7 @@ from pdserve.kv_transfer.digest import RunDigest
 from pdserve.kv_transfer.layout import CacheView, Part, Rect
 from pdserve.kv_transfer.native.code import block_code
 from pdserve.kv_transfer.rank.digester import Digester, Hashed, Verification
-from pdserve.kv_transfer.selection import Connectors, load_connector
+from pdserve.kv_transfer.selection import RankConfig, load_connector
 
 logger = logging.getLogger(__name__)
 
@@ -51,72 +47,7 @@ SHORT_NBYTES = 512 << 10
 SHORT_RUNS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class RankConfig:
-    """What a rank needs to build its connectors; msgpack in the worker's configuration."""
-
-    connectors: Connectors
-    fingerprint: str
-    source: bool = False  # a source announces no endpoint
-    keys: tuple[bytes, ...] = field(default=(), repr=False)  # as `RankContext` has them
-
-
 _configs = msgspec.msgpack.Decoder(RankConfig)
-
-
-KEY_PURPOSE = "KV connections"  # ranks and plugins get a key for this, not the cluster's
-FACTORY = "pdserve.kv_transfer.rank.transfer_rank:build_rank"  # what a worker imports
-
-
-def rank_config(
-    connectors: Connectors,
-    fingerprint: str,
-    tls: TLSConfig,
-    *,
-    source: bool,
-    key: ClusterKey | None = None,
-) -> bytes:
-    """The bytes `build_rank` wants, for a node's options; they are a secret if there is a `key`. KV
-    that leaves the host is encrypted where gRPC is, and its ports ask for the key, unless the
-    connector cannot or was told not to, which is logged.
-
-    Raises:
-        ConfigError: a connector shall use TLS and the node has no certificate.
-    """
-    for name in connectors if key is not None else ():
-        if not load_connector(name).capabilities.authenticates:
-            logger.warning("gRPC asks for the cluster key, but KV that goes by %s does not", name)
-    spelt_out = {
-        name: connector_options(_encrypted(name, options, tls), tls)
-        for name, options in connectors.items()
-    }
-    keys = () if key is None else key.derive(KEY_PURPOSE)
-    return msgspec.msgpack.encode(RankConfig(spelt_out, fingerprint, source, keys))
-
-
-def _encrypted(name: str, options: Mapping[str, Any], tls: TLSConfig) -> Mapping[str, Any]:
-    """The options of a connector, with TLS where nothing was said of it."""
-    if tls.tls_cert is None or load_connector(name).capabilities.same_host:
-        return options
-    if name == "tcp" and not any(key.startswith("tls") for key in options):
-        return {**options, "tls": True}
-    if name != "tcp" or options.get("tls") is False:
-        logger.warning("gRPC is encrypted, but KV that goes by %s is not", name)
-    return options
-
-
-def connector_options(options: Mapping[str, Any], tls: TLSConfig) -> dict[str, Any]:
-    """`--kv-connector-config` with `"tls": true` spelt out as the node's own files: a connector
-    sees no options but these."""
-    rest = {name: value for name, value in options.items() if name != "tls"}
-    if options.get("tls", False) is False:
-        return rest
-    if tls.tls_cert is None or options["tls"] is not True:
-        raise ConfigError(
-            '--kv-connector-config: "tls" is true or false; true needs --tls-cert, --tls-key and '
-            "--tls-ca"
-        )
-    return {**asdict(tls), **rest}
 
 
 class TransferRank:

@@ -38,7 +38,8 @@ from pdserve.kv_transfer.control.source import Handoff, KVSource
 from pdserve.kv_transfer.control.ticket import RankEndpoint, Ticket
 from pdserve.kv_transfer.digest import RunDigest
 from pdserve.kv_transfer.layout import Rect, rank_rects
-from pdserve.kv_transfer.rank.transfer_rank import RankConfig, TransferRank, build_rank
+from pdserve.kv_transfer.rank.transfer_rank import TransferRank, build_rank
+from pdserve.kv_transfer.selection import RankConfig
 
 LAYERS, HEADS, BLOCK_SIZE, HEAD_DIM = 3, 2, 4, 8
 FINGERPRINT = "f" * 24

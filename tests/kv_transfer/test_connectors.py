@@ -47,7 +47,8 @@ from pdserve.kv_transfer.frame import HEADER_NBYTES, Frame, Kind
 from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect
 from pdserve.kv_transfer.pipe import KVPipe, PipeListener, PipeTransport
-from pdserve.kv_transfer.rank.transfer_rank import RankConfig, build_rank
+from pdserve.kv_transfer.rank.transfer_rank import build_rank
+from pdserve.kv_transfer.selection import RankConfig
 
 GEOMETRY = Geometry()
 RECT = Rect(0, GEOMETRY.layers, 0, GEOMETRY.heads)

@@ -40,7 +40,7 @@ from pdserve.kv_transfer.connectors.shm import ShmConnector
 from pdserve.kv_transfer.connectors.tcp import Endpoint, TCPConnector
 from pdserve.kv_transfer.frame import HEADER_NBYTES, Frame, Kind
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect
-from pdserve.kv_transfer.rank.transfer_rank import KEY_PURPOSE, rank_config
+from pdserve.kv_transfer.selection import KEY_PURPOSE, rank_config
 
 GEOMETRY = Geometry()
 RECT = Rect(0, GEOMETRY.layers, 0, GEOMETRY.heads)

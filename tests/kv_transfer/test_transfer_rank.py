@@ -30,10 +30,10 @@ from pdserve.kv_transfer.rank import transfer_rank
 from pdserve.kv_transfer.rank.transfer_rank import (
     SHORT_NBYTES,
     SHORT_RUNS,
-    RankConfig,
     TransferRank,
     build_rank,
 )
+from pdserve.kv_transfer.selection import RankConfig
 
 ID = bytes(16)
 BLOCKS = 64

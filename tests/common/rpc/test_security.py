@@ -75,7 +75,7 @@ from pdserve.kv_transfer.control.ticket import new_transfer_id
 from pdserve.kv_transfer.frame import Frame, Kind
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect
 from pdserve.kv_transfer.pipe import recv_bytes
-from pdserve.kv_transfer.rank.transfer_rank import connector_options, rank_config
+from pdserve.kv_transfer.selection import connector_options, rank_config
 from pdserve.router.api.preprocess import MAX_PROMPTS
 from pdserve.router.auth import APIKeys
 from pdserve.router.cluster.registry import ROLE_NAMES
