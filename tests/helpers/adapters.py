@@ -36,7 +36,7 @@ def make_adapter(
     generator = torch.Generator().manual_seed(seed)
     base, _ = reference.load(model)
     weights = dict(base.named_parameters())
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, (outputs, inputs) in adapted_shapes(ModelSpec.from_folder(model)).items():
         if name.rpartition(".")[2] in targets:
             a = torch.randn(rank, inputs, generator=generator)
@@ -56,13 +56,13 @@ def merged(adapter: Path, model: Path, target: Path) -> Path:
     file = json.loads((adapter / "adapter_config.json").read_text())
     rank = file["r"]
     scale = file["lora_alpha"] / (math.sqrt(rank) if file.get("use_rslora") else rank)
-    base, tokenizer = reference.load.__wrapped__(model)
+    base, tokenizer = reference.load.__wrapped__(model)  # a copy of its own: it is changed
     tensors = load_file(adapter / "adapter_model.safetensors")
     with torch.no_grad():
         for name, weight in base.named_parameters():
             names = AdapterFile.tensor_names(name.removesuffix(".weight"))
             if names[0] in tensors:
-                weight += scale * tensors[names[1]] @ tensors[names[0]]
-    base.save_pretrained(target)
+                weight.add_(scale * tensors[names[1]] @ tensors[names[0]])
+    base.save_pretrained(target)  # type: ignore[operator]
     tokenizer.save_pretrained(target)
     return target

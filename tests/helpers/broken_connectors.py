@@ -49,7 +49,7 @@ class Tampered(KVConnector):
 
     def accept(self, transfer: SinkTransfer) -> None:
         self.accepted[transfer.transfer_id] = transfer
-        super().accept(transfer)
+        super().accept(transfer)  # type: ignore[safe-super]
 
 
 class Broken(Tampered, TCPConnector):
@@ -245,7 +245,7 @@ class IgnoresTheEpoch(BrokenFile):
 
     def submit(self, transfer: SourceTransfer) -> None:
         self.epochs[transfer.transfer_id] = transfer.epoch
-        super().submit(replace(transfer, epoch=1))
+        super().submit(replace(transfer, epoch=1))  # type: ignore[safe-super]
 
     def emit(self, event: Event) -> None:
         super().emit(replace(event, epoch=self.epochs[event.transfer_id]))

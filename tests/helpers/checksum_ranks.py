@@ -18,7 +18,7 @@ from pdserve.common.core.request import FinishReason
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.distributed.executor import Executor
 from pdserve.common.engine.messages import StepDelta, StepOutput
-from pdserve.common.worker.input_batch import InputBatch, StepSequence
+from pdserve.common.worker.input_batch import BlockIds, InputBatch, StepSequence
 
 VOCAB, BLOCK_SIZE, EOS, STOP = 64, 4, 0, 9
 
@@ -48,7 +48,8 @@ def generate(
     prompt: Sequence[int], params: SamplingParams, seed: int, window: int
 ) -> tuple[list[int], FinishReason]:
     """What a sequence alone draws."""
-    tokens, output = list(prompt), []
+    tokens = list(prompt)
+    output: list[int] = []
     while True:
         may_end = len(output) >= params.min_tokens
         output.append(draw(states(tokens)[-1], tokens[-1], seed, len(tokens), may_end))
@@ -65,11 +66,11 @@ class Cache:
     def __init__(self) -> None:
         self.blocks: dict[int, list[State]] = {}
 
-    def write(self, table: Sequence[int], position: int, state: State) -> None:
+    def write(self, table: Sequence[int] | BlockIds, position: int, state: State) -> None:
         block = self.blocks.setdefault(int(table[position // BLOCK_SIZE]), [WRONG] * BLOCK_SIZE)
         block[position % BLOCK_SIZE] = state
 
-    def read(self, table: Sequence[int], count: int) -> list[State]:
+    def read(self, table: Sequence[int] | BlockIds, count: int) -> list[State]:
         """Of the first `count` positions."""
         used = table[: -(-count // BLOCK_SIZE)]
         return [state for block in used for state in self.blocks[int(block)]][:count]

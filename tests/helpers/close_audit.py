@@ -22,7 +22,7 @@ class CloseAudit:
         self.environment: dict[str, str] = {}
         if HAS_COMPILER:
             library, source = folder / "close_audit.so", HELPERS / "close_audit.cpp"
-            command = ["g++", "-shared", "-fPIC", source, "-o", library, "-ldl"]
+            command = ["g++", "-shared", "-fPIC", str(source), "-o", str(library), "-ldl"]
             subprocess.run(command, check=True)
             loaded = filter(None, [str(library), os.environ.get("LD_PRELOAD")])
             self.environment["LD_PRELOAD"] = " ".join(loaded)

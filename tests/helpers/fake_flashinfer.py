@@ -59,8 +59,9 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
 
 class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
     def __init__(self, *args: Any, use_cuda_graph: bool = False, **options: Any) -> None:
-        graph = {"use_cuda_graph": True} if use_cuda_graph else {}
-        super().__init__(*args, **graph, **options)
+        if use_cuda_graph:
+            options["use_cuda_graph"] = True
+        super().__init__(*args, **options)
         if use_cuda_graph:
             names = ("indptr", "indices", "last_page_len")
             self._buffers = [options[f"paged_kv_{name}_buffer"] for name in names]

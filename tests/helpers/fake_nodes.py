@@ -43,7 +43,7 @@ def event_at(position: int, job: pb.Job, choice: int = 0) -> pb.TokenEvent:
     return pb.TokenEvent(
         choice=choice,
         tokens=[inference_pb2.Token(id=token_at(position))],
-        finish_reason=inference_pb2.FINISH_REASON_LENGTH if last else 0,
+        finish_reason=inference_pb2.FINISH_REASON_LENGTH if last else None,
     )
 
 

@@ -91,4 +91,4 @@ def encode(folder: Path, text: str) -> list[int]:
 
 def decode(folder: Path, token_ids: Sequence[int]) -> str:
     _, tokenizer = load(folder)
-    return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+    return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))

@@ -1,0 +1,66 @@
+"""What the workflows, the forms and the hooks call is there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from paths import ROOT
+from typed import check, commands
+
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+
+
+@pytest.mark.parametrize("file", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_runs_commands_that_exist(file: Path) -> None:
+    shown = list(steps(yaml.safe_load(file.read_text())))
+    for step in shown:
+        if "run" in step:
+            for command in commands(step["run"]):
+                check(command)
+        else:
+            assert re.fullmatch(r"actions/[\w-]+@v\d+\.\d+\.\d+", step["uses"])
+    assert any("run" in step for step in shown)
+
+
+def steps(workflow: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for job in workflow["jobs"].values():
+        assert job["timeout-minutes"]
+        yield from job["steps"]
+
+
+def test_continuous_integration_runs_on_every_python_that_the_package_takes() -> None:
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    project = (ROOT / "pyproject.toml").read_text()
+    versions = jobs["test"]["strategy"]["matrix"]["python"]
+    assert f'requires-python = ">={versions[0]}"' in project
+
+
+def test_forms_ask_each_thing_once() -> None:
+    for file in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"):
+        form = yaml.safe_load(file.read_text())
+        ids = [field["id"] for field in form.get("body", []) if "id" in field]
+        assert len(ids) == len(set(ids))
+
+
+def test_hooks_use_the_tools_of_the_virtual_environment() -> None:
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    for repo in config["repos"]:
+        assert repo["repo"] == "local"
+        for hook in repo["hooks"]:
+            program, *arguments = hook["entry"].split()
+            assert program.startswith(".venv/bin/")
+            assert all((ROOT / word).exists() for word in arguments if word.endswith(".py"))
+
+
+def test_every_development_tool_is_locked() -> None:
+    lock = (ROOT / "requirements-dev.lock").read_text().lower().replace("_", "-")
+    wanted = re.search(r"^dev = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S)
+    assert wanted is not None
+    for name in re.findall(r'"([\w-]+)', wanted[1]):
+        assert f"\n{name.lower()}==" in lock
