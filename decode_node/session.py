@@ -24,7 +24,7 @@ from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.tokens import JobTokens
 from pdserve.decode_node.token_streams import TokenStream
-from pdserve.kv_transfer.control.epoch import Arrival
+from pdserve.kv_transfer.control.epoch import RecvResult
 from pdserve.kv_transfer.control.sink import KVSink
 
 T = TypeVar("T")
@@ -227,7 +227,7 @@ class DecodeSession:
         self._freed.set()
 
     def _landed(
-        self, sequence: Sequence, reserved_at: float, landing: asyncio.Future[Arrival]
+        self, sequence: Sequence, reserved_at: float, landing: asyncio.Future[RecvResult]
     ) -> None:
         """The hand-off has an outcome. If it is the KV, the sequence is computed from the next step
         on, whoever is still to be told."""
@@ -243,7 +243,7 @@ class DecodeSession:
         except Exception as error:
             self._events.put_nowait(error)
 
-    def _activate(self, sequence: Sequence, arrival: Arrival) -> pb.Landed:
+    def _activate(self, sequence: Sequence, arrival: RecvResult) -> pb.Landed:
         event = convert.event_from_pb(arrival.first_token)
         cached = sequence.num_cached or 0
         if self._engine.activate(sequence, event.tokens[0]):

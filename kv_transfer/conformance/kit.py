@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pdserve.kv_transfer.conformance.caches import Geometry, MemoryCache
 from pdserve.kv_transfer.conformance.ends import KEYS, End, LocalEnd, Target
-from pdserve.kv_transfer.conformance.nodes import Node, Pair
+from pdserve.kv_transfer.conformance.nodes import KitNode, Pair
 from pdserve.kv_transfer.conformance.remote import Process, RemoteEnd
 from pdserve.kv_transfer.connector import Capabilities
 from pdserve.kv_transfer.layout import Rect
@@ -50,24 +50,24 @@ class Kit:
         geometry: Geometry = GEOMETRY,
         fingerprint: str = "same",
         keys: tuple[bytes, ...] = KEYS,
-    ) -> Node[LocalEnd]:
+    ) -> KitNode[LocalEnd]:
         """Ranks in this process; default: one that covers all."""
         ends = []
         for rect in rects or (geometry.rect,):
             ends.append(LocalEnd(self.target, MemoryCache(geometry, rect), fingerprint, keys))
             self._ends.append(ends[-1])
-        return Node(geometry, ends)
+        return KitNode(geometry, ends)
 
     def pair(self, geometry: Geometry = GEOMETRY) -> Pair[LocalEnd, LocalEnd]:
         """One rank on either side."""
         return Pair(self.node(geometry=geometry), self.node(geometry=geometry))
 
-    def remote(self, geometry: Geometry = GEOMETRY) -> Node[RemoteEnd]:
+    def remote(self, geometry: Geometry = GEOMETRY) -> KitNode[RemoteEnd]:
         """One rank in a process of its own; the test asks for the fixture `processes`."""
         cache = MemoryCache(geometry, geometry.rect)
         end = RemoteEnd(self.target, cache, self._processes.take())
         self._ends.append(end)
-        return Node(geometry, [end])
+        return KitNode(geometry, [end])
 
     def close(self) -> None:
         """What goes wrong here is not this test's subject: there is one for `close`."""

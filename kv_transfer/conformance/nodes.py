@@ -20,7 +20,7 @@ S = TypeVar("S", bound=End)
 T = TypeVar("T", bound=End)
 
 
-class Node(Generic[E]):
+class KitNode(Generic[E]):
     """The ranks of one node, which share a block table."""
 
     def __init__(self, geometry: Geometry, ends: Sequence[E]) -> None:
@@ -47,7 +47,7 @@ class Pair(Generic[S, T]):
     """A prefill and a decode node. Their ranks' blocks: `source_ids`, `sink_ids`, by logical
     block."""
 
-    def __init__(self, source: Node[S], sink: Node[T], seed: int = 0) -> None:
+    def __init__(self, source: KitNode[S], sink: KitNode[T], seed: int = 0) -> None:
         self.source = source
         self.sink = sink
         generator = torch.Generator().manual_seed(seed)

@@ -17,7 +17,7 @@ import pytest
 from pdserve.kv_transfer.conformance.caches import FREE, MemoryCache
 from pdserve.kv_transfer.conformance.ends import CLOSE_S, LocalEnd, Target
 from pdserve.kv_transfer.conformance.kit import GEOMETRY, Kit
-from pdserve.kv_transfer.conformance.nodes import Node, Pair, eventually, scattered, settle
+from pdserve.kv_transfer.conformance.nodes import KitNode, Pair, eventually, scattered, settle
 from pdserve.kv_transfer.connector import BlockRun
 
 UNDER_WAY = b"under-way-at-end"
@@ -79,7 +79,7 @@ def check_back(before: Holdings, now: Callable[[], Holdings]) -> None:
 
 def life(kit: Kit, source: MemoryCache, sink: MemoryCache) -> None:
     """Two ranks from start to close, one transfer still under way then."""
-    nodes = [Node(cache.geometry, [LocalEnd(kit.target, cache)]) for cache in (source, sink)]
+    nodes = [KitNode(cache.geometry, [LocalEnd(kit.target, cache)]) for cache in (source, sink)]
     pair = Pair(nodes[0], nodes[1])
     transfers(pair, 5)
     pair.accept(UNDER_WAY, (1, 2))

@@ -21,7 +21,7 @@ from pdserve.kv_transfer.connectors.base import pull
 from pdserve.kv_transfer.connectors.base.handshake import refused, send_frame
 from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
 from pdserve.kv_transfer.connectors.base.staging import OwnStream, parts
-from pdserve.kv_transfer.frame import Frame, Kind, bad_frame
+from pdserve.kv_transfer.frame import Frame, FrameKind, bad_frame
 from pdserve.kv_transfer.layout import CacheView, Rect
 from pdserve.kv_transfer.pipe import KVPipe
 
@@ -76,7 +76,7 @@ class CudaIpcConnector(pull.PullConnector[Greeting]):
         offset = int(cache.storage_offset())
         fingerprint = self.context.fingerprint
         greeting = Greeting(fingerprint, rect, cache.shape[2], self._handle, offset)
-        send_frame(pipe, Frame(Kind.HELLO), msgspec.msgpack.encode(greeting))
+        send_frame(pipe, Frame(FrameKind.HELLO), msgspec.msgpack.encode(greeting))
 
     def open(self, pipe: SocketPipe, greeting: Greeting) -> OpenedCache:
         try:

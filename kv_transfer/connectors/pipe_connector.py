@@ -11,7 +11,7 @@ from pdserve.kv_transfer.connector import Capabilities, RankContext
 from pdserve.kv_transfer.connectors.base.channel import Mover, PipeMover
 from pdserve.kv_transfer.connectors.base.handshake import send_frame
 from pdserve.kv_transfer.connectors.base.p2p import P2PConnector
-from pdserve.kv_transfer.frame import Frame, Kind
+from pdserve.kv_transfer.frame import Frame, FrameKind
 from pdserve.kv_transfer.pipe import KVPipe, PipeListener, PipeTransport
 
 
@@ -43,9 +43,9 @@ class PipeConnector(P2PConnector):
         return self._transport.dial(endpoint)
 
     def introduce(self, pipe: KVPipe) -> None:
-        send_frame(pipe, Frame(Kind.HELLO), self.context.fingerprint.encode())
+        send_frame(pipe, Frame(FrameKind.HELLO), self.context.fingerprint.encode())
 
     def welcome(self, pipe: KVPipe, hello: bytes) -> Mover:
         self.admit(pipe, hello.decode(errors="replace"))
-        send_frame(pipe, Frame(Kind.WELCOME))
+        send_frame(pipe, Frame(FrameKind.WELCOME))
         return self.mover(pipe)

@@ -19,13 +19,13 @@ from typing import Any, ClassVar
 import msgspec
 
 from pdserve.common.core.errors import Blame
-from pdserve.kv_transfer.blocks import CacheBytes, Placement, copy_blocks, memory_of
+from pdserve.kv_transfer.blocks import BlockLayout, CacheBytes, copy_blocks, memory_of
 from pdserve.kv_transfer.connector import Capabilities, RankContext, SourceTransfer
 from pdserve.kv_transfer.connectors.base import pull
 from pdserve.kv_transfer.connectors.base.handshake import GREETING_S, send_frame, time_limit
 from pdserve.kv_transfer.connectors.base.holds import Holds, PeerHolds
 from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
-from pdserve.kv_transfer.frame import Frame, Kind, bad_frame
+from pdserve.kv_transfer.frame import Frame, FrameKind, bad_frame
 from pdserve.kv_transfer.layout import CacheView, Rect
 from pdserve.kv_transfer.pipe import KVPipe
 
@@ -67,7 +67,7 @@ class ShmConnector(pull.PullConnector[Greeting]):
         assert view.shared_fd is not None and isinstance(pipe, SocketPipe)
         geometry = (view.cache.shape[2], view.shared_offset, view.cache.nbytes)
         greeting = Greeting(self.context.fingerprint, view.rect, *geometry, holds=True)
-        send_frame(pipe, Frame(Kind.HELLO), msgspec.msgpack.encode(greeting))
+        send_frame(pipe, Frame(FrameKind.HELLO), msgspec.msgpack.encode(greeting))
         with ExitStack() as stack:
             readable = []
             for fd in (view.shared_fd, self._holds.fd):
@@ -96,7 +96,7 @@ class MappedCache(pull.PeerCache):
         """`fd` is its memory file, `holds` its table; they may be closed afterwards."""
         super().__init__(greeting)
         end = greeting.offset + greeting.nbytes
-        ours = Placement.of(view)
+        ours = BlockLayout.of(view)
         theirs = replace(ours, rect=greeting.rect, num_blocks=greeting.num_blocks)
         if greeting.rect.area == 0 or greeting.offset < 0:
             raise bad_frame(f"{greeting.rect} at {greeting.offset} is no cache")

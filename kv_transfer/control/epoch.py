@@ -1,5 +1,5 @@
-"""One source's turn to fill a reservation (`Epoch`), what the waiter gets of it (`Arrival`) and
-what is remembered for calls that come late (`Outcome`)."""
+"""The records of a `RecvTransfer`: one source's turn to fill its blocks (`Epoch`), the result for
+the decode session (`RecvResult`) and the outcome kept for late calls (`FinishedTransfer`)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ MAX_MESSAGE = 500  # characters of a failure that are kept
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    """All KV is in place."""
+class RecvResult:
+    """Tells the decode session that all KV is in its blocks."""
 
-    first_token: pb.TokenEvent  # what the source passed to the commit
+    first_token: pb.TokenEvent  # as the source committed it
     nbytes: int
     # Seconds from the epoch's ticket:
     data_s: float = 0.0  # until the last byte was in place
@@ -31,11 +31,11 @@ class Arrival:
 
 
 class Epoch:
-    """One source's turn: what it has committed and what has landed so far."""
+    """Records one source's turn: its commit and the bytes that have landed so far."""
 
     def __init__(self) -> None:
         self.landed: dict[int, int] = {}  # rank → bytes
-        self.times: dict[SinkEvent, float] = {}  # of what has happened
+        self.times: dict[SinkEvent, float] = {}  # when each event came
         self.first_token = pb.TokenEvent()  # as committed
         self.digests: Sequence[RunDigest] = ()
         self.ticket: asyncio.Future[Ticket] = new_future()  # for `issued`, `retarget`
@@ -45,11 +45,11 @@ class Epoch:
     def nbytes(self) -> int:
         return sum(self.landed.values())
 
-    def arrival(self) -> Arrival:
-        """Once it is verified."""
+    def result(self) -> RecvResult:
+        """Makes the result of an epoch that is verified."""
         times = self.times
         landed, committed = times[SinkEvent.RANKS_LANDED], times[SinkEvent.COMMIT]
-        return Arrival(
+        return RecvResult(
             self.first_token,
             self.nbytes,
             data_s=landed - times[SinkEvent.OPENED],
@@ -59,16 +59,16 @@ class Epoch:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What is kept of a transfer that is over, for calls that come late. It holds on to nothing:
-    not the session, nor its tokens, nor an error's frames."""
+class FinishedTransfer:
+    """Keeps the outcome of a transfer that is over, for late calls. It references neither the
+    session and its tokens nor an error's stack frames."""
 
     epoch: int
     nbytes: int
-    failure: Callable[[], PdserveError] | None  # makes the error anew
+    failure: Callable[[], PdserveError] | None  # makes a new copy of the error
 
     @classmethod
-    def of(cls, epoch: int, nbytes: int, cause: PdserveError | None) -> Outcome:
+    def of(cls, epoch: int, nbytes: int, cause: PdserveError | None) -> FinishedTransfer:
         return cls(epoch, nbytes, None if cause is None else _copies(cause))
 
 

@@ -34,11 +34,11 @@ from pdserve.kv_transfer.connector import (
 from pdserve.kv_transfer.connectors.multi.connector import MultiConnector
 from pdserve.kv_transfer.control.sink import KVSink
 from pdserve.kv_transfer.control.sink_client import SinkClient
-from pdserve.kv_transfer.control.source import Handoff, KVSource
+from pdserve.kv_transfer.control.source import KVSource, SendTransfer
 from pdserve.kv_transfer.control.ticket import RankEndpoint, Ticket
 from pdserve.kv_transfer.digest import RunDigest
 from pdserve.kv_transfer.layout import Rect, rank_rects
-from pdserve.kv_transfer.rank.transfer_rank import TransferRank, build_rank
+from pdserve.kv_transfer.rank.worker_connector import WorkerConnector, build_worker_connector
 from pdserve.kv_transfer.selection import RankConfig
 
 LAYERS, HEADS, BLOCK_SIZE, HEAD_DIM = 3, 2, 4, 8
@@ -100,7 +100,7 @@ class FakeNode:
         self.rects = rank_rects(self.geometry.layers, self.geometry.heads, tp)
         self.on_event: Callable[[int, bytes], None] = lambda rank, message: None
         self.caches: list[torch.Tensor] = []
-        self.ranks: list[TransferRank] = []
+        self.ranks: list[WorkerConnector] = []
         self._fds: list[int] = []
         self._threads = [ThreadPoolExecutor(1) for _ in range(tp)]
         self._loop = asyncio.get_running_loop()
@@ -121,13 +121,13 @@ class FakeNode:
 
         connectors = {name: dict(self._options.get(name, {})) for name in names.split(",")}
         config = msgspec.msgpack.encode(RankConfig(connectors, fingerprint, source=source))
-        built = build_rank(cache, shape, fd, rank, "127.0.0.1", config, emit)
+        built = build_worker_connector(cache, shape, fd, rank, "127.0.0.1", config, emit)
         self.ranks.append(built)
         fakes = [each for each in self.children(rank).values() if isinstance(each, FakeConnector)]
         if network is not None and fakes:
             for fake in fakes:
                 fake.join(network)
-            self.ranks[rank] = TransferRank(built._connector, source)
+            self.ranks[rank] = WorkerConnector(built._connector, source)
 
     def multi(self, rank: int = 0) -> MultiConnector:
         connector = self.ranks[rank]._connector
@@ -174,7 +174,7 @@ class Pair:
     sink: KVSink
     peer: FakeSinkClient
     sink_frees: int = 0
-    handoffs: list[Handoff] = field(default_factory=list)
+    handoffs: list[SendTransfer] = field(default_factory=list)
 
     @property
     def freed(self) -> list[str]:
@@ -185,7 +185,7 @@ class Pair:
     def note_sink_free(self) -> None:
         self.sink_frees += 1
 
-    def begin(self, ticket: Ticket) -> Handoff:
+    def begin(self, ticket: Ticket) -> SendTransfer:
         self.handoffs.append(self.source.begin(ticket))
         return self.handoffs[-1]
 

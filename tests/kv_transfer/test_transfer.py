@@ -19,7 +19,7 @@ from pdserve.common.rpc.pb import cluster_pb2
 from pdserve.kv_transfer.commands import Command, Verify
 from pdserve.kv_transfer.connector import BlockRun
 from pdserve.kv_transfer.control.background import Lease
-from pdserve.kv_transfer.control.source import Handoff
+from pdserve.kv_transfer.control.source import SendTransfer
 from pdserve.kv_transfer.control.ticket import RankEndpoint, Ticket
 from pdserve.kv_transfer.layout import Rect
 from pdserve.router.cluster.health import AwakeClock
@@ -58,7 +58,7 @@ def awake_time() -> Iterator[None]:
         looking.cancel()
 
 
-async def start(made: Pair, first_block: int = 0) -> tuple[Ticket, Handoff]:
+async def start(made: Pair, first_block: int = 0) -> tuple[Ticket, SendTransfer]:
     ticket = await made.sink.reserve(
         TOKENS, first_block, SINK_IDS[first_block:], made.note_sink_free
     )
@@ -66,7 +66,7 @@ async def start(made: Pair, first_block: int = 0) -> tuple[Ticket, Handoff]:
     return ticket, handoff
 
 
-def announce(handoff: Handoff) -> None:
+def announce(handoff: SendTransfer) -> None:
     handoff.ready(BlockRun(0, 2), SOURCE_IDS[:2])
     handoff.ready(BlockRun(2, 2), SOURCE_IDS[2:4])
     handoff.ready(BlockRun(4, 1), SOURCE_IDS[4:], last=True)

@@ -40,7 +40,7 @@ from pdserve.kv_transfer.connectors.tcp import Options, TCPConnector, TCPTranspo
 from pdserve.kv_transfer.control.announcer import RunAnnouncer
 from pdserve.kv_transfer.control.background import Lease
 from pdserve.kv_transfer.control.epoch import MAX_MESSAGE
-from pdserve.kv_transfer.control.reservation import Reservation
+from pdserve.kv_transfer.control.recv_transfer import RecvTransfer
 from pdserve.kv_transfer.control.sink_client import (
     CHANNEL_IDLE,
     MAX_CHANNELS,
@@ -227,7 +227,7 @@ async def test_runs_that_a_rank_takes_at_once_starve_nobody() -> None:
 
 @pytest.mark.parametrize(
     ("where", "method", "blame"),
-    [(Reservation, "_compare", Blame.DECODE), (RunAnnouncer, "_send", Blame.PREFILL)],
+    [(RecvTransfer, "_compare", Blame.DECODE), (RunAnnouncer, "_send", Blame.PREFILL)],
 )
 async def test_a_defect_ends_its_transfer_at_once(
     monkeypatch: pytest.MonkeyPatch, where: type, method: str, blame: Blame
@@ -321,7 +321,7 @@ async def test_finished_transfers_are_remembered_without_their_sessions() -> Non
         assert await made.sink.cancel(ids[0].transfer_id) is True
         with pytest.raises(TransferError, match="ALREADY_LANDED"):
             await made.sink.retarget(ids[-1].transfer_id)
-        with pytest.raises(TransferError, match="gave up") as caught:
+        with pytest.raises(TransferError, match="aborted the transfer") as caught:
             await made.sink.commit(ids[1].transfer_id, 1, b"late")
         assert len(caught.value.message) <= MAX_MESSAGE
         with pytest.raises(TransferError, match="STALE_EPOCH"):

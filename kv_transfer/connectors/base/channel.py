@@ -21,7 +21,7 @@ from pdserve.kv_transfer.blocks import byte_runs, gather, memory_of, piece_nbyte
 from pdserve.kv_transfer.connectors.base.handshake import send_frame
 from pdserve.kv_transfer.connectors.base.sockets import scratch
 from pdserve.kv_transfer.connectors.base.staging import FRAME_NBYTES
-from pdserve.kv_transfer.frame import Frame, Kind, bad_frame
+from pdserve.kv_transfer.frame import Frame, FrameKind, bad_frame
 from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import CacheView, Rect
 from pdserve.kv_transfer.pipe import KVPipe
@@ -41,7 +41,7 @@ class Mover(ABC):
     place.
     """
 
-    kind: ClassVar[Kind] = Kind.DATA
+    kind: ClassVar[FrameKind] = FrameKind.DATA
     payload: ClassVar[str] = "KV"
     in_pipe: ClassVar[bool] = True  # it follows its header there
 
@@ -141,7 +141,7 @@ class Channel:
         joined = self._mover.in_pipe and nbytes <= JOINED_NBYTES
         (self._pipe.send_header if joined else self._pipe.send_bytes)(frame.encode())
         held = self._mover.send(frame, block_ids, gate)
-        send_frame(self._pipe, replace(frame, kind=Kind.CONFIRM, count=int(held)))
+        send_frame(self._pipe, replace(frame, kind=FrameKind.CONFIRM, count=int(held)))
         return piece_nbytes(self._view.cache, frame.rect, frame.count) if held else 0
 
     def watch(self, on_moved: Callable[[], None]) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from pdserve.common.core.errors import Blame, TransferError
 from pdserve.common.core.printable import MAX_PEER_TEXT, peer_code, printable
-from pdserve.kv_transfer.frame import HEADER_NBYTES, MAX_GREETING, Frame, Kind, bad_frame
+from pdserve.kv_transfer.frame import HEADER_NBYTES, MAX_GREETING, Frame, FrameKind, bad_frame
 from pdserve.kv_transfer.pipe import KVPipe, recv_bytes, send_bytes
 
 GREETING_S = 5.0  # in which a peer must have said who it is
@@ -39,7 +39,7 @@ def recv_greeting(pipe: KVPipe, blame: Blame) -> tuple[Frame, bytes]:
 def expect_welcome(pipe: KVPipe) -> None:
     """Source: raises TransferError when the sink refused this rank."""
     frame, payload = recv_greeting(pipe, Blame.DECODE)
-    if frame.kind is not Kind.WELCOME:
+    if frame.kind is not FrameKind.WELCOME:
         code, _, message = payload.decode(errors="replace").partition(": ")
         raise _refusal(peer_code(code), printable(message, MAX_PEER_TEXT))
 
@@ -56,7 +56,7 @@ def check_fingerprint(pipe: KVPipe, ours: str, theirs: str) -> None:
 
 def refused(pipe: KVPipe, code: str, told: str, known: str = "") -> TransferError:
     """Sink: tells the source why; returns the error for this end, with what is `known` here."""
-    send_frame(pipe, Frame(Kind.REFUSED), f"{code}: {told}".encode())
+    send_frame(pipe, Frame(FrameKind.REFUSED), f"{code}: {told}".encode())
     return _refusal(code, known or told)
 
 

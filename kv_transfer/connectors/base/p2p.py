@@ -41,7 +41,7 @@ from pdserve.kv_transfer.connectors.base.handshake import (
 )
 from pdserve.kv_transfer.connectors.base.proof import (
     Keys,
-    Meeting,
+    ProofExchange,
     check_sink,
     check_source,
     prove_source,
@@ -50,7 +50,7 @@ from pdserve.kv_transfer.connectors.base.proof import (
 from pdserve.kv_transfer.connectors.base.receiver import InboundTransfer, Receiver
 from pdserve.kv_transfer.connectors.base.sender import Sender
 from pdserve.kv_transfer.connectors.base.server import PipeServer
-from pdserve.kv_transfer.frame import Frame, Kind, bad_frame
+from pdserve.kv_transfer.frame import Frame, FrameKind, bad_frame
 from pdserve.kv_transfer.pipe import KVPipe, PipeListener
 
 logger = logging.getLogger(__name__)
@@ -131,18 +131,18 @@ class P2PConnector(KVConnector):
 
     def _greet(self, pipe: KVPipe, endpoint: bytes) -> None:
         """Says HELLO behind the source's own proof, which spares waiting for the sink's."""
-        meeting = prove_source(pipe, self.keys, endpoint) if self.keys else None
+        exchange = prove_source(pipe, self.keys, endpoint) if self.keys else None
         try:
             self.introduce(pipe)
         except ConnectionError:
             with suppress(OSError):
-                self._expect_welcome(pipe, meeting)  # a sink that refuses leaves: it may say why
+                self._expect_welcome(pipe, exchange)  # a sink that refuses leaves: it may say why
             raise
-        self._expect_welcome(pipe, meeting)
+        self._expect_welcome(pipe, exchange)
 
-    def _expect_welcome(self, pipe: KVPipe, meeting: Meeting | None) -> None:
-        if meeting is not None:
-            check_sink(pipe, self.keys, meeting)
+    def _expect_welcome(self, pipe: KVPipe, exchange: ProofExchange | None) -> None:
+        if exchange is not None:
+            check_sink(pipe, self.keys, exchange)
         expect_welcome(pipe)
 
     # ---- sink ----
@@ -179,12 +179,12 @@ class P2PConnector(KVConnector):
             frame = recv_frame(pipe)
             if frame.nbytes > self.context.view.cache.nbytes:
                 raise bad_frame(f"{frame.nbytes} bytes are more than this rank's cache")
-            if frame.kind is Kind.BEGIN and not frame.nbytes:
+            if frame.kind is FrameKind.BEGIN and not frame.nbytes:
                 self.receiver.begin(frame, pipe)
             elif frame.kind is mover.kind:
                 self._take(pipe, frame, mover)
             else:
-                does = "pushes" if mover.kind is Kind.DATA else "offers"
+                does = "pushes" if mover.kind is FrameKind.DATA else "offers"
                 raise bad_frame(f"{frame.kind.name} from a source that {does}")
 
     def _hear(self, pipe: KVPipe) -> bytes:
@@ -193,9 +193,9 @@ class P2PConnector(KVConnector):
             check_source(pipe, self.keys, self.endpoint())
             self._known(pipe)
         hello, payload = recv_greeting(pipe, Blame.PREFILL)
-        if hello.kind is Kind.CHALLENGE:
+        if hello.kind is FrameKind.CHALLENGE:
             raise refuse_challenge(pipe)
-        if hello.kind is not Kind.HELLO:
+        if hello.kind is not FrameKind.HELLO:
             raise bad_frame(f"{hello.kind.name} before HELLO")
         return payload
 
@@ -228,7 +228,7 @@ class P2PConnector(KVConnector):
             moved = mover.recv(frame, inbound.block_ids(frame), inbound.gate)
             settled = settled or not moved
         confirm = recv_frame(pipe)
-        if confirm.kind is not Kind.CONFIRM or confirm.nbytes:
+        if confirm.kind is not FrameKind.CONFIRM or confirm.nbytes:
             raise bad_frame(f"{confirm.kind.name} where CONFIRM was due")
         if inbound is not None and not settled:
             self._settle(frame, inbound, held=confirm.count == 1)

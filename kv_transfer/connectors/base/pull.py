@@ -28,7 +28,7 @@ from pdserve.kv_transfer.connectors.base.p2p import P2PConnector
 from pdserve.kv_transfer.connectors.base.proof import Keys
 from pdserve.kv_transfer.connectors.base.sockets import SocketListener, SocketPipe
 from pdserve.kv_transfer.connectors.base.staging import OwnStream
-from pdserve.kv_transfer.frame import Frame, Kind, bad_frame
+from pdserve.kv_transfer.frame import Frame, FrameKind, bad_frame
 from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import CacheView, Rect
 from pdserve.kv_transfer.pipe import KVPipe, PipeListener, recv_bytes, send_bytes
@@ -124,7 +124,7 @@ class PullConnector(P2PConnector, Generic[G]):
             raise bad_frame(f"greeting: {error}") from error
         self.admit(pipe, greeting.fingerprint)
         peer = self.open(pipe, greeting)
-        send_frame(pipe, Frame(Kind.WELCOME))
+        send_frame(pipe, Frame(FrameKind.WELCOME))
         return PullMover(self.context.view, pipe, peer)
 
 
@@ -132,7 +132,7 @@ class PullMover(Mover):
     """The payload of an offer is the ids of the source's blocks. The sink reads them from `peer`
     (None at a source) and says when it is done."""
 
-    kind = Kind.OFFER
+    kind = FrameKind.OFFER
     payload = "block ids"
 
     def __init__(self, view: CacheView, pipe: KVPipe, peer: PeerCache | None) -> None:
@@ -149,7 +149,7 @@ class PullMover(Mover):
             self._stream.synchronize()  # the device has computed what is offered
         send_bytes(self._pipe, np.asarray(block_ids, dtype=np.uint32).tobytes())
         taken = recv_frame(self._pipe)
-        if taken.kind is not Kind.TAKEN or taken.nbytes:
+        if taken.kind is not FrameKind.TAKEN or taken.nbytes:
             raise bad_frame(f"{taken.kind.name} where TAKEN was due", Blame.DECODE)
         return gate.is_open
 
@@ -162,12 +162,12 @@ class PullMover(Mover):
                 self._peer.copy(frame.rect, source_ids, block_ids)
         if admitted and self._peer.held(frame.transfer_id, frame.epoch):
             self.on_counted()
-        send_frame(self._pipe, replace(frame, kind=Kind.TAKEN))
+        send_frame(self._pipe, replace(frame, kind=FrameKind.TAKEN))
         return admitted
 
     def drain(self, frame: Frame) -> None:
         super().drain(frame)
-        send_frame(self._pipe, replace(frame, kind=Kind.TAKEN, count=0))
+        send_frame(self._pipe, replace(frame, kind=FrameKind.TAKEN, count=0))
 
 
 class UnixListener(SocketListener):

@@ -27,7 +27,7 @@ from pdserve.kv_transfer.connector import (
 )
 from pdserve.kv_transfer.connectors.base.channel import Channel, Heartbeat, as_transfer_error
 from pdserve.kv_transfer.connectors.base.staging import FRAME_NBYTES, parts
-from pdserve.kv_transfer.frame import Frame, Kind
+from pdserve.kv_transfer.frame import Frame, FrameKind
 from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import Piece
 
@@ -72,7 +72,7 @@ class SendTask:
     block_ids: tuple[int, ...] = ()
     last: bool = False
 
-    def frame(self, kind: Kind) -> Frame:
+    def frame(self, kind: FrameKind) -> Frame:
         transfer, run = self.outbound.transfer, self.run
         return Frame(
             kind, transfer.transfer_id, transfer.epoch, self.piece.rect, run.first, run.count
@@ -286,7 +286,7 @@ class SendWorker:
 
     def _begin(self, task: SendTask) -> None:
         """Announces a piece; a kept connection that turns out dead is replaced once."""
-        frame = task.frame(Kind.BEGIN)
+        frame = task.frame(FrameKind.BEGIN)
         if self._channel is not None and not self._announced(self._channel, frame):
             self._lose(as_transfer_error(ConnectionError("the connection broke"), Blame.DECODE))
         if self._channel is None:
@@ -323,7 +323,9 @@ class SendWorker:
         if self._channel is None or outbound not in self._live:
             raise ConnectionError("the connection was lost before")
         if task.run.count:
-            nbytes = self._channel.deliver(task.frame(Kind.DATA), task.block_ids, outbound.gate)
+            nbytes = self._channel.deliver(
+                task.frame(FrameKind.DATA), task.block_ids, outbound.gate
+            )
         if task.last:
             self._live.discard(outbound)
         self._sender.delivered(task, nbytes)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from pdserve.common.core.errors import Blame
 from pdserve.kv_transfer.connectors.base.handshake import recv_greeting, send_frame
-from pdserve.kv_transfer.frame import Frame, Kind, bad_frame
+from pdserve.kv_transfer.frame import Frame, FrameKind, bad_frame
 from pdserve.kv_transfer.pipe import KVPipe
 
 MEET_S = 5.0  # within which both ranks must come
@@ -193,7 +193,7 @@ class PairStore(dist.Store):
         self._known[key] = value.encode() if isinstance(value, str) else bytes(value)
         if self._pipe is not None:
             said = msgspec.msgpack.encode((key, self._known[key]))
-            send_frame(self._pipe, Frame(Kind.MEET), said)
+            send_frame(self._pipe, Frame(FrameKind.MEET), said)
 
     def get(self, key: str) -> bytes:
         self.wait([key])
@@ -209,7 +209,7 @@ class PairStore(dist.Store):
     def finish(self) -> None:
         """Both ends have what they need: the connection is free for other frames."""
         assert self._pipe is not None  # it was not called before
-        send_frame(self._pipe, Frame(Kind.MEET), msgspec.msgpack.encode((DONE, b"")))
+        send_frame(self._pipe, Frame(FrameKind.MEET), msgspec.msgpack.encode((DONE, b"")))
         self.wait([DONE])
         self._pipe = None
 
@@ -217,7 +217,7 @@ class PairStore(dist.Store):
         if self._pipe is None:
             raise ConnectionError("the pair has met")
         frame, payload = recv_greeting(self._pipe, self._peer)
-        if frame.kind is not Kind.MEET:
+        if frame.kind is not FrameKind.MEET:
             raise bad_frame(f"{frame.kind.name} where MEET was due", self._peer)
         try:
             key, value = _values.decode(payload)
