@@ -96,7 +96,7 @@ class BlockLayout:
         return 2 * self.rect.area * self.num_blocks * self.head_nbytes
 
     def has_all_heads(self, rect: Rect) -> bool:
-        """Whether adjacent blocks of `rect` are adjacent bytes."""
+        """Returns whether adjacent blocks of `rect` are adjacent bytes."""
         return rect.num_heads == self.rect.num_heads
 
     def runs(self, rect: Rect, firsts: NDArray[np.int64], counts: NDArray[np.int64]) -> PlaneRuns:

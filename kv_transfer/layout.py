@@ -69,7 +69,7 @@ class Rect:
         return max(0, self.num_layers) * max(0, self.num_heads)
 
     def contains(self, part: Rect) -> bool:
-        """Whether `part` is not empty and lies within."""
+        """Returns whether `part` is not empty and lies within this rectangle."""
         return part.area > 0 and part.intersect(self) == part
 
     def slices_in(self, owner: Rect) -> tuple[slice, slice]:

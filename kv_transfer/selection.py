@@ -126,7 +126,8 @@ def set_up(
 
 @dataclass(frozen=True, slots=True)
 class RankConfig:
-    """Has what a rank needs to build its connectors; msgpack in the worker's configuration."""
+    """Holds everything a rank needs to build its connectors; msgpack in the worker's
+    configuration."""
 
     connectors: Connectors
     fingerprint: str

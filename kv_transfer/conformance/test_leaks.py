@@ -25,7 +25,7 @@ UNDER_WAY = b"under-way-at-end"
 
 @dataclass(frozen=True)
 class Holdings:
-    """What a process has that somebody must give back."""
+    """Counts resources of this process that must be given back."""
 
     threads: frozenset[threading.Thread]
     descriptors: frozenset[str]
@@ -46,7 +46,7 @@ class Holdings:
 
 @pytest.fixture
 def folders(target: Target, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
-    """Where files may be left: this test's own temporary folder, and those the options name."""
+    """Returns the folders where files could be left: the test's own and those of the options."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     return [tmp_path, *named_folders(target.config)]
@@ -95,7 +95,7 @@ def no_more_segments(before: set[str]) -> bool:
 
 @pytest.fixture
 def caches(kit: Kit) -> Iterator[tuple[MemoryCache, MemoryCache]]:
-    """For `life`, which was lived once: what is loaded and made once stays."""
+    """Runs `life` once before the measurement: modules it loads and caches it fills may stay."""
     made = (MemoryCache(GEOMETRY, GEOMETRY.rect), MemoryCache(GEOMETRY, GEOMETRY.rect))
     life(kit, *made)
     yield made

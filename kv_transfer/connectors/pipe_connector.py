@@ -16,8 +16,8 @@ from pdserve.kv_transfer.pipe import KVPipe, PipeListener, PipeTransport
 
 
 class PipeConnector(P2PConnector):
-    """A connector over `transport(config)`, which is all a subclass must say; one whose
-    payloads take another way than the pipe overrides `mover`."""
+    """Makes a connector of `transport(config)`, the one method that a subclass must have. A
+    subclass whose payloads do not go through the pipe overrides `mover`."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         push=True, devices=frozenset({"cpu", "cuda"}), authenticates=True
@@ -33,7 +33,8 @@ class PipeConnector(P2PConnector):
         """Raises ConfigError on unknown keys."""
 
     def mover(self, pipe: KVPipe) -> Mover:
-        """How payloads travel on a connection that was just welcomed; called at both ends."""
+        """Makes the mover of payloads for a connection that was just welcomed; called at both
+        ends."""
         return PipeMover(self.context.view, pipe)
 
     def listen(self, host: str) -> PipeListener:

@@ -1,7 +1,7 @@
 """KV blocks between processes of one host: the sink reads the source's memory, one copy.
 
-The source passes a read-only descriptor of the memory file behind its cache; nothing has a
-name in /dev/shm, and nobody can write into another process's memory. The protocol is that of
+The source passes a read-only descriptor of the memory file behind its cache. Nothing has a name in
+/dev/shm, and no process can write into another's memory. The protocol is that of
 `kv_transfer/connectors/base/pull.py`.
 """
 
@@ -31,7 +31,7 @@ from pdserve.kv_transfer.pipe import KVPipe
 
 
 class Greeting(pull.Greeting):
-    """Who the source is and what its memory file has; the file's descriptor follows."""
+    """Introduces a source and describes its memory file, whose descriptor follows."""
 
     offset: int  # of the cache in the file
     nbytes: int  # of the cache
@@ -88,18 +88,18 @@ class ShmConnector(pull.PullConnector[Greeting]):
 
 
 class MappedCache(pull.PeerCache):
-    """A source rank's memory file, mapped read-only."""
+    """Maps a source rank's memory file, read-only."""
 
     def __init__(
         self, greeting: Greeting, fd: int, view: CacheView, holds: int | None = None
     ) -> None:
-        """`fd` is its memory file, `holds` its table; they may be closed afterwards."""
+        """Maps `fd`, the memory file, and `holds`, the table; both may be closed afterwards."""
         super().__init__(greeting)
         end = greeting.offset + greeting.nbytes
         ours = BlockLayout.of(view)
         theirs = replace(ours, rect=greeting.rect, num_blocks=greeting.num_blocks)
         if greeting.rect.area == 0 or greeting.offset < 0:
-            raise bad_frame(f"{greeting.rect} at {greeting.offset} is no cache")
+            raise bad_frame(f"{greeting.rect} at byte {greeting.offset} cannot be a cache")
         if greeting.nbytes != theirs.nbytes:
             raise bad_frame(f"a cache of {greeting.nbytes} bytes does not fit its geometry")
         if os.fstat(fd).st_size < end:

@@ -194,7 +194,7 @@ class RecvTransfer:
         self.epoch.ticket.set_result(self.ticket)
 
     async def _verify(self, epoch: int) -> None:
-        """Has every rank compare its blocks with the source's digests."""
+        """Lets every rank compare its blocks with the source's digests."""
         ranks = self._rank_ids if self.ticket.digests else ()
         found = await all_of(self._compare(epoch, rank) for rank in ranks)
         wrong = [each for those in found for each in those]

@@ -1,7 +1,7 @@
 """A source's calls to decode nodes, and the record of which decode nodes it can reach, kept by
 those calls and by probes.
 
-The router may reach a decode node that this node cannot, and only this node can say so. One dead
+The router may reach a decode node that this node cannot, and only this node knows that. One dead
 decode node does not make this node unhealthy; it is unhealthy when no decode node it knows answers.
 """
 

@@ -261,7 +261,7 @@ def test_a_crowd_at_the_kv_port_learns_nothing_and_keeps_no_node_out(guarded: Wa
             ask(guarded)
     lines = guarded.log().splitlines()[began:]
     assert not [line for line in lines if "KV connection failed" in line]
-    crowd = [line for line in lines if "had not said who it is" in line]
+    crowd = [line for line in lines if "had sent no greeting" in line]
     assert 1 <= len(crowd) < 100  # one a second
     guarded.drain(guarded.names("prefill")[-1])
     guarded.wait_for(lambda: len(guarded.nodes()) == 2)

@@ -1,7 +1,7 @@
-"""A connection between two ranks that have greeted each other, and how KV moves on it.
+"""A connection between two ranks after their greeting, and the movers of its payloads.
 
-Headers always go through the pipe. The payload of a frame is a `Mover`'s business: the bytes
-themselves (pushed through the pipe or beside it), or only the ids of blocks the sink reads itself.
+Headers always go through the pipe. A `Mover` moves the payload of a frame: the bytes themselves,
+through the pipe or beside it, or only the ids of blocks that the sink reads by itself.
 """
 
 from __future__ import annotations
@@ -26,36 +26,37 @@ from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import CacheView, Rect
 from pdserve.kv_transfer.pipe import KVPipe
 
-# A payload goes with its header, or behind it: then the sink receives while the source still sends.
+# A payload up to this size is sent together with its header. A larger one follows it, so that the
+# sink receives while the source still sends.
 JOINED_NBYTES = 16 << 10
-HEARTBEAT_S = 0.1  # between two signs of a frame that takes long; leases are longer
+HEARTBEAT_S = 0.1  # between two reports of a long frame; leases are longer
 
 logger = logging.getLogger(__name__)
 
 
 class Mover(ABC):
-    """Moves the payload of frames of one kind. Belongs to one connection and its thread.
+    """Moves the payload of frames of one kind. It belongs to one connection and its thread.
 
-    A frame is moved to its end, whatever becomes of its transfer. Blocks are touched inside the
-    gate alone, and nobody waits for the peer there: once it is shut, other memory takes their
-    place.
+    A frame is moved to its end even if its transfer was cancelled. Blocks are touched only inside
+    the gate, where a thread does not wait for the peer; once the gate is closed, other memory is
+    moved instead.
     """
 
     kind: ClassVar[FrameKind] = FrameKind.DATA
     payload: ClassVar[str] = "KV"
-    in_pipe: ClassVar[bool] = True  # it follows its header there
+    in_pipe: ClassVar[bool] = True  # the payload goes through the pipe
 
     def __init__(self, view: CacheView, pipe: KVPipe) -> None:
         self._view = view
         self._pipe = pipe
-        self.on_counted: Callable[[], None] = lambda: None  # of the present frame
+        self.on_counted: Callable[[], None] = lambda: None  # for the present frame
 
     def payload_nbytes(self, rect: Rect, count: int) -> int:
-        """What `count` blocks of a piece take in a frame."""
+        """Returns the payload's size for `count` blocks of a piece."""
         return piece_nbytes(self._view.cache, rect, count)
 
     def check(self, frame: Frame) -> None:
-        """Sink: raises TransferError BAD_FRAME on a payload of a size that cannot be."""
+        """Sink: raises TransferError BAD_FRAME when the payload has a wrong size."""
         if frame.nbytes != self.payload_nbytes(frame.rect, frame.count):
             raise bad_frame(f"{frame.nbytes} bytes of {self.payload} for {frame.count} blocks")
         if frame.count > 1 and frame.nbytes > FRAME_NBYTES:  # staging memory is bounded
@@ -63,22 +64,24 @@ class Mover(ABC):
 
     @abstractmethod
     def send(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
-        """Source: whether the blocks were held until the sink had all their bytes."""
+        """Source: sends the payload. Returns whether the blocks were held until the sink had all
+        their bytes."""
 
     @abstractmethod
     def recv(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
-        """Sink: whether all bytes are in the blocks. May call `on_counted` as soon as they are, if
-        it knows that the source held them meanwhile: they count, whatever it confirms."""
+        """Sink: receives the payload. Returns whether all bytes are in the blocks. It may call
+        `on_counted` if it knows that the source held the blocks meanwhile: then the bytes count
+        without the source's CONFIRM."""
 
     def drain(self, frame: Frame) -> None:
-        """Sink: takes a payload nobody wants, in bounded memory."""
+        """Sink: receives a payload and drops it, in bounded memory."""
         for part in scratch(frame.nbytes):
             self._pipe.recv_tensor(torch.frombuffer(part, dtype=torch.uint8))
 
 
 class PipeMover(Mover):
-    """Through the pipe: straight from and into the blocks on a CPU, through a pinned host
-    buffer on a GPU."""
+    """Moves payloads through the pipe: straight from and into the blocks on a CPU, through a pinned
+    host buffer on a GPU."""
 
     def __init__(self, view: CacheView, pipe: KVPipe) -> None:
         super().__init__(view, pipe)
@@ -120,8 +123,8 @@ class PipeMover(Mover):
 
 
 class Channel:
-    """A source's connection to a sink that has welcomed it. One thread uses it, but for
-    `interrupt`. Errors: OSError, TransferError."""
+    """Is a source's connection to a sink that has welcomed it. One thread uses it; `interrupt` may
+    come from any. Errors: OSError, TransferError."""
 
     def __init__(self, pipe: KVPipe, view: CacheView, mover: Mover) -> None:
         self._pipe = pipe
@@ -129,11 +132,11 @@ class Channel:
         self._mover = mover
 
     def begin(self, frame: Frame) -> None:
-        """Tells the sink that this connection answers for a piece."""
+        """Tells the sink that a piece will come on this connection."""
         send_frame(self._pipe, frame)
 
     def deliver(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> int:
-        """Moves blocks; returns bytes moved: 0 when the gate is shut."""
+        """Sends blocks; returns the bytes that count, 0 if the gate is closed."""
         if not gate.is_open:
             return 0
         nbytes = self._mover.payload_nbytes(frame.rect, len(block_ids))
@@ -145,7 +148,7 @@ class Channel:
         return piece_nbytes(self._view.cache, frame.rect, frame.count) if held else 0
 
     def watch(self, on_moved: Callable[[], None]) -> None:
-        """Calls `on_moved` now and then while a frame that takes long moves."""
+        """Makes the pipe call `on_moved` now and then while a frame moves."""
         self._pipe.on_moved = on_moved
 
     def alive(self) -> bool:
@@ -160,7 +163,7 @@ class Channel:
 
 
 class Heartbeat:
-    """Passes on, at most every `HEARTBEAT_S` seconds, that something moves."""
+    """Calls `beat` when it is called, but at most every `HEARTBEAT_S` seconds."""
 
     def __init__(self, beat: Callable[[], None]) -> None:
         self._beat = beat
@@ -173,8 +176,8 @@ class Heartbeat:
 
 
 def as_transfer_error(error: Exception, peer: Blame) -> TransferError:
-    """What ended a connection, typed: the one place where a connector's own exceptions end.
-    `peer` is the other side's role."""
+    """Makes a typed error of the exception that ended a connection. All exceptions of a connector
+    are mapped here. `peer` is the other side's role."""
     if isinstance(error, TransferError):
         return error
     if isinstance(error, OSError):

@@ -1,11 +1,11 @@
-"""Which transfers' blocks a source rank holds, written where its sinks can look: a sink that has
-copied a run sees by itself whether the copy counts, and need not ask.
+"""The table of the transfers whose blocks a source rank holds, in memory that its sinks can read. A
+sink that has copied a run sees there that the copy counts, and need not wait for CONFIRM.
 
 A transfer has one place in the table, by its id. It is entered before its first run is offered and
-taken out before its blocks may be freed. So a sink that finds it there *after* its copy has copied
-what was held: a processor neither delays a read past a later one nor a write past an earlier one
-(x86), or not for as long as the interpreter takes between them. A transfer that is not there (its
-place is taken, it was given up, the source is of another kind) is asked for as ever.
+taken out before its blocks may be freed. So if a sink finds it there *after* a copy, the blocks
+were held during the copy: x86 keeps the order of reads and of writes, and elsewhere the interpreter
+takes long enough between them. For a transfer that is not in the table (its place is taken, it was
+cancelled) the sink waits for CONFIRM.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import struct
 import threading
 
 PLACES = 4096
-_ENTRY = struct.Struct("=I16s12x")  # epoch (0: nobody), transfer id
+_ENTRY = struct.Struct("=I16s12x")  # epoch (0: free), transfer id
 NBYTES = PLACES * _ENTRY.size
 
 
 class Holds:
-    """A source's table."""
+    """Is a source's table."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("pdserve-kv-holds", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -46,7 +46,7 @@ class Holds:
                 self._table[place : place + 4] = bytes(4)
 
     def close(self) -> None:
-        """Nothing is held any more, nor will be."""
+        """Clears the table and frees its memory."""
         with self._lock:
             if self.fd >= 0:
                 self._table[:] = bytes(NBYTES)
@@ -57,10 +57,10 @@ class Holds:
 
 
 class PeerHolds:
-    """A source's table as its sink sees it."""
+    """Reads a source's table, at a sink."""
 
     def __init__(self, fd: int) -> None:
-        """Raises ValueError, OSError: it is none."""
+        """Raises ValueError or OSError if `fd` is no such table."""
         if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise ValueError("the table could shrink under a reader: it is not sealed")
         self._table = memoryview(mmap.mmap(fd, NBYTES, prot=mmap.PROT_READ))
@@ -68,7 +68,7 @@ class PeerHolds:
     def has(self, transfer_id: bytes, epoch: int) -> bool:
         place = _place(transfer_id)
         ids = slice(place + 4, place + 20)
-        # Looked at before and after: an epoch is another transfer's only beside another id.
+        # The id is read before and after the epoch: another transfer's epoch has another id.
         return (
             self._table[ids] == transfer_id
             and _epoch(self._table, place) == epoch

@@ -1,9 +1,9 @@
-"""What the built-in connectors share: connections from source ranks to sink ranks.
+"""The base of the built-in connectors: connections from source ranks to sink ranks.
 
     source   submit, ready ──▶ Sender ──▶ SendWorker per sink rank ──▶ Channel ═══╗
     sink     accept ──▶ Receiver ◀── a thread per connection ◀── PipeServer ◀═════╝
 
-A subclass says how to listen and connect, what a source says of itself, and how payloads move.
+A subclass says how to listen and connect, how a source introduces itself, and how payloads move.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 
 class P2PConnector(KVConnector):
-    """Ranks that connect to each other, and the protocol of `kv_transfer/frame.py`."""
+    """Connects ranks to each other and speaks the protocol of `kv_transfer/frame.py`."""
 
     def __init__(self, context: RankContext, config: Mapping[str, Any]) -> None:
         super().__init__(context, config)
@@ -75,37 +75,38 @@ class P2PConnector(KVConnector):
 
     @abstractmethod
     def listen(self, host: str) -> PipeListener:
-        """Sink: where its sources connect to."""
+        """Sink: makes the listener to which its sources connect."""
 
     @abstractmethod
     def connect(self, endpoint: bytes) -> KVPipe:
-        """Source: raises OSError or TransferError."""
+        """Source: connects to a sink. Raises OSError or TransferError."""
 
     @abstractmethod
     def introduce(self, pipe: KVPipe) -> None:
-        """Source: says HELLO."""
+        """Source: sends HELLO."""
 
     @abstractmethod
     def mover(self, pipe: KVPipe) -> Mover:
-        """Source: how it sends payloads to the sink that has just welcomed it."""
+        """Source: makes the mover for a sink that has just welcomed it."""
 
     @abstractmethod
     def welcome(self, pipe: KVPipe, hello: bytes) -> Mover:
-        """Sink: answers the payload of a HELLO, by `admit` first; how the payloads of this source
-        are received.
+        """Sink: answers the payload of a HELLO, after calling `admit`, and makes the mover for this
+        source.
 
         Raises:
-            TransferError: the source is refused, or what it says cannot be.
+            TransferError: the source is refused, or its HELLO is invalid.
         """
 
     @property
     def keys(self) -> Keys:
-        """What both ends of a connection prove to know before HELLO; empty: they do not."""
+        """Returns the keys that both ends prove to know before HELLO; empty: they prove nothing."""
         return self.context.keys
 
     @property
     def counts(self) -> Counter[str]:
-        """Late, duplicate, foreign and drained frames, connections refused or ended, and bytes."""
+        """Counts late, duplicate, foreign and drained frames, refused and ended connections, and
+        bytes."""
         return self.receiver.counts
 
     # ---- source ----
@@ -130,13 +131,13 @@ class P2PConnector(KVConnector):
             raise
 
     def _greet(self, pipe: KVPipe, endpoint: bytes) -> None:
-        """Says HELLO behind the source's own proof, which spares waiting for the sink's."""
+        """Sends HELLO right after the source's proof, without waiting for the sink's proof."""
         exchange = prove_source(pipe, self.keys, endpoint) if self.keys else None
         try:
             self.introduce(pipe)
         except ConnectionError:
             with suppress(OSError):
-                self._expect_welcome(pipe, exchange)  # a sink that refuses leaves: it may say why
+                self._expect_welcome(pipe, exchange)  # a sink that refused may have said why
             raise
         self._expect_welcome(pipe, exchange)
 
@@ -164,15 +165,15 @@ class P2PConnector(KVConnector):
         except Exception as error:
             typed = as_transfer_error(error, Blame.PREFILL)
             self.counts[typed.code] += 1
-            if typed.code != "PEER_LOST":  # which is how every connection ends
+            if typed.code != "PEER_LOST":  # as every connection ends
                 self._refusals.warning("a KV connection was refused: %s", typed)
             self.receiver.disconnected(pipe, typed)
 
     def _receive(self, pipe: KVPipe) -> None:
-        """Greets the source behind `pipe` and takes its blocks until it leaves (OSError) or
-        breaks the rules (TransferError)."""
+        """Admits the source behind `pipe` and takes its blocks until it leaves (OSError) or
+        violates the protocol (TransferError)."""
         with greeting_limit(pipe, Blame.PREFILL):
-            hello = self._hear(pipe)
+            hello = self._recv_hello(pipe)
         mover = self.welcome(pipe, hello)
         while True:
             pipe.wait()
@@ -187,8 +188,9 @@ class P2PConnector(KVConnector):
                 does = "pushes" if mover.kind is FrameKind.DATA else "offers"
                 raise bad_frame(f"{frame.kind.name} from a source that {does}")
 
-    def _hear(self, pipe: KVPipe) -> bytes:
-        """What the HELLO says of a source that knows the cluster's key, if there is one."""
+    def _recv_hello(self, pipe: KVPipe) -> bytes:
+        """Checks that the source knows the cluster's key, if there is one; returns the payload of
+        its HELLO."""
         if self.keys:
             check_source(pipe, self.keys, self.endpoint())
             self._known(pipe)
@@ -200,8 +202,8 @@ class P2PConnector(KVConnector):
         return payload
 
     def admit(self, pipe: KVPipe, fingerprint: str) -> None:
-        """Sink: the source is no stranger any more. Raises TransferError after refusing one with
-        another fingerprint."""
+        """Sink: marks the source as known. Raises TransferError after refusing one with another
+        fingerprint."""
         check_fingerprint(pipe, self.context.fingerprint, fingerprint)
         self._known(pipe)
 
@@ -210,8 +212,8 @@ class P2PConnector(KVConnector):
             self._server.known(pipe)
 
     def _take(self, pipe: KVPipe, frame: Frame, mover: Mover) -> None:
-        """Blocks count once it is known that the source held them while their bytes were moved:
-        as the mover says, or when the source confirms it."""
+        """Receives a frame. Its blocks count once it is certain that the source held them while
+        their bytes moved: the mover knows it, or the source confirms it."""
         inbound = self.receiver.admit(frame, pipe)
         settled = inbound is None
         if inbound is None:
@@ -234,7 +236,7 @@ class P2PConnector(KVConnector):
             self._settle(frame, inbound, held=confirm.count == 1)
 
     def _settle(self, frame: Frame, inbound: InboundTransfer, held: bool) -> None:
-        """The frame's bytes are in the blocks, unless the transfer was given up meanwhile."""
+        """Counts the frame, unless its transfer was cancelled meanwhile."""
         with inbound.gate.passage() as admitted:
             if admitted and held:
                 self.receiver.landed(inbound, frame)

@@ -1,4 +1,4 @@
-"""How two ranks prove to each other that they know the cluster's key, before they say who they are.
+"""The proof, by both ranks of a connection, that they know the cluster's key; it precedes HELLO.
 
 source                              sink
 CHALLENGE  a random number     ──▶
@@ -8,9 +8,9 @@ PROOF  the source's MAC        ──▶
 HELLO …
 
 A MAC is HMAC-SHA256 over the side that speaks, both numbers and the endpoint that was dialled. The
-numbers are new each time, so no proof is good twice; a proof of one side is none of the other, and
-one for another sink is none here. The sink tells a peer without a proof nothing but that it wants
-one. Frames after that carry no MAC: who can change packets on their way is kept out by TLS alone.
+numbers are new each time, so a proof cannot be replayed, used by the other side or used at another
+sink. The sink tells a peer without a proof only that it needs one. Later frames carry no MAC: only
+TLS protects against an attacker who changes packets on their way.
 """
 
 from __future__ import annotations
@@ -37,26 +37,25 @@ Keys = tuple[bytes, ...]
 
 @dataclass(frozen=True, slots=True)
 class ProofExchange:
-    """What a proof is about: one connection, to one endpoint."""
+    """Holds the facts that a proof signs: those of one connection to one endpoint."""
 
     endpoint: bytes
     of_source: bytes
     of_sink: bytes
 
     def mac(self, key: bytes, side: bytes) -> bytes:
-        """The endpoint comes last: it alone may have any length."""
+        """Signs the facts. The endpoint comes last because only its length varies."""
         facts = (_LABEL, side, self.of_source, self.of_sink, self.endpoint)
         return hmac.digest(key, b"\0".join(facts), "sha256")
 
     def key_of(self, proof: bytes, keys: Keys, side: bytes) -> bytes | None:
-        """The key that the proof was made with; None: another one."""
+        """Returns the key that made the proof; None if none of `keys` did."""
         made = [key for key in keys if hmac.compare_digest(self.mac(key, side), proof)]
         return made[0] if made else None
 
 
 def prove_source(pipe: KVPipe, keys: Keys, endpoint: bytes) -> ProofExchange:
-    """Source: says what proves it; `check_sink` reads the answer. Raises TransferError or
-    OSError."""
+    """Source: sends its proof; `check_sink` reads the sink's. Raises TransferError or OSError."""
     number = secrets.token_bytes(NUMBER_NBYTES)
     send_frame(pipe, Frame(FrameKind.CHALLENGE), number)
     exchange = ProofExchange(endpoint, number, _answer(pipe, FrameKind.CHALLENGE))
@@ -65,7 +64,7 @@ def prove_source(pipe: KVPipe, keys: Keys, endpoint: bytes) -> ProofExchange:
 
 
 def check_sink(pipe: KVPipe, keys: Keys, exchange: ProofExchange) -> None:
-    """Source: raises TransferError when the other end of the connection does not know a key."""
+    """Source: raises TransferError when the sink does not know a key."""
     if exchange.key_of(_answer(pipe, FrameKind.PROOF), keys, _SINK) is None:
         raise _unproved("it answers with another cluster key")
 
@@ -79,13 +78,13 @@ def check_source(pipe: KVPipe, keys: Keys, endpoint: bytes) -> None:
     if key is None:
         error = refused(pipe, CODE, f"the prefill node has another cluster key: {_SAME_KEY}")
         with suppress(OSError, TransferError):
-            recv_greeting(pipe, Blame.PREFILL)  # its HELLO: unread, it would cost the refusal
+            recv_greeting(pipe, Blame.PREFILL)  # closing with its HELLO unread would drop REFUSED
         raise error
     send_frame(pipe, Frame(FrameKind.PROOF), exchange.mac(key, _SINK))
 
 
 def refuse_challenge(pipe: KVPipe) -> TransferError:
-    """Sink without a key: tells a source that has one."""
+    """Sink without a key: refuses a source that has one."""
     what = "the prefill node has a cluster key and the decode node has none"
     return refused(pipe, CODE, f"{what}: {_SAME_KEY}")
 
@@ -98,7 +97,7 @@ def _question(pipe: KVPipe, kind: FrameKind) -> bytes:
 
 
 def _answer(pipe: KVPipe, kind: FrameKind) -> bytes:
-    """Whatever a sink says that has proved nothing yet is no reason to give up for good."""
+    """Reads a sink's answer. The sink is not authenticated yet, so its refusal is retryable."""
     frame, payload = recv_greeting(pipe, Blame.DECODE)
     if frame.kind is FrameKind.REFUSED:
         said = payload.decode(errors="replace").removeprefix(f"{CODE}: ")

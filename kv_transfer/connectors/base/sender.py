@@ -1,8 +1,8 @@
 """The source rank's side: transfers under way, and the workers that deliver them.
 
-A worker is a thread with a queue and a connection. There is one for each sink rank, or as many as
-there are streams, which share the layers of a piece. Its connection outlives its transfers, which
-take turns on it, frame by frame.
+A worker is a thread with a queue and a connection. There is one for each stream to each sink rank;
+several streams share the layers of a piece. Transfers take turns on a connection, frame by frame,
+and it outlives them.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class OutboundTransfer:
-    """One transfer under way."""
+    """Is one transfer under way."""
 
     transfer: SourceTransfer
-    targets: tuple[tuple[Piece, Target], ...]  # which part of it goes where
+    targets: tuple[tuple[Piece, Target], ...]  # each part with its destination
     pending: int  # parts whose last run is not delivered
     gate: Gate = field(default_factory=Gate)
     nbytes: int = 0
@@ -53,7 +53,7 @@ class OutboundTransfer:
     complete: bool = False  # the last run was announced
 
     def announce(self, run: BlockRun, last: bool) -> bool:
-        """Whether the run is news: the transfer is not over, it was not announced before."""
+        """Notes a run; returns False if it was announced before or the transfer is over."""
         repeated = run.count > 0 and run.first < self.next_block
         if self.over or self.complete or repeated:
             return False
@@ -64,7 +64,7 @@ class OutboundTransfer:
 
 @dataclass(frozen=True, slots=True)
 class SendTask:
-    """One frame of a part of a run; the first of each part is empty and announces it."""
+    """Is one frame of a part of a run; the first frame of each part is empty and announces it."""
 
     outbound: OutboundTransfer
     piece: Piece
@@ -80,7 +80,7 @@ class SendTask:
 
 
 class Sender:
-    """All transfers and workers of one source rank. Thread-safe."""
+    """Owns all transfers and workers of one source rank. It is thread-safe."""
 
     def __init__(
         self, dial: Callable[[bytes], Channel], emit: Callable[[Event], None], cache: torch.Tensor
@@ -125,7 +125,7 @@ class Sender:
             self._emit(Sent(transfer_id, outbound.transfer.epoch, 0, 0.0))
 
     def _cut(self, whole: SendTask) -> Iterator[SendTask]:
-        """A run, cut so that a frame is soon over."""
+        """Cuts a run into frames that do not take long."""
         run = whole.run
         cuts = list(parts(self._cache, whole.piece.rect, run.count, FRAME_NBYTES)) or [slice(0, 0)]
         for cut in cuts:
@@ -143,7 +143,7 @@ class Sender:
         worker.queue.put(task)
 
     def moving(self, waiting: set[OutboundTransfer]) -> None:
-        """Bytes go out on a connection: those of its transfers that wait their turn live, too."""
+        """Emits Progress for the `waiting` transfers of a connection on which bytes go out."""
         for each in waiting:
             if not each.over:
                 self._emit(Progress(each.transfer.transfer_id, each.transfer.epoch, 0))
@@ -161,7 +161,7 @@ class Sender:
             self._emit(Sent(transfer.transfer_id, transfer.epoch, outbound.nbytes, seconds))
 
     def fail(self, outbound: OutboundTransfer, error: TransferError) -> None:
-        """Ends one transfer, if it is not over."""
+        """Fails one transfer, unless it is over."""
         with self._lock:
             if outbound.over:
                 return
@@ -169,7 +169,7 @@ class Sender:
         self._emit(Failed.of(outbound.transfer.transfer_id, outbound.transfer.epoch, error))
 
     def retire(self, worker: SendWorker) -> bool:
-        """Whether the worker may end: nothing was queued meanwhile."""
+        """Removes an idle worker; returns False if a task was queued meanwhile."""
         with self._lock:
             if not worker.queue.empty():
                 return False
@@ -177,7 +177,7 @@ class Sender:
             return True
 
     def forget(self, transfer_id: bytes) -> None:
-        """Returns when no thread reads the transfer's blocks; none will."""
+        """Forgets a transfer; returns when no thread reads its blocks and none will."""
         with self._lock:
             outbound = self._outbound.pop(transfer_id, None)
             workers = list(self._workers.values())
@@ -199,8 +199,8 @@ class Sender:
 
 
 class FairQueue:
-    """Tasks of one worker. Those of one transfer come out in order, and transfers in turn: one
-    with much to send keeps no other waiting. Any thread may put, one gets."""
+    """Queues the tasks of one worker. Tasks of one transfer come out in order, and transfers take
+    turns, so a large one does not delay the others. Any thread may put, one thread gets."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -213,7 +213,7 @@ class FairQueue:
             self._changed.notify()
 
     def get(self, timeout: float) -> SendTask | None:
-        """None: it is closed, or there was none in time."""
+        """Returns the next task; None if the queue is closed or none came in time."""
         with self._changed:
             self._changed.wait_for(lambda: self._queues or self.closed, timeout)
             if self.closed or not self._queues:
@@ -225,12 +225,12 @@ class FairQueue:
             return task
 
     def transfers(self) -> set[OutboundTransfer]:
-        """Those that wait for their turn."""
+        """Returns the transfers that wait for their turn."""
         with self._changed:
             return set(self._queues)
 
     def drop(self, outbound: OutboundTransfer) -> None:
-        """A transfer that was given up."""
+        """Drops the tasks of a transfer that was cancelled."""
         with self._changed:
             self._queues.pop(outbound, None)
 
@@ -245,7 +245,7 @@ class FairQueue:
 
 
 class SendWorker:
-    """One stream to one sink rank. Tasks are done one at a time."""
+    """Sends one stream to one sink rank, one task at a time."""
 
     def __init__(self, target: Target, dial: Callable[[bytes], Channel], sender: Sender) -> None:
         self.target = target
@@ -253,7 +253,7 @@ class SendWorker:
         self._dial = dial
         self._sender = sender
         self._channel: Channel | None = None
-        self._live: set[OutboundTransfer] = set()  # transfers the connection answers for
+        self._live: set[OutboundTransfer] = set()  # transfers announced on the connection
         self.thread = threading.Thread(target=self._run, name="kv-source", daemon=True)
         self.thread.start()
 
@@ -285,7 +285,7 @@ class SendWorker:
             self._lose(typed)
 
     def _begin(self, task: SendTask) -> None:
-        """Announces a piece; a kept connection that turns out dead is replaced once."""
+        """Announces a piece. An idle connection that turns out to be dead is replaced once."""
         frame = task.frame(FrameKind.BEGIN)
         if self._channel is not None and not self._announced(self._channel, frame):
             self._lose(as_transfer_error(ConnectionError("the connection broke"), Blame.DECODE))
@@ -331,7 +331,7 @@ class SendWorker:
         self._sender.delivered(task, nbytes)
 
     def _lose(self, error: TransferError) -> None:
-        """Nothing more can be said on this connection: all its transfers fail."""
+        """Closes the connection; all its transfers fail."""
         self._disconnect()
         for each in self._live:
             self._sender.fail(each, error)

@@ -1,4 +1,4 @@
-"""Device memory between a cache and a transport that wants contiguous bytes."""
+"""Staging: device memory between a cache and a transport that needs contiguous bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from pdserve.kv_transfer.blocks import piece_nbytes
 from pdserve.kv_transfer.layout import Rect
 
-FRAME_NBYTES = 16 << 20  # of a frame's payload at most, but for one block
+FRAME_NBYTES = 16 << 20  # of a frame's payload at most, unless one block is larger
 PART_NBYTES = 64 << 20  # of one staging tensor; both ends of a pair must cut runs alike
 
 
@@ -23,8 +23,7 @@ def parts(cache: torch.Tensor, rect: Rect, count: int, nbytes: int = 0) -> Itera
 
 
 class OwnStream:
-    """A connection's work on the device, beside the model's. On a CPU there is nothing to
-    queue and nothing to wait for."""
+    """Is the CUDA stream of a connection, beside the model's. On a CPU it does nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -32,8 +31,8 @@ class OwnStream:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """What the body queues starts after the model's steps queued so far: a rank that does
-        not sample answers before the device has computed its blocks."""
+        """Makes work queued in the body start after the model's steps queued so far. It is needed
+        because a rank that does not sample answers before the device has computed its blocks."""
         if self._stream is None:
             yield
             return
@@ -42,6 +41,6 @@ class OwnStream:
             yield
 
     def synchronize(self) -> None:
-        """Returns when the device has done all that was queued here."""
+        """Returns when the device has done all work queued here."""
         if self._stream is not None:
             self._stream.synchronize()

@@ -74,7 +74,6 @@ from pdserve.kv_transfer.connectors.tcp import Endpoint, Options, TCPConnector, 
 from pdserve.kv_transfer.control.ticket import new_transfer_id
 from pdserve.kv_transfer.frame import Frame, FrameKind
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect
-from pdserve.kv_transfer.pipe import recv_bytes
 from pdserve.kv_transfer.selection import connector_options, rank_config
 from pdserve.router.api.preprocess import MAX_PROMPTS
 from pdserve.router.auth import APIKeys
@@ -602,7 +601,7 @@ def test_a_pipe_that_was_cut_off_takes_no_plain_text(certs: Path) -> None:
             socket.socket.send(peer, b"not encrypted at all")
             pipe.interrupt()
             with pytest.raises(OSError):
-                recv_bytes(pipe, 10)
+                pipe.recv_bytes(10)
     pipe.close()
 
 
