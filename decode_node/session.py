@@ -24,7 +24,7 @@ from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.tokens import JobTokens
 from pdserve.decode_node.token_streams import TokenStream
-from pdserve.kv_transfer.control.epoch import RecvResult
+from pdserve.kv_transfer.control.recv_transfer import RecvResult
 from pdserve.kv_transfer.control.sink import KVSink
 
 T = TypeVar("T")

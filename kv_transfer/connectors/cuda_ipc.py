@@ -18,9 +18,9 @@ from pdserve.common.core.errors import ConfigError
 from pdserve.kv_transfer.blocks import gather, scatter
 from pdserve.kv_transfer.connector import Capabilities, RankContext
 from pdserve.kv_transfer.connectors.base import pull
+from pdserve.kv_transfer.connectors.base.channel import OwnStream, parts
 from pdserve.kv_transfer.connectors.base.handshake import refused, send_frame
 from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
-from pdserve.kv_transfer.connectors.base.staging import OwnStream, parts
 from pdserve.kv_transfer.frame import Frame, FrameKind, bad_frame
 from pdserve.kv_transfer.layout import CacheView, Rect
 from pdserve.kv_transfer.pipe import KVPipe

@@ -159,6 +159,6 @@ class LeaseKeeper:
         elif self._moved:
             self._moved = False
             await self._sink.renew(self.ticket)
-        elif (progress := await self._sink.progress(self.ticket)) != self._progress:
+        elif (progress := await self._sink.renew(self.ticket, committed=True)) != self._progress:
             self._progress = progress
             self._lease.renew()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pdserve.common.core.errors import Blame, PdserveError, TransferError
@@ -25,10 +25,49 @@ from pdserve.kv_transfer.commands import (
 )
 from pdserve.kv_transfer.connector import SinkTransfer
 from pdserve.kv_transfer.control.background import Lease, Tasks, new_future
-from pdserve.kv_transfer.control.epoch import Epoch, RecvResult, stale_epoch
 from pdserve.kv_transfer.control.protocol import Action, SinkEvent, SinkState, sink_machine
 from pdserve.kv_transfer.control.ticket import Ticket
 from pdserve.kv_transfer.digest import RunDigest, mismatch
+
+
+@dataclass(frozen=True, slots=True)
+class RecvResult:
+    """Tells the decode session that all KV is in its blocks."""
+
+    first_token: pb.TokenEvent  # as the source committed it
+    nbytes: int
+    # Seconds from the epoch's ticket:
+    data_s: float = 0.0  # until the last byte was in place
+    commit_s: float = 0.0  # until the source had committed
+    verify_s: float = 0.0  # from the later of both until the digests were compared
+
+
+class Epoch:
+    """Records one source's turn: its commit and the bytes that have landed so far."""
+
+    def __init__(self) -> None:
+        self.landed: dict[int, int] = {}  # rank → bytes
+        self.times: dict[SinkEvent, float] = {}  # when each event came
+        self.first_token = pb.TokenEvent()  # as committed
+        self.digests: Sequence[RunDigest] = ()
+        self.ticket: asyncio.Future[Ticket] = new_future()  # for `issued`, `retarget`
+        self.committed: asyncio.Future[int] = new_future()  # for `commit`: bytes landed
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.landed.values())
+
+    def result(self) -> RecvResult:
+        """Makes the result of an epoch that is verified."""
+        times = self.times
+        landed, committed = times[SinkEvent.RANKS_LANDED], times[SinkEvent.COMMIT]
+        return RecvResult(
+            self.first_token,
+            self.nbytes,
+            data_s=landed - times[SinkEvent.OPENED],
+            commit_s=committed - times[SinkEvent.OPENED],
+            verify_s=times[SinkEvent.VERIFIED] - max(landed, committed),
+        )
 
 
 class RecvTransfer:
@@ -248,3 +287,7 @@ class RecvTransfer:
         self._lease.end()
         self.epoch.digests = ()
         self._on_over(self)
+
+
+def stale_epoch(message: str) -> TransferError:
+    return TransferError(message, code="STALE_EPOCH", blame=Blame.PREFILL, retryable=True)

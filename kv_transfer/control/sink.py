@@ -1,8 +1,8 @@
 """The sink's control half: the transfers for which a decode node has reserved blocks, with the
 calls of its sessions, which wait for KV, and of the sources, which send it.
 
-    reserve() ──▶ ticket ──▶ … ──▶ wait() returns: the session owns the blocks
-       retarget() ──▶ ticket        wait() raises:  on_freed() was called, the blocks are free
+    reserve() ──▶ ticket ──▶ … ──▶ landing() has a result: the session owns the blocks
+       retarget() ──▶ ticket        landing() has an error: on_freed() was called, they are free
 
 It belongs to the event loop of the decode node. `recv_transfer.py` handles one transfer.
 """
@@ -12,21 +12,22 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
-from pdserve.common.core.errors import Blame, TransferError
+from pdserve.common.core.errors import Blame, PdserveError, TransferError
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.kv_transfer.commands import Call, RankCalls, decode_event, transfer_error
 from pdserve.kv_transfer.connector import Failed, Landed
 from pdserve.kv_transfer.control.background import Tasks
-from pdserve.kv_transfer.control.epoch import FinishedTransfer, RecvResult, stale_epoch
 from pdserve.kv_transfer.control.protocol import SinkEvent
-from pdserve.kv_transfer.control.recv_transfer import RecvTransfer
+from pdserve.kv_transfer.control.recv_transfer import RecvResult, RecvTransfer, stale_epoch
 from pdserve.kv_transfer.control.ticket import RankEndpoint, Ticket, new_transfer_id
 from pdserve.kv_transfer.digest import RunDigest
 from pdserve.kv_transfer.layout import adapted
 
 REMEMBERED = 1024  # finished transfers whose outcome a late commit still gets
+MAX_MESSAGE = 500  # characters of a failure that are kept
 
 
 class KVSink:
@@ -62,7 +63,7 @@ class KVSink:
         self._arrivals: dict[bytes, asyncio.Future[RecvResult]] = {}  # activated, not awaited yet
         self._finished: OrderedDict[bytes, FinishedTransfer] = OrderedDict()
 
-    # ---- for sessions: reserve, wait, cancel -------------------------------------------------
+    # ---- for sessions: reserve, landing, cancel ----------------------------------------------
 
     async def reserve(
         self,
@@ -73,7 +74,8 @@ class KVSink:
         adapter: str = "",
     ) -> Ticket:
         """Takes over `block_ids` (logical blocks `first_block …`): from this call on only
-        `on_freed` frees them, which is called once unless `wait` returns. When the ticket is
+        `on_freed` frees them, which is called once unless `landing` has a
+        result. When the ticket is
         returned, every rank takes data. `adapter` is the digest of the LoRA adapter, if any.
 
         Raises:
@@ -95,17 +97,10 @@ class KVSink:
         self._live[transfer_id] = made
         return await made.issued()
 
-    async def wait(self, transfer_id: bytes) -> RecvResult:
-        """Waits until the transfer is committed, has landed on every rank and its digests match.
-        From then on the caller owns the blocks.
-
-        Raises:
-            TransferError: it failed; `on_freed` was called before this raises.
-        """
-        return await asyncio.shield(self.landing(transfer_id))
-
     def landing(self, transfer_id: bytes) -> asyncio.Future[RecvResult]:
-        """Returns the future behind `wait`, for a caller that adds a callback. Do not cancel it.
+        """Returns a future that is done once the transfer is committed, has landed on every rank
+        and its digests match: from then on the caller owns the blocks. If the transfer failed, the
+        future has a TransferError and `on_freed` was called. Do not cancel it.
 
         Raises:
             TransferError: no such transfer is under way.
@@ -152,20 +147,21 @@ class KVSink:
             return outcome.nbytes
         return await self._find(transfer_id, epoch).commit(first_token, digests)
 
-    def renew(self, transfer_id: bytes, epoch: int) -> None:
-        """Renews the lease for a source that is still queued or computing.
+    def renew(self, transfer_id: bytes, epoch: int, committed: bool = False) -> int:
+        """Renews the lease for a source that is queued, computing or sending, unless it says that
+        it has `committed`. Returns a number that grows while KV lands and digests are compared.
 
         Raises:
             TransferError: UNKNOWN_TRANSFER, STALE_EPOCH, or why the transfer failed.
         """
-        if (transfer := self._active(transfer_id, epoch)) is not None:
+        if self._outcome(transfer_id, epoch) is not None:
+            return 0
+        transfer = self._find(transfer_id, epoch)
+        if transfer.cause is not None:
+            raise transfer.cause
+        if not committed:
             transfer.renew()
-
-    def progress(self, transfer_id: bytes, epoch: int) -> int:
-        """Returns a number that grows while KV lands and digests are compared. Raises as
-        `renew`."""
-        transfer = self._active(transfer_id, epoch)
-        return 0 if transfer is None else transfer.progress
+        return transfer.progress
 
     def abort(self, transfer_id: bytes, epoch: int, reason: str) -> None:
         """Ends the source's epoch; the blocks wait for another source, as long as the lease.
@@ -248,15 +244,6 @@ class KVSink:
             raise outcome.failure()
         return outcome
 
-    def _active(self, transfer_id: bytes, epoch: int) -> RecvTransfer | None:
-        """Returns a transfer that is under way; None if it has landed. Raises as `renew`."""
-        if self._outcome(transfer_id, epoch) is not None:
-            return None
-        transfer = self._find(transfer_id, epoch)
-        if transfer.cause is not None:
-            raise transfer.cause
-        return transfer
-
     def _finish(self, transfer: RecvTransfer) -> None:
         """Replaces a transfer by its outcome."""
         transfer_id, epoch = transfer.ticket.transfer_id, transfer.epoch
@@ -272,3 +259,27 @@ class KVSink:
 def _check_epoch(epoch: int | None, current: int) -> None:
     if epoch not in (None, current):
         raise stale_epoch(f"epoch {epoch} is not the current {current}")
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedTransfer:
+    """Keeps the outcome of a transfer that is over, for late calls. It references neither the
+    session and its tokens nor an error's stack frames."""
+
+    epoch: int
+    nbytes: int
+    failure: Callable[[], PdserveError] | None  # makes a new copy of the error
+
+    @classmethod
+    def of(cls, epoch: int, nbytes: int, cause: PdserveError | None) -> FinishedTransfer:
+        return cls(epoch, nbytes, None if cause is None else _copies(cause))
+
+
+def _copies(error: PdserveError) -> Callable[[], PdserveError]:
+    return partial(
+        type(error),
+        error.message[:MAX_MESSAGE],
+        code=error.code,
+        blame=error.blame,
+        retryable=error.retryable,
+    )

@@ -57,14 +57,11 @@ class SinkClient:
         nbytes: int = response.bytes
         return nbytes
 
-    async def renew(self, ticket: Ticket) -> None:
-        request = pb.RenewRequest(transfer_id=ticket.transfer_id, epoch=ticket.epoch)
-        await self._call("Renew", ticket, request, _timeout(ticket))
-
-    async def progress(self, ticket: Ticket) -> int:
-        """Returns a number that grows while the sink works on a committed transfer."""
+    async def renew(self, ticket: Ticket, committed: bool = False) -> int:
+        """Renews the sink's lease unless `committed`. Returns a number that grows while the sink
+        works on the transfer."""
         request = pb.RenewRequest(
-            transfer_id=ticket.transfer_id, epoch=ticket.epoch, committed=True
+            transfer_id=ticket.transfer_id, epoch=ticket.epoch, committed=committed
         )
         response = await self._call("Renew", ticket, request, _timeout(ticket))
         progress: int = response.progress

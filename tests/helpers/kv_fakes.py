@@ -32,6 +32,7 @@ from pdserve.kv_transfer.connector import (
     SourceTransfer,
 )
 from pdserve.kv_transfer.connectors.multi.connector import MultiConnector
+from pdserve.kv_transfer.control.recv_transfer import RecvResult
 from pdserve.kv_transfer.control.sink import KVSink
 from pdserve.kv_transfer.control.sink_client import SinkClient
 from pdserve.kv_transfer.control.source import KVSource, SendTransfer
@@ -189,6 +190,10 @@ class Pair:
         self.handoffs.append(self.source.begin(ticket))
         return self.handoffs[-1]
 
+    async def landed(self, transfer_id: bytes) -> RecvResult:
+        """Waits for the sink's outcome."""
+        return await asyncio.shield(self.sink.landing(transfer_id))
+
     async def close(self) -> None:
         await self.source.close()
         await self.sink.close()
@@ -213,13 +218,9 @@ class FakeSinkClient(SinkClient):
         self._check()
         return await self._sink.commit(ticket.transfer_id, ticket.epoch, payload, digests)
 
-    async def renew(self, ticket: Ticket) -> None:
+    async def renew(self, ticket: Ticket, committed: bool = False) -> int:
         self._check()
-        self._sink.renew(ticket.transfer_id, ticket.epoch)
-
-    async def progress(self, ticket: Ticket) -> int:
-        self._check()
-        return self._sink.progress(ticket.transfer_id, ticket.epoch)
+        return self._sink.renew(ticket.transfer_id, ticket.epoch, committed)
 
     async def abort(self, ticket: Ticket, reason: str) -> None:
         self._check()

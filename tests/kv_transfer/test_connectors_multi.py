@@ -64,7 +64,7 @@ async def hand_off(made: Pair) -> None:
     handoff = made.begin(ticket)
     handoff.ready(BlockRun(0, 2), SOURCE_IDS[:2])
     handoff.ready(BlockRun(2, 3), SOURCE_IDS[2:], last=True)
-    await asyncio.gather(handoff.commit(0), made.sink.wait(ticket.transfer_id))
+    await asyncio.gather(handoff.commit(0), made.landed(ticket.transfer_id))
     for cache, rect in zip(made.sink_node.caches, made.sink_node.rects, strict=True):
         heads = full[:, :, :, rect.head_start : rect.head_end]
         assert torch.equal(cache[:, :, list(SINK_IDS)], heads[:, :, list(SOURCE_IDS)])

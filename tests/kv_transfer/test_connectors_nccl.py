@@ -33,7 +33,7 @@ from pdserve.kv_transfer.connector import (
     SinkTransfer,
     SourceTransfer,
 )
-from pdserve.kv_transfer.connectors.base import staging
+from pdserve.kv_transfer.connectors.base import channel as base_channel
 from pdserve.kv_transfer.connectors.base.handshake import recv_frame, send_frame
 from pdserve.kv_transfer.connectors.nccl import connector as nccl
 from pdserve.kv_transfer.connectors.nccl.connector import GroupMover, NCCLConnector
@@ -100,7 +100,7 @@ async def test_every_byte_for_all_tensor_parallel_pairs(source_tp: int, sink_tp:
         full = made.source_node.fill_random()
         ticket, handoff = await start(made)
         announce(handoff)
-        await asyncio.gather(made.sink.wait(ticket.transfer_id), handoff.commit("token"))
+        await asyncio.gather(made.landed(ticket.transfer_id), handoff.commit("token"))
         assert_landed(made, full)
 
 
@@ -108,8 +108,8 @@ def test_a_run_travels_in_parts(make: Callable[..., Rank], monkeypatch: pytest.M
     sink, source = make(), make()
     source.cache.copy_(torch.randn(source.cache.shape))
     block = piece_nbytes(sink.cache, RECT, 1)
-    monkeypatch.setattr(staging, "PART_NBYTES", 2 * block + 1)
-    assert list(staging.parts(sink.cache, RECT, 3)) == [slice(0, 2), slice(2, 3)]
+    monkeypatch.setattr(base_channel, "PART_NBYTES", 2 * block + 1)
+    assert list(base_channel.parts(sink.cache, RECT, 3)) == [slice(0, 2), slice(2, 3)]
     sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
     submit(source, sink)
     source.connector.ready(ID, BlockRun(0, 3), (8, 1, 2), False)

@@ -27,11 +27,11 @@ from pdserve.kv_transfer.connector import (
     SinkTransfer,
     SourceTransfer,
 )
-from pdserve.kv_transfer.connectors.base import pull, staging
+from pdserve.kv_transfer.connectors.base import channel as base_channel
+from pdserve.kv_transfer.connectors.base import pull
 from pdserve.kv_transfer.connectors.base.handshake import recv_frame, send_frame
-from pdserve.kv_transfer.connectors.base.holds import Holds, PeerHolds
 from pdserve.kv_transfer.connectors.cuda_ipc import CudaIpcConnector, Greeting, Handle, OpenedCache
-from pdserve.kv_transfer.connectors.shm import ShmConnector
+from pdserve.kv_transfer.connectors.shm import Holds, PeerHolds, ShmConnector
 from pdserve.kv_transfer.frame import Frame, FrameKind
 from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect
@@ -99,7 +99,7 @@ def test_every_byte_in_parts_and_over_a_kept_connection(
 ) -> None:
     sink, source = make(kind), make(kind)
     source.cache.copy_(torch.randn(source.cache.shape))
-    monkeypatch.setattr(staging, "PART_NBYTES", 2 * piece_nbytes(sink.cache, RECT, 1))
+    monkeypatch.setattr(base_channel, "PART_NBYTES", 2 * piece_nbytes(sink.cache, RECT, 1))
     for epoch in (1, 2):  # again, after quiesce
         sink.cache.zero_()
         sink.connector.accept(SinkTransfer(ID, epoch, 0, SINK_IDS))

@@ -39,8 +39,8 @@ from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
 from pdserve.kv_transfer.connectors.tcp import Options, TCPConnector, TCPTransport
 from pdserve.kv_transfer.control.announcer import RunAnnouncer
 from pdserve.kv_transfer.control.background import Lease
-from pdserve.kv_transfer.control.epoch import MAX_MESSAGE
 from pdserve.kv_transfer.control.recv_transfer import RecvTransfer
+from pdserve.kv_transfer.control.sink import MAX_MESSAGE
 from pdserve.kv_transfer.control.sink_client import (
     CHANNEL_IDLE,
     MAX_CHANNELS,
@@ -88,7 +88,7 @@ async def hand_off(made: Pair, ids: range, runs: int = 1) -> float:
         part = ids[number * count : (number + 1) * count]
         handoff.ready(BlockRun(number * count, count), part, last=number == runs - 1)
     await handoff.commit("token")
-    await made.sink.wait(ticket.transfer_id)
+    await made.landed(ticket.transfer_id)
     return time.monotonic() - began
 
 
@@ -274,7 +274,7 @@ async def test_a_bad_first_token_is_the_prefill_node_s_fault_and_another_may_try
             assert (error.code, error.blame, error.retryable) == (
                 "BAD_COMMIT", Blame.PREFILL, True,
             )  # fmt: skip
-        assert (await made.sink.wait(ticket.transfer_id)).first_token.tokens[0].id == 49
+        assert (await made.landed(ticket.transfer_id)).first_token.tokens[0].id == 49
         await channels.close()
         await server.stop(0)
 
@@ -305,10 +305,10 @@ async def test_finished_transfers_are_remembered_without_their_sessions() -> Non
                 await handoff.abort("x" * 10_000)
                 made.sink._live[ticket.transfer_id]._lapse()
                 with pytest.raises(TransferError):
-                    await made.sink.wait(ticket.transfer_id)
+                    await made.landed(ticket.transfer_id)
             else:
                 await handoff.commit(b"token")
-                await made.sink.wait(ticket.transfer_id)
+                await made.landed(ticket.transfer_id)
         await made.sink.close()
         del session, handoff
         made.handoffs.clear()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar
@@ -20,12 +21,13 @@ from pdserve.common.core.errors import Blame, TransferError
 from pdserve.kv_transfer.blocks import byte_runs, gather, memory_of, piece_nbytes, scatter
 from pdserve.kv_transfer.connectors.base.handshake import send_frame
 from pdserve.kv_transfer.connectors.base.sockets import scratch
-from pdserve.kv_transfer.connectors.base.staging import FRAME_NBYTES
 from pdserve.kv_transfer.frame import Frame, FrameKind, bad_frame
 from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import CacheView, Rect
 from pdserve.kv_transfer.pipe import KVPipe
 
+FRAME_NBYTES = 16 << 20  # of a frame's payload at most, unless one block is larger
+PART_NBYTES = 64 << 20  # of one staging tensor; both ends of a pair must cut runs alike
 # A payload up to this size is sent together with its header. A larger one follows it, so that the
 # sink receives while the source still sends.
 JOINED_NBYTES = 16 << 10
@@ -120,6 +122,38 @@ class PipeMover(Mover):
         if len(self._buffer) < nbytes:
             self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         return self._buffer[:nbytes]
+
+
+def parts(cache: torch.Tensor, rect: Rect, count: int, nbytes: int = 0) -> Iterator[slice]:
+    """Cuts `count` blocks of a piece into parts of at most `nbytes`, or else `PART_NBYTES` (one
+    block at least)."""
+    step = max(1, (nbytes or PART_NBYTES) // piece_nbytes(cache, rect, 1))
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))
+
+
+class OwnStream:
+    """Is the CUDA stream of a connection, beside the model's. On a CPU it does nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Makes work queued in the body start after the model's steps queued so far. It is needed
+        because a rank that does not sample answers before the device has computed its blocks."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_stream(torch.cuda.default_stream(self._device))
+            yield
+
+    def synchronize(self) -> None:
+        """Returns when the device has done all work queued here."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 class Channel:

@@ -22,12 +22,11 @@ import numpy as np
 
 from pdserve.common.core.errors import Blame, ConfigError
 from pdserve.kv_transfer.connector import RankContext
-from pdserve.kv_transfer.connectors.base.channel import Mover
+from pdserve.kv_transfer.connectors.base.channel import Mover, OwnStream
 from pdserve.kv_transfer.connectors.base.handshake import recv_frame, send_frame
 from pdserve.kv_transfer.connectors.base.p2p import P2PConnector
 from pdserve.kv_transfer.connectors.base.proof import Keys
 from pdserve.kv_transfer.connectors.base.sockets import SocketListener, SocketPipe
-from pdserve.kv_transfer.connectors.base.staging import OwnStream
 from pdserve.kv_transfer.frame import Frame, FrameKind, bad_frame
 from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import CacheView, Rect

@@ -25,8 +25,13 @@ from pdserve.kv_transfer.connector import (
     Sent,
     SourceTransfer,
 )
-from pdserve.kv_transfer.connectors.base.channel import Channel, Heartbeat, as_transfer_error
-from pdserve.kv_transfer.connectors.base.staging import FRAME_NBYTES, parts
+from pdserve.kv_transfer.connectors.base.channel import (
+    FRAME_NBYTES,
+    Channel,
+    Heartbeat,
+    as_transfer_error,
+    parts,
+)
 from pdserve.kv_transfer.frame import Frame, FrameKind
 from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import Piece

@@ -19,10 +19,9 @@ import torch.distributed as dist
 from pdserve.common.core.errors import Blame, ConfigError
 from pdserve.kv_transfer.blocks import gather, piece_nbytes, scatter
 from pdserve.kv_transfer.connector import RankContext
-from pdserve.kv_transfer.connectors.base.channel import Mover
+from pdserve.kv_transfer.connectors.base.channel import Mover, OwnStream, parts
 from pdserve.kv_transfer.connectors.base.handshake import time_limit
 from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
-from pdserve.kv_transfer.connectors.base.staging import OwnStream, parts
 from pdserve.kv_transfer.connectors.nccl.group import MEET_S, PairGroup, PairStore, Side, join
 from pdserve.kv_transfer.connectors.pipe_connector import PipeConnector
 from pdserve.kv_transfer.connectors.tcp import Options as TCPOptions
