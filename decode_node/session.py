@@ -209,7 +209,7 @@ class DecodeSession:
     async def _reserve(self, sequence: Sequence) -> pb.Ticket:
         first_block = sequence.num_computed // self._engine.scheduler.pool.block_size
         self._freed = asyncio.Event()
-        ticket = await self._sink.reserve(
+        ticket, arrival = await self._sink.reserve(
             num_tokens=sequence.num_tokens,
             first_block=first_block,
             block_ids=tuple(sequence.block_table[first_block:]),
@@ -217,8 +217,7 @@ class DecodeSession:
             adapter=self._job.adapter,
         )
         self._transfer_id = ticket.transfer_id
-        landed = partial(self._landed, sequence, monotonic())
-        self._sink.landing(ticket.transfer_id).add_done_callback(landed)
+        arrival.add_done_callback(partial(self._landed, sequence, monotonic()))
         return ticket.to_pb()
 
     def _release(self, sequence: Sequence) -> None:

@@ -92,7 +92,6 @@ class RecvTransfer:
         self.machine = sink_machine(ranks.counts)
         self.cause: PdserveError | None = None  # of the present failure: the first one
         self.progress = 0  # grows as the lease is renewed
-        self.awaited = False  # a session has `arrival`
         self._ranks = ranks
         self._rank_ids = [each.rank for each in ticket.endpoints]
         self._counts = ranks.counts

@@ -1,8 +1,8 @@
 """The sink's control half: the transfers for which a decode node has reserved blocks, with the
 calls of its sessions, which wait for KV, and of the sources, which send it.
 
-    reserve() ──▶ ticket ──▶ … ──▶ landing() has a result: the session owns the blocks
-       retarget() ──▶ ticket        landing() has an error: on_freed() was called, they are free
+    reserve() ──▶ ticket ──▶ … ──▶ arrival has a result: the session owns the blocks
+       retarget() ──▶ ticket        arrival has an error: on_freed() was called, they are free
 
 It belongs to the event loop of the decode node. `recv_transfer.py` handles one transfer.
 """
@@ -60,10 +60,9 @@ class KVSink:
         )
         self._tasks = Tasks(Blame.DECODE)
         self._live: dict[bytes, RecvTransfer] = {}
-        self._arrivals: dict[bytes, asyncio.Future[RecvResult]] = {}  # activated, not awaited yet
         self._finished: OrderedDict[bytes, FinishedTransfer] = OrderedDict()
 
-    # ---- for sessions: reserve, landing, cancel ----------------------------------------------
+    # ---- for sessions: reserve, cancel -------------------------------------------------------
 
     async def reserve(
         self,
@@ -72,11 +71,12 @@ class KVSink:
         block_ids: Sequence[int],
         on_freed: Callable[[], None],
         adapter: str = "",
-    ) -> Ticket:
-        """Takes over `block_ids` (logical blocks `first_block …`): from this call on only
-        `on_freed` frees them, which is called once unless `landing` has a
-        result. When the ticket is
-        returned, every rank takes data. `adapter` is the digest of the LoRA adapter, if any.
+    ) -> tuple[Ticket, asyncio.Future[RecvResult]]:
+        """Takes over `block_ids` (logical blocks `first_block …`). Returns, when every rank takes
+        data, the ticket and the arrival. That has a result once the transfer is committed, has
+        landed on every rank and its digests match; then the caller owns the blocks. Otherwise it
+        has a TransferError and `on_freed` was called, which alone frees the blocks. Do not cancel
+        it. `adapter` is the digest of the LoRA adapter, if any.
 
         Raises:
             TransferError: a rank refused.
@@ -95,21 +95,7 @@ class KVSink:
             on_over=self._finish,
         )
         self._live[transfer_id] = made
-        return await made.issued()
-
-    def landing(self, transfer_id: bytes) -> asyncio.Future[RecvResult]:
-        """Returns a future that is done once the transfer is committed, has landed on every rank
-        and its digests match: from then on the caller owns the blocks. If the transfer failed, the
-        future has a TransferError and `on_freed` was called. Do not cancel it.
-
-        Raises:
-            TransferError: no such transfer is under way.
-        """
-        if (landed := self._arrivals.pop(transfer_id, None)) is not None:
-            return landed
-        transfer = self._find(transfer_id)
-        transfer.awaited = True
-        return transfer.arrival
+        return await made.issued(), made.arrival
 
     async def cancel(self, transfer_id: bytes) -> bool:
         """Cancels a transfer whose session ends. Returns True once the blocks are free, also for an
@@ -118,7 +104,6 @@ class KVSink:
         if transfer is not None:
             transfer.cancel("during the hand-off")
             await asyncio.wait([transfer.arrival])
-        self._arrivals.pop(transfer_id, None)
         outcome = self._finished.get(transfer_id)
         return outcome is None or outcome.failure is not None
 
@@ -249,8 +234,6 @@ class KVSink:
         transfer_id, epoch = transfer.ticket.transfer_id, transfer.epoch
         outcome = FinishedTransfer.of(transfer.machine.epoch, epoch.nbytes, transfer.cause)
         del self._live[transfer_id]
-        if outcome.failure is None and not transfer.awaited:
-            self._arrivals[transfer_id] = transfer.arrival
         self._finished[transfer_id] = outcome
         while len(self._finished) > REMEMBERED:
             self._finished.popitem(last=False)

@@ -176,6 +176,7 @@ class Pair:
     peer: FakeSinkClient
     sink_frees: int = 0
     handoffs: list[SendTransfer] = field(default_factory=list)
+    arrivals: dict[bytes, asyncio.Future[RecvResult]] = field(default_factory=dict)
 
     @property
     def freed(self) -> list[str]:
@@ -190,9 +191,13 @@ class Pair:
         self.handoffs.append(self.source.begin(ticket))
         return self.handoffs[-1]
 
+    async def reserve(self, *args: Any, **options: Any) -> Ticket:
+        ticket, self.arrivals[ticket.transfer_id] = await self.sink.reserve(*args, **options)
+        return ticket
+
     async def landed(self, transfer_id: bytes) -> RecvResult:
         """Waits for the sink's outcome."""
-        return await asyncio.shield(self.sink.landing(transfer_id))
+        return await asyncio.shield(self.arrivals[transfer_id])
 
     async def close(self) -> None:
         await self.source.close()

@@ -65,7 +65,7 @@ class Transfer:
 
     async def reserve(self, made: Pair) -> Ticket:
         tokens = len(self.sink_ids) * GEOMETRY.block_size
-        return await made.sink.reserve(tokens, 0, self.sink_ids, made.note_sink_free)
+        return await made.reserve(tokens, 0, self.sink_ids, made.note_sink_free)
 
     async def hand_off(self, made: Pair, ticket: Ticket) -> None:
         handoff = made.begin(ticket)

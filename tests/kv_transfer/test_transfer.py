@@ -59,9 +59,7 @@ def awake_time() -> Iterator[None]:
 
 
 async def start(made: Pair, first_block: int = 0) -> tuple[Ticket, SendTransfer]:
-    ticket = await made.sink.reserve(
-        TOKENS, first_block, SINK_IDS[first_block:], made.note_sink_free
-    )
+    ticket = await made.reserve(TOKENS, first_block, SINK_IDS[first_block:], made.note_sink_free)
     handoff = made.begin(ticket)
     return ticket, handoff
 
@@ -136,7 +134,7 @@ async def test_concurrent_transfers_share_connections(connector: str) -> None:
 
         async def one(index: int) -> None:
             ids = tuple(range(5 * index, 5 * index + 5))
-            ticket = await made.sink.reserve(TOKENS, 0, ids[::-1], lambda: None)
+            ticket = await made.reserve(TOKENS, 0, ids[::-1], lambda: None)
             tickets.append(ticket)
             handoff = made.begin(ticket)
             for block in range(5):
@@ -316,7 +314,7 @@ async def test_stale_epochs_and_unknown_transfers_are_typed() -> None:
 )
 async def test_a_ticket_that_does_not_fit(change: dict[str, Any], code: str, says: str) -> None:
     async with pair(FAKE, faults={}) as made:
-        ticket = await made.sink.reserve(TOKENS, 0, SINK_IDS, lambda: None)
+        ticket = await made.reserve(TOKENS, 0, SINK_IDS, lambda: None)
         with pytest.raises(TransferError, match=says) as error:
             made.source.begin(replace(ticket, **change))
         assert error.value.code == code
@@ -325,7 +323,7 @@ async def test_a_ticket_that_does_not_fit(change: dict[str, Any], code: str, say
 @pytest.mark.parametrize(("sink", "source"), [("a" * 32, "b" * 32), ("", "b" * 32), ("a" * 32, "")])
 async def test_kv_of_another_adapter_is_refused(sink: str, source: str) -> None:
     async with pair(FAKE, faults={}) as made:
-        ticket = await made.sink.reserve(TOKENS, 0, SINK_IDS, lambda: None, adapter=sink)
+        ticket = await made.reserve(TOKENS, 0, SINK_IDS, lambda: None, adapter=sink)
         with pytest.raises(TransferError, match=r"\+") as error:
             made.source.begin(ticket, adapter=source)
         assert error.value.code == "FINGERPRINT_MISMATCH"
@@ -525,7 +523,7 @@ async def test_a_source_that_was_given_up_cannot_outbid_the_one_that_takes_over(
 @pytest.mark.parametrize("connector", ["tcp", "shm"])
 async def test_a_sink_that_has_every_block_takes_the_commit_alone(connector: str) -> None:
     async with pair(connector, 1, 2) as made:
-        ticket = await made.sink.reserve(TOKENS, 5, (), made.note_sink_free)
+        ticket = await made.reserve(TOKENS, 5, (), made.note_sink_free)
         handoff = made.begin(ticket)
         announce(handoff)
         await asyncio.wait_for(handoff.commit("token"), 30)

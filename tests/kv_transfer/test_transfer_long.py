@@ -81,7 +81,7 @@ async def hand_off(made: Pair, ids: range, runs: int = 1) -> float:
     """From the same blocks to the same blocks; returns seconds."""
     began = time.monotonic()
     tokens = len(ids) * made.sink_node.geometry.block_size
-    ticket = await made.sink.reserve(tokens, 0, tuple(ids), made.note_sink_free)
+    ticket = await made.reserve(tokens, 0, tuple(ids), made.note_sink_free)
     handoff = made.begin(ticket)
     count = len(ids) // runs
     for number in range(runs):
@@ -294,7 +294,7 @@ async def test_finished_transfers_are_remembered_without_their_sessions() -> Non
         for number in range(60):
             session = Session()
             sessions.append(weakref.ref(session))
-            ticket = await made.sink.reserve(TOKENS, 0, SINK_IDS, session.freed)
+            ticket = await made.reserve(TOKENS, 0, SINK_IDS, session.freed)
             ids.append(ticket)
             if number % 3 == 0:
                 await made.sink.cancel(ticket.transfer_id)

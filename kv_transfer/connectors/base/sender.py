@@ -36,7 +36,7 @@ from pdserve.kv_transfer.frame import Frame, FrameKind
 from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import Piece
 
-Target = tuple[bytes, int]  # a sink rank's endpoint, and which of the streams to it
+StreamKey = tuple[bytes, int]  # a sink rank's endpoint, and which of the streams to it
 NO_BLOCKS = BlockRun(0, 0)
 IDLE_S = 60.0  # after which an unused connection is closed
 
@@ -48,7 +48,7 @@ class OutboundTransfer:
     """Is one transfer under way."""
 
     transfer: SourceTransfer
-    targets: tuple[tuple[Piece, Target], ...]  # each part with its destination
+    targets: tuple[tuple[Piece, StreamKey], ...]  # each part with its destination
     pending: int  # parts whose last run is not delivered
     gate: Gate = field(default_factory=Gate)
     nbytes: int = 0
@@ -95,7 +95,7 @@ class Sender:
         self._cache = cache
         self._lock = threading.Lock()
         self._outbound: dict[bytes, OutboundTransfer] = {}
-        self._workers: dict[Target, SendWorker] = {}
+        self._workers: dict[StreamKey, SendWorker] = {}
         self._closing = False
         self.streams = 1  # to each sink rank
 
@@ -141,7 +141,7 @@ class Sender:
                 last=whole.last and cut is cuts[-1],
             )
 
-    def _put(self, target: Target, task: SendTask) -> None:
+    def _put(self, target: StreamKey, task: SendTask) -> None:
         worker = self._workers.get(target)
         if worker is None:
             worker = self._workers[target] = SendWorker(target, self._dial, self)
@@ -252,7 +252,7 @@ class FairQueue:
 class SendWorker:
     """Sends one stream to one sink rank, one task at a time."""
 
-    def __init__(self, target: Target, dial: Callable[[bytes], Channel], sender: Sender) -> None:
+    def __init__(self, target: StreamKey, dial: Callable[[bytes], Channel], sender: Sender) -> None:
         self.target = target
         self.queue = FairQueue()
         self._dial = dial
