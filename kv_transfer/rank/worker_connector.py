@@ -139,8 +139,8 @@ class WorkerConnector:
         return Reply()
 
     def _quiesce(self, transfer_id: bytes) -> None:
-        """The blocks will belong to other sequences next: a connector that may still write to them,
-        or lets a peer read them, must end with this process."""
+        """Quiesces the connector or ends this process: the blocks will belong to other sequences,
+        so a connector that may still touch them must not live on."""
         try:
             self._connector.quiesce(transfer_id)
         except Exception:
