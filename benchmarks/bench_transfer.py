@@ -48,7 +48,7 @@ from benchmarks.transfer_ends import (
     make_view,
 )
 from benchmarks.transfer_tables import Latency, Parts, Throughput, show, show_parts
-from pdserve.kv_transfer.blocks import CacheBytes, Placement, copy_blocks, memory_of
+from pdserve.kv_transfer.blocks import BlockLayout, CacheBytes, copy_blocks, memory_of
 from pdserve.kv_transfer.connector import BlockRun
 from pdserve.kv_transfer.layout import CacheView
 from pdserve.kv_transfer.rank.digester import Digester, Hashed
@@ -224,7 +224,7 @@ def parts(shape: Shape, seconds: float) -> Parts:
     count = shape.prompt_blocks
     theirs, ours = block_ids(shape, count, seed=1), block_ids(shape, count, seed=2)
     there, here = (
-        CacheBytes.of(memory_of(view.cache), Placement.of(view)) for view in (source, target)
+        CacheBytes.of(memory_of(view.cache), BlockLayout.of(view)) for view in (source, target)
     )
     digester = Digester(source, "bench")
     works = (

@@ -38,7 +38,7 @@ from pdserve.kv_transfer.connector import (
 )
 from pdserve.kv_transfer.digest import RunDigest
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect
-from pdserve.kv_transfer.rank.transfer_rank import TransferRank
+from pdserve.kv_transfer.rank.worker_connector import WorkerConnector
 from pdserve.kv_transfer.selection import load_connector
 
 CHUNK_BLOCKS = 32  # blocks announced at once: a prefill chunk of 512 tokens
@@ -108,7 +108,7 @@ def close_view(view: CacheView) -> None:
 
 def make_rank(
     name: str, view: CacheView, *, source: bool
-) -> tuple[TransferRank, queue.SimpleQueue[Event | tuple[Landed, float]]]:
+) -> tuple[WorkerConnector, queue.SimpleQueue[Event | tuple[Landed, float]]]:
     """Its events come as they are, but `Landed` with the moment it was told."""
     events: queue.SimpleQueue[Event | tuple[Landed, float]] = queue.SimpleQueue()
 
@@ -116,10 +116,10 @@ def make_rank(
         events.put((event, time.perf_counter()) if isinstance(event, Landed) else event)
 
     context = RankContext(view, "127.0.0.1", "bench", emit)
-    return TransferRank(load_connector(name)(context, {}), source), events
+    return WorkerConnector(load_connector(name)(context, {}), source), events
 
 
-def call(rank: TransferRank, command: Command) -> Reply:
+def call(rank: WorkerConnector, command: Command) -> Reply:
     message = rank.handle(msgspec.msgpack.encode(command))
     reply = msgspec.msgpack.decode(message, type=Reply)
     if reply.error is not None:
@@ -127,7 +127,7 @@ def call(rank: TransferRank, command: Command) -> Reply:
     return reply
 
 
-def verify(rank: TransferRank, commit: Verify) -> None:
+def verify(rank: WorkerConnector, commit: Verify) -> None:
     """As a decode node does it, step by step, to the end."""
     reply = call(rank, commit)
     while reply.left and not reply.digests:

@@ -1,5 +1,5 @@
-"""The decode node: blocks reserved and filled by prefill nodes; tokens to the router. And the node
-of both roles: a decode node that computes every prompt itself, in chunks between its tokens."""
+"""The decode node: it reserves blocks, which prefill nodes fill, and generates tokens. Here is also
+the node of both roles: a decode node that computes prompts itself, in chunks between its steps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class DecodeNode(EngineNode[DecodeSession, KVSink]):
         return set_up(self.config, self.facts.device, self.kv_identity, key, source=False)
 
     def make_transfers(self, ranks: Sequence[RankReady], call: Call) -> KVSink:
-        """A ticket names the ranks of its replica alone."""
+        """Makes a sink whose tickets name the ranks of its replica only."""
         return KVSink(
             [RankEndpoint(each.rank, Rect.of(each.cache), each.extension_info) for each in ranks],
             fingerprint=self.transfer_setup.fingerprint,
@@ -65,7 +65,7 @@ class DecodeNode(EngineNode[DecodeSession, KVSink]):
         self.streams.close()
 
     def finish_choice(self, request_id: str, choice: int) -> None:
-        """The router has all it wants of a choice."""
+        """Ends a choice of which the router needs no more tokens."""
         for replica in self.replicas:
             for session in replica.sessions:
                 if session.request_id == request_id:
@@ -73,7 +73,7 @@ class DecodeNode(EngineNode[DecodeSession, KVSink]):
 
 
 class BothNode(DecodeNode):
-    """No KV comes to it or goes from it: it has no connectors, and listens for none."""
+    """Serves both roles. It neither sends nor takes KV, so it has no connectors."""
 
     role = pb.ROLE_BOTH
     blame = Blame.BOTH
@@ -98,7 +98,7 @@ class BothNode(DecodeNode):
 
 
 class DecodeService(pb_grpc.DecodeServicer):
-    """Jobs from routers."""
+    """Takes jobs from routers."""
 
     def __init__(self, node: DecodeNode) -> None:
         self._node = node

@@ -57,9 +57,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
     ) -> pb.RenewResponse:
         async with serving(context, Blame.DECODE):
             sink = self._sink(request.transfer_id)
-            if not request.committed:
-                sink.renew(request.transfer_id, request.epoch)
-            progress = sink.progress(request.transfer_id, request.epoch)
+            progress = sink.renew(request.transfer_id, request.epoch, request.committed)
         return pb.RenewResponse(progress=progress)
 
     async def Abort(

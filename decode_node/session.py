@@ -24,7 +24,7 @@ from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.tokens import JobTokens
 from pdserve.decode_node.token_streams import TokenStream
-from pdserve.kv_transfer.control.epoch import Arrival
+from pdserve.kv_transfer.control.recv_transfer import RecvResult
 from pdserve.kv_transfer.control.sink import KVSink
 
 T = TypeVar("T")
@@ -209,7 +209,7 @@ class DecodeSession:
     async def _reserve(self, sequence: Sequence) -> pb.Ticket:
         first_block = sequence.num_computed // self._engine.scheduler.pool.block_size
         self._freed = asyncio.Event()
-        ticket = await self._sink.reserve(
+        ticket, arrival = await self._sink.reserve(
             num_tokens=sequence.num_tokens,
             first_block=first_block,
             block_ids=tuple(sequence.block_table[first_block:]),
@@ -217,8 +217,7 @@ class DecodeSession:
             adapter=self._job.adapter,
         )
         self._transfer_id = ticket.transfer_id
-        landed = partial(self._landed, sequence, monotonic())
-        self._sink.landing(ticket.transfer_id).add_done_callback(landed)
+        arrival.add_done_callback(partial(self._landed, sequence, monotonic()))
         return ticket.to_pb()
 
     def _release(self, sequence: Sequence) -> None:
@@ -227,7 +226,7 @@ class DecodeSession:
         self._freed.set()
 
     def _landed(
-        self, sequence: Sequence, reserved_at: float, landing: asyncio.Future[Arrival]
+        self, sequence: Sequence, reserved_at: float, landing: asyncio.Future[RecvResult]
     ) -> None:
         """The hand-off has an outcome. If it is the KV, the sequence is computed from the next step
         on, whoever is still to be told."""
@@ -243,7 +242,7 @@ class DecodeSession:
         except Exception as error:
             self._events.put_nowait(error)
 
-    def _activate(self, sequence: Sequence, arrival: Arrival) -> pb.Landed:
+    def _activate(self, sequence: Sequence, arrival: RecvResult) -> pb.Landed:
         event = convert.event_from_pb(arrival.first_token)
         cached = sequence.num_cached or 0
         if self._engine.activate(sequence, event.tokens[0]):

@@ -1,8 +1,8 @@
-"""Where the blocks of a transfer lie in a rank's cache, and how to move them at once.
+"""The bytes of a transfer's blocks in a rank's cache, and functions that move or hash them.
 
 The canonical order of a piece's bytes is (layer, k|v, block, KV head). Both sides walk their
 own memory in that order, so one byte stream fits both though physical block ids and head
-ranges differ. What is adjacent in memory is one run; runs are cut differently on each side.
+ranges differ. Adjacent bytes form one run; runs are cut differently on each side.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pdserve.kv_transfer.native.code import MIN_HASHED_NBYTES, block_code
 
 @dataclass(frozen=True, slots=True)
 class ByteRuns:
-    """Byte ranges of a cache, in canonical order."""
+    """Lists byte ranges of a cache, in canonical order."""
 
     offsets: NDArray[np.int64]
     lengths: NDArray[np.int64]
@@ -32,31 +32,32 @@ class ByteRuns:
 
 
 def head_nbytes(cache: torch.Tensor) -> int:
-    """Bytes of one KV head of one block: adjacent in memory."""
+    """Returns the size of one KV head of one block, which is adjacent in memory."""
     return cache.shape[4] * cache.shape[5] * cache.element_size()
 
 
 def piece_nbytes(cache: torch.Tensor, rect: Rect, count: int) -> int:
-    """Bytes of `count` blocks of a piece."""
+    """Returns the size of `count` blocks of a piece."""
     return rect.area * 2 * count * head_nbytes(cache)
 
 
 def byte_runs(view: CacheView, rect: Rect, block_ids: Sequence[int]) -> ByteRuns:
-    """The runs of `block_ids` × `rect` (in the model's coordinates, within `view.rect`)."""
+    """Returns the runs of `block_ids` × `rect` (in the model's coordinates, within `view.rect`)."""
     return plane_runs(view, rect, block_ids).expanded()
 
 
 def plane_runs(view: CacheView, rect: Rect, block_ids: Sequence[int]) -> PlaneRuns:
-    """As `byte_runs`, for compiled code."""
-    place = Placement.of(view)
-    (firsts,), counts = _stretches([block_ids], coalesce=place.has_all_heads(rect))
-    return place.runs(rect, firsts, counts)
+    """Returns the same runs as `byte_runs`, for compiled code."""
+    layout = BlockLayout.of(view)
+    (firsts,), counts = _stretches([block_ids], coalesce=layout.has_all_heads(rect))
+    return layout.runs(rect, firsts, counts)
 
 
 @dataclass(frozen=True, slots=True)
 class PlaneRuns:
-    """The same byte ranges in each of `num_planes` planes (one layer's keys or values), `stride`
-    bytes apart and as long; the first plane is `start` bytes from the cache's beginning."""
+    """Lists byte ranges that are the same in each of `num_planes` planes (a plane is one layer's
+    keys or values). Planes are `stride` bytes long; the first begins at byte `start` of the
+    cache."""
 
     start: int
     stride: int
@@ -69,25 +70,25 @@ class PlaneRuns:
         return self.num_planes * int(self.lengths.sum())
 
     def expanded(self) -> ByteRuns:
-        """Raises IndexError for a block that there is not."""
+        """Raises IndexError for a block that does not exist."""
         ends = self.starts + self.lengths
         if len(ends) and (self.starts.min() < 0 or ends.max() > self.stride):
-            raise IndexError("a block that there is not")
+            raise IndexError("no such block")
         planes = self.start + self.stride * np.arange(self.num_planes)
         offsets = planes[:, None] + self.starts[None, :]
         return ByteRuns(offsets.ravel(), np.broadcast_to(self.lengths, offsets.shape).ravel())
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """Where the blocks of a cache lie in its bytes, whoever's cache it is."""
+class BlockLayout:
+    """Says where the blocks of a cache lie in its bytes, for this rank's cache or a peer's."""
 
     rect: Rect
     num_blocks: int
     head_nbytes: int
 
     @classmethod
-    def of(cls, view: CacheView) -> Placement:
+    def of(cls, view: CacheView) -> BlockLayout:
         return cls(view.rect, view.cache.shape[2], head_nbytes(view.cache))
 
     @property
@@ -95,11 +96,11 @@ class Placement:
         return 2 * self.rect.area * self.num_blocks * self.head_nbytes
 
     def has_all_heads(self, rect: Rect) -> bool:
-        """Whether adjacent blocks of `rect` are adjacent bytes."""
+        """Returns whether adjacent blocks of `rect` are adjacent bytes."""
         return rect.num_heads == self.rect.num_heads
 
     def runs(self, rect: Rect, firsts: NDArray[np.int64], counts: NDArray[np.int64]) -> PlaneRuns:
-        """Of stretches of adjacent blocks."""
+        """Returns the runs of stretches of adjacent blocks: where each begins, how long it is."""
         layers, heads = rect.slices_in(self.rect)
         row = self.rect.num_heads * self.head_nbytes  # of a block in a plane
         stride = self.num_blocks * row
@@ -111,8 +112,9 @@ class Placement:
 def _stretches(
     block_ids: Sequence[Sequence[int]], coalesce: bool
 ) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
-    """Where stretches begin in which each of `block_ids` (equally many) steps by one, and how long
-    they are; every id is one unless `coalesce`."""
+    """Finds the stretches in which every list of `block_ids` steps by one; the lists are equally
+    long. Returns where they begin in each list, and their lengths. Without `coalesce` every id is
+    a stretch."""
     ids = [np.asarray(each, np.int64) for each in block_ids]
     count = len(ids[0])
     if not coalesce or count < 2:
@@ -123,18 +125,18 @@ def _stretches(
 
 
 def memory_of(cache: torch.Tensor) -> memoryview:
-    """All bytes of a contiguous CPU cache, writable."""
+    """Returns all bytes of a contiguous CPU cache, writable."""
     return cache.view(torch.uint8).reshape(-1).numpy().data
 
 
 def gather(view: CacheView, rect: Rect, block_ids: Sequence[int]) -> torch.Tensor:
-    """A contiguous copy of a piece in canonical order, on the cache's device."""
+    """Returns a contiguous copy of a piece in canonical order, on the cache's device."""
     index = torch.tensor(block_ids, dtype=torch.long, device=view.cache.device)
     return _part(view, rect).index_select(2, index)
 
 
 def scatter(view: CacheView, rect: Rect, block_ids: Sequence[int], staged: torch.Tensor) -> None:
-    """Writes what `gather` read; `staged` is its bytes (1-D uint8, any device)."""
+    """Writes the bytes that `gather` read: `staged`, 1-D uint8 on any device."""
     part = _part(view, rect)
     index = torch.tensor(block_ids, dtype=torch.long, device=part.device)
     shape = (*part.shape[:2], len(block_ids), *part.shape[3:])
@@ -148,16 +150,16 @@ def _part(view: CacheView, rect: Rect) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class CacheBytes:
-    """All bytes of a cache in host memory; read-only if its memory is."""
+    """Holds all bytes of a cache in host memory; read-only if its memory is."""
 
     memory: NDArray[np.uint8]
     address: int
-    place: Placement
+    layout: BlockLayout
 
     @classmethod
-    def of(cls, memory: memoryview, place: Placement) -> CacheBytes:
+    def of(cls, memory: memoryview, layout: BlockLayout) -> CacheBytes:
         data = np.frombuffer(memory, np.uint8)
-        return cls(data, data.ctypes.data, place)
+        return cls(data, data.ctypes.data, layout)
 
 
 def copy_blocks(
@@ -167,13 +169,13 @@ def copy_blocks(
     source: CacheBytes,
     source_ids: Sequence[int],
 ) -> None:
-    """Block by block `rect` (within both) of `source_ids` to that of `target_ids`. What is adjacent
-    on both sides is copied at once; the interpreter lock is released meanwhile. Raises IndexError
-    for a block that there is not."""
-    whole_rows = target.place.has_all_heads(rect) and source.place.has_all_heads(rect)
+    """Copies `rect` (within both caches) of block `source_ids[i]` to block `target_ids[i]`, for
+    every i. Ranges that are adjacent on both sides are copied at once, without the interpreter
+    lock. Raises IndexError for a block that does not exist."""
+    whole_rows = target.layout.has_all_heads(rect) and source.layout.has_all_heads(rect)
     (to_firsts, at_firsts), counts = _stretches([target_ids, source_ids], coalesce=whole_rows)
-    to = target.place.runs(rect, to_firsts, counts)
-    at = source.place.runs(rect, at_firsts, counts)
+    to = target.layout.runs(rect, to_firsts, counts)
+    at = source.layout.runs(rect, at_firsts, counts)
     if (code := block_code()) is not None:
         code.copy(
             target.address + to.start, to.stride, to.starts,
@@ -188,7 +190,7 @@ def copy_blocks(
 
 
 def hash_blocks(prefix: bytes, cache: CacheBytes, runs: PlaneRuns) -> bytes:
-    """XXH3 (128 bits) of the prefix and of the runs, plane by plane."""
+    """Returns the XXH3 hash (128 bits) of the prefix and of the runs, plane by plane."""
     code = block_code()
     if code is not None and len(prefix) + runs.nbytes >= MIN_HASHED_NBYTES:
         first = cache.address + runs.start

@@ -1,6 +1,6 @@
-"""What a node tells its ranks about KV transfers, and what they answer and report.
+"""The messages between a node and its ranks about KV transfers: commands, replies, events.
 
-Commands travel as the bytes of `Executor.call`; events as those of `Executor.on_event`.
+Commands travel as the bytes of `Executor.call`, events as those of `Executor.on_event`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Submit(msgspec.Struct, tag=True):
 
 
 class Ready(msgspec.Struct, tag=True):
-    """With `digest`, the reply has one for each piece of the run."""
+    """Announces a run. With `digest`, the reply has a digest of each piece of the run."""
 
     transfer_id: bytes
     run: BlockRun
@@ -47,8 +47,8 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class Verify(msgspec.Struct, tag=True):
-    """The reply has the digests that are wrong, of those meant for this rank that it came to:
-    `left` are for `VerifyMore`."""
+    """Compares this rank's blocks with `digests`. The reply has those that differ among the first
+    few; the `left` others need `VerifyMore`."""
 
     transfer_id: bytes
     epoch: int
@@ -56,14 +56,14 @@ class Verify(msgspec.Struct, tag=True):
 
 
 class VerifyMore(msgspec.Struct, tag=True):
-    """Goes on with the last `Verify`."""
+    """Continues the last `Verify`."""
 
     transfer_id: bytes
     epoch: int
 
 
 class Quiesce(msgspec.Struct, tag=True):
-    """May take a fraction of a second when a peer has stalled."""
+    """Is answered once no block is touched, which takes a moment when a peer has stalled."""
 
     transfer_id: bytes
 
@@ -82,7 +82,7 @@ class Reply(msgspec.Struct):
 
 
 class RankError(msgspec.Struct):
-    """A PdserveError on its way to the node."""
+    """Carries a PdserveError to the node."""
 
     message: str
     code: str
@@ -99,7 +99,7 @@ _events: dict[str, msgspec.msgpack.Decoder[Any]] = {
 
 
 def decode_command(message: bytes) -> Command:
-    """Raises TransferError BAD_FRAME on what is none."""
+    """Raises TransferError BAD_FRAME when `message` is no command."""
     return _decode(_commands, message)
 
 
@@ -120,7 +120,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], message: bytes | msgspec.Raw) -
     try:
         return decoder.decode(message)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise bad_frame(f"not what a rank and its node say: {error}") from error
+        raise bad_frame(f"no message between a rank and its node: {error}") from error
 
 
 # ---- the node's end ----
@@ -129,26 +129,26 @@ Call = Callable[[int, bytes], Awaitable[bytes]]  # Executor.call
 
 
 class RankCalls:
-    """Commands to the ranks of a node. `counts` are those of its half of the hand-off."""
+    """Sends commands to the ranks of a node. `counts` belong to its half of the hand-off."""
 
     def __init__(self, call: Call, counts: Counter[str]) -> None:
         self.call = call
         self.counts = counts
 
     async def send(self, rank: int, command: Command) -> Reply:
-        """Raises TransferError when the rank's connector did."""
+        """Raises the TransferError that the rank's connector raised."""
         reply = _decode(_replies, await self.call(rank, msgspec.msgpack.encode(command)))
         if reply.error is not None:
             raise transfer_error(reply.error)
         return reply
 
     async def send_all(self, commands: Mapping[int, Command]) -> list[Reply]:
-        """Calls several ranks at once and waits for all of them; raises the first one's error."""
+        """Calls several ranks at once and waits for all of them; raises the first error."""
         return await all_of(self.send(rank, command) for rank, command in commands.items())
 
     async def send_alive(self, ranks: Iterable[int], command: Command) -> list[Reply]:
-        """As `send_all`, but only counts ranks that cannot answer: a dead rank reads and writes
-        nothing any more, and its node ends soon."""
+        """Calls several ranks and counts those that cannot answer instead of raising: a dead rank
+        touches no block, and its node ends soon."""
         calls = (self.send(rank, command) for rank in ranks)
         answers = await asyncio.gather(*calls, return_exceptions=True)
         self.counts["dead_rank"] += sum(isinstance(each, BaseException) for each in answers)
@@ -156,8 +156,8 @@ class RankCalls:
 
 
 async def all_of(calls: Iterable[Awaitable[T]]) -> list[T]:
-    """Waits for all of them; raises the first one's error. One alone needs no task: where its
-    answer is there at once, nobody waits."""
+    """Waits for all calls; raises the first error. A single call gets no task of its own, so an
+    answer that is ready costs no turn of the loop."""
     waiting = list(calls)
     if len(waiting) == 1:
         return [await waiting[0]]

@@ -17,12 +17,12 @@ ready. One object may be both.
                                                   quiesce(id): after it returns, nothing
                                                   writes into the transfer's blocks
 
-After `quiesce` the same transfer may be accepted and submitted again, with a higher epoch: a
-retry, or another source that takes over. What comes under an older epoch is dropped.
+After `quiesce` the same transfer may be accepted and submitted again, with a higher epoch: for a
+retry, or for another source that takes over. Data of an older epoch is dropped.
 
-What the core owns, so that no connector can get it wrong: leases and deadlines, epochs, digests,
-counting ranks, planning, retries, the order of frees. A connector that sees a late, duplicate or
-unknown event counts and drops it.
+The core owns leases and deadlines, epochs, digests, counting ranks, planning, retries and the order
+in which blocks are freed, so a connector cannot get them wrong. A connector counts and drops events
+that are late, duplicate or unknown.
 
 A simple transport need not implement this class: see `kv_transfer/pipe.py`.
 """
@@ -42,14 +42,14 @@ API_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a connector can do; declared, never probed."""
+    """Declares what a connector can do; nothing is probed."""
 
     push: bool = False  # the source writes or sends
     pull: bool = False  # the sink reads the source's memory
     one_sided: bool = False  # memory is read or written without the owner's code running
     same_host: bool = False  # both ranks must share a host
     devices: frozenset[str] = field(default_factory=lambda: frozenset({"cpu"}))
-    authenticates: bool = False  # peers prove `RankContext.keys`, or the kernel says who they are
+    authenticates: bool = False  # peers prove `RankContext.keys`, or the kernel names their user
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ class BlockRun:
 
 @dataclass(frozen=True, slots=True)
 class SinkTransfer:
-    """What a sink rank must know to take blocks. `block_ids[i]` is the physical block of
-    logical block `first_block + i`."""
+    """Tells a sink rank which blocks to fill. `block_ids[i]` is the physical block of logical block
+    `first_block + i`."""
 
     transfer_id: bytes
     epoch: int
@@ -74,7 +74,7 @@ class SinkTransfer:
 
 @dataclass(frozen=True, slots=True)
 class SourceTransfer:
-    """What a source rank must know to deliver: which pieces go to which endpoint."""
+    """Tells a source rank which pieces go to which endpoint."""
 
     transfer_id: bytes
     epoch: int
@@ -86,7 +86,7 @@ class SourceTransfer:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A run moved: `nbytes` more, each byte counted once; renews the lease."""
+    """Reports that `nbytes` more have moved, each byte counted once. It renews the lease."""
 
     transfer_id: bytes
     epoch: int
@@ -95,8 +95,8 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """Sink: every piece of this rank is in its blocks, and nothing more is written into them:
-    the blocks may be used from now on."""
+    """Sink: every piece of this rank is in its blocks and nothing more is written into them, so
+    the blocks may be used."""
 
     transfer_id: bytes
     epoch: int
@@ -115,7 +115,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The transfer cannot go on; `code` as in TransferError, `blame` as in Blame."""
+    """Ends a transfer that cannot go on; `code` as in TransferError, `blame` as in Blame."""
 
     transfer_id: bytes
     epoch: int
@@ -135,21 +135,21 @@ Event = Progress | Landed | Sent | Failed
 
 @dataclass(frozen=True, slots=True)
 class RankContext:
-    """What the core gives a connector: its cache, where to bind, where to report."""
+    """Gives a connector its cache, the address to bind to and the way to report."""
 
     view: CacheView  # the cache tensor and the rectangle it covers
     bind_host: str
-    fingerprint: str  # peers with another one are refused at connect
+    fingerprint: str  # a peer with another fingerprint is refused when it connects
     emit: Callable[[Event], None]  # thread-safe
-    # What peers prove to know before they are told anything or taken anything from; all are good,
-    # the first is to sign with. Empty: the cluster has no key. They belong into no log.
+    # A peer must prove that it knows one of these keys before anything else is exchanged. Sign with
+    # the first, accept all. Empty: the cluster has no key. Never log them.
     keys: tuple[bytes, ...] = field(default=(), repr=False)
 
 
 class KVConnector(ABC):
-    """One rank's end of the KV data plane. No method blocks except `quiesce` and `close`.
+    """Is one rank's end of the KV data plane. Only `quiesce` and `close` may block.
 
-    All methods may be called while a forward pass runs on another thread, and must be safe
+    Any method may be called while a forward pass runs on another thread, and must be safe
     against the connector's own threads.
     """
 
@@ -157,44 +157,48 @@ class KVConnector(ABC):
     capabilities: ClassVar[Capabilities]
 
     def __init__(self, context: RankContext, config: Mapping[str, Any]) -> None:
-        """`config` is what `--kv-connector-config` has for it; raises ConfigError on unknown
-        keys."""
+        """`config` has the connector's options from `--kv-connector-config`.
+
+        Raises:
+            ConfigError: an unknown key.
+        """
         self.context = context
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Late, duplicate and drained events by name; they stay in the rank. Default: none."""
+        """Counts late, duplicate and drained events by name, within this rank. Default: none."""
         return {}
 
     @abstractmethod
     def endpoint(self) -> bytes:
-        """Where sources reach this rank; opaque bytes carried in the ticket."""
+        """Returns the address at which sources reach this rank: opaque bytes, carried in the
+        ticket."""
 
     @abstractmethod
     def accept(self, transfer: SinkTransfer) -> None:
-        """Sink: from now on take blocks for (transfer id, epoch), and for no older epoch."""
+        """Sink: starts to take blocks for this transfer id and epoch, and for no older epoch."""
 
     @abstractmethod
     def submit(self, transfer: SourceTransfer) -> None:
-        """Source: a transfer begins. Connecting happens in the background; a failure to
-        connect is a `Failed` event."""
+        """Source: begins a transfer. Connecting happens in the background; a failure to connect is
+        a `Failed` event."""
 
     @abstractmethod
     def ready(
         self, transfer_id: bytes, run: BlockRun, block_ids: tuple[int, ...], last: bool
     ) -> None:
-        """Source: these blocks hold final KV and may be delivered. `block_ids` are this
-        node's physical blocks for `run`; `last` marks the transfer's final run (which may
-        be empty). The blocks stay untouched until `release`."""
+        """Source: announces blocks that hold final KV and may be delivered. `block_ids` are this
+        node's physical blocks for `run`; `last` marks the transfer's final run, which may be
+        empty. The blocks do not change until `release`."""
 
     @abstractmethod
     def quiesce(self, transfer_id: bytes) -> None:
-        """Returns when nothing writes into (sink) or reads from (source) the transfer's
-        blocks any more, and nothing will. Unknown transfers return at once. A one-sided read
-        that is under way may end after the source's `quiesce` if it then does not count."""
+        """Returns when nothing writes into the transfer's blocks (sink) or reads them (source), and
+        nothing will. It returns at once for an unknown transfer. A one-sided read may end after
+        the source's `quiesce` if it then does not count."""
 
     def release(self, transfer_id: bytes) -> None:
-        """The core has no more use for the transfer. Default: `quiesce`."""
+        """Forgets a transfer that the core is done with. Default: `quiesce`."""
         self.quiesce(transfer_id)
 
     @abstractmethod

@@ -1,8 +1,8 @@
-"""What was sent is what has landed: one hash per run of blocks, made at both ends.
+"""Digests: one hash per run of blocks, made at both ends, shows that the run landed as it was sent.
 
-A digest covers the bytes of a run in canonical order (`blocks.py`) and says which run, of which
-transfer and epoch, between nodes of which fingerprint: blocks that are flipped, swapped, stale,
-cut short or meant for somebody else all differ. Ranks make them: `rank/digester.py`.
+A digest covers the bytes of a run in canonical order (`blocks.py`) and the run, the transfer, the
+epoch and the nodes' fingerprint. So it differs when blocks are flipped, swapped, stale, cut short
+or another transfer's. Ranks make digests in `rank/digester.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pdserve.kv_transfer.layout import Rect
 
 @dataclass(frozen=True, slots=True)
 class RunDigest:
-    """What the source says it sent to one sink rank."""
+    """Is the source's digest of a run that it sent to one sink rank."""
 
     sink_rank: int
     rect: Rect
@@ -42,8 +42,8 @@ class RunDigest:
 
 
 def check_coverage(whole: Rect, transfer: SinkTransfer, digests: Sequence[RunDigest]) -> None:
-    """Raises TransferError BAD_FRAME unless they cover every block of a rank that owns `whole`
-    exactly once."""
+    """Raises TransferError BAD_FRAME unless the digests cover every block of a rank that owns
+    `whole` exactly once."""
     ends: dict[Rect, int] = {}
     for each in digests:
         if each.run.first != ends.setdefault(each.rect, transfer.first_block):
@@ -53,7 +53,7 @@ def check_coverage(whole: Rect, transfer: SinkTransfer, digests: Sequence[RunDig
     if any(reached != end for reached in ends.values()):
         raise bad_frame(f"digests end before block {end}")
     rects = list(ends)
-    if len(rects) > whole.area:  # or comparing all with all would take for ever
+    if len(rects) > whole.area:  # bounds the comparison of all pairs below
         raise bad_frame(f"digests of {len(rects)} pieces of {whole}")
     overlap = any(a.intersect(b).area for i, a in enumerate(rects) for b in rects[:i])
     within = all(whole.contains(rect) for rect in rects)
@@ -63,7 +63,7 @@ def check_coverage(whole: Rect, transfer: SinkTransfer, digests: Sequence[RunDig
 
 
 def mismatch(wrong: Sequence[RunDigest]) -> TransferError:
-    """The error of runs that did not land as they were sent."""
+    """Makes the error of runs that did not land as they were sent."""
     runs = ", ".join(
         f"blocks {each.run.first}…{each.run.first + each.run.count - 1} of {each.rect} "
         f"on rank {each.sink_rank}"

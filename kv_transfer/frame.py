@@ -1,9 +1,9 @@
-"""What two ranks say to each other: fixed-size headers, each followed by `nbytes` of payload.
+"""The frames between two ranks: fixed-size headers, each followed by `nbytes` of payload.
 
 source                                  sink
 CHALLENGE  a random number      ◀─▶     and mine                           (with a cluster key)
 PROOF  payload: its MAC         ◀─▶     and mine                           (with a cluster key)
-HELLO  payload: who I am        ──▶
+HELLO  payload: my fingerprint  ──▶
                                 ◀──     WELCOME, or REFUSED (payload: code: why)
 MEET  payload: my address       ◀─▶     and mine: so a group of the two forms       (group)
 BEGIN  a piece of a transfer    ──▶     this connection answers for it (also a keepalive)
@@ -12,9 +12,9 @@ OFFER  payload: my block ids    ──▶     reads them from my memory         
                                 ◀──     TAKEN
 CONFIRM  count 1: I held them   ──▶     after either: it counts; 0: it does not
 
-A connection is shared by transfers and outlives them. One that is given up in the midst of a DATA
-frame ends inside it: the source fills it up with other bytes and confirms 0, the sink receives
-what is left of it beside the blocks.
+Transfers share a connection, which outlives them. When a transfer is cancelled within a DATA frame,
+the source fills the frame up with other bytes and confirms 0, and the sink receives the rest of it
+into scratch memory.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ MAGIC = b"pdKV"
 # magic, version, kind, transfer id, epoch, rectangle, first block, blocks, payload bytes
 _HEADER = struct.Struct("!4sHH16sI4IIIQ")
 HEADER_NBYTES = _HEADER.size
-MAX_GREETING = 4096  # bytes of one frame that a peer may say before it is known
+MAX_GREETING = 4096  # bytes of a frame from a peer that is not authenticated yet
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     HELLO = 1
     WELCOME = 2
     REFUSED = 3
@@ -52,9 +52,9 @@ NOWHERE = Rect(0, 0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One header. `first … first+count-1` are logical blocks, counted from the prompt's start."""
+    """Is one header. Blocks `first … first+count-1` are counted from the start of the prompt."""
 
-    kind: Kind
+    kind: FrameKind
     transfer_id: bytes = bytes(16)
     epoch: int = 0
     rect: Rect = NOWHERE
@@ -77,14 +77,14 @@ class Frame:
 
     @classmethod
     def decode(cls, header: bytes) -> Frame:
-        """Raises TransferError BAD_FRAME on what is not a header of this wire version."""
+        """Raises TransferError BAD_FRAME unless it is a header of this wire version."""
         if len(header) != HEADER_NBYTES:
             raise bad_frame(f"a header of {len(header)} bytes")
         magic, version, kind, transfer_id, epoch, *rest = _HEADER.unpack(header)
         if magic != MAGIC or version != WIRE_VERSION:
             raise bad_frame(f"magic {magic!r}, wire version {version} ≠ {WIRE_VERSION}")
         try:
-            known = Kind(kind)
+            known = FrameKind(kind)
         except ValueError as error:
             raise bad_frame(f"unknown kind {kind}") from error
         return cls(known, transfer_id, epoch, Rect(*rest[:4]), *rest[4:])

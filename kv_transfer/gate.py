@@ -1,4 +1,4 @@
-"""Who is inside a transfer's blocks: the gate that `quiesce` shuts."""
+"""The gate around a transfer's blocks, which `quiesce` closes."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-GRACE_S = 0.25  # whoever is inside may leave by itself for so long
+GRACE_S = 0.25  # a thread inside has so long to leave before it is interrupted
 
 
 def leaves_by_itself() -> None:
-    """The `interrupt` of who waits for nobody inside, or looks at `is_open` meanwhile."""
+    """Is the `interrupt` of a thread that does not block inside, or checks `is_open` while it
+    does."""
 
 
 class Gate:
-    """Threads pass through it to read or write a transfer's blocks. Once `close` has
-    returned nobody is inside and nobody will be.
+    """Threads pass through it to read or write a transfer's blocks. Once `close` has returned, no
+    thread is inside and none will enter.
 
-    Best is not to wait for a peer inside, or only for moments, looking at `is_open` between them:
-    then what is shared with other transfers (a connection) need not be interrupted for one.
+    A thread inside should not wait for a peer, or only briefly and checking `is_open` in between:
+    then a connection that transfers share need not be interrupted because of one of them.
     """
 
     def __init__(self) -> None:
@@ -32,8 +33,8 @@ class Gate:
 
     @contextmanager
     def passage(self, interrupt: Callable[[], None] = leaves_by_itself) -> Iterator[bool]:
-        """Yields whether the caller may touch the blocks. `interrupt` (called from another
-        thread) must make it leave soon, unless it does so by itself."""
+        """Yields whether the caller may touch the blocks. `interrupt` is called from another thread
+        and must make the caller leave soon, unless it leaves by itself."""
         with self._changed:
             admitted = self._open
             if admitted:
@@ -47,8 +48,8 @@ class Gate:
                     self._changed.notify_all()
 
     def close(self, grace: float = GRACE_S) -> None:
-        """Lets nobody in any more and waits until the last one left; after `grace` seconds
-        those still inside are interrupted."""
+        """Admits no more threads and waits until the last one has left; after `grace` seconds those
+        still inside are interrupted."""
         with self._changed:
             self._open = False
             if self._changed.wait_for(lambda: not self._inside, grace):

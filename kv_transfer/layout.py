@@ -1,9 +1,8 @@
-"""Who owns which part of the KV cache, and which part must go where.
+"""The parts of the KV cache: which rank owns which, and which source sends which to which sink.
 
-A rank owns a rectangle: a range of layers × a range of KV heads. What a source rank must
-send to a sink rank is the intersection of their rectangles; that one piece of arithmetic
-covers unequal tensor parallelism, unequal pipelines and replicated KV heads, in both
-directions.
+A rank owns a rectangle: a range of layers × a range of KV heads. A source rank sends a sink rank
+the intersection of their rectangles. That one piece of arithmetic covers unequal tensor
+parallelism, unequal pipelines and replicated KV heads, in both directions.
 
 Inside a rank the cache is one tensor, head-major inside a block, so that a slice of heads
 of one block is contiguous:
@@ -28,7 +27,7 @@ WIRE_VERSION = 3
 
 
 class Part(Protocol):
-    """What names a part of the KV of a model: a rank's cache shape, an endpoint's message."""
+    """Names a part of a model's KV: a rank's cache shape or an endpoint's message has one."""
 
     @property
     def layer_start(self) -> int: ...
@@ -42,7 +41,7 @@ class Part(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rect:
-    """Layers `layer_start…layer_end-1` × KV heads `head_start…head_end-1` of the model."""
+    """Covers layers `layer_start…layer_end-1` × KV heads `head_start…head_end-1` of the model."""
 
     layer_start: int
     layer_end: int
@@ -70,7 +69,7 @@ class Rect:
         return max(0, self.num_layers) * max(0, self.num_heads)
 
     def contains(self, part: Rect) -> bool:
-        """Whether `part` is not empty and lies within."""
+        """Returns whether `part` is not empty and lies within this rectangle."""
         return part.area > 0 and part.intersect(self) == part
 
     def slices_in(self, owner: Rect) -> tuple[slice, slice]:
@@ -81,13 +80,13 @@ class Rect:
         )
 
     def split_layers(self, parts: int) -> list[Rect]:
-        """At most `parts` rectangles of equal height, give or take a layer, one below the other."""
+        """Cuts it into at most `parts` rectangles of equal height, give or take a layer."""
         parts = max(1, min(parts, self.num_layers))
         edges = [self.layer_start + self.num_layers * part // parts for part in range(parts + 1)]
         return [replace(self, layer_start=a, layer_end=b) for a, b in pairwise(edges)]
 
     def intersect(self, other: Rect) -> Rect:
-        """The common part; its area is 0 when there is none."""
+        """Returns the common part; its area is 0 when there is none."""
         return Rect(
             max(self.layer_start, other.layer_start),
             min(self.layer_end, other.layer_end),
@@ -98,7 +97,7 @@ class Rect:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one source rank sends to one sink rank, for every block of a transfer."""
+    """Says which part one source rank sends to one sink rank, for every block of a transfer."""
 
     source_rank: int
     sink_rank: int
@@ -107,7 +106,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class CacheView:
-    """One rank's cache and the rectangle it covers.
+    """Holds one rank's cache and the rectangle it covers.
 
     `cache` has shape `[num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]`.
     `shared_fd` is the memory file behind a CPU cache (memfd), for connectors that map it.
@@ -120,8 +119,8 @@ class CacheView:
 
 
 def rank_rects(num_layers: int, num_kv_heads: int, tp_size: int) -> list[Rect]:
-    """The rectangle of each tensor-parallel rank. With more ranks than KV heads every head is
-    replicated over `tp_size / num_kv_heads` neighbouring ranks (Megatron-LM's rule for
+    """Returns the rectangle of each tensor-parallel rank. With more ranks than KV heads every head
+    is replicated over `tp_size / num_kv_heads` neighbouring ranks (Megatron-LM's rule for
     grouped-query attention).
 
     Raises:
@@ -138,8 +137,8 @@ def rank_rects(num_layers: int, num_kv_heads: int, tp_size: int) -> list[Rect]:
 
 
 def plan(sources: Sequence[Rect], sinks: Sequence[Rect]) -> list[Piece]:
-    """Which source rank sends what to which sink rank, so that every sink's rectangle is
-    covered exactly once. Where several sources hold the same part (replicated KV heads), the
+    """Plans which source rank sends which part to which sink rank, so that every sink's rectangle
+    is covered exactly once. Where several sources hold the same part (replicated KV heads), the
     senders are spread over the sinks.
 
     Raises:
@@ -165,7 +164,7 @@ def plan(sources: Sequence[Rect], sinks: Sequence[Rect]) -> list[Piece]:
 
 
 def _subtract(rect: Rect, hole: Rect) -> list[Rect]:
-    """`rect` without `hole`, as disjoint rectangles."""
+    """Returns `rect` without `hole`, as disjoint rectangles."""
     inner = rect.intersect(hole)
     if not inner.area:
         return [rect] if rect.area else []
@@ -180,7 +179,7 @@ def _subtract(rect: Rect, hole: Rect) -> list[Rect]:
 
 
 def fingerprint(parts: Mapping[str, str]) -> str:
-    """One short hash of everything that must be equal on both sides: `parts` (weights, dtype,
+    """Returns a short hash of everything that must be equal on both sides: `parts` (weights, dtype,
     block size, layout) and the wire version."""
     lines = [f"wire={WIRE_VERSION}", *(f"{key}={parts[key]}" for key in sorted(parts))]
     text = "\n".join(lines)
@@ -188,5 +187,5 @@ def fingerprint(parts: Mapping[str, str]) -> str:
 
 
 def adapted(fingerprint: str, adapter: str) -> str:
-    """The fingerprint of KV that a LoRA adapter, by its digest, has had a part in."""
+    """Returns the fingerprint of KV that was computed with a LoRA adapter, named by its digest."""
     return f"{fingerprint}+{adapter}" if adapter else fingerprint

@@ -1,9 +1,9 @@
-"""The small plugin interface: a pipe between two ranks. Whoever implements `KVPipe` and
-`PipeTransport` has a connector: see `kv_transfer/connectors/pipe_connector.py`.
+"""The small plugin interface: a pipe between two ranks. An implementation of `KVPipe` and
+`PipeTransport` makes a connector: see `kv_transfer/connectors/pipe_connector.py`.
 
-A pipe belongs to one thread at each end. Errors are OSError (the peer is gone) or
-TransferError (typed). All transfers between two ranks share one (or `streams`): none is
-interrupted because one transfer was given up.
+A pipe belongs to one thread at each end. Errors are OSError (the peer is gone) or TransferError
+(typed). All transfers between two ranks share one pipe, or `streams` of them, so a pipe is never
+interrupted because one transfer was cancelled.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pdserve.kv_transfer.gate import Gate
 
 
 class KVPipe(ABC):
-    """An ordered, reliable, two-way pipe. Every send is met by a receive of equal size."""
+    """Is an ordered, reliable, two-way pipe. Each send is matched by a receive of equal size."""
 
     on_moved: Callable[[], None] | None = None  # call it now and then while a tensor moves
-    # The peer's host, where that is known: a listener may set it, so that those of one host who do
-    # not say who they are take no place of another host's.
+    # A listener may set the peer's host, so that pipes of one host without a greeting take no place
+    # of another host's.
     peer_host: str = ""
 
     @abstractmethod
@@ -36,24 +36,22 @@ class KVPipe(ABC):
         """Fills a contiguous 1-D uint8 CPU tensor."""
 
     def send_bytes(self, data: bytes) -> None:
-        """Sends a header or what is as small. Override to spare the tensor."""
+        """Sends a header or something as small. Override to save the tensor."""
         self.send_tensor(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     def send_header(self, data: bytes) -> None:
-        """As `send_bytes`, where the next thing on this pipe is a send that follows at once: it
-        may wait for that and go with it."""
+        """Sends a header that another send follows at once; it may wait and go with that."""
         self.send_bytes(data)
 
     def recv_bytes(self, nbytes: int) -> bytes:
-        """As `send_bytes`, at least one byte."""
+        """Receives at least one byte. Override to save the tensor."""
         tensor = torch.empty(nbytes, dtype=torch.uint8)
         self.recv_tensor(tensor)
         return tensor.numpy().tobytes()
 
     def wait(self) -> None:  # noqa: B027 (optional)
-        """Until there is something to receive, for as long as it takes: the peer may be silent
-        between two frames, and nowhere else, where a pipe should give a silent peer up. Default:
-        it does not tell the two apart."""
+        """Waits, without a limit, until there is something to receive: a peer may be silent between
+        two frames. Within a frame a pipe should time a silent peer out. Default: no wait."""
 
     @abstractmethod
     def interrupt(self) -> None:
@@ -64,13 +62,13 @@ class KVPipe(ABC):
         """Frees everything; called by the owning thread. The peer sees an OSError."""
 
     def alive(self) -> bool:
-        """Whether an idle pipe is known to be broken; a cheap look, no round trip."""
+        """Returns False for an idle pipe that is known to be broken; makes no round trip."""
         return True
 
     def send_blocks(self, memory: memoryview, runs: ByteRuns, gate: Gate) -> bool:
-        """Sends scattered bytes as one tensor. Whether all were read within the gate: when it
-        shuts, others take their place. Override to spare the copy; not for longer than a moment
-        may a thread inside the gate wait for the peer."""
+        """Sends scattered bytes as one tensor. Returns whether all were read inside the gate; once
+        it is closed, other bytes are sent instead. Override to save the copy; inside the gate a
+        thread may wait for the peer only briefly."""
         staged = np.zeros(int(runs.lengths.sum()), dtype=np.uint8)
         with gate.passage() as admitted:
             if admitted:
@@ -79,9 +77,8 @@ class KVPipe(ABC):
         return admitted
 
     def recv_blocks(self, memory: memoryview, runs: ByteRuns, gate: Gate) -> bool:
-        """Receives one tensor into scattered bytes. Whether all were written within the gate:
-        when it shuts, the rest is received all the same, and dropped. Override as
-        `send_blocks`."""
+        """Receives one tensor into scattered bytes. Returns whether all were written inside the
+        gate; once it is closed, the rest is received and dropped. Override as `send_blocks`."""
         staged = torch.empty(int(runs.lengths.sum()), dtype=torch.uint8)
         self.recv_tensor(staged)
         with gate.passage() as admitted:
@@ -105,25 +102,17 @@ def _scatter(memory: memoryview, runs: ByteRuns, data: memoryview) -> None:
 
 
 def memory_of_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous uint8 CPU tensor."""
+    """Returns the bytes of a contiguous uint8 CPU tensor."""
     return tensor.numpy().data
 
 
-def send_bytes(pipe: KVPipe, data: bytes) -> None:
-    pipe.send_bytes(data)
-
-
-def recv_bytes(pipe: KVPipe, nbytes: int) -> bytes:
-    return pipe.recv_bytes(nbytes) if nbytes else b""
-
-
 class PipeListener(ABC):
-    """Where the pipes of a sink rank begin."""
+    """Accepts the pipes of a sink rank."""
 
     @property
     @abstractmethod
     def endpoint(self) -> bytes:
-        """What `PipeTransport.dial` needs on the other host; opaque to all others."""
+        """Returns the bytes that `PipeTransport.dial` needs on the other host; opaque to others."""
 
     @abstractmethod
     def accept(self) -> KVPipe:
@@ -141,11 +130,11 @@ class PipeListener(ABC):
 class PipeTransport(ABC):
     """Makes pipes."""
 
-    streams: int = 1  # pipes between two ranks that share the work
+    streams: int = 1  # pipes between two ranks, which share the work
 
     @abstractmethod
     def listen(self, host: str) -> PipeListener:
-        """Starts to take pipes at an address of this host."""
+        """Starts to listen at an address of this host."""
 
     @abstractmethod
     def dial(self, endpoint: bytes) -> KVPipe:

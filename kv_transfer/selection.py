@@ -1,5 +1,5 @@
-"""Which connectors there are, which of them a node speaks (`--kv-connector`), and what its ranks
-need to build them. All of it is settled before the ranks start."""
+"""The connectors of a node: the known ones, those it uses (`--kv-connector`) and the configuration
+from which its ranks build them. All of it is settled before the ranks start."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ BUILTIN = {
 }
 ENTRY_POINTS = "pdserve.kv_connectors"
 REMOVED = {"shared": "use shm, or serve a CPU host with pdserve up --both, which moves no KV"}
-# What `auto` stands for, by the device of the cache; the best first. cuda_ipc and nccl have not
-# run on a GPU yet: they join when they have; until then they must be named.
+# The connectors of `auto`, by the device of the cache, the best first. cuda_ipc and nccl have not
+# run on a GPU yet, so they must be named.
 AUTO = {"cpu": ("shm", "tcp"), "cuda": ("tcp",)}
 KEY_PURPOSE = "KV connections"  # ranks and plugins get a key for this, not the cluster's
-RANK_FACTORY = "pdserve.kv_transfer.rank.transfer_rank:build_rank"  # what a worker imports
+RANK_FACTORY = "pdserve.kv_transfer.rank.worker_connector:build_worker_connector"
 
 Connectors = dict[str, dict[str, Any]]
-"""The options of each connector by its name, the preferred first."""
+"""Options by connector, the preferred connector first."""
 
 logger = logging.getLogger(__name__)
 
 
 def load_connector(name: str) -> type[KVConnector]:
-    """The connector a name stands for: a built-in, an entry point or "module:Class".
+    """Loads the connector of a name: a built-in, an entry point or "module:Class".
 
     Raises:
-        ConfigError: there is none, or it speaks another API version.
+        ConfigError: there is no such connector, or it has another API version.
     """
     if name in REMOVED:
         raise ConfigError(f"--kv-connector {name} was removed: {REMOVED[name]}")
@@ -56,7 +56,7 @@ def load_connector(name: str) -> type[KVConnector]:
 
 
 def choose_connectors(config: TransferConfig, device: str) -> Connectors:
-    """The connectors of a node whose cache is on `device` ("cpu", "cuda"), best first.
+    """Returns the connectors of a node whose cache is on `device` ("cpu", "cuda"), best first.
 
     Raises:
         ConfigError: no such connector, named twice, or options for none of them.
@@ -75,13 +75,13 @@ def choose_connectors(config: TransferConfig, device: str) -> Connectors:
 
 
 def auto_connectors(device: str, known: Mapping[str, Capabilities]) -> tuple[str, ...]:
-    """The preferred connectors that declare that they can move a cache on `device`, best first.
-    Whether a peer is on the same host, as some need, is seen transfer by transfer."""
+    """Returns the preferred connectors that can move a cache on `device`, best first. Some need a
+    peer on the same host; that is checked transfer by transfer."""
     return tuple(name for name in AUTO[device] if device in known[name].devices)
 
 
 def _with_options(names: Sequence[str], given: Mapping[str, Any]) -> Connectors:
-    """Options of several connectors, by name."""
+    """Returns the options of several connectors, by name."""
     if strangers := sorted(set(given) - set(names)):
         raise ConfigError(
             f"--kv-connector-config has options for {', '.join(strangers)}, but the connectors "
@@ -98,7 +98,7 @@ def _with_options(names: Sequence[str], given: Mapping[str, Any]) -> Connectors:
 
 @dataclass(frozen=True, slots=True)
 class TransferSetup:
-    """How a node takes part in KV transfers."""
+    """Says how a node takes part in KV transfers."""
 
     fingerprint: str  # nodes pair only when theirs are equal
     connectors: tuple[str, ...] = ()  # the preferred first; empty: it neither sends nor takes KV
@@ -114,7 +114,7 @@ def set_up(
     *,
     source: bool,
 ) -> TransferSetup:
-    """The setup of a node whose cache is on `device`: of one that sends KV (`source`) or takes it.
+    """Sets up a node whose cache is on `device`, as one that sends KV (`source`) or takes it.
 
     Raises:
         ConfigError: as `choose_connectors` and `rank_config`.
@@ -126,7 +126,8 @@ def set_up(
 
 @dataclass(frozen=True, slots=True)
 class RankConfig:
-    """What a rank needs to build its connectors; msgpack in the worker's configuration."""
+    """Holds everything a rank needs to build its connectors; msgpack in the worker's
+    configuration."""
 
     connectors: Connectors
     fingerprint: str
@@ -142,26 +143,26 @@ def rank_config(
     source: bool,
     key: ClusterKey | None = None,
 ) -> bytes:
-    """The bytes `build_rank` wants, for a node's options; they are a secret if there is a `key`. KV
-    that leaves the host is encrypted where gRPC is, and its ports ask for the key, unless the
-    connector cannot or was told not to, which is logged.
+    """Encodes the `RankConfig` of a node's options; the bytes are a secret if there is a `key`. KV
+    that leaves the host is encrypted where gRPC is, and its ports ask for the key. A connector that
+    cannot do so, or is configured not to, is named in the log.
 
     Raises:
-        ConfigError: a connector shall use TLS and the node has no certificate.
+        ConfigError: a connector is to use TLS and the node has no certificate.
     """
     for name in connectors if key is not None else ():
         if not load_connector(name).capabilities.authenticates:
             logger.warning("gRPC asks for the cluster key, but KV that goes by %s does not", name)
-    spelt_out = {
-        name: connector_options(_encrypted(name, options, tls), tls)
-        for name, options in connectors.items()
+    options = {
+        name: connector_options(_encrypted(name, given, tls), tls)
+        for name, given in connectors.items()
     }
     keys = () if key is None else key.derive(KEY_PURPOSE)
-    return msgspec.msgpack.encode(RankConfig(spelt_out, fingerprint, source, keys))
+    return msgspec.msgpack.encode(RankConfig(options, fingerprint, source, keys))
 
 
 def _encrypted(name: str, options: Mapping[str, Any], tls: TLSConfig) -> Mapping[str, Any]:
-    """The options of a connector, with TLS where nothing was said of it."""
+    """Returns the options of a connector, with TLS unless they say otherwise."""
     if tls.tls_cert is None or load_connector(name).capabilities.same_host:
         return options
     if name == "tcp" and not any(key.startswith("tls") for key in options):
@@ -172,8 +173,8 @@ def _encrypted(name: str, options: Mapping[str, Any], tls: TLSConfig) -> Mapping
 
 
 def connector_options(options: Mapping[str, Any], tls: TLSConfig) -> dict[str, Any]:
-    """`--kv-connector-config` with `"tls": true` spelt out as the node's own files: a connector
-    sees no options but these."""
+    """Returns a connector's options with `"tls": true` replaced by the paths of the node's
+    files."""
     rest = {name: value for name, value in options.items() if name != "tls"}
     if options.get("tls", False) is False:
         return rest

@@ -1,4 +1,5 @@
-"""The prefill node: prompts in; first tokens to the router, KV blocks to decode nodes."""
+"""The prefill node: it computes prompts and sends first tokens to the router, KV to decode
+nodes."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ class PrefillNode(EngineNode[PrefillSession, KVSource]):
     blame = Blame.PREFILL
 
     def __init__(self, config: WorkerNodeConfig) -> None:
-        # It draws one token of each sequence: there is nothing to guess, and no step to capture.
+        # It draws one token of each sequence, so speculation and captured steps are of no use.
         engine = config.engine
         eager = replace(engine.compilation, enforce_eager=True)
         engine = replace(engine, speculation=SpeculationOptions(), compilation=eager)
@@ -64,7 +65,7 @@ class PrefillNode(EngineNode[PrefillSession, KVSource]):
 
 
 class PrefillService(pb_grpc.PrefillServicer):
-    """Jobs from routers."""
+    """Takes jobs from routers."""
 
     def __init__(self, node: PrefillNode) -> None:
         self._node = node

@@ -22,7 +22,7 @@ from pdserve.common.node.replica import Replica
 from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.kv_transfer.connector import BlockRun
-from pdserve.kv_transfer.control.source import Handoff, HandoffResult, KVSource
+from pdserve.kv_transfer.control.source import KVSource, SendResult, SendTransfer
 from pdserve.kv_transfer.control.ticket import Ticket
 
 
@@ -49,8 +49,8 @@ class PrefillSession:
         self._num_tokens = self._sequence.num_tokens  # whose KV is handed over
         self._known_token = known_token
         self._first_token: asyncio.Future[TokenEvent] = asyncio.get_running_loop().create_future()
-        self._handoff: Handoff | None = None
-        self._committed: asyncio.Future[HandoffResult] | None = None
+        self._handoff: SendTransfer | None = None
+        self._committed: asyncio.Future[SendResult] | None = None
         self._next_block = ticket.first_block  # the first one not yet sent
         self._arrived = monotonic()
         self._admitted = self._arrived

@@ -25,7 +25,7 @@ collect_ignore = ["clients"]  # they have an environment of their own: make test
 
 # Files that take longest come first, so that the others fill up what is left.
 LONGEST = (
-    *("test_failover", "test_ray", "test_conformance", "test_partition", "test_shared"),
+    *("test_failover", "test_ray", "test_conformance", "test_partition"),
     *("test_lifecycle", "test_ray_nodes", "test_chaos", "test_exact", "test_rollout"),
     *("test_embedded", "test_wheel", "test_cluster_check", "test_bench_interference"),
 )

@@ -53,10 +53,10 @@ from pdserve.kv_transfer.connectors.shm import Greeting, ShmConnector
 from pdserve.kv_transfer.connectors.tcp import Endpoint, Options, TCPConnector, TCPTransport
 from pdserve.kv_transfer.control.ticket import Ticket
 from pdserve.kv_transfer.digest import RunDigest
-from pdserve.kv_transfer.frame import HEADER_NBYTES, Frame, Kind
+from pdserve.kv_transfer.frame import HEADER_NBYTES, Frame, FrameKind
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect, plan
 from pdserve.kv_transfer.rank.digester import Digester
-from pdserve.kv_transfer.rank.transfer_rank import TransferRank
+from pdserve.kv_transfer.rank.worker_connector import WorkerConnector
 from pdserve.router.cluster.served_model import ServedModel
 from pdserve.router.grpc.service import InferenceServicer
 from pdserve.router.http.app import make_app
@@ -93,7 +93,7 @@ def ints(largest: int) -> st.SearchStrategy[int]:
 RECTS = st.just(RECT) | st.builds(Rect, *[ints(2**32 - 1)] * 4) | st.builds(Rect, *[SMALL] * 4)
 FRAMES = st.builds(
     Frame,
-    kind=st.sampled_from(Kind),
+    kind=st.sampled_from(FrameKind),
     transfer_id=st.just(ID) | st.binary(min_size=16, max_size=16),
     epoch=st.just(1) | ints(2**32 - 1),
     rect=RECTS,
@@ -112,10 +112,10 @@ def fitting(frame: Frame) -> bytes:
         return frame.encode()
     fields = (frame.transfer_id, frame.epoch, frame.rect, frame.first, frame.count)
     payload = Frame(frame.kind, *fields, nbytes).encode() + b"\x3f" * nbytes
-    return payload + Frame(Kind.CONFIRM, count=1).encode() * (frame.kind is Kind.DATA)
+    return payload + Frame(FrameKind.CONFIRM, count=1).encode() * (frame.kind is FrameKind.DATA)
 
 
-HELLO = Frame(Kind.HELLO, nbytes=4).encode() + b"same"
+HELLO = Frame(FrameKind.HELLO, nbytes=4).encode() + b"same"
 SAYINGS = st.lists(
     FRAMES.map(Frame.encode) | FRAMES.map(fitting) | st.binary(max_size=80), max_size=6
 ).map(b"".join)
@@ -221,8 +221,8 @@ def test_streams_at_a_sink(kind: type[KVConnector]) -> None:
 
         @given(STREAMS)
         @example(HELLO)
-        @example(HELLO + Frame(Kind.BEGIN, ID, 1, RECT).encode())
-        @example(HELLO + Frame(Kind.DATA, ID, 1, RECT, 0, 3, 1 << 40).encode())
+        @example(HELLO + Frame(FrameKind.BEGIN, ID, 1, RECT).encode())
+        @example(HELLO + Frame(FrameKind.DATA, ID, 1, RECT, 0, 3, 1 << 40).encode())
         def hear(stream: bytes) -> None:
             sink.connector.accept(SinkTransfer(ID, 1, 0, OURS))
             sink.hear(stream)
@@ -238,7 +238,8 @@ def test_streams_at_a_sink_that_asks_for_a_key() -> None:
     """Nothing that a stranger says is an answer to a number that it has not seen yet."""
     sink = Sink(TCPConnector, keys=(b"a key of thirty-two bytes, or so",))
     challenge, proof = (
-        Frame(kind, nbytes=32).encode() + bytes(32) for kind in (Kind.CHALLENGE, Kind.PROOF)
+        Frame(kind, nbytes=32).encode() + bytes(32)
+        for kind in (FrameKind.CHALLENGE, FrameKind.PROOF)
     )
 
     @given(STREAMS, st.sampled_from([b"", challenge, challenge + proof]))
@@ -251,7 +252,7 @@ def test_streams_at_a_sink_that_asks_for_a_key() -> None:
     try:
         hear()
         assert not sink.cache.any() and not sink.connector.counts["CONNECTOR_FAILED"]
-        assert Frame(Kind.WELCOME).encode() not in sink.said
+        assert Frame(FrameKind.WELCOME).encode() not in sink.said
     finally:
         sink.close()
 
@@ -281,7 +282,7 @@ def test_greetings_at_a_shm_sink() -> None:
         @example(honest, True, b"")
         def hear(greeting: Any, gives_memory: bool, rest: bytes) -> None:
             payload = msgspec.msgpack.encode(greeting)
-            hello = Frame(Kind.HELLO, nbytes=len(payload)).encode() + payload
+            hello = Frame(FrameKind.HELLO, nbytes=len(payload)).encode() + payload
             sink.connector.accept(SinkTransfer(ID, 1, 0, OURS))
             sink.hear(hello + rest, source.fd if gives_memory else None)
             sink.connector.quiesce(ID)
@@ -330,7 +331,7 @@ MESSAGES = (
 
 def test_commands_to_a_rank() -> None:
     with sink_and_source(TCPConnector) as (sink, _):
-        rank = TransferRank(sink.connector, source=False)
+        rank = WorkerConnector(sink.connector, source=False)
 
         @given(MESSAGES)
         def handle(message: bytes) -> None:

@@ -34,7 +34,7 @@ Emit = Callable[[bytes], None]
 
 class Extension(Protocol):
     """Lives beside a worker and shares its memory; speaks bytes. For pdserve this is the rank
-    half of the KV transfer (`kv_transfer/rank/transfer_rank.py`); this layer does not know that."""
+    half of the KV transfer, `WorkerConnector`; this layer does not know that."""
 
     def info(self) -> bytes:
         """What the rank announces for it in `RankReady.extension_info`."""
@@ -63,7 +63,7 @@ class Worker(Protocol):
 
     def step(self, message: bytes) -> bytes:
         """Runs one step: msgpack `StepDelta` in, msgpack `StepOutput` out (that of the
-        `answer_rank` is used)."""
+        `output_rank` is used)."""
 
     def close(self) -> None: ...
 
@@ -78,7 +78,7 @@ class WorkerSpec:
     init_method: str  # where ranks find each other; "": the executor provides a place
     # Plain data the factory decodes (the engine config as builtins); it may hold secrets.
     config: Any = field(repr=False)
-    answer_rank: int = 0  # whose answers to steps are used
+    output_rank: int = 0  # whose answers to steps are used
     local_rank: int = 0  # its place among the node's ranks of its host: the GPU it computes on
     local_world_size: int = 1  # those ranks, of all replicas: they share the host's cores and RAM
     role: str = "node"  # whose rank this is, for the log
@@ -110,7 +110,7 @@ class Executor(ABC):
 
     @abstractmethod
     async def step(self, message: bytes) -> bytes:
-        """Runs one step on all ranks and returns the answer of their `answer_rank`. Several may
+        """Runs one step on all ranks and returns the answer of their `output_rank`. Several may
         be in flight: every rank runs them in the order of the calls, and a pipeline's stages
         work on different ones at once.
 

@@ -162,7 +162,7 @@ def _run(spec: WorkerSpec, steps: zmq.Socket, calls: zmq.Socket, out: Outbox) ->
         return 1
     server = threading.Thread(target=_serve_calls, args=(calls, worker, out), name="calls")
     server.start()
-    _serve(steps, worker.step, out, on_error=Kind.BROKEN, answer=spec.rank == spec.answer_rank)
+    _serve(steps, worker.step, out, on_error=Kind.BROKEN, answer=spec.rank == spec.output_rank)
     server.join()
     worker.close()
     return 0

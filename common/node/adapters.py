@@ -1,7 +1,7 @@
-"""The LoRA adapters of a node: which ones jobs may name.
+"""The LoRA adapters that are loaded on a node, which jobs may name.
 
-One that no router wants any more stays until its place is needed: routers that want different ones
-do not undo each other's, and one that is wanted again is there.
+An adapter that no router wants any more stays loaded until its place is needed. So routers that
+want different adapters do not unload each other's, and one that is wanted again is still there.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from pdserve.common.rpc.status import serving
 
 logger = logging.getLogger(__name__)
 
-POLL = 0.02  # seconds between two questions whether an adapter is loaded
-TIMEOUT = 100.0  # seconds a rank may take to load an adapter, or to drop it
-PATIENCE = 5.0  # seconds that one which nobody wants may still be in use: jobs are ending
+POLL = 0.02  # seconds between two checks that an adapter is loaded
+TIMEOUT = 100.0  # seconds a rank may take to load or drop an adapter
+PATIENCE = 5.0  # seconds to wait until jobs no longer use an unwanted adapter
 
 CallRank = Callable[[bytes], Awaitable[bytes]]
 
 
 class NodeAdapters:
-    """Use `start` once the ranks are there."""
+    """Loads and drops adapters on all ranks; call `start` once these run."""
 
     def __init__(self, config: LoRAConfig, spec: ModelSpec, blame: Blame) -> None:
-        """Raises ConfigError: one of --lora-modules cannot be served."""
+        """Raises ConfigError when one of --lora-modules cannot be served."""
         self.enabled = config.enable_lora
         self._max_loras = config.max_loras
         self._blame = blame
@@ -50,7 +50,7 @@ class NodeAdapters:
             read_adapter(path, spec, config.max_lora_rank).digest: path
             for path in config.modules.values()
         }
-        self.present: list[str] = []  # digests, the one that was wanted the longest ago first
+        self.present: list[str] = []  # digests, the least recently wanted first
         self._users: dict[object, str] = {}  # digests by job
         self._given_back = asyncio.Event()
         self._ranks: Sequence[CallRank] = ()  # of all replicas
@@ -60,14 +60,14 @@ class NodeAdapters:
         """Loads --lora-modules.
 
         Raises:
-            PdserveError: why a rank cannot; ConfigError only if it could not at the next start.
+            PdserveError: a rank cannot load one; ConfigError if it never could.
         """
         self._ranks = ranks
         for digest, path in self._modules.items():
             await self._load(digest, path)
 
     def check(self, digest: str) -> None:
-        """Raises NodeError: a job cannot name this adapter, here."""
+        """Raises NodeError when this adapter is not loaded here."""
         if digest and digest not in self.present:
             raise NodeError(
                 f"adapter {digest[:32]} is not loaded on this node",
@@ -76,7 +76,7 @@ class NodeAdapters:
             )
 
     def take(self, user: object, digest: str) -> None:
-        """It stays until the user's `give_back`."""
+        """Keeps the adapter loaded until the user's `give_back`."""
         if digest:
             self._users[user] = digest
 
@@ -85,8 +85,8 @@ class NodeAdapters:
             self._given_back.set()
 
     async def set(self, wanted: Mapping[str, str]) -> dict[str, str]:
-        """Has the `wanted` ones, folders by digest, as far as it can: of the others says why
-        not."""
+        """Loads the `wanted` adapters, folders by digest; returns the reason for each that it could
+        not load."""
         failures: dict[str, str] = {}
         async with self._changing:
             here = [digest for digest in self.present if digest in wanted]
@@ -100,10 +100,10 @@ class NodeAdapters:
         return failures
 
     async def _make_room(self, wanted: Collection[str]) -> None:
-        """For one more: the oldest that is not `wanted` goes once no job has it.
+        """Makes room for one more: drops the oldest that is not `wanted` once no job uses it.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: there is none to drop.
         """
         end = asyncio.get_running_loop().time() + PATIENCE
         while len(self.present) >= self._max_loras:
@@ -134,7 +134,7 @@ class NodeAdapters:
         logger.info("adapter %s loaded from %s", digest, path)
 
     async def _call(self, call: AdapterCall) -> None:
-        """On all ranks, whatever happens to one; the first error counts."""
+        """Calls all ranks, even if one fails; raises the first error."""
         message = encode_call(call)
 
         async def done(rank: CallRank) -> None:
@@ -154,7 +154,7 @@ class NodeAdapters:
 
 
 class AdaptersService(pb_grpc.AdaptersServicer):
-    """What routers want."""
+    """Takes the adapters that routers want."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class AdaptersService(pb_grpc.AdaptersServicer):
         announce: Callable[[], None],
         blame: Blame,
     ) -> None:
-        """`announce` is called when they have changed."""
+        """Calls `announce` when the loaded adapters have changed."""
         self._adapters = adapters
         self._spawn = spawn
         self._announce = announce
@@ -174,7 +174,7 @@ class AdaptersService(pb_grpc.AdaptersServicer):
     ) -> pb.SetAdaptersResponse:
         async with serving(context, self._blame):
             response = pb.SetAdaptersResponse()
-            # A router that does not wait for it does not leave the ranks in two minds.
+            # A router that cancels the call must not leave ranks with different adapters.
             await asyncio.shield(self._spawn(self._set(request, response)))
         return response
 

@@ -1,13 +1,14 @@
-"""Which replica of a node takes a job. Policy only: plain numbers in, a choice out.
+"""The choice of the replica that takes a job. It is policy only: numbers in, a choice out.
 
     work = tokens to be computed before the job's first one
              those that sequences here still wait for, and what of the job is not cached
          + tokens whose KV every decode step here reads
 
-Of those that can take the job at once, or of all if none can, the one with the least work, then
-the fewest sequences, then the lowest index. So cached tokens draw a job to their replica until that
-one has as many tokens more to do than another: prefixes stay together, load does not pile up. Cost
-of prefill plus load of decode in one unit, as in NVIDIA Dynamo's KV router.
+Among the replicas that can take the job at once, or among all if none can, it chooses the one with
+the least work, then the fewest sequences, then the lowest index. So cached tokens attract a job to
+their replica until that one has as many more tokens to compute than another: prefixes stay together
+and load does not pile up. The cost of prefill and the load of decode are added in one unit, as in
+NVIDIA Dynamo's KV router.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from pdserve.common.engine.sequence import Sequence as EngineSequence
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A replica that could take a job, and what the job would find there."""
+    """Describes a replica that could take a job."""
 
     replica: int
     pending_tokens: int  # of sequences here, not yet computed
-    decoding_tokens: int  # of sequences here that decode or will once their KV has arrived
+    decoding_tokens: int  # of sequences here that decode, or will once their KV has landed
     missing_tokens: int  # of the job, not in the prefix cache
     num_sequences: int
-    fits: bool  # it need not wait for blocks or for its turn
+    fits: bool  # the job need not wait for blocks or for its turn
 
     @property
     def work(self) -> int:
@@ -38,13 +39,13 @@ class Candidate:
 
 
 def choose(candidates: Iterable[Candidate]) -> int:
-    """The index of the replica that takes the job; there is at least one candidate."""
+    """Returns the index of the replica that takes the job; there is at least one candidate."""
     best = min(candidates, key=lambda c: (not c.fits, c.work, c.num_sequences, c.replica))
     return best.replica
 
 
 def choose_replica(schedulers: dict[int, Scheduler], job: GenerateJob) -> int:
-    """As `choose`, among the replicas whose schedulers these are, by index."""
+    """Chooses among the replicas of these schedulers, by index."""
     if len(schedulers) == 1:
         return next(iter(schedulers))  # without hashing the prompt
     tokens, pool = job.token_ids, next(iter(schedulers.values())).pool
@@ -59,11 +60,11 @@ def choose_replica(schedulers: dict[int, Scheduler], job: GenerateJob) -> int:
 def candidate(
     replica: int, scheduler: Scheduler, num_tokens: int, hashes: Sequence[BlockHash]
 ) -> Candidate:
-    """For a job of `num_tokens` tokens, whose full blocks have `hashes`."""
+    """Describes a replica for a job of `num_tokens` tokens, whose full blocks have `hashes`."""
     pool = scheduler.pool
     cached, unheld = pool.count_cached(hashes)
     sequences = [*scheduler.waiting, *scheduler.running, *scheduler.remote]
-    # As the scheduler admits: a spare block for each running sequence; those in the queue first.
+    # The scheduler admits likewise: a spare block for each running sequence, the queue first.
     promised = sum(pool.blocks_for(each.num_tokens) for each in scheduler.waiting)
     needed = pool.blocks_for(num_tokens) - cached + unheld + len(scheduler.running)
     decoding = [each.num_tokens for each in sequences if _decodes(each)]
@@ -78,5 +79,5 @@ def candidate(
 
 
 def _decodes(sequence: EngineSequence) -> bool:
-    """Or will, without being computed here before."""
+    """Returns whether a sequence decodes, or will without being computed here first."""
     return sequence.remote or (sequence.num_output_tokens > 0 and sequence.num_pending == 1)

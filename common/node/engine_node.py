@@ -1,7 +1,7 @@
-"""A node: replicas of a model behind a gRPC server. What the roles have in common, start to stop.
+"""A node: replicas of a model behind a gRPC server, from start to stop, for all roles.
 
-A role adds its services and its sessions; a session is one job on one replica, is told the
-engine's events about its sequences, and must be closed whatever happened.
+A role adds its services and its sessions. A session is one job on one replica. It gets the engine's
+events about its sequences, and must always be closed.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from pdserve.common.worker.worker import ExtensionConfig
 
 logger = logging.getLogger(__name__)
 
-_TRANSFERS_STOP = 5.0  # seconds hand-offs get to be quiesced
-_CHECKS = 4  # of the watchdog within its time-out
+_TRANSFERS_STOP = 5.0  # seconds in which KV transfers must be quiesced
+_CHECKS = 4  # of the watchdog within its timeout
 
 
 class TransferSetup(Protocol):
-    """How a node takes part in KV transfers; `kv_transfer/selection.py` makes it."""
+    """Says how a node takes part in KV transfers; `kv_transfer/selection.py` makes it."""
 
     @property
     def fingerprint(self) -> str:
@@ -65,19 +65,19 @@ class EngineNode(ABC, Generic[S, T]):
 
     A role sets `role` and `blame`, and overrides
 
-        set_up_transfers   how KV comes to its nodes or goes from them
-        make_transfers     its half of the KV hand-off, one for each replica
-        add_services       its gRPC services, which `admit` jobs and `close` their sessions
-        unhealthy_reason   where it knows more reasons than its engines
-        end_streams        where calls would go on for ever
+        set_up_transfers   to choose its connectors and configure its ranks for KV transfers
+        make_transfers     to make its half of the KV hand-off for a replica
+        add_services       to add its gRPC services, which `admit` jobs and `close` sessions
+        unhealthy_reason   if it knows more reasons than its engines
+        end_streams        if it has calls that last as long as the node
     """
 
     role: ClassVar[pb.Role]
     blame: ClassVar[Blame]
-    token_streams: ClassVar[bool] = False  # it serves Decode.Tokens
+    token_streams: ClassVar[bool] = False  # the role serves Decode.Tokens
 
     def __init__(self, config: WorkerNodeConfig) -> None:
-        """`config.engine.model.model` is a folder."""
+        """Takes a config whose `engine.model.model` is a folder. Raises ConfigError."""
         self.config, engine = config, config.engine
         self.facts = ModelFacts.read(engine)
         self.adapters = NodeAdapters(engine.lora, self.facts.spec, self.blame)
@@ -97,9 +97,9 @@ class EngineNode(ABC, Generic[S, T]):
         )
         self.address = ""
         self.draining = False
-        self.info = pb.NodeInfo()  # what the router is told, as it is now
+        self.info = pb.NodeInfo()  # the current registration
         self._utilisation: list[Utilisation] = []  # of each replica
-        self.replicas: list[Replica[S, T]] = []  # from `serve` on at least one
+        self.replicas: list[Replica[S, T]] = []  # at least one once `serve` runs
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -107,29 +107,30 @@ class EngineNode(ABC, Generic[S, T]):
 
     @abstractmethod
     def set_up_transfers(self) -> TransferSetup:
-        """Called once `facts` and `credentials` are there. Raises ConfigError."""
+        """Is called once `facts` and `credentials` are set. Raises ConfigError."""
 
     @abstractmethod
     def make_transfers(self, ranks: Sequence[RankReady], call: Call) -> T:
-        """The role's half of the hand-off, for the ranks of one replica; `call` reaches them."""
+        """Makes the role's half of the hand-off for the ranks of one replica, which it reaches by
+        `call`."""
 
     @abstractmethod
     def add_services(self) -> None:
         """Adds the role's gRPC services to `server`."""
 
     def end_streams(self) -> None:
-        """Ends the calls that last as long as this node."""
+        """Ends the calls that last as long as the node."""
 
     def unhealthy_reason(self) -> str:
-        """What keeps a node that lives from producing tokens; empty: nothing. It may pass by
-        itself."""
+        """Returns why no token could be produced; empty if one could. The reason may pass."""
         any_healthy = any(not each.unhealthy_reason for each in self.replicas)
         return "" if any_healthy else unhealthy_reasons(self.replicas)
 
     # ---- start → serve → drain → stop -------------------------------------------------------
 
     async def serve(self, stopping: Callable[[], None] = lambda: None) -> int:
-        """Returns the exit code. `stopping` is called when serving is over, drained or not."""
+        """Serves until a signal or a failure; returns the exit code. Calls `stopping` when serving
+        ends, drained or not."""
         self.address = self.server.bind()
         count = self.config.engine.parallel.data_parallel_size
         ranks = await start_replicas(self._start_ranks, count)
@@ -141,12 +142,12 @@ class EngineNode(ABC, Generic[S, T]):
     async def _start_ranks(self, replica: int) -> Ranks:
         engine, log = self.config.engine, self.config.log
         ranks = await Ranks.start(self.blame, engine, self.facts, self._extension(), log, replica)
-        # At once: one may die while other replicas still start.
+        # Set here because a rank may die while other replicas still start.
         ranks.executor.on_death(partial(self._rank_died, replica))
         return ranks
 
     def _extension(self) -> ExtensionConfig | None:
-        """What each rank hosts beside its cache: the connectors, if there are any."""
+        """Configures the connectors that each rank hosts beside its cache, if there are any."""
         setup = self.transfer_setup
         if not setup.connectors:
             return None
@@ -177,7 +178,7 @@ class EngineNode(ABC, Generic[S, T]):
         )
 
     def _name(self, replica: int) -> str:
-        """For messages about it; empty: there is no other."""
+        """Returns a prefix for messages about a replica; empty if there is only one."""
         return f"replica {replica}: " if self.config.engine.parallel.data_parallel_size > 1 else ""
 
     async def _start(self) -> None:
@@ -211,7 +212,7 @@ class EngineNode(ABC, Generic[S, T]):
         self.server.add("Adapters", pb_grpc.add_AdaptersServicer_to_server, service)
 
     async def _drain(self) -> None:
-        """The router is told first: what it has placed until then is still taken."""
+        """Deregisters first; jobs that the router placed before that are still taken."""
         await self.server.leave()
         self.draining = True
         await self.server.drain(lambda: not any(each.sessions for each in self.replicas))
@@ -228,15 +229,15 @@ class EngineNode(ABC, Generic[S, T]):
             async with asyncio.timeout(_TRANSFERS_STOP):
                 await closing
         except TimeoutError:
-            logger.warning("hand-offs did not end within %.0f s", _TRANSFERS_STOP)
+            logger.warning("KV transfers did not end within %.0f s", _TRANSFERS_STOP)
         for task in self._tasks:
             task.cancel()
         await asyncio.to_thread(self.tracer.close)
 
     async def _watch(self) -> None:
-        """Once a rank stands still, the sessions of its replica fail, so that routers move them
-        elsewhere. Their blocks stay held until it goes on: `EngineCore.stop` and the KV transfer
-        wait for it."""
+        """Fails the sessions of a replica when a rank stalls, so that routers move them elsewhere.
+        Their blocks stay held until the rank continues: `EngineCore.stop` and the KV transfer wait
+        for it."""
         period = min(0.5, self.config.engine.scheduler.engine_stall_timeout / _CHECKS)
         while True:
             for each in self._utilisation:
@@ -244,7 +245,7 @@ class EngineNode(ABC, Generic[S, T]):
             for replica in self.replicas:
                 if replica.check_health():
                     error = self._stalled(replica.unhealthy_reason)
-                    logger.warning("%s; requests that fail: %d", error, len(replica.sessions))
+                    logger.warning("%s; %d requests fail", error, len(replica.sessions))
                     replica.fail_sessions(error)
             await asyncio.sleep(period)
 
@@ -257,7 +258,7 @@ class EngineNode(ABC, Generic[S, T]):
         self._fail(NodeError(message, code="RANK_DIED", blame=self.blame))
 
     def _fail(self, error: BaseException) -> None:
-        """The first cause wins; the process ends with it."""
+        """Ends the process with this error, unless another one came first."""
         if self._failed.done():
             return
         self._failed.set_exception(error)
@@ -272,7 +273,7 @@ class EngineNode(ABC, Generic[S, T]):
     # ---- sessions ---------------------------------------------------------------------------
 
     def admit(self, job: GenerateJob, make: Callable[[Replica[S, T]], S]) -> S:
-        """Opens a session on the replica that takes the job; whoever calls `close`s it.
+        """Opens a session on the replica that takes the job; the caller must `close` it.
 
         Raises:
             Unavailable: this node drains. NodeError: all its engines are stalled.
@@ -292,16 +293,16 @@ class EngineNode(ABC, Generic[S, T]):
         return session
 
     def close(self, session: S) -> None:
-        """Ends a session in the background; until it is closed the node is not idle."""
+        """Closes a session in the background; the node is not idle until it is closed."""
         self.spawn(self._close(session))
 
     async def _close(self, session: S) -> None:
         try:
             await session.close()
         except Exception as error:
-            logger.exception("a session did not close")
+            logger.exception("a session could not be closed")
             raise NodeError(
-                "a session did not close, its blocks may be lost; the log says why",
+                "a session could not be closed and may still hold blocks; the log says why",
                 code="SESSION_NOT_CLOSED",
                 blame=self.blame,
             ) from error
@@ -310,8 +311,8 @@ class EngineNode(ABC, Generic[S, T]):
         self.adapters.give_back(session)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs `work` in the background, until the node stops at the latest. An exception that
-        `work` lets pass is the node's end."""
+        """Runs `work` in the background, at most until the node stops. An exception of `work` ends
+        the node."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -322,11 +323,11 @@ class EngineNode(ABC, Generic[S, T]):
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
 
-    # ---- what others may know ---------------------------------------------------------------
+    # ---- health, load and registration ------------------------------------------------------
 
     def ready(self) -> tuple[bool, str]:
-        """Whether this node could produce tokens for a new job, and what is wrong. It could while
-        one replica can."""
+        """Returns whether this node, that is at least one replica, could produce tokens for a new
+        job, and what is wrong otherwise."""
         reason = "draining" if self.draining else self.unhealthy_reason()
         return not reason, reason or unhealthy_reasons(self.replicas) or "ok"
 

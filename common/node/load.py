@@ -1,4 +1,4 @@
-"""What a node says of its replicas together: to its router, and as metrics."""
+"""The load of a node's replicas together, for its router and as metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Replicas = Sequence[Replica[Any, Any]]
 
 
 def unhealthy_reasons(replicas: Replicas) -> str:
-    """Why some could not produce a token; empty: all could."""
+    """Joins the reasons why some replicas could not produce a token; empty if all could."""
     return "; ".join(filter(None, (each.unhealthy_reason for each in replicas)))
 
 
@@ -27,7 +27,7 @@ def num_blocks(replicas: Replicas) -> int:
 
 
 def node_load(replicas: Replicas, healthy: bool, reason: str) -> pb.NodeLoad:
-    """`healthy` and `reason` are the node's."""
+    """Makes the load report of a node that is `healthy`, or not for this `reason`."""
     schedulers = [each.scheduler for each in replicas]
     free = [each.pool.num_free for each in schedulers]
     return pb.NodeLoad(
@@ -43,7 +43,7 @@ def node_load(replicas: Replicas, healthy: bool, reason: str) -> pb.NodeLoad:
 
 
 def transfer_counts(replicas: Replicas) -> Counter[str]:
-    """Events of the hand-offs of all."""
+    """Sums the events of all replicas' KV transfers."""
     counts: Counter[str] = Counter()
     for replica in replicas:
         counts.update(replica.transfers.counts)
@@ -51,7 +51,7 @@ def transfer_counts(replicas: Replicas) -> Counter[str]:
 
 
 def export(replicas: Replicas, metrics: NodeMetrics) -> None:
-    """From now on the metrics show the replicas."""
+    """Adds the replicas to the metrics."""
     metrics.registry.register(SchedulerCollector([each.scheduler for each in replicas]))
     metrics.transfer_events.follow(lambda: transfer_counts(replicas))
     for each in replicas:
@@ -71,7 +71,7 @@ GAUGES: tuple[tuple[str, str, Read], ...] = (
         "KV blocks held; 1 is all",
         lambda s: 1 - s.pool.num_free / s.pool.num_blocks,
     ),
-    ("kv_blocks_free", "KV blocks nobody holds", lambda s: s.pool.num_free),
+    ("kv_blocks_free", "KV blocks that no sequence holds", lambda s: s.pool.num_free),
     ("kv_blocks", "KV blocks", lambda s: s.pool.num_blocks),
 )
 COUNTERS: tuple[tuple[str, str, Read], ...] = (
@@ -104,7 +104,7 @@ ACCEPTED_PER_POS = (
 
 
 class SchedulerCollector(Collector):
-    """The label `engine`, vLLM's, is the number of the replica."""
+    """Reads the schedulers when it is scraped. The label `engine`, as in vLLM, is the replica."""
 
     def __init__(self, schedulers: Sequence[Scheduler]) -> None:
         self._schedulers = schedulers

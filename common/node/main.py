@@ -19,10 +19,8 @@ from pdserve.common.obs.process import exit_within
 
 logger = logging.getLogger(__name__)
 
-# Of a node: its ranks and libraries take some 60, routers and peers some for each of them.
-OPEN_FILES = 512
-# Rounds in which a thread of torch's looks for the others before it sleeps: some 20 microseconds.
-SPINS = "1000"
+OPEN_FILES = 512  # ranks and libraries take some 60, each router and peer a few more
+SPINS = "1000"  # rounds, some 20 µs, for which a thread of torch spins before it sleeps
 
 
 def run_node(
@@ -32,11 +30,11 @@ def run_node(
     argv: Sequence[str] | None = None,
     options: type[BothNodeConfig] = WorkerNodeConfig,
 ) -> int:
-    """Runs a node until a signal; returns the exit code: 0 drained, 1 failed, 2 it cannot start
-    as configured. `node` is the import string of an `EngineNode`, which takes such `options`."""
+    """Runs a node until a signal; returns the exit code: 0 drained, 1 failed, 2 it cannot start as
+    configured. `node` is the import string of an `EngineNode` whose config is of type `options`."""
     config = parse(options, prog=f"pdserve {role}", description=description, argv=argv)
     setup_logging(role, config.log)
-    _wait_briefly()
+    _spin_briefly()
     try:
         with host_errors_as_config_errors():
             raise_open_file_limit(OPEN_FILES)
@@ -50,11 +48,11 @@ def run_node(
         return 2 if isinstance(error, ConfigError) else 1
 
 
-def _wait_briefly() -> None:
-    """torch's threads look for each other for some microseconds, then sleep. By default they look
-    for milliseconds, at the expense of other nodes of this host; if they slept at once, waking
-    them some hundred times a step would take as long as a small step itself. OpenMP reads this when
-    torch is loaded, so the node's class is named and not imported until here."""
+def _spin_briefly() -> None:
+    """Lets torch's threads spin for some microseconds before they sleep. By default they spin for
+    milliseconds, at the expense of other nodes of this host. Without spinning, waking them some
+    hundred times a step would take as long as a small step itself. OpenMP reads this when torch is
+    loaded, so the node's class is imported later, by its import string."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
 

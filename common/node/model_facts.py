@@ -1,4 +1,4 @@
-"""The model a node serves, known before any weight is read, and which jobs it can do."""
+"""The facts about a node's model that are known before weights are read, and the check of jobs."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class ModelFacts:
     revision: str
     dtype: str
     device: str  # "cpu" or "cuda", of all ranks
-    draft: ModelSpec | None = None  # the model that guesses
+    draft: ModelSpec | None = None  # of speculative decoding
 
     @classmethod
     def read(cls, engine: EngineConfig) -> ModelFacts:
-        """Raises ConfigError when this node could not serve the model as configured."""
+        """Reads the facts. Raises ConfigError when this node cannot serve the model so."""
         config = engine.model
-        assert config.model is not None, "resolve_model comes first"
+        assert config.model is not None, "call resolve_model first"
         folder = Path(config.model)
         spec = ModelSpec.from_folder(folder).quantized(config.quantization)
         max_model_len = config.max_model_len or spec.max_position_embeddings
@@ -55,7 +55,7 @@ class ModelFacts:
         )
 
     def kv_identity(self, block_size: int) -> dict[str, str]:
-        """What must be equal wherever this model's KV is to be used."""
+        """Returns the properties that two nodes must share to exchange KV."""
         return {
             "weights": self.revision,
             "dtype": self.dtype,
@@ -68,7 +68,7 @@ class ModelFacts:
 
 
 def _draft(engine: EngineConfig, spec: ModelSpec) -> ModelSpec | None:
-    """Raises ConfigError when the draft model of the options cannot guess for this one."""
+    """Reads the draft model, if there is one. Raises ConfigError when it does not fit."""
     config, parallel = engine.speculation.speculation, engine.parallel
     if config is None or config.model is None:
         return None
@@ -96,7 +96,7 @@ def _draft(engine: EngineConfig, spec: ModelSpec) -> ModelSpec | None:
 
 
 def check_job(job: GenerateJob, vocab_size: int, max_model_len: int) -> None:
-    """Raises InvalidRequest for a job this node cannot do; a router should have known."""
+    """Raises InvalidRequest for a job that this node cannot do, though the router checked it."""
     longest = max(len(choice.output_token_ids) for choice in job.choices)
     if len(job.prompt_token_ids) + longest >= max_model_len:
         raise InvalidRequest(

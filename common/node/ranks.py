@@ -1,4 +1,4 @@
-"""The ranks of a node's replicas: started together, stopped together."""
+"""The ranks of a node's replicas, which start and stop together."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from pdserve.common.engine.speculation import Speculator
 from pdserve.common.node.model_facts import ModelFacts
 from pdserve.common.worker.worker import ExtensionConfig, WorkerConfig, worker_specs
 
-RANKS_STOP = 5.0  # seconds ranks get to end by themselves
-DRAFTED_SHARE = 4  # part of --max-num-batched-tokens that a draft model computes of prompts
+RANKS_STOP = 5.0  # seconds in which ranks must end by themselves
+DRAFTED_SHARE = 4  # a draft model's prefill chunk is --max-num-batched-tokens divided by this
 
 _ready_ranks = msgspec.msgpack.Decoder(RankReady)
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """A replica's ranks, running."""
+    """Holds a replica's running ranks and its scheduler."""
 
     executor: Executor
     ready: tuple[RankReady, ...]
@@ -46,8 +46,9 @@ class Ranks:
         log: LogConfig,
         replica: int = 0,
     ) -> Ranks:
-        """Raises ConfigError or NodeError when a rank cannot start; nothing is left then."""
-        parallel = replace(engine.parallel, device=facts.device)  # of all hosts
+        """Starts the ranks. Raises ConfigError or NodeError when one cannot start; then none
+        runs."""
+        parallel = replace(engine.parallel, device=facts.device)  # the same on all hosts
         config = WorkerConfig(replace(engine, parallel=parallel), extension)
         specs = worker_specs(config, role, log, replica)
         executor = make_executor(specs, parallel, facts.device)
@@ -66,7 +67,8 @@ class Ranks:
 
 
 def make_speculator(engine: EngineConfig, facts: ModelFacts, pool: BlockPool) -> Speculator | None:
-    """Who guesses tokens, if anybody; a draft model's cache has as many blocks as `pool`."""
+    """Makes the speculator, if one is configured; a draft model's cache has as many blocks as
+    `pool`."""
     config = engine.speculation.speculation
     if config is None:
         return None
@@ -84,7 +86,7 @@ async def start_replicas(
     """Starts replicas `0 … count-1` at once; `start` starts one.
 
     Raises:
-        ConfigError, NodeError: as `Ranks.start`, of the first that failed; nothing is left of any.
+        ConfigError, NodeError: as `Ranks.start`, for the first that failed; then no replica runs.
     """
     starting = [asyncio.create_task(start(replica)) for replica in range(count)]
     try:
@@ -98,7 +100,7 @@ async def start_replicas(
 
 
 async def stop_ranks(ranks: Iterable[Ranks]) -> None:
-    """Stops the ranks of several replicas at once, all of them whatever happens to one."""
+    """Stops the ranks of all replicas at once, even if one raises."""
     stopping = [each.executor.shutdown(RANKS_STOP) for each in ranks]
     errors = await asyncio.gather(*stopping, return_exceptions=True)
     for error in filter(None, errors):

@@ -1,7 +1,7 @@
-"""A replica: one copy of the model in a node, with ranks, KV blocks, queue and loop of its own.
+"""A replica: one copy of the model in a node, with its own ranks, KV blocks, queue and loop.
 
-Replicas of a node share its endpoint and nothing else. A job is given to one of them when it is
-opened, and stays there: a sequence's KV is in the blocks of one replica.
+Replicas of a node share only its endpoint. A job goes to one of them when it is opened and stays
+there, because a sequence's KV is in the blocks of one replica.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ logger = logging.getLogger(__name__)
 
 
 class Session(Protocol):
-    """One job on a replica; a role's own."""
+    """Is one job on a replica; each role has its own class."""
 
     def admitted(self, sequence: EngineSequence) -> None: ...
     def computed(self, sequence: EngineSequence) -> None: ...
     def sampled(self, sequence: EngineSequence, event: TokenEvent) -> None: ...
     def fail(self, error: PdserveError) -> None:
-        """Its job ends with this error."""
+        """Ends its job with this error."""
 
     async def close(self) -> None: ...
 
 
 class Transfers(Protocol):
-    """A role's half of the KV hand-off, for one replica: `kv_transfer` has both halves."""
+    """Is a role's half of the KV hand-off, for one replica: `KVSource` or `KVSink`."""
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Events by name, for the metrics."""
+        """Counts events by name, for the metrics."""
 
     def on_event(self, rank: int, message: bytes) -> None:
-        """Takes what a rank's extension reports."""
+        """Takes a report of a rank's extension."""
 
     async def close(self) -> None:
         """Ends all transfers; returns when no rank touches a block for them any more."""
@@ -56,8 +56,8 @@ T = TypeVar("T", bound=Transfers)
 
 
 class Replica(Generic[S, T]):
-    """Owns its ranks, and knows the sessions that it was given. It is its engine's listener: what
-    the engine says of a sequence goes to the session that adopted it."""
+    """Owns its ranks and knows its sessions. As the engine's listener it passes the engine's events
+    about a sequence to the session that adopted it."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class Replica(Generic[S, T]):
         make_transfers: Callable[[Sequence[RankReady], Call], T],
         metrics: NodeMetrics,
     ) -> None:
-        """`name` begins messages about it; empty: the node has no other replica. `blame` is the
-        node's. `stall_timeout`: seconds without progress after which it is unhealthy."""
+        """Prefixes messages with `name`, which is empty for an only replica. `blame` is the node's.
+        After `stall_timeout` seconds without progress it is unhealthy."""
         self.index = index
         self.name = name
         self.blame = blame
@@ -87,14 +87,14 @@ class Replica(Generic[S, T]):
 
     @property
     def unhealthy_reason(self) -> str:
-        """Why it could not produce a token; empty: it could."""
+        """Returns why it could not produce a token; empty if it could."""
         return self.name + self.watchdog.reason if self.watchdog.reason else ""
 
     def is_healthy(self) -> bool:
         return not self.watchdog.reason
 
     def check_health(self) -> bool:
-        """Has the watchdog judge; whether the replica has come to a standstill since."""
+        """Runs the watchdog; returns whether the replica has stalled since the last check."""
         stalled = self.watchdog.stalled
         self.watchdog.check(self.engine.progress())
         return self.watchdog.stalled and not stalled
@@ -102,11 +102,11 @@ class Replica(Generic[S, T]):
     # ---- sessions ---------------------------------------------------------------------------
 
     def adopt(self, sequence: EngineSequence, session: S) -> None:
-        """From now on the engine's events about the sequence go to the session."""
+        """Sends the engine's events about the sequence to the session from now on."""
         self._by_sequence[sequence.seq_id] = session
 
     def forget(self, session: S) -> None:
-        """The session is closed."""
+        """Removes a session that is closed."""
         self.sessions.discard(session)
         self._by_sequence = {i: s for i, s in self._by_sequence.items() if s is not session}
 
@@ -138,7 +138,7 @@ class Replica(Generic[S, T]):
 
     def failed(self, sequence: EngineSequence, reason: str, code: str) -> None:
         message = f"request {sequence.request_id}, choice {sequence.choice}: {reason}"
-        logger.warning("%s%s; it ends here, the others go on", self.name, message)
+        logger.warning("%s%s; only this sequence fails", self.name, message)
         error: PdserveError = NodeError(message, code=code, blame=self.blame)
         if code == InvalidRequest.default_code:
             error = InvalidRequest(message)
@@ -149,13 +149,14 @@ class Replica(Generic[S, T]):
 
 
 class Watchdog:
-    """Whether an engine that has work gets any of it done. Numbers in, a verdict out.
+    """Judges by numbers whether an engine that has work makes progress.
 
-    There is work, and for `timeout` seconds nothing has changed: a step does not return, a rank
-    does not answer a call (of the KV transfer), or the first in the queue finds no blocks. A long
-    queue alone is no fault: while steps are computed, tokens are produced.
+    It is unhealthy when there is work and nothing has changed for `timeout` seconds: a step does
+    not return, a rank does not answer a call (of the KV transfer), or the first sequence in the
+    queue finds no blocks. A long queue alone is no fault: while steps are computed, tokens are
+    produced.
 
-    `check` must be called several times within `timeout` seconds: that is how time is taken.
+    `check` must be called several times within `timeout` seconds, because it takes the time.
     """
 
     def __init__(self, timeout: float, now: Callable[[], float] = monotonic) -> None:
@@ -163,12 +164,12 @@ class Watchdog:
         self._progress = _Stopwatch(now)
         self._call = _Stopwatch(now)
         self.stalled = False
-        """A rank stands still: nothing in this engine goes on."""
+        """Whether a rank stalls, so that nothing in this engine makes progress."""
         self.reason = ""
-        """Why no token could be produced; empty: one could."""
+        """Why no token could be produced; empty if one could."""
 
     def check(self, progress: EngineProgress) -> None:
-        """Judges the engine as it is now."""
+        """Sets `stalled` and `reason` for the present state of the engine."""
         unchanged = self._progress.seconds(None if progress.idle else progress.counters)
         unanswered = self._call.seconds(progress.call)
         self.stalled, self.reason = False, ""
@@ -188,7 +189,7 @@ class Watchdog:
 
 
 class _Stopwatch:
-    """How long something has been the same, as far as one has checked."""
+    """Measures how long a state has been the same, by the checks."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -196,7 +197,7 @@ class _Stopwatch:
         self._since = now()
 
     def seconds(self, state: object) -> float:
-        """None is nothing, and nothing is always new."""
+        """Returns the seconds since the state changed; the state None always counts as changed."""
         if state is None or state != self._state:
             self._state, self._since = state, self._now()
         return self._now() - self._since

@@ -1,4 +1,4 @@
-"""What every node has besides its engine: a gRPC server, a metrics server, a registration."""
+"""The servers of a node, gRPC and metrics, and its registration with the router."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from pdserve.common.rpc.tls import tls_mismatch
 
 logger = logging.getLogger(__name__)
 
-_STOP_GRACE = 1.0  # seconds gRPC calls in flight get when the node stops
+_STOP_GRACE = 1.0  # seconds in which gRPC calls must end when the node stops
 _HEALTH_PERIOD = 0.5  # seconds between two calls of `ready`
 _RPC_TIMEOUT = 2.0  # seconds
 _RETRY_DELAY = 0.3
-_PATIENCE = 3.0  # seconds a router may be away before that is worth a warning
+_PATIENCE = 3.0  # seconds without a router after which a warning is logged
 _AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
-"""Runs work in the background; an exception that the work lets pass ends the node."""
+"""Runs work in the background; an exception of the work ends the node."""
 
 
 class NodeServer:
-    """Start order: `bind` (the address is known), `start`; later `drain`, `stop`."""
+    """Runs the servers. The order of calls is `bind`, `start`, `drain`, `stop`."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class NodeServer:
         self._tasks: list[asyncio.Task[None]] = []
 
     def bind(self) -> str:
-        """Takes the ports, before anything else is done; returns the address to announce."""
+        """Binds the ports, before the ranks start; returns the address to announce."""
         self._metrics_socket = bind_metrics(self.config.host, self.config.metrics_port)
         port = self.grpc.bind(self.config.host, self.config.grpc_port, self._tls)
         self._auth.address = f"{self._host}:{port}"
@@ -64,13 +64,13 @@ class NodeServer:
 
     @property
     def _host(self) -> str:
-        """Under which others reach this node."""
+        """Returns the host by which others reach this node."""
         if self.config.advertise_host == "auto":
             return socket.gethostname()
         return self.config.advertise_host or self.config.host
 
     def add(self, service: str, add_to_server: Any, servicer: Any) -> None:
-        """Adds one of cluster.proto's services."""
+        """Adds a service of cluster.proto."""
         self.grpc.add(pb.DESCRIPTOR.services_by_name[service], add_to_server, servicer)
 
     async def start(
@@ -81,7 +81,7 @@ class NodeServer:
         ready: Readiness,
         spawn: Spawn,
     ) -> None:
-        """Serves, then registers: a node is never known before it can answer."""
+        """Serves, then registers, so that a registered node can answer."""
         await self.grpc.start()
         await self.grpc.set_healthy(True)
         bound, self._metrics_socket = self._metrics_socket, None
@@ -96,7 +96,7 @@ class NodeServer:
         logger.info("serving gRPC on %s, metrics on %s", info.address, info.metrics_address)
 
     async def _watch(self, ready: Readiness) -> None:
-        """The standard health service says what `ready` says; every change is logged."""
+        """Keeps the standard health service equal to `ready`, and logs every change."""
         was_healthy = True
         while True:
             healthy, reason = ready()
@@ -108,7 +108,7 @@ class NodeServer:
             await asyncio.sleep(_HEALTH_PERIOD)
 
     async def leave(self) -> None:
-        """The router places nothing here any more."""
+        """Deregisters, so that the router places no more jobs here."""
         registration, self._registration = self._registration, None
         for task in self._tasks:
             task.cancel()
@@ -116,7 +116,7 @@ class NodeServer:
             await registration.deregister()
 
     async def drain(self, idle: Callable[[], bool]) -> None:
-        """Returns when `idle` says that the old work is done."""
+        """Returns once the node is `idle`."""
         await self.grpc.set_healthy(False)
         while not idle():
             await asyncio.sleep(0.05)
@@ -132,11 +132,11 @@ class NodeServer:
 
 
 class Registration:
-    """Keeps one node registered with one router until `deregister`: heartbeats with its load.
+    """Keeps one node registered with one router until `deregister`, by heartbeats with its load.
 
-    The order of start does not matter, and neither does a router that restarts: whenever the
-    router does not know the node, the node registers again. A refusal is tried again as well: it
-    may be about a node of the same id that has just died.
+    Router and node may start in any order, and the router may restart: whenever the router does not
+    know the node, the node registers again. It also retries after a refusal, which may be about a
+    node of the same id that has just died.
     """
 
     def __init__(
@@ -157,8 +157,8 @@ class Registration:
         self._registered = False
 
     async def run(self) -> None:
-        """Runs until cancelled; a router that is away is retried for ever, quietly. One that was
-        there a moment ago may be restarting, or be stopping as this node is about to."""
+        """Runs until cancelled and retries for ever. A router that answered a moment ago may be
+        restarting, or stopping with this node, so its absence is not logged at once."""
         reported, last_contact = "", -math.inf
         while True:
             try:
@@ -190,7 +190,7 @@ class Registration:
             logger.info("registered with router %s as %s", self._router, self._info.node_id)
 
     async def deregister(self) -> None:
-        """Tells the router to send nothing more; a router that is away needs no telling."""
+        """Asks the router to send no more jobs; an unreachable router is ignored."""
         self._registered = False
         try:
             request = pb.DeregisterRequest(node_id=self._info.node_id, instance=self._info.instance)

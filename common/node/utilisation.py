@@ -1,5 +1,5 @@
-"""How much of what its ranks could do a replica does: FLOPs and bytes of the steps it computed, by
-arithmetic, beside time and the ranks' peaks."""
+"""The utilisation of a replica's ranks: the FLOPs and bytes of its steps, by arithmetic, divided by
+time and by the ranks' peaks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from pdserve.common.node.ranks import Ranks
 from pdserve.common.planning.footprint import Footprint
 from pdserve.common.planning.step_cost import Cost, StepCost
 
-WINDOW = 10.0  # seconds that the gauges look back, at least
+WINDOW = 10.0  # seconds that the gauges cover, at least
 
 
 class Utilisation:
-    """Of one replica; figures are of a rank, the mean of all of them."""
+    """Computes the figures of one replica, per rank, as the mean of its ranks."""
 
     def __init__(
         self,
@@ -33,8 +33,8 @@ class Utilisation:
         peaks: Peaks,
         now: Callable[[], float] = monotonic,
     ) -> None:
-        """`done` is the scheduler's, which goes on counting; `cost` is of all stages, which share
-        it."""
+        """Takes the scheduler's `done`, which keeps counting, and the `cost` of all stages
+        together."""
         self.peaks = peaks
         self._done, self._cost, self._stages, self._now = done, cost, stages, now
         self._samples = deque([(now(), copy(done))])  # the oldest is WINDOW old, or the first
@@ -48,14 +48,14 @@ class Utilisation:
         return cls(done, StepCost.whole(footprint), stages, ranks.ready[0].peaks)
 
     def sample(self) -> None:
-        """To be called every second or so."""
+        """Takes a sample; call it about every second."""
         now = self._now()
         self._samples.append((now, copy(self._done)))
         while len(self._samples) > 1 and self._samples[1][0] <= now - WINDOW:
             self._samples.popleft()
 
     def shares(self) -> tuple[float, float]:
-        """MFU and bandwidth utilisation since the oldest sample, idle time included."""
+        """Returns MFU and bandwidth utilisation since the oldest sample, idle time included."""
         then, before = self._samples[0]
         seconds = self._now() - then
         if seconds <= 0.0:
@@ -68,13 +68,13 @@ class Utilisation:
         )
 
     def totals(self) -> tuple[Cost, float]:
-        """Since start: FLOPs and bytes of all kinds; and of these bytes those written."""
+        """Returns FLOPs and all bytes since start, and the written part of the bytes."""
         cost, written = self._cost.total(self._done), self._cost.written(self._done)
         return Cost(cost.flops / self._stages, cost.bytes / self._stages), written / self._stages
 
 
 class UtilisationCollector(Collector):
-    """Names of counters are vLLM's, and so is the label `engine`."""
+    """Exports the figures; the counters' names and the label `engine` are vLLM's."""
 
     def __init__(self, replicas: Sequence[Utilisation]) -> None:
         self._replicas = replicas

@@ -88,7 +88,7 @@ def worker_specs(
             factory="pdserve.common.worker.worker:build_worker",
             rank=rank,
             world_size=size,
-            answer_rank=size - parallel.tensor_parallel_size,
+            output_rank=size - parallel.tensor_parallel_size,
             local_rank=replica * size + rank,
             local_world_size=parallel.world_size_across_dp,
             init_method="",
@@ -136,7 +136,7 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     num_blocks = choose_num_blocks(engine, block_bytes, max_model_len, room, state.world, device)
     spare = int(bool(graph_sizes(model, engine)))  # a block that graphs are filled up on
     cache = KVCache.allocate(resized(shape, num_blocks), device, spare)
-    samples = spec.rank == spec.answer_rank
+    samples = spec.rank == spec.output_rank
     adapters = Adapters(model, engine.lora.max_lora_rank) if engine.lora.enable_lora else None
     runner = ModelRunner(model, cache.tensor, device, samples, link, adapters)
     _warm_up(runner, engine)

@@ -2,6 +2,6 @@
 
     pytest --pyargs pdserve.kv_transfer.conformance --kv-connector my_package.connector:MyConnector
 
-One test a promise; each docstring says what is promised, each failure what was broken. See
+Each test checks one promise: its docstring states the promise, its failure says what broke it. See
 `docs/write-a-connector.md`.
 """

@@ -1,4 +1,4 @@
-"""Small KV caches in memory files, and what is in them."""
+"""Small KV caches in memory files, and checks of their content."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 
 from pdserve.kv_transfer.layout import CacheView, Rect
 
-FREE = -7.0  # what blocks hold that nobody may write
+FREE = -7.0  # the content of blocks that must not be written
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Of a whole model; float32."""
+    """Describes the cache of a whole model; float32."""
 
     layers: int = 4
     heads: int = 4
@@ -32,15 +32,15 @@ class Geometry:
 
     @property
     def rect(self) -> Rect:
-        """All of it."""
+        """Returns the rectangle of the whole model."""
         return Rect(0, self.layers, 0, self.heads)
 
 
 class MemoryCache:
-    """One rank's cache over a memory file, so that one-sided connectors can map it."""
+    """Is one rank's cache over a memory file, so that one-sided connectors can map it."""
 
     def __init__(self, geometry: Geometry, rect: Rect, fd: int | None = None) -> None:
-        """`fd` is an existing file (another process made it) and is owned from now on."""
+        """Takes ownership of `fd`, an existing file of another process; None makes a new file."""
         self.geometry = geometry
         self.rect = rect
         self.fd = os.memfd_create("kv-conformance", os.MFD_ALLOW_SEALING) if fd is None else fd
@@ -56,20 +56,20 @@ class MemoryCache:
 
     @property
     def path(self) -> str:
-        """Where a process of the same user can open it."""
+        """Returns the path at which a process of the same user can open the file."""
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's rectangle of a whole model's cache."""
+        """Returns this rank's rectangle of a whole model's cache."""
         layers, heads = self.rect.slices_in(self.geometry.rect)
         return whole[layers, :, :, heads]
 
     def blocks(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """A copy of some blocks, in the order of the ids."""
+        """Returns a copy of some blocks, in the order of the ids."""
         return self.tensor[:, :, list(block_ids)]
 
     def others_untouched(self, block_ids: Sequence[int]) -> bool:
-        """Whether all blocks but these hold FREE."""
+        """Returns whether all other blocks hold FREE."""
         mask = torch.ones(self.geometry.num_blocks, dtype=torch.bool)
         mask[list(block_ids)] = False
         return bool((self.tensor[:, :, mask] == FREE).all())

@@ -26,7 +26,7 @@ def target(request: pytest.FixtureRequest) -> Target:
 
 @pytest.fixture(scope="session", autouse=True)
 def all_processes(request: pytest.FixtureRequest) -> Iterator[Processes]:
-    """Two are killed in a run of all checks; none is started when none is needed."""
+    """Starts processes ahead if checks need them; a run of all checks kills two."""
     remote = sum("processes" in getattr(item, "fixturenames", ()) for item in request.session.items)
     processes = Processes(min(2, remote))
     yield processes
@@ -35,7 +35,7 @@ def all_processes(request: pytest.FixtureRequest) -> Iterator[Processes]:
 
 @pytest.fixture
 def processes(all_processes: Processes) -> Processes:
-    """Asked for by tests that use `kit.remote`."""
+    """Is requested by tests that use `kit.remote`."""
     return all_processes
 
 

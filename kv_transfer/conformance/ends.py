@@ -20,19 +20,19 @@ from pdserve.kv_transfer.connector import (
 )
 from pdserve.kv_transfer.selection import load_connector
 
-QUICK_S = 2.0  # what must not block has returned by then, on a busy machine too
-ARRIVAL_S = 10.0  # whatever must happen has happened by then
-DEATH_S = 8.0  # a peer's death is noticed by then
-SETTLE_S = 0.2  # what must not happen would have happened by then
+QUICK_S = 2.0  # within which a call that must not block returns, on a busy machine too
+ARRIVAL_S = 10.0  # within which a required event comes
+DEATH_S = 8.0  # within which a peer's death is noticed
+SETTLE_S = 0.2  # within which a forbidden event would come
 CLOSE_S = 5.0
-KEYS = (b"the key of the ranks of the kit!",)  # of all that are not asked for with others
+KEYS = (b"the key of the ranks of the kit!",)  # the default of all ranks
 
 E = TypeVar("E", bound=Event)
 
 
 @dataclass(frozen=True)
 class Target:
-    """The connector under test, as a node would be given it."""
+    """Names the connector under test, with its options."""
 
     name: str
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Target:
 
 
 class EventLog:
-    """What one connector reported, in order. Thread-safe."""
+    """Records the events of one connector, in order. It is thread-safe."""
 
     def __init__(self) -> None:
         self.on_event: Callable[[Event], None] = lambda event: None  # on the connector's thread
@@ -67,8 +67,8 @@ class EventLog:
     def wait(
         self, kind: type[E], transfer_id: bytes, within: float = ARRIVAL_S, epoch: int = 1
     ) -> E:
-        """The first such event; the test fails when there is none, or a Failed instead. A Failed
-        of an epoch before `epoch` is of a try that was given up, which may have noticed."""
+        """Returns the first such event; the test fails if there is none, or a Failed instead. A
+        Failed of an epoch before `epoch` is ignored: that attempt was cancelled."""
 
         def find() -> Event | None:
             return next((each for each in self._events if wanted(each)), None)
@@ -87,7 +87,7 @@ class EventLog:
 
 
 class End(ABC):
-    """A rank as the core sees it."""
+    """Is a rank as the core sees it."""
 
     def __init__(self, cache: MemoryCache) -> None:
         self.cache = cache
@@ -112,7 +112,7 @@ class End(ABC):
 
 
 class LocalEnd(End):
-    """In this process. A call that does not return in time fails the test, not hangs it."""
+    """Is a rank in this process. A call that does not return in time fails the test."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class LocalEnd(End):
 
 
 def bounded(method: Callable[..., Any], *args: Any, within: float) -> Any:
-    """Calls on another thread; what it raises is raised here."""
+    """Calls `method` on another thread; its exception is raised here."""
     outcome: list[Any] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""What a check gets: a maker of ranks."""
+"""The kit that a check gets: it makes ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pdserve.kv_transfer.conformance.caches import Geometry, MemoryCache
 from pdserve.kv_transfer.conformance.ends import KEYS, End, LocalEnd, Target
-from pdserve.kv_transfer.conformance.nodes import Node, Pair
+from pdserve.kv_transfer.conformance.nodes import KitNode, Pair
 from pdserve.kv_transfer.conformance.remote import Process, RemoteEnd
 from pdserve.kv_transfer.connector import Capabilities
 from pdserve.kv_transfer.layout import Rect
@@ -16,7 +16,7 @@ GEOMETRY = Geometry()
 
 
 class Processes:
-    """Processes for remote ranks, started ahead since that takes seconds."""
+    """Starts processes for remote ranks ahead, since a start takes seconds."""
 
     def __init__(self, count: int) -> None:
         self._idle = [Process() for _ in range(count)]
@@ -50,27 +50,27 @@ class Kit:
         geometry: Geometry = GEOMETRY,
         fingerprint: str = "same",
         keys: tuple[bytes, ...] = KEYS,
-    ) -> Node[LocalEnd]:
-        """Ranks in this process; default: one that covers all."""
+    ) -> KitNode[LocalEnd]:
+        """Makes ranks in this process; by default one that covers all."""
         ends = []
         for rect in rects or (geometry.rect,):
             ends.append(LocalEnd(self.target, MemoryCache(geometry, rect), fingerprint, keys))
             self._ends.append(ends[-1])
-        return Node(geometry, ends)
+        return KitNode(geometry, ends)
 
     def pair(self, geometry: Geometry = GEOMETRY) -> Pair[LocalEnd, LocalEnd]:
-        """One rank on either side."""
+        """Makes one rank on either side."""
         return Pair(self.node(geometry=geometry), self.node(geometry=geometry))
 
-    def remote(self, geometry: Geometry = GEOMETRY) -> Node[RemoteEnd]:
-        """One rank in a process of its own; the test asks for the fixture `processes`."""
+    def remote(self, geometry: Geometry = GEOMETRY) -> KitNode[RemoteEnd]:
+        """Makes one rank in its own process; the test requests the fixture `processes`."""
         cache = MemoryCache(geometry, geometry.rect)
         end = RemoteEnd(self.target, cache, self._processes.take())
         self._ends.append(end)
-        return Node(geometry, [end])
+        return KitNode(geometry, [end])
 
     def close(self) -> None:
-        """What goes wrong here is not this test's subject: there is one for `close`."""
+        """Closes all ranks and ignores errors: another test checks `close`."""
         for end in self._ends:
             with contextlib.suppress(Exception):
                 end.close()

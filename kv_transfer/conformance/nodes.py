@@ -1,4 +1,4 @@
-"""Both sides of a transfer, each of one rank or several, and what the kit asks of them."""
+"""Both sides of a transfer, each with one rank or several, and the kit's calls to them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ S = TypeVar("S", bound=End)
 T = TypeVar("T", bound=End)
 
 
-class Node(Generic[E]):
-    """The ranks of one node, which share a block table."""
+class KitNode(Generic[E]):
+    """Holds the ranks of one node, which share a block table."""
 
     def __init__(self, geometry: Geometry, ends: Sequence[E]) -> None:
         self.geometry = geometry
@@ -29,13 +29,13 @@ class Node(Generic[E]):
 
     @property
     def end(self) -> E:
-        """The only rank."""
+        """Returns the only rank."""
         (end,) = self.ends
         return end
 
 
 def runs_of(counts: Iterable[int], first: int = 0) -> list[BlockRun]:
-    """Consecutive runs of so many blocks."""
+    """Returns consecutive runs with these counts of blocks."""
     runs = []
     for count in counts:
         runs.append(BlockRun(first, count))
@@ -44,10 +44,10 @@ def runs_of(counts: Iterable[int], first: int = 0) -> list[BlockRun]:
 
 
 class Pair(Generic[S, T]):
-    """A prefill and a decode node. Their ranks' blocks: `source_ids`, `sink_ids`, by logical
+    """Joins a prefill and a decode node. `source_ids` and `sink_ids` are their blocks by logical
     block."""
 
-    def __init__(self, source: Node[S], sink: Node[T], seed: int = 0) -> None:
+    def __init__(self, source: KitNode[S], sink: KitNode[T], seed: int = 0) -> None:
         self.source = source
         self.sink = sink
         generator = torch.Generator().manual_seed(seed)
@@ -58,7 +58,7 @@ class Pair(Generic[S, T]):
         for taker in sink.ends:
             taker.cache.tensor.fill_(FREE)
 
-    # ---- what the core tells the ranks ----
+    # ---- the core's calls to the ranks ----
 
     def accept(
         self, transfer_id: bytes, sink_ids: Sequence[int], *, epoch: int = 1, first: int = 0
@@ -93,7 +93,8 @@ class Pair(Generic[S, T]):
         first: int = 0,
         last: bool = True,
     ) -> None:
-        """All blocks, in runs of `counts` (default: one run); `source_ids[0]` is block `first`."""
+        """Announces all blocks in runs of `counts` (default: one run); `source_ids[0]` is block
+        `first`."""
         runs = runs_of(counts or (len(source_ids),), first)
         for run in runs:
             start = run.first - first
@@ -110,14 +111,14 @@ class Pair(Generic[S, T]):
         epoch: int = 1,
         first: int = 0,
     ) -> None:
-        """A whole transfer, from accept to the last event."""
+        """Runs a whole transfer, from accept to the last event."""
         self.accept(transfer_id, sink_ids, epoch=epoch, first=first)
         self.submit(transfer_id, epoch=epoch)
         self.announce(transfer_id, source_ids, counts, first=first)
         self.wait_landed(transfer_id, epoch=epoch)
         self.wait_sent(transfer_id, epoch=epoch)
 
-    # ---- what came of it ----
+    # ---- results ----
 
     def wait_landed(
         self, transfer_id: bytes, within: float = ARRIVAL_S, epoch: int = 1
@@ -130,7 +131,7 @@ class Pair(Generic[S, T]):
         return [end.events.wait(Sent, transfer_id, within, epoch) for end in self.source.ends]
 
     def arrived(self, source_ids: Sequence[int], sink_ids: Sequence[int]) -> bool:
-        """Whether the sinks' blocks hold what the sources' held at first."""
+        """Returns whether the sinks' blocks hold the sources' original data."""
         expected = self.whole[:, :, list(source_ids)]
         return all(
             torch.equal(end.cache.blocks(sink_ids), end.cache.part_of(expected))
@@ -141,18 +142,18 @@ class Pair(Generic[S, T]):
         return all(end.cache.others_untouched(sink_ids) for end in self.sink.ends)
 
     def nbytes(self, count: int) -> int:
-        """Bytes of `count` blocks in the first sink rank's rectangle."""
+        """Returns the size of `count` blocks in the first sink rank's rectangle."""
         cache = self.sink.ends[0].cache
         return piece_nbytes(cache.tensor, cache.rect, count)
 
 
 def scattered(count: int, num_blocks: int, seed: int = 0) -> tuple[int, ...]:
-    """Blocks as a pool in use hands them out: in no order."""
+    """Returns blocks in no order, as a pool in use hands them out."""
     return tuple(random.Random(seed).sample(range(num_blocks), count))
 
 
 def settle() -> None:
-    """Time for what must not happen."""
+    """Waits long enough for a forbidden event to show."""
     time.sleep(SETTLE_S)
 
 

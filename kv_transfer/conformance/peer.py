@@ -1,8 +1,8 @@
-"""The other process: serves a connector as it is told, one line of JSON at a time.
+"""The process of a remote rank: it serves a connector by orders, one line of JSON each.
 
     python -m pdserve.kv_transfer.conformance.peer FD      a connected socket
 
-It ends when the socket does, and is killed by some checks before that.
+It ends with the socket; some checks kill it earlier.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pdserve.kv_transfer.selection import load_connector
 
 
 class Setup(msgspec.Struct, tag=True):
-    """Make a connector, in place of the last one."""
+    """Orders a connector, in place of the last one."""
 
     connector: str
     config: str  # JSON
@@ -41,7 +41,7 @@ Order = Setup | Accept | Submit | Ready | Close
 
 
 class Report(msgspec.Struct, omit_defaults=True):
-    """An answer to an order, or an event (as `encode_event` has it)."""
+    """Answers an order, or carries an event, encoded by `encode_event`."""
 
     endpoint: bytes = b""
     error: str = ""

@@ -1,4 +1,4 @@
-"""A rank in a process of its own, which can be stopped and killed."""
+"""A rank in its own process, which can be stopped and killed."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from pdserve.kv_transfer.conformance.ends import End, Target
 from pdserve.kv_transfer.conformance.peer import Close, Order, Report, Setup
 from pdserve.kv_transfer.connector import BlockRun, Event, SinkTransfer, SourceTransfer
 
-START_S = 60.0  # a process has loaded everything by then
-ANSWER_S = 15.0  # and does what it is told
+START_S = 60.0  # within which a process has started
+ANSWER_S = 15.0  # within which it answers an order
 
 _reports = msgspec.json.Decoder(Report)
 
 
 class Process:
-    """A Python process that serves one connector after another; `RemoteEnd` speaks to it."""
+    """Runs a Python process that serves one connector after another for `RemoteEnd`."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -48,7 +48,7 @@ class Process:
         self._reader.start()
 
     def order(self, order: Order, within: float = ANSWER_S) -> Report:
-        """Has the peer do something and waits for its answer."""
+        """Sends an order and waits for the answer."""
         with self._changed:
             self._reports.clear()
         self._sock.sendall(msgspec.json.encode(order) + b"\n")
@@ -87,7 +87,7 @@ class Process:
 
 
 class RemoteEnd(End):
-    """In another process, which can be stopped and killed; its cache is shared with this one."""
+    """Is a rank in another process, which can be stopped and killed; this one shares its cache."""
 
     def __init__(self, target: Target, cache: MemoryCache, process: Process) -> None:
         super().__init__(cache)
@@ -120,7 +120,7 @@ class RemoteEnd(End):
         self.process.kill()
 
     def close(self) -> None:
-        """Afterwards the process may serve another connector. Raises when it cannot."""
+        """Closes the connector, after which the process may serve another. Raises if it cannot."""
         self.resume()
         try:
             self.process.order(Close())

@@ -1,4 +1,4 @@
-"""What a connector declares and refuses; calls that come twice, late, or about nothing known."""
+"""Checks what a connector declares and refuses, and calls that are late, repeated or unknown."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_typed(failed: Failed, blame: Blame | None = None) -> None:
 
 
 def outcome(end: LocalEnd, endpoint: bytes) -> Failed | TransferError:
-    """What becomes of a transfer to `endpoint`."""
+    """Returns the event that ends a transfer to `endpoint`."""
     try:
         end.submit(SourceTransfer(ID, 1, ((Piece(0, 0, end.cache.rect), endpoint),)))
         end.ready(ID, BlockRun(0, 1), (1,), True)
@@ -109,8 +109,8 @@ def test_unknown_transfers(kit: Kit) -> None:
 
 
 def test_a_transfer_the_sink_did_not_accept(kit: Kit) -> None:
-    """What arrives for a transfer unknown to the sink is counted and dropped; the next transfer
-    between the two is not held up by it."""
+    """Data for a transfer that the sink does not know is counted and dropped; the next transfer
+    between the two arrives."""
     pair = kit.pair()
     pair.submit(ID)
     pair.announce(ID, (1, 2, 3))

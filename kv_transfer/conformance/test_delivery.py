@@ -125,7 +125,7 @@ def test_nothing_to_move(kit: Kit) -> None:
 
 
 def test_landed_comes_after_the_data(kit: Kit) -> None:
-    """When Landed is emitted every block is in place: the core may decode from them at once."""
+    """Every block is in place when Landed is emitted: the core may decode from them at once."""
     pair = kit.pair()
     source_ids, sink_ids = scattered(150, NUM_BLOCKS, 1), scattered(150, NUM_BLOCKS, 2)
     in_place: list[bool] = []

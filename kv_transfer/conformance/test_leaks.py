@@ -17,7 +17,7 @@ import pytest
 from pdserve.kv_transfer.conformance.caches import FREE, MemoryCache
 from pdserve.kv_transfer.conformance.ends import CLOSE_S, LocalEnd, Target
 from pdserve.kv_transfer.conformance.kit import GEOMETRY, Kit
-from pdserve.kv_transfer.conformance.nodes import Node, Pair, eventually, scattered, settle
+from pdserve.kv_transfer.conformance.nodes import KitNode, Pair, eventually, scattered, settle
 from pdserve.kv_transfer.connector import BlockRun
 
 UNDER_WAY = b"under-way-at-end"
@@ -25,7 +25,7 @@ UNDER_WAY = b"under-way-at-end"
 
 @dataclass(frozen=True)
 class Holdings:
-    """What a process has that somebody must give back."""
+    """Counts resources of this process that must be given back."""
 
     threads: frozenset[threading.Thread]
     descriptors: frozenset[str]
@@ -46,7 +46,7 @@ class Holdings:
 
 @pytest.fixture
 def folders(target: Target, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
-    """Where files may be left: this test's own temporary folder, and those the options name."""
+    """Returns the folders where files could be left: the test's own and those of the options."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     return [tmp_path, *named_folders(target.config)]
@@ -79,7 +79,7 @@ def check_back(before: Holdings, now: Callable[[], Holdings]) -> None:
 
 def life(kit: Kit, source: MemoryCache, sink: MemoryCache) -> None:
     """Two ranks from start to close, one transfer still under way then."""
-    nodes = [Node(cache.geometry, [LocalEnd(kit.target, cache)]) for cache in (source, sink)]
+    nodes = [KitNode(cache.geometry, [LocalEnd(kit.target, cache)]) for cache in (source, sink)]
     pair = Pair(nodes[0], nodes[1])
     transfers(pair, 5)
     pair.accept(UNDER_WAY, (1, 2))
@@ -95,7 +95,7 @@ def no_more_segments(before: set[str]) -> bool:
 
 @pytest.fixture
 def caches(kit: Kit) -> Iterator[tuple[MemoryCache, MemoryCache]]:
-    """For `life`, which was lived once: what is loaded and made once stays."""
+    """Runs `life` once before the measurement: modules it loads and caches it fills may stay."""
     made = (MemoryCache(GEOMETRY, GEOMETRY.rect), MemoryCache(GEOMETRY, GEOMETRY.rect))
     life(kit, *made)
     yield made

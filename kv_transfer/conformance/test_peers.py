@@ -142,7 +142,8 @@ def test_cancelling_one_of_two_transfers_leaves_the_other_unharmed_at_the_source
 
 
 def test_cancelling_one_of_two_transfers_leaves_the_other_unharmed_at_the_sink(kit: Kit) -> None:
-    """As above, and the sink gives one up; the source does not know and goes on."""
+    """The same, but the sink cancels one transfer and the source, which does not know,
+    continues."""
     pair = Pair(kit.remote(BIG), kit.node(geometry=BIG))
     begin_two(pair)
     for transfer_id, ids in ((ID, MINE), (OTHER, THEIRS)):

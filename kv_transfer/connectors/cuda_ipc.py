@@ -2,7 +2,7 @@
 handle and copies the blocks device to device, one copy over NVLink or PCIe.
 
 The protocol is that of `kv_transfer/connectors/base/pull.py`. CUDA maps another process's memory
-writable only; the sink never writes to it. Its logic is tested on CPU tensors; on GPUs it has
+only as writable; the sink never writes to it. The logic is tested on CPU tensors; on GPUs it has
 not been run yet.
 """
 
@@ -18,27 +18,27 @@ from pdserve.common.core.errors import ConfigError
 from pdserve.kv_transfer.blocks import gather, scatter
 from pdserve.kv_transfer.connector import Capabilities, RankContext
 from pdserve.kv_transfer.connectors.base import pull
+from pdserve.kv_transfer.connectors.base.channel import OwnStream, parts
 from pdserve.kv_transfer.connectors.base.handshake import refused, send_frame
 from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
-from pdserve.kv_transfer.connectors.base.staging import OwnStream, parts
-from pdserve.kv_transfer.frame import Frame, Kind, bad_frame
+from pdserve.kv_transfer.frame import Frame, FrameKind, bad_frame
 from pdserve.kv_transfer.layout import CacheView, Rect
 from pdserve.kv_transfer.pipe import KVPipe
 
-# What torch calls a shared storage: device, handle, bytes, offset, a reference counter (handle
-# and offset), an event to wait for and whether to.
+# torch's description of a shared storage: device, handle, bytes, offset, a reference counter
+# (handle and offset), an event to wait for and whether to.
 Handle = tuple[int, bytes, int, int, bytes, int, bytes, bool]
 
 
 class Greeting(pull.Greeting):
-    """Who the source is and how to open its memory."""
+    """Introduces a source and says how to open its memory."""
 
     handle: Handle
     offset: int  # of the cache in the storage, in elements
 
 
 class CudaIpcConnector(pull.PullConnector[Greeting]):
-    """Takes no options. The GPUs must reach each other's memory."""
+    """Takes no options. The GPUs must be able to access each other's memory."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         pull=True,
@@ -65,7 +65,7 @@ class CudaIpcConnector(pull.PullConnector[Greeting]):
         return handle
 
     def open_storage(self, handle: Handle) -> torch.UntypedStorage:
-        """Maps a source's storage beside this rank's GPU, whatever number its own has there.
+        """Maps a source's storage for this rank's GPU; the source may number its GPU differently.
         Raises RuntimeError where CUDA cannot."""
         device = self.context.view.cache.device.index
         storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_cuda(device, *handle[1:])
@@ -76,7 +76,7 @@ class CudaIpcConnector(pull.PullConnector[Greeting]):
         offset = int(cache.storage_offset())
         fingerprint = self.context.fingerprint
         greeting = Greeting(fingerprint, rect, cache.shape[2], self._handle, offset)
-        send_frame(pipe, Frame(Kind.HELLO), msgspec.msgpack.encode(greeting))
+        send_frame(pipe, Frame(FrameKind.HELLO), msgspec.msgpack.encode(greeting))
 
     def open(self, pipe: SocketPipe, greeting: Greeting) -> OpenedCache:
         try:
@@ -91,7 +91,7 @@ class CudaIpcConnector(pull.PullConnector[Greeting]):
 
 
 class OpenedCache(pull.PeerCache):
-    """A source rank's cache in this process's address space."""
+    """Maps a source rank's cache into this process's address space."""
 
     def __init__(self, greeting: Greeting, storage: torch.UntypedStorage, view: CacheView) -> None:
         super().__init__(greeting)

@@ -11,13 +11,13 @@ from pdserve.kv_transfer.connector import Capabilities, RankContext
 from pdserve.kv_transfer.connectors.base.channel import Mover, PipeMover
 from pdserve.kv_transfer.connectors.base.handshake import send_frame
 from pdserve.kv_transfer.connectors.base.p2p import P2PConnector
-from pdserve.kv_transfer.frame import Frame, Kind
+from pdserve.kv_transfer.frame import Frame, FrameKind
 from pdserve.kv_transfer.pipe import KVPipe, PipeListener, PipeTransport
 
 
 class PipeConnector(P2PConnector):
-    """A connector over `transport(config)`, which is all a subclass must say; one whose
-    payloads take another way than the pipe overrides `mover`."""
+    """Makes a connector of `transport(config)`, the one method that a subclass must have. A
+    subclass whose payloads do not go through the pipe overrides `mover`."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         push=True, devices=frozenset({"cpu", "cuda"}), authenticates=True
@@ -33,7 +33,8 @@ class PipeConnector(P2PConnector):
         """Raises ConfigError on unknown keys."""
 
     def mover(self, pipe: KVPipe) -> Mover:
-        """How payloads travel on a connection that was just welcomed; called at both ends."""
+        """Makes the mover of payloads for a connection that was just welcomed; called at both
+        ends."""
         return PipeMover(self.context.view, pipe)
 
     def listen(self, host: str) -> PipeListener:
@@ -43,9 +44,9 @@ class PipeConnector(P2PConnector):
         return self._transport.dial(endpoint)
 
     def introduce(self, pipe: KVPipe) -> None:
-        send_frame(pipe, Frame(Kind.HELLO), self.context.fingerprint.encode())
+        send_frame(pipe, Frame(FrameKind.HELLO), self.context.fingerprint.encode())
 
     def welcome(self, pipe: KVPipe, hello: bytes) -> Mover:
         self.admit(pipe, hello.decode(errors="replace"))
-        send_frame(pipe, Frame(Kind.WELCOME))
+        send_frame(pipe, Frame(FrameKind.WELCOME))
         return self.mover(pipe)

@@ -1,7 +1,7 @@
 """KV blocks between processes of one host: the sink reads the source's memory, one copy.
 
-The source passes a read-only descriptor of the memory file behind its cache; nothing has a
-name in /dev/shm, and nobody can write into another process's memory. The protocol is that of
+The source passes a read-only descriptor of the memory file behind its cache. Nothing has a name in
+/dev/shm, and no process can write into another's memory. The protocol is that of
 `kv_transfer/connectors/base/pull.py`.
 """
 
@@ -11,6 +11,8 @@ import fcntl
 import mmap
 import os
 import socket
+import struct
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,19 +21,18 @@ from typing import Any, ClassVar
 import msgspec
 
 from pdserve.common.core.errors import Blame
-from pdserve.kv_transfer.blocks import CacheBytes, Placement, copy_blocks, memory_of
+from pdserve.kv_transfer.blocks import BlockLayout, CacheBytes, copy_blocks, memory_of
 from pdserve.kv_transfer.connector import Capabilities, RankContext, SourceTransfer
 from pdserve.kv_transfer.connectors.base import pull
 from pdserve.kv_transfer.connectors.base.handshake import GREETING_S, send_frame, time_limit
-from pdserve.kv_transfer.connectors.base.holds import Holds, PeerHolds
 from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
-from pdserve.kv_transfer.frame import Frame, Kind, bad_frame
+from pdserve.kv_transfer.frame import Frame, FrameKind, bad_frame
 from pdserve.kv_transfer.layout import CacheView, Rect
 from pdserve.kv_transfer.pipe import KVPipe
 
 
 class Greeting(pull.Greeting):
-    """Who the source is and what its memory file has; the file's descriptor follows."""
+    """Introduces a source and describes its memory file, whose descriptor follows."""
 
     offset: int  # of the cache in the file
     nbytes: int  # of the cache
@@ -67,7 +68,7 @@ class ShmConnector(pull.PullConnector[Greeting]):
         assert view.shared_fd is not None and isinstance(pipe, SocketPipe)
         geometry = (view.cache.shape[2], view.shared_offset, view.cache.nbytes)
         greeting = Greeting(self.context.fingerprint, view.rect, *geometry, holds=True)
-        send_frame(pipe, Frame(Kind.HELLO), msgspec.msgpack.encode(greeting))
+        send_frame(pipe, Frame(FrameKind.HELLO), msgspec.msgpack.encode(greeting))
         with ExitStack() as stack:
             readable = []
             for fd in (view.shared_fd, self._holds.fd):
@@ -88,18 +89,18 @@ class ShmConnector(pull.PullConnector[Greeting]):
 
 
 class MappedCache(pull.PeerCache):
-    """A source rank's memory file, mapped read-only."""
+    """Maps a source rank's memory file, read-only."""
 
     def __init__(
         self, greeting: Greeting, fd: int, view: CacheView, holds: int | None = None
     ) -> None:
-        """`fd` is its memory file, `holds` its table; they may be closed afterwards."""
+        """Maps `fd`, the memory file, and `holds`, the table; both may be closed afterwards."""
         super().__init__(greeting)
         end = greeting.offset + greeting.nbytes
-        ours = Placement.of(view)
+        ours = BlockLayout.of(view)
         theirs = replace(ours, rect=greeting.rect, num_blocks=greeting.num_blocks)
         if greeting.rect.area == 0 or greeting.offset < 0:
-            raise bad_frame(f"{greeting.rect} at {greeting.offset} is no cache")
+            raise bad_frame(f"{greeting.rect} at byte {greeting.offset} cannot be a cache")
         if greeting.nbytes != theirs.nbytes:
             raise bad_frame(f"a cache of {greeting.nbytes} bytes does not fit its geometry")
         if os.fstat(fd).st_size < end:
@@ -123,3 +124,82 @@ def _opened(holds: int) -> PeerHolds:
         return PeerHolds(holds)
     except (OSError, ValueError) as error:
         raise bad_frame(f"what came with the greeting is no table of holds: {error}") from error
+
+
+# ---- the table of transfers whose blocks a source holds ----
+
+PLACES = 4096
+_ENTRY = struct.Struct("=I16s12x")  # epoch (0: free), transfer id
+NBYTES = PLACES * _ENTRY.size
+
+
+class Holds:
+    """Is the table of the transfers whose blocks a source rank holds, in memory that its sinks can
+    read. A sink that has copied a run sees there that the copy counts, without waiting for CONFIRM.
+
+    A transfer has one place in the table, by its id. It is entered before its first run is offered
+    and taken out before its blocks may be freed. So if a sink finds it there *after* a copy, the
+    blocks were held during the copy: x86 keeps the order of reads and of writes, and elsewhere the
+    interpreter takes long enough between them. For a transfer that is not in the table (its place
+    is taken, it was cancelled) the sink waits for CONFIRM.
+    """
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("pdserve-kv-holds", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, NBYTES)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        self._memory = mmap.mmap(self.fd, NBYTES)  # has a descriptor of its own
+        self._table = memoryview(self._memory)
+        self._lock = threading.Lock()
+
+    def enter(self, transfer_id: bytes, epoch: int) -> None:
+        place = _place(transfer_id)
+        with self._lock:
+            if self.fd >= 0 and not _epoch(self._table, place):
+                self._table[place + 4 : place + 20] = transfer_id
+                self._table[place : place + 4] = struct.pack("=I", epoch)  # last: now it holds
+
+    def take_out(self, transfer_id: bytes) -> None:
+        place = _place(transfer_id)
+        with self._lock:
+            if self.fd >= 0 and self._table[place + 4 : place + 20] == transfer_id:
+                self._table[place : place + 4] = bytes(4)
+
+    def close(self) -> None:
+        """Clears the table and frees its memory."""
+        with self._lock:
+            if self.fd >= 0:
+                self._table[:] = bytes(NBYTES)
+                self._table.release()
+                self._memory.close()
+                os.close(self.fd)
+            self.fd = -1
+
+
+class PeerHolds:
+    """Reads a source's table, at a sink."""
+
+    def __init__(self, fd: int) -> None:
+        """Raises ValueError or OSError if `fd` is no such table."""
+        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise ValueError("the table could shrink under a reader: it is not sealed")
+        self._table = memoryview(mmap.mmap(fd, NBYTES, prot=mmap.PROT_READ))
+
+    def has(self, transfer_id: bytes, epoch: int) -> bool:
+        place = _place(transfer_id)
+        ids = slice(place + 4, place + 20)
+        # The id is read before and after the epoch: another transfer's epoch has another id.
+        return (
+            self._table[ids] == transfer_id
+            and _epoch(self._table, place) == epoch
+            and self._table[ids] == transfer_id
+        )
+
+
+def _place(transfer_id: bytes) -> int:
+    return int.from_bytes(transfer_id[:4], "little") % PLACES * _ENTRY.size
+
+
+def _epoch(table: memoryview, place: int) -> int:
+    (epoch,) = struct.unpack_from("=I", table, place)
+    return int(epoch)

@@ -1,4 +1,4 @@
-"""KV blocks over TCP: no copy in user space on either side, unless it is inside TLS."""
+"""KV blocks over TCP: without TLS, no copy in user space on either side."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from pdserve.kv_transfer.connectors.pipe_connector import PipeConnector
 from pdserve.kv_transfer.pipe import PipeListener, PipeTransport
 
 CONNECT_TIMEOUT_S = 5.0
-UNACKED_TIMEOUT_MS = 30_000  # a peer behind a cut link is lost after so long
+UNACKED_TIMEOUT_MS = 30_000  # after which a peer behind a cut link is lost
 BUFFER_NBYTES = 4 << 20  # of all streams to a rank
-BACKLOG = 1024  # connections that wait to be accepted; the kernel drops those beyond
+BACKLOG = 1024  # connections that wait to be accepted; the kernel drops more
 
 
 class Endpoint(msgspec.Struct):
     host: Annotated[str, msgspec.Meta(max_length=253)]
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    tls: bool | None = None  # None: an older release, which does not say
+    tls: bool | None = None  # None: an older release
 
 
 _endpoints = msgspec.msgpack.Decoder(Endpoint)
 
 
 class Options(msgspec.Struct, forbid_unknown_fields=True):
-    """`--kv-connector-config` of the tcp connector."""
+    """Holds `--kv-connector-config` of the tcp connector."""
 
-    # Linux always allows Reno. Where BBR is the host's choice, its pacing halves the speed of a
-    # transfer within a rack. "" leaves the host's choice.
+    # Linux always allows Reno. BBR, which some hosts choose, halves the speed of a transfer within
+    # a rack by its pacing. "" keeps the host's choice.
     congestion_control: str = "reno"
-    # Connections between two ranks. One fills a loopback; a long or shared network may want more.
+    # Connections between two ranks. One fills a loopback; a long or shared network may need more.
     streams: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     # Mutual TLS, as between the roles: `"tls": true` stands for the node's own files.
     tls_cert: str | None = None
@@ -58,8 +58,8 @@ class TCPConnector(PipeConnector):
 
 
 class TCPTransport(PipeTransport):
-    """Raises ConfigError when this host lacks the congestion control asked for, or the files
-    for TLS are no good."""
+    """Raises ConfigError when this host lacks the congestion control, or the files for TLS are
+    unusable."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -77,11 +77,12 @@ class TCPTransport(PipeTransport):
         return TCPListener(host, self._options, context)
 
     def dial(self, endpoint: bytes) -> SocketPipe:
-        """OSError when the endpoint makes no sense, nobody is there, or, with TLS, it is not a
-        peer with a certificate for the host dialled.
+        """Connects to a listener.
 
         Raises:
-            TransferError: TLS_MISMATCH, one of the two speaks TLS alone.
+            OSError: the endpoint is invalid or does not answer, or, with TLS, the peer has no
+                certificate for the host that was dialled.
+            TransferError: TLS_MISMATCH, only one of the two uses TLS.
         """
         try:
             where = _endpoints.decode(endpoint)
@@ -113,7 +114,7 @@ class TCPTransport(PipeTransport):
 
 
 class TCPListener(SocketListener):
-    """Listens on a free port of `host`, for TLS if there is a `context`."""
+    """Listens on a free port of `host`, with TLS if there is a `context`."""
 
     def __init__(self, host: str, options: Options, context: ssl.SSLContext | None = None) -> None:
         self._options = options
@@ -142,7 +143,7 @@ class TCPListener(SocketListener):
 
 
 def tune(sock: socket.socket, options: Options) -> socket.socket:
-    """No delay, big buffers, and a silent peer is noticed."""
+    """Sets no delay, large buffers and the detection of a dead peer."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         sock.setsockopt(socket.SOL_SOCKET, buffer, BUFFER_NBYTES // options.streams)

@@ -1,4 +1,4 @@
-"""What goes on beside a hand-off's machine: ranks are told what to send, leases are kept."""
+"""The background work of a `SendTransfer`: it announces runs to the ranks and keeps leases."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 class RunAnnouncer:
-    """Tells the ranks of one hand-off which blocks to send where, in order, and collects the
-    digests they make. Each answer renews `lease`."""
+    """Announces the runs of one transfer to its source ranks, in order, and collects the digests
+    they make. Each answer renews `lease`."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class RunAnnouncer:
         run_blocks: int,
         lease: Lease,
     ) -> None:
-        """Runs of more than `run_blocks` blocks are cut."""
+        """A run of more than `run_blocks` blocks is cut."""
         self._ranks = ranks
         self._pieces = pieces
         self._run_blocks = run_blocks
@@ -43,7 +43,7 @@ class RunAnnouncer:
         self.submit(ticket)
 
     def submit(self, ticket: Ticket) -> None:
-        """Begins the ticket's epoch; runs announced before are announced once more."""
+        """Begins the ticket's epoch and announces the runs so far once more."""
         self._ticket = ticket
         self._digests.clear()
         self._commands.put_nowait({rank: Submit(self._transfer(rank)) for rank in self._rank_ids})
@@ -51,7 +51,7 @@ class RunAnnouncer:
             self._commands.put_nowait(dict.fromkeys(self._rank_ids, run))
 
     def _transfer(self, rank: int) -> SourceTransfer:
-        """What this rank sends, and where to."""
+        """Returns the pieces that this rank sends, with their endpoints."""
         mine = tuple(
             (piece, self._ticket.endpoints[piece.sink_rank].endpoint)
             for piece in self._pieces
@@ -60,7 +60,7 @@ class RunAnnouncer:
         return SourceTransfer(self._ticket.transfer_id, self._ticket.epoch, mine)
 
     def announce(self, run: BlockRun, block_ids: Sequence[int], last: bool) -> None:
-        """Runs come in order; blocks the sink has already are left out here."""
+        """Queues a run; runs come in order. Blocks that the sink has already are left out."""
         ticket = self._ticket
         skipped = min(run.count, max(0, ticket.first_block - run.first))
         wanted = BlockRun(run.first + skipped, run.count - skipped)
@@ -72,7 +72,7 @@ class RunAnnouncer:
             self._commands.put_nowait(dict.fromkeys(self._rank_ids, self._runs[-1]))
 
     async def run(self) -> None:
-        """Passes commands on until `stop`.
+        """Sends the queued commands to the ranks until `stop`.
 
         Raises:
             TransferError: a rank's connector refused, or a rank failed.
@@ -80,7 +80,7 @@ class RunAnnouncer:
         while (commands := await self._commands.get()) and not self._stopped:
             await self._send(commands)
             if not self._commands.empty():
-                await asyncio.sleep(0)  # a rank of this process may answer at once, each time
+                await asyncio.sleep(0)  # a rank of this process may answer without yielding
             self._commands.task_done()
 
     async def _send(self, commands: dict[int, Submit | Ready]) -> None:
@@ -88,7 +88,7 @@ class RunAnnouncer:
             replies = await self._ranks.send_all(commands)
         except TransferError:
             raise
-        except PdserveError as error:  # a rank of this node, whatever it may say
+        except PdserveError as error:  # a rank of this node failed
             message = f"a rank of the prefill node failed: {error.message}"
             raise TransferError(
                 message, code=error.code, blame=Blame.PREFILL, retryable=True
@@ -97,16 +97,16 @@ class RunAnnouncer:
         self._lease.renew()
 
     async def digests(self) -> tuple[RunDigest, ...]:
-        """Of all runs announced in this epoch, once the ranks know of them."""
+        """Returns the digests of this epoch's runs once the ranks have taken all of them."""
         await self._commands.join()
         return tuple(self._digests)
 
     def stop(self) -> None:
-        """What no rank knows of yet is dropped."""
+        """Drops the commands that were not sent yet."""
         self._stopped = True
         self._commands.put_nowait({})
 
-    async def quiesce(self) -> None:
+    async def quiesce_ranks(self) -> None:
         """Returns when no rank reads the blocks any more."""
         await self._ranks.send_alive(self._rank_ids, Quiesce(self._ticket.transfer_id))
 
@@ -114,17 +114,17 @@ class RunAnnouncer:
 def _cut(
     run: BlockRun, block_ids: tuple[int, ...], most: int
 ) -> Iterator[tuple[BlockRun, tuple[int, ...]]]:
-    """A run in parts of at most `most` blocks; one that is empty stays."""
+    """Cuts a run into parts of at most `most` blocks; an empty run is one part."""
     for start in range(0, max(1, run.count), most):
         ids = block_ids[start : start + most]
         yield BlockRun(run.first + start, len(ids)), ids
 
 
 class LeaseKeeper:
-    """Keeps both leases of a hand-off, its own one and the sink's.
+    """Renews both leases of a transfer, the source's and the sink's.
 
-    While the prompt waits and computes, and digests are made, they hang on the sink's answers. Once
-    it is committed, each side's hangs on what moves, at either.
+    Before the commit the sink's answers renew both. After it each side's lease is renewed by data
+    that moves on either side.
     """
 
     def __init__(self, sink: SinkClient, ticket: Ticket, lease: Lease) -> None:
@@ -136,20 +136,21 @@ class LeaseKeeper:
         self._progress = 0  # of the sink
 
     def moved(self) -> None:
-        """A rank says so. The sink may not see it yet: the turn is another transfer's."""
+        """Notes that a rank reports progress, which the sink may not see yet: the connection may be
+        sending another transfer's frame."""
         self._moved = True
         self._lease.renew()
 
     async def run(self, on_refused: Callable[[TransferError], None]) -> None:
-        """Runs until cancelled. `on_refused`: the sink has no more use for the epoch."""
+        """Runs until cancelled. Calls `on_refused` when the sink has given up the epoch."""
         while True:
             await asyncio.sleep(min(self._lease.seconds, self.ticket.lease_s) / 3)
             try:
                 await self._renew()
             except TransferError as error:
                 on_refused(error)
-            except PdserveError as error:  # unreachable: if it stays so, the lease lapses
-                logger.warning("cannot renew a hand-off: %s", error)
+            except PdserveError as error:  # the sink is unreachable; the lease may lapse
+                logger.warning("cannot renew the lease of a KV transfer: %s", error)
 
     async def _renew(self) -> None:
         if not self.committed:
@@ -158,6 +159,6 @@ class LeaseKeeper:
         elif self._moved:
             self._moved = False
             await self._sink.renew(self.ticket)
-        elif (progress := await self._sink.progress(self.ticket)) != self._progress:
+        elif (progress := await self._sink.renew(self.ticket, committed=True)) != self._progress:
             self._progress = progress
             self._lease.renew()

@@ -1,4 +1,4 @@
-"""What goes on beside the calls of a control half: tasks, none of them lost, and leases."""
+"""Background tasks, whose errors are always handled, and leases."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 
 def new_future() -> asyncio.Future[T]:
-    """A future that nobody need be waiting for when it fails."""
+    """Makes a future whose error asyncio does not log when no task awaits it."""
     future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
     return future
 
 
 class Tasks:
-    """Holds on to tasks of the node whose role is `role`; `join` waits for all."""
+    """Keeps references to the tasks of a node of this `role`; `join` waits for all of them."""
 
     def __init__(self, role: Blame) -> None:
         self._role = role
@@ -33,7 +33,7 @@ class Tasks:
         work: Coroutine[Any, Any, None],
         on_error: Callable[[PdserveError], None] | None = None,
     ) -> asyncio.Task[None]:
-        """What the work raises goes to `on_error`, as a typed error; without it, to the log."""
+        """Starts `work`. Its error is typed and goes to `on_error`, or else to the log."""
         task = asyncio.get_running_loop().create_task(self._run(work, on_error))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -47,15 +47,16 @@ class Tasks:
         except Exception as error:
             typed = self._typed(error)
             if on_error is None:
-                logger.warning("KV transfer, in the background: %s", typed)
+                logger.warning("KV transfer: a background task failed: %s", typed)
             else:
                 on_error(typed)
 
     def _typed(self, error: Exception) -> PdserveError:
-        """What nobody expected is a defect of this node, and in its log."""
+        """Turns an unexpected exception, which is a bug of this node, into a typed error and logs
+        it."""
         if isinstance(error, PdserveError):
             return error
-        logger.error("KV transfer: a defect", exc_info=error)
+        logger.error("KV transfer: unexpected error", exc_info=error)
         message = f"the {self._role} node failed in the KV transfer: {type(error).__name__}"
         return TransferError(message, code="INTERNAL", blame=self._role, retryable=True)
 
@@ -65,8 +66,7 @@ class Tasks:
 
 
 class Lease:
-    """A deadline that progress moves on: calls `on_lapse` once nothing renewed it for `seconds`.
-    Lives on the event loop."""
+    """Calls `on_lapse` when it was not renewed for `seconds`. It belongs to the event loop."""
 
     def __init__(self, seconds: float, on_lapse: Callable[[], None]) -> None:
         self.seconds = seconds
@@ -76,7 +76,7 @@ class Lease:
         self._timer: asyncio.TimerHandle | None = self._loop.call_at(self._deadline, self._check)
 
     def renew(self) -> None:
-        """Cheap: the timer is moved only when it fires."""
+        """Is cheap: the timer is moved only when it fires."""
         self._deadline = self._loop.time() + self.seconds
 
     def end(self) -> None:

@@ -1,10 +1,10 @@
-"""The sink's control half: the transfers a decode node has reserved blocks for, and the calls of
-those who wait for them and of the sources that fill them.
+"""The sink's control half: the transfers for which a decode node has reserved blocks, with the
+calls of its sessions, which wait for KV, and of the sources, which send it.
 
-    reserve() ──▶ ticket ──▶ … ──▶ wait() returns: the waiter owns the blocks
-       retarget() ──▶ ticket        wait() raises:  on_freed() was called, the blocks are free
+    reserve() ──▶ ticket ──▶ … ──▶ arrival has a result: the session owns the blocks
+       retarget() ──▶ ticket        arrival has an error: on_freed() was called, they are free
 
-Lives on the event loop of the decode node. What happens to one transfer is `reservation.py`'s.
+It belongs to the event loop of the decode node. `recv_transfer.py` handles one transfer.
 """
 
 from __future__ import annotations
@@ -12,25 +12,26 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
-from pdserve.common.core.errors import Blame, TransferError
+from pdserve.common.core.errors import Blame, PdserveError, TransferError
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.kv_transfer.commands import Call, RankCalls, decode_event, transfer_error
 from pdserve.kv_transfer.connector import Failed, Landed
 from pdserve.kv_transfer.control.background import Tasks
-from pdserve.kv_transfer.control.epoch import Arrival, Outcome, stale_epoch
 from pdserve.kv_transfer.control.protocol import SinkEvent
-from pdserve.kv_transfer.control.reservation import Reservation
+from pdserve.kv_transfer.control.recv_transfer import RecvResult, RecvTransfer, stale_epoch
 from pdserve.kv_transfer.control.ticket import RankEndpoint, Ticket, new_transfer_id
 from pdserve.kv_transfer.digest import RunDigest
 from pdserve.kv_transfer.layout import adapted
 
-REMEMBERED = 1024  # outcomes of finished transfers whose outcome a late commit still learns
+REMEMBERED = 1024  # finished transfers whose outcome a late commit still gets
+MAX_MESSAGE = 500  # characters of a failure that are kept
 
 
 class KVSink:
-    """`call` and `on_event` are the executor's; `address` is where sources commit."""
+    """Speaks to the ranks by the executor's `call` and `on_event`; sources commit at `address`."""
 
     def __init__(
         self,
@@ -58,11 +59,10 @@ class KVSink:
             digests=digests,
         )
         self._tasks = Tasks(Blame.DECODE)
-        self._live: dict[bytes, Reservation] = {}
-        self._arrivals: dict[bytes, asyncio.Future[Arrival]] = {}  # activated, not waited for yet
-        self._finished: OrderedDict[bytes, Outcome] = OrderedDict()
+        self._live: dict[bytes, RecvTransfer] = {}
+        self._finished: OrderedDict[bytes, FinishedTransfer] = OrderedDict()
 
-    # ---- the waiter's side: reserve, wait, cancel --------------------------------------------
+    # ---- for sessions: reserve, cancel -------------------------------------------------------
 
     async def reserve(
         self,
@@ -71,10 +71,12 @@ class KVSink:
         block_ids: Sequence[int],
         on_freed: Callable[[], None],
         adapter: str = "",
-    ) -> Ticket:
-        """Takes charge of `block_ids` (logical blocks `first_block …`): from this call on they
-        are freed by `on_freed` alone, called once, unless `wait` returns. When the ticket is
-        returned, every rank takes data. `adapter`: the digest of the one whose KV is wanted.
+    ) -> tuple[Ticket, asyncio.Future[RecvResult]]:
+        """Takes over `block_ids` (logical blocks `first_block …`). Returns, when every rank takes
+        data, the ticket and the arrival. That has a result once the transfer is committed, has
+        landed on every rank and its digests match; then the caller owns the blocks. Otherwise it
+        has a TransferError and `on_freed` was called, which alone frees the blocks. Do not cancel
+        it. `adapter` is the digest of the LoRA adapter, if any.
 
         Raises:
             TransferError: a rank refused.
@@ -87,52 +89,30 @@ class KVSink:
             first_block=first_block,
             fingerprint=adapted(self._blank.fingerprint, adapter),
         )
-        made = Reservation(
+        made = RecvTransfer(
             *(ticket, block_ids, self.ranks, self._tasks),
             on_freed=on_freed,
             on_over=self._finish,
         )
         self._live[transfer_id] = made
-        return await made.issued()
-
-    async def wait(self, transfer_id: bytes) -> Arrival:
-        """Waits until the transfer is committed, has landed on every rank and is what was sent.
-        From then on the blocks are the caller's.
-
-        Raises:
-            TransferError: it failed; `on_freed` was called before this raises.
-        """
-        return await asyncio.shield(self.landing(transfer_id))
-
-    def landing(self, transfer_id: bytes) -> asyncio.Future[Arrival]:
-        """What `wait` waits for, for whoever must act as soon as it is there. Not to be cancelled.
-
-        Raises:
-            TransferError: no such transfer is under way.
-        """
-        if (landed := self._arrivals.pop(transfer_id, None)) is not None:
-            return landed
-        reservation = self._find(transfer_id)
-        reservation.awaited = True
-        return reservation.arrival
+        return await made.issued(), made.arrival
 
     async def cancel(self, transfer_id: bytes) -> bool:
-        """Nobody waits for it any more. Returns True once the blocks are free; False when they are
-        the waiter's already, who must free them. Unknown transfers are free."""
-        reservation = self._live.get(transfer_id)
-        if reservation is not None:
-            reservation.cancel("during the hand-off")
-            await asyncio.wait([reservation.arrival])
-        self._arrivals.pop(transfer_id, None)
+        """Cancels a transfer whose session ends. Returns True once the blocks are free, also for an
+        unknown transfer; False when the session owns them already and must free them."""
+        transfer = self._live.get(transfer_id)
+        if transfer is not None:
+            transfer.cancel("during the hand-off")
+            await asyncio.wait([transfer.arrival])
         outcome = self._finished.get(transfer_id)
         return outcome is None or outcome.failure is not None
 
     async def close(self) -> None:
-        """Cancels what is under way and waits until all blocks are handed back."""
+        """Cancels all transfers and waits until their blocks are handed back."""
         await asyncio.gather(*(self.cancel(transfer_id) for transfer_id in list(self._live)))
         await self._tasks.join()
 
-    # ---- the sources' side: commit, renew, abort, retarget -----------------------------------
+    # ---- for sources: commit, renew, abort, retarget -----------------------------------------
 
     async def commit(
         self,
@@ -141,8 +121,8 @@ class KVSink:
         first_token: pb.TokenEvent,
         digests: Sequence[RunDigest] = (),
     ) -> int:
-        """The source has handed over everything and passes `first_token`. Returns the bytes that
-        landed, once the sequence is runnable. A repeated commit gets the same answer.
+        """Takes the source's commit, after its last run, with the `first_token`. Returns the bytes
+        that landed, once the sequence is runnable. A repeated commit gets the same answer.
 
         Raises:
             TransferError: UNKNOWN_TRANSFER, STALE_EPOCH, DIGEST_MISMATCH, or why the transfer
@@ -152,28 +132,30 @@ class KVSink:
             return outcome.nbytes
         return await self._find(transfer_id, epoch).commit(first_token, digests)
 
-    def renew(self, transfer_id: bytes, epoch: int) -> None:
-        """The source works on it though nothing moves yet (queued, computing).
+    def renew(self, transfer_id: bytes, epoch: int, committed: bool = False) -> int:
+        """Renews the lease for a source that is queued, computing or sending, unless it says that
+        it has `committed`. Returns a number that grows while KV lands and digests are compared.
 
         Raises:
             TransferError: UNKNOWN_TRANSFER, STALE_EPOCH, or why the transfer failed.
         """
-        if (reservation := self._active(transfer_id, epoch)) is not None:
-            reservation.renew()
-
-    def progress(self, transfer_id: bytes, epoch: int) -> int:
-        """Grows as long as it goes on here: KV lands, digests are compared. Raises as `renew`."""
-        reservation = self._active(transfer_id, epoch)
-        return 0 if reservation is None else reservation.progress
+        if self._outcome(transfer_id, epoch) is not None:
+            return 0
+        transfer = self._find(transfer_id, epoch)
+        if transfer.cause is not None:
+            raise transfer.cause
+        if not committed:
+            transfer.renew()
+        return transfer.progress
 
     def abort(self, transfer_id: bytes, epoch: int, reason: str) -> None:
-        """The source gives up: the blocks wait for another one, as long as the lease.
+        """Ends the source's epoch; the blocks wait for another source, as long as the lease.
 
         Raises:
             TransferError: UNKNOWN_TRANSFER, STALE_EPOCH.
         """
         error = TransferError(
-            f"the prefill node gave up: {reason}",
+            f"the prefill node aborted the transfer: {reason}",
             code="ABORTED",
             blame=Blame.PREFILL,
             retryable=True,
@@ -184,57 +166,57 @@ class KVSink:
             _check_epoch(epoch, outcome.epoch)
 
     async def retarget(self, transfer_id: bytes, epoch: int = 0) -> Ticket:
-        """Begins the next epoch and returns its ticket: what the source of the last one still
-        sends is refused. `epoch` is the one to replace; 0: whichever is current. Of the router's
-        calls (0) the last one gets the ticket; a source's own next try gives way to any, or a
-        source that was given up could preempt the one that takes over.
+        """Begins the next epoch and returns its ticket; data of the last epoch's source is refused
+        from now on. `epoch` is the one to replace; 0 is the current one. Of the router's calls (0)
+        the last one gets the ticket. A source's own retry gives way to all of them, or a source
+        that was replaced could preempt its successor.
 
         Raises:
-            TransferError: UNKNOWN_TRANSFER, STALE_EPOCH, ALREADY_LANDED (there is no need), or
-                why the transfer failed.
+            TransferError: UNKNOWN_TRANSFER, STALE_EPOCH, ALREADY_LANDED, or why the transfer
+                failed.
         """
         if self._outcome(transfer_id, epoch or None) is not None:
             raise TransferError("all KV has landed", code="ALREADY_LANDED")
         return await self._find(transfer_id, epoch or None).retarget(preempts=not epoch)
 
     def knows(self, transfer_id: bytes) -> bool:
-        """Whether it has issued a ticket of this transfer, and remembers it."""
+        """Returns whether it issued a ticket of this transfer and still remembers it."""
         return transfer_id in self._live or transfer_id in self._finished
 
-    # ---- what ranks report -------------------------------------------------------------------
+    # ---- reports of the ranks ----------------------------------------------------------------
 
     def on_event(self, rank: int, message: bytes) -> None:
-        """A rank's connector reports; on the event loop."""
+        """Handles an event of a rank's connector; called on the event loop."""
         event = decode_event(message)
-        reservation = self._live.get(event.transfer_id)
-        if reservation is None or reservation.machine.epoch != event.epoch:
+        transfer = self._live.get(event.transfer_id)
+        if transfer is None or transfer.machine.epoch != event.epoch:
             self.counts["late_event"] += 1
             return
         match event:
             case Failed():
-                reservation.on(SinkEvent.FAILED, transfer_error(event))
+                transfer.on(SinkEvent.FAILED, transfer_error(event))
             case Landed(_, _, nbytes):
-                reservation.landed(rank, nbytes)
-        reservation.renew()
+                transfer.landed(rank, nbytes)
+        transfer.renew()
 
     # ---- inside ------------------------------------------------------------------------------
 
-    def _find(self, transfer_id: bytes, epoch: int | None = None) -> Reservation:
-        """One that is under way.
+    def _find(self, transfer_id: bytes, epoch: int | None = None) -> RecvTransfer:
+        """Returns a transfer that is under way.
 
         Raises:
             TransferError: UNKNOWN_TRANSFER, STALE_EPOCH, or why it failed.
         """
-        reservation = self._live.get(transfer_id)
-        if reservation is None:
+        transfer = self._live.get(transfer_id)
+        if transfer is None:
             self._outcome(transfer_id, epoch)
             message = f"no transfer {transfer_id.hex()} here"
             raise TransferError(message, code="UNKNOWN_TRANSFER", blame=Blame.PREFILL)
-        _check_epoch(epoch, reservation.machine.epoch)
-        return reservation
+        _check_epoch(epoch, transfer.machine.epoch)
+        return transfer
 
-    def _outcome(self, transfer_id: bytes, epoch: int | None) -> Outcome | None:
-        """How a transfer ended that has landed; None: it is under way, or nobody knows it.
+    def _outcome(self, transfer_id: bytes, epoch: int | None) -> FinishedTransfer | None:
+        """Returns the outcome of a transfer that has landed; None if it is under way or unknown.
 
         Raises:
             TransferError: STALE_EPOCH, or why it failed.
@@ -247,22 +229,11 @@ class KVSink:
             raise outcome.failure()
         return outcome
 
-    def _active(self, transfer_id: bytes, epoch: int) -> Reservation | None:
-        """One that is under way and has not failed; None: it has landed. Raises as `renew`."""
-        if self._outcome(transfer_id, epoch) is not None:
-            return None
-        reservation = self._find(transfer_id, epoch)
-        if reservation.cause is not None:
-            raise reservation.cause
-        return reservation
-
-    def _finish(self, reservation: Reservation) -> None:
-        """It has an outcome, which is kept in its place."""
-        transfer_id, epoch = reservation.ticket.transfer_id, reservation.epoch
-        outcome = Outcome.of(reservation.machine.epoch, epoch.nbytes, reservation.cause)
+    def _finish(self, transfer: RecvTransfer) -> None:
+        """Replaces a transfer by its outcome."""
+        transfer_id, epoch = transfer.ticket.transfer_id, transfer.epoch
+        outcome = FinishedTransfer.of(transfer.machine.epoch, epoch.nbytes, transfer.cause)
         del self._live[transfer_id]
-        if outcome.failure is None and not reservation.awaited:
-            self._arrivals[transfer_id] = reservation.arrival
         self._finished[transfer_id] = outcome
         while len(self._finished) > REMEMBERED:
             self._finished.popitem(last=False)
@@ -271,3 +242,27 @@ class KVSink:
 def _check_epoch(epoch: int | None, current: int) -> None:
     if epoch not in (None, current):
         raise stale_epoch(f"epoch {epoch} is not the current {current}")
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedTransfer:
+    """Keeps the outcome of a transfer that is over, for late calls. It references neither the
+    session and its tokens nor an error's stack frames."""
+
+    epoch: int
+    nbytes: int
+    failure: Callable[[], PdserveError] | None  # makes a new copy of the error
+
+    @classmethod
+    def of(cls, epoch: int, nbytes: int, cause: PdserveError | None) -> FinishedTransfer:
+        return cls(epoch, nbytes, None if cause is None else _copies(cause))
+
+
+def _copies(error: PdserveError) -> Callable[[], PdserveError]:
+    return partial(
+        type(error),
+        error.message[:MAX_MESSAGE],
+        code=error.code,
+        blame=error.blame,
+        retryable=error.retryable,
+    )

@@ -1,8 +1,8 @@
-"""A source's calls to the decode nodes behind its tickets, and which of these nodes it reaches: by
-those calls and, in doubt, by probes.
+"""A source's calls to decode nodes, and the record of which decode nodes it can reach, kept by
+those calls and by probes.
 
-The router may well reach a decode node that this node does not; only this node can say so. That one
-decode node died does not make this node unhealthy: it is when of all that it knows none answers.
+The router may reach a decode node that this node cannot, and only this node knows that. One dead
+decode node does not make this node unhealthy; it is unhealthy when no decode node it knows answers.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from pdserve.common.rpc.trace import trace_metadata
 from pdserve.kv_transfer.control.ticket import Ticket
 from pdserve.kv_transfer.digest import RunDigest
 
-CALL_TIMEOUT = 30.0  # seconds, whatever lease a ticket may promise
+CALL_TIMEOUT = 30.0  # seconds, for tickets with a longer lease
 
 
 class SinkClient:
-    """The sink behind a ticket, over gRPC. Calls raise PdserveError: TransferError when the sink
-    refuses, others when it is out of reach."""
+    """Calls the sink of a ticket over gRPC. Calls raise TransferError when the sink refuses,
+    another PdserveError when it is unreachable."""
 
     def __init__(self, channel: Callable[[str], Any], peers: DecodePeers) -> None:
         """`channel` returns the channel to an address."""
@@ -38,15 +38,15 @@ class SinkClient:
         self._peers = peers
 
     def connect(self, ticket: Ticket) -> None:
-        """Ahead of the first call: a connection takes longer than a call."""
+        """Connects before the first call, because connecting takes longer than a call."""
         with self._peers.calling(ticket.address):
             self._channel(ticket.address).get_state(True)
 
     async def commit(
         self, ticket: Ticket, first_token: pb.TokenEvent, digests: Sequence[RunDigest]
     ) -> int:
-        """Returns the bytes that landed, once the sequence is runnable there. Has no deadline of
-        its own: it lasts as long as the transfer makes progress."""
+        """Returns the bytes that landed, once the sequence is runnable there. It has no deadline:
+        it lasts as long as the transfer makes progress."""
         request = pb.CommitRequest(
             transfer_id=ticket.transfer_id,
             epoch=ticket.epoch,
@@ -57,14 +57,11 @@ class SinkClient:
         nbytes: int = response.bytes
         return nbytes
 
-    async def renew(self, ticket: Ticket) -> None:
-        request = pb.RenewRequest(transfer_id=ticket.transfer_id, epoch=ticket.epoch)
-        await self._call("Renew", ticket, request, _timeout(ticket))
-
-    async def progress(self, ticket: Ticket) -> int:
-        """Grows as the sink gets on with what was committed."""
+    async def renew(self, ticket: Ticket, committed: bool = False) -> int:
+        """Renews the sink's lease unless `committed`. Returns a number that grows while the sink
+        works on the transfer."""
         request = pb.RenewRequest(
-            transfer_id=ticket.transfer_id, epoch=ticket.epoch, committed=True
+            transfer_id=ticket.transfer_id, epoch=ticket.epoch, committed=committed
         )
         response = await self._call("Renew", ticket, request, _timeout(ticket))
         progress: int = response.progress
@@ -75,7 +72,7 @@ class SinkClient:
         await self._call("Abort", ticket, request, _timeout(ticket))
 
     async def retarget(self, ticket: Ticket) -> Ticket:
-        """The ticket of a new epoch, in place of this one."""
+        """Returns the ticket of a new epoch, which replaces this one."""
         request = pb.RetargetRequest(transfer_id=ticket.transfer_id, epoch=ticket.epoch)
         response = await self._call("Retarget", ticket, request, _timeout(ticket))
         return Ticket.from_pb(response.ticket)
@@ -96,20 +93,20 @@ class SinkClient:
 
 
 def _timeout(ticket: Ticket) -> float:
-    """Seconds for an answer that needs no work."""
+    """Returns the seconds for a call that needs no work."""
     return min(ticket.lease_s, CALL_TIMEOUT)
 
 
 def _unreachable(failure: PdserveError) -> NodeError:
-    """From here: whether the decode node is to blame, the router knows, which calls it itself."""
+    """Blames the network: only the router, which calls the decode node itself, can blame that."""
     message = f"the prefill node cannot reach the decode node: {failure.message}"
     return NodeError(message, code=failure.code, blame=Blame.NETWORK)
 
 
-# ---- which decode nodes are reached ----
+# ---- which decode nodes are reachable ----
 
 # Seconds without use after which an address is forgotten.
-FORGET_AFTER = 10.0  # out of reach: or this node would be unhealthy, and hence unused, for ever
+FORGET_AFTER = 10.0  # unreachable: or this node would stay unhealthy, and hence unused, for ever
 FORGET_REACHED_AFTER = 600.0
 CHANNEL_IDLE = 60.0  # seconds without a call after which a channel is closed
 MAX_CHANNELS = 128  # kept open although no call is under way
@@ -121,12 +118,12 @@ PROBE_TIMEOUT = 1.0  # seconds
 @dataclass(slots=True)
 class _Peer:
     last_used: float
-    doubted: bool = False  # a call was lost: a probe will tell
-    lost: str = ""  # what the last probe told; empty: it was reached
+    doubted: bool = False  # a call was lost and no probe has run since
+    lost: str = ""  # why the last probe failed; empty: it succeeded
 
 
 class DecodePeers:
-    """Addresses of decode nodes and whether somebody answers there."""
+    """Records which addresses of decode nodes answer."""
 
     def __init__(self, now: Callable[[], float] = monotonic) -> None:
         self._now = now
@@ -136,7 +133,7 @@ class DecodePeers:
 
     @contextmanager
     def calling(self, address: str) -> Iterator[None]:
-        """Its channel stays open meanwhile."""
+        """Keeps the channel to an address open during a call."""
         self._calls[address] += 1
         try:
             yield
@@ -148,7 +145,7 @@ class DecodePeers:
             self._channels[address] = self._now()
 
     def take_unused(self) -> Sequence[str]:
-        """Whose channels shall be closed: they cost, and decode nodes come and go."""
+        """Returns the addresses whose channels are to be closed, and forgets those channels."""
         idle = [address for address in self._channels if address not in self._calls]
         since = self._now() - CHANNEL_IDLE
         surplus = set(idle[: max(0, len(idle) - MAX_CHANNELS)])
@@ -158,7 +155,7 @@ class DecodePeers:
         return unused
 
     def used(self, address: str, answered: bool = True) -> None:
-        """A call ended: with an answer, an error included, or without any."""
+        """Notes the end of a call, with an answer (an error is one) or without."""
         lost = self._peers[address].lost if address in self._peers and not answered else ""
         self._peers.pop(address, None)
         self._peers[address] = _Peer(self._now(), not answered, lost)
@@ -166,19 +163,19 @@ class DecodePeers:
             del self._peers[next(iter(self._peers))]
 
     def probed(self, address: str, lost: str) -> None:
-        """`lost` is why the network does not lead there; empty: it does."""
+        """Notes the result of a probe: why the address is unreachable; empty: it is reachable."""
         if address in self._peers:
             self._peers[address].doubted, self._peers[address].lost = False, lost
 
     def in_doubt(self) -> list[str]:
-        """Whom to probe: nobody while all answer; everybody once one does not."""
+        """Returns the addresses to probe: none while all answer, all once one does not."""
         self._forget()
         doubt = any(peer.doubted or peer.lost for peer in self._peers.values())
         return list(self._peers) if doubt else []
 
     def unhealthy_reason(self) -> str:
-        """That no decode node answers, and why; empty: one does, or none is known. Nobody sends
-        work to a node that says so, so this must pass without any."""
+        """Says that no decode node answers, and why; empty if one does or none is known. The router
+        sends an unhealthy node no work, so the reason expires without any."""
         self._forget()
         lost = [f"{address} ({peer.lost})" for address, peer in self._peers.items() if peer.lost]
         if not lost or len(lost) < len(self._peers):
@@ -190,8 +187,8 @@ class DecodePeers:
         probe: Callable[[str], Awaitable[str]],
         drop: Callable[[Sequence[str]], Awaitable[None]],
     ) -> None:
-        """Runs until cancelled; `probe(address)` returns why nobody answers, or nothing; `drop`
-        closes the channels to some addresses."""
+        """Runs until cancelled. `probe(address)` returns why it is unreachable, or ""; `drop`
+        closes the channels to addresses."""
         while True:
             await drop(self.take_unused())
             addresses = self.in_doubt()
@@ -210,8 +207,8 @@ class DecodePeers:
 
 
 async def why_unreachable(address: str) -> str:
-    """Why the network does not lead there; empty: it does. A refusal is an answer, too: the node
-    died, which is not this node's fault."""
+    """Returns why the network does not reach an address; empty if it does. A refused connection
+    counts as reached: the node died, and this node is healthy."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(PROBE_TIMEOUT):
@@ -220,7 +217,7 @@ async def why_unreachable(address: str) -> str:
         return ""
     except TimeoutError:
         return f"no answer within {PROBE_TIMEOUT} s"
-    except (OSError, OverflowError, ValueError) as error:  # no such name, or none that can be
+    except (OSError, OverflowError, ValueError) as error:  # an unknown or malformed name
         return str(error)
     writer.close()
     return ""

@@ -1,10 +1,10 @@
-"""The source's control half: plans, announces runs to its ranks, commits, keeps the lease. When
-the sink says that digests are wrong, everything is sent once more under a new epoch.
+"""The source's control half: it plans a transfer, announces runs to its ranks, commits and keeps
+the lease. When the sink finds wrong digests, everything is sent once more under a new epoch.
 
-    begin() ──▶ handoff.ready(run) … ──▶ handoff.commit() or abort()
+    begin() ──▶ transfer.ready(run) … ──▶ transfer.commit() or abort()
     when either has an outcome, no rank reads the blocks any more
 
-Lives on the event loop of the prefill node; drives the `SOURCE` table of `protocol.py`.
+It belongs to the event loop of the prefill node and drives the `SOURCE` table of `protocol.py`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from pdserve.kv_transfer.layout import Piece, Rect, adapted, plan
 
 logger = logging.getLogger(__name__)
 
-RUN_NBYTES = 32 << 20  # of one rank, and at least a block: longer runs are cut
+RUN_NBYTES = 32 << 20  # in one rank; longer runs are cut, down to one block
 
 T = TypeVar("T")
 
 
 class KVSource:
-    """`call` and `on_event` are the executor's."""
+    """Speaks to the ranks by the executor's `call` and `on_event`."""
 
     def __init__(
         self,
@@ -60,11 +60,11 @@ class KVSource:
         self.tasks = Tasks(Blame.PREFILL)
         self._fingerprint = fingerprint
         self._block_size = block_size
-        self._live: dict[bytes, Handoff] = {}
+        self._live: dict[bytes, SendTransfer] = {}
 
-    def begin(self, ticket: Ticket, adapter: str = "") -> Handoff:
-        """Starts a hand-off. Whoever begins one ends it, by `commit` or `abort`. `adapter`: the
-        digest of the one that computes the KV.
+    def begin(self, ticket: Ticket, adapter: str = "") -> SendTransfer:
+        """Starts a transfer, which the caller must end by `commit` or `abort`. `adapter` is the
+        digest of the LoRA adapter that computes the KV, if any.
 
         Raises:
             TransferError: FINGERPRINT_MISMATCH, LAYOUT_MISMATCH, or a duplicate ticket.
@@ -76,8 +76,8 @@ class KVSource:
             self.counts[f"failed/{error.code}"] += 1
             raise
         self.sink.connect(ticket)
-        handoff = self._live[ticket.transfer_id] = Handoff(self, ticket, pieces)
-        return handoff
+        transfer = self._live[ticket.transfer_id] = SendTransfer(self, ticket, pieces)
+        return transfer
 
     def _check(self, ticket: Ticket, adapter: str) -> None:
         fingerprint = adapted(self._fingerprint, adapter)
@@ -97,38 +97,38 @@ class KVSource:
             )
 
     def on_event(self, rank: int, message: bytes) -> None:
-        """A rank's connector reports; on the event loop."""
+        """Handles an event of a rank's connector; called on the event loop."""
         event = decode_event(message)
-        handoff = self._live.get(event.transfer_id)
-        if handoff is None or handoff.ticket.epoch != event.epoch:
+        transfer = self._live.get(event.transfer_id)
+        if transfer is None or transfer.ticket.epoch != event.epoch:
             self.counts["late_event"] += 1
         elif isinstance(event, Failed):
-            handoff.fail(transfer_error(event))
+            transfer.fail(transfer_error(event))
         else:
-            handoff.moved()
+            transfer.moved()
 
-    def forget(self, handoff: Handoff) -> None:
-        del self._live[handoff.ticket.transfer_id]
+    def forget(self, transfer: SendTransfer) -> None:
+        del self._live[transfer.ticket.transfer_id]
 
     async def close(self) -> None:
-        """Aborts what is under way and waits until all blocks are handed back."""
-        for handoff in list(self._live.values()):
-            await handoff.abort("the prefill node stops")
+        """Aborts all transfers and waits until no rank reads their blocks."""
+        for transfer in list(self._live.values()):
+            await transfer.abort("the prefill node stops")
         await self.tasks.join()
 
 
 @dataclass(frozen=True, slots=True)
-class HandoffResult:
+class SendResult:
     nbytes: int
     seconds: float  # from the first run announced to the commit's answer
 
 
-class Handoff:
-    """One transfer under way."""
+class SendTransfer:
+    """Sends one prompt's KV; `KVSource.begin` makes it."""
 
     def __init__(self, source: KVSource, ticket: Ticket, pieces: Sequence[Piece]) -> None:
         self.ticket = ticket  # of the present epoch
-        self.outcome: asyncio.Future[HandoffResult] = new_future()  # no rank reads them any more
+        self.outcome: asyncio.Future[SendResult] = new_future()  # done: no rank reads the blocks
         self._source = source
         self._machine = source_machine(source.counts)
         self._lease = Lease(source.lease_s, self._lapse)
@@ -137,7 +137,7 @@ class Handoff:
         self._nbytes = 0
         self._started: float | None = None
         self._seconds = 0.0
-        self._trace = traceparent_var.get()  # of the request: the commit has another caller
+        self._trace = traceparent_var.get()  # the request's; `commit` runs in another task
         self._announcer = RunAnnouncer(source.ranks, pieces, ticket, source.run_blocks, self._lease)
         self._keeper = LeaseKeeper(source.sink, ticket, self._lease)
         self._announcing = self._start(self._announcer.run())
@@ -145,34 +145,34 @@ class Handoff:
         self._asking: asyncio.Task[None] | None = None  # the commit, or the new epoch
 
     def ready(self, run: BlockRun, block_ids: Sequence[int], last: bool = False) -> None:
-        """These blocks hold final KV: `block_ids` are this node's blocks for `run`. Runs come
-        in order; blocks the sink has already are left out here. Never blocks; without effect
-        on a hand-off that has failed."""
+        """Announces blocks that hold final KV: `block_ids` are this node's blocks for `run`. Runs
+        come in order; blocks that the sink has already are left out. It never blocks and has no
+        effect on a transfer that has failed."""
         self._lease.renew()
         self._started = self._started or asyncio.get_running_loop().time()
         self._announcer.announce(run, block_ids, last)
 
-    def commit(self, first_token: pb.TokenEvent) -> asyncio.Future[HandoffResult]:
-        """The last run was announced: asks the sink to take over with `first_token`. The future
-        has a result when it has and no rank reads the blocks any more, or a TransferError: why
-        the hand-off failed; the ranks are quiet then, too. Not to be cancelled."""
+    def commit(self, first_token: pb.TokenEvent) -> asyncio.Future[SendResult]:
+        """Asks the sink to take over with `first_token`, after the last run was announced. When the
+        future is done no rank reads the blocks: it has a result if the sink took over, else a
+        TransferError. Do not cancel it."""
         self._first_token = first_token
         self._lease.renew()
         self._on(SourceEvent.COMMIT)
         return self.outcome
 
     async def abort(self, reason: str) -> None:
-        """Gives up; returns when no rank reads the blocks any more. Without effect on the
-        outcome of a hand-off that has one."""
+        """Aborts the transfer; returns when no rank reads the blocks. It does not change an
+        outcome."""
         error = TransferError(reason, code="ABORTED", blame=Blame.PREFILL, retryable=True)
         self._on(SourceEvent.ABORT, error)
         await asyncio.wait([self.outcome])
 
     async def watch(self, work: asyncio.Future[T]) -> T:
-        """Waits for `work` while the hand-off stands.
+        """Waits for `work` as long as the transfer has not failed.
 
         Raises:
-            TransferError: why the hand-off failed.
+            TransferError: why the transfer failed.
         """
         either: list[asyncio.Future[Any]] = [work, self.outcome]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -181,18 +181,18 @@ class Handoff:
         return work.result()
 
     def moved(self) -> None:
-        """A rank has moved data."""
+        """Notes that a rank has moved data."""
         self._keeper.moved()
 
     def fail(self, error: PdserveError) -> None:
-        """It cannot go on; without effect on the outcome of a hand-off that has one."""
+        """Ends the transfer with an error; it does not change an outcome."""
         self._on(SourceEvent.FAILED, error)
 
     # ---- the machine -------------------------------------------------------------------------
 
     def _lapse(self) -> None:
         error = TransferError(
-            f"the hand-off made no progress for {self._source.lease_s} s",
+            f"the KV transfer made no progress for {self._source.lease_s} s",
             code="LEASE_EXPIRED",
             retryable=True,
         )
@@ -200,7 +200,7 @@ class Handoff:
 
     def _on(self, event: SourceEvent, error: PdserveError | None = None) -> None:
         actions = self._machine.on(event)
-        if Action.REPORT_FAILURE in actions:  # else it is no failure, or not the first one
+        if Action.REPORT_FAILURE in actions:  # it is the first failure
             self._cause = error
         for action in actions:
             self._do(action)
@@ -231,7 +231,7 @@ class Handoff:
                 self._free()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """In the background; the hand-off fails with what the work raises."""
+        """Starts `work` in the background; the transfer fails with any error that it raises."""
         return self._source.tasks.start(work, self.fail)
 
     # ---- its actions -------------------------------------------------------------------------
@@ -253,7 +253,7 @@ class Handoff:
 
     async def _repull(self) -> None:
         logger.warning("transfer %s: wrong digests; sending again", self.ticket.transfer_id.hex())
-        await self._announcer.quiesce()
+        await self._announcer.quiesce_ranks()
         try:
             ticket = await self._source.sink.retarget(self.ticket)
             self.ticket.check_successor(ticket)
@@ -269,8 +269,8 @@ class Handoff:
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.wait([self._asking])
-        await asyncio.wait([self._announcing])  # or a submit could overtake the quiesce
-        await self._announcer.quiesce()
+        await asyncio.wait([self._announcing])  # no submit may come after the quiesce
+        await self._announcer.quiesce_ranks()
         self._on(SourceEvent.QUIESCED)
 
     def _free(self) -> None:
@@ -279,4 +279,4 @@ class Handoff:
         if self._cause is not None:
             self.outcome.set_exception(self._cause)
         else:
-            self.outcome.set_result(HandoffResult(self._nbytes, self._seconds))
+            self.outcome.set_result(SendResult(self._nbytes, self._seconds))

@@ -16,17 +16,17 @@ MAX_RANKS = 4096
 
 
 def new_transfer_id() -> bytes:
-    """16 random bytes; whoever knows them may write into the blocks they name."""
+    """Returns 16 random bytes; a peer that knows them may write into the transfer's blocks."""
     return secrets.token_bytes(16)
 
 
 @dataclass(frozen=True, slots=True)
 class RankEndpoint:
-    """One sink rank's share of the KV cache and where it takes data."""
+    """Names one sink rank's share of the KV cache and the endpoint at which it takes data."""
 
     rank: int
     rect: Rect
-    endpoint: bytes  # opaque to all but the connectors
+    endpoint: bytes  # only connectors read it
 
     def to_pb(self) -> cluster_pb2.RankEndpoint:
         rect = asdict(self.rect)
@@ -47,8 +47,8 @@ class RankEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Fields as in `cluster.proto`. Blocks `first_block … num_blocks-1` are wanted. Tickets of
-    one transfer differ in the epoch alone."""
+    """Asks for blocks `first_block … num_blocks-1`; fields as in `cluster.proto`. Tickets of one
+    transfer differ only in the epoch."""
 
     transfer_id: bytes
     epoch: int
@@ -63,7 +63,7 @@ class Ticket:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of all tokens."""
+        """Returns the number of blocks of all tokens."""
         return -(-self.num_tokens // self.block_size)
 
     def to_pb(self) -> cluster_pb2.Ticket:
@@ -82,7 +82,7 @@ class Ticket:
 
     @classmethod
     def from_pb(cls, message: cluster_pb2.Ticket) -> Ticket:
-        """Raises TransferError (BAD_FRAME, LAYOUT_MISMATCH) on a ticket that makes no sense."""
+        """Raises TransferError (BAD_FRAME, LAYOUT_MISMATCH) on an invalid ticket."""
         ticket = cls(
             transfer_id=message.transfer_id,
             epoch=message.epoch,
@@ -99,7 +99,7 @@ class Ticket:
         return ticket
 
     def check_successor(self, later: Ticket) -> None:
-        """Raises TransferError (BAD_FRAME) on one that is not of a later epoch of this transfer."""
+        """Raises TransferError (BAD_FRAME) unless `later` has a later epoch of this transfer."""
         if later.epoch <= self.epoch or replace(later, epoch=self.epoch) != self:
             raise bad_frame("the ticket of the next epoch is another transfer's", Blame.DECODE)
 

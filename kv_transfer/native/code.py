@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from pdserve.common.core.native import BuildError, Library, load_library
 
 BLOCKS = Library("kv-blocks", Path(__file__).parent)
-# From so many bytes on, what is copied passes by the caches. Less is soon read again, by whoever
-# checks its digest or decodes; more than a part of the caches would not be there any more by then.
+# A copy of so many bytes or more bypasses the CPU's caches. Less is soon read again, for its digest
+# or by decode; more would have left the caches by then.
 PAST_CACHES_NBYTES = 4 << 20
-MIN_HASHED_NBYTES = 241  # XXH3 has another way with less
+MIN_HASHED_NBYTES = 241  # XXH3 hashes less than that in another way
 
 logger = logging.getLogger(__name__)
 
@@ -25,11 +25,11 @@ Int64s = NDArray[np.int64]
 
 
 class BlockCode:
-    """The functions of the library. They are given addresses of planes that the caller knows to be
-    there; Python's lock is free while they run.
+    """Calls the functions of the library. The caller guarantees that the planes exist; Python's
+    lock is free while a function runs.
 
-    In each of `num_planes` planes, `stride` bytes apart and as long, the same ranges are meant:
-    `starts` from a plane's beginning, `lengths` long. One beyond the plane is an IndexError.
+    A call is about the same ranges in each of `num_planes` planes, which are `stride` bytes long:
+    `starts` counts from a plane's beginning. A range that leaves the plane is an IndexError.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -52,7 +52,7 @@ class BlockCode:
         lengths: Int64s,
         num_planes: int,
     ) -> None:
-        """From `at` in the source's planes to `to` in the target's."""
+        """Copies from `at` in the source's planes to `to` in the target's."""
         done = self._copy(
             target, target_stride, to.ctypes.data, source, source_stride, at.ctypes.data,
             lengths.ctypes.data, len(lengths), num_planes, PAST_CACHES_NBYTES,
@@ -68,7 +68,8 @@ class BlockCode:
         lengths: Int64s,
         num_planes: int,
     ) -> bytes:
-        """XXH3 (128 bits) of the prefix and the ranges; MIN_HASHED_NBYTES altogether at least."""
+        """Returns the XXH3 hash (128 bits) of the prefix and the ranges, together
+        MIN_HASHED_NBYTES or more."""
         out = ctypes.create_string_buffer(16)
         done = self._hash(
             prefix, len(prefix), memory, stride, starts.ctypes.data, lengths.ctypes.data,
@@ -80,12 +81,12 @@ class BlockCode:
 
 def _check(done: int) -> None:
     if not done:
-        raise IndexError("a block that there is not")
+        raise IndexError("no such block")
 
 
 @cache
 def block_code() -> BlockCode | None:
-    """None: it cannot be built here, which is logged once."""
+    """Returns the library's functions; None if it cannot be built here, which is logged once."""
     try:
         return BlockCode(load_library(BLOCKS))
     except BuildError as error:

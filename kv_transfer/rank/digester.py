@@ -1,6 +1,6 @@
-"""The hash of a run of blocks, made by the rank that sent them and again by the one they landed in
-(`kv_transfer/digest.py`). It is XXH3 (128 bits, not cryptographic: it guards against accidents, and
-runs at the speed of memory).
+"""The hash of a run of blocks, made by the rank that sends it and by the rank that receives it
+(`kv_transfer/digest.py`). It is XXH3 with 128 bits: not cryptographic, it guards against accidents
+and runs at the speed of memory.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import xxhash
 
 from pdserve.common.core.host import usable_cores
 from pdserve.kv_transfer.blocks import (
+    BlockLayout,
     CacheBytes,
-    Placement,
     gather,
     hash_blocks,
     memory_of,
@@ -30,16 +30,16 @@ from pdserve.kv_transfer.digest import RunDigest, check_coverage
 from pdserve.kv_transfer.layout import CacheView, Rect
 
 STEP_NBYTES = 32 << 20  # hashed in a few milliseconds
-MAX_THREADS = 4  # one reads about half of what memory gives
-THREADED_NBYTES = 1 << 20  # less is hashed before another thread has woken up
-BAND_NBYTES = 64 << 10  # of one block, in a band of layers that has a digest of its own
+MAX_THREADS = 4  # one thread reaches about half of the memory's bandwidth
+THREADED_NBYTES = 1 << 20  # less is hashed sooner than another thread wakes up
+BAND_NBYTES = 64 << 10  # of one block, in a band of layers with its own digest
 
 _CONTEXT = struct.Struct("!16sI4III")  # transfer id, epoch, rectangle, first block, blocks
 
 
 class Hashed(NamedTuple):
-    """What a digest is of: logical blocks `run`, which are `block_ids` here; `rect` in the model's
-    terms."""
+    """Names the blocks of a digest: logical blocks `run`, which are `block_ids` in this cache;
+    `rect` is in the model's coordinates."""
 
     transfer_id: bytes
     epoch: int
@@ -49,8 +49,8 @@ class Hashed(NamedTuple):
 
 
 class Digester:
-    """Hashes blocks of one rank's cache, several runs or bands of layers at once where there are
-    cores for it. `close` ends its threads."""
+    """Hashes blocks of one rank's cache, several runs or bands of layers at once if there are
+    cores. `close` ends its threads."""
 
     def __init__(self, view: CacheView, fingerprint: str) -> None:
         self._view = view
@@ -60,14 +60,15 @@ class Digester:
 
     @cached_property
     def _bytes(self) -> CacheBytes:
-        return CacheBytes.of(memory_of(self._view.cache), Placement.of(self._view))
+        return CacheBytes.of(memory_of(self._view.cache), BlockLayout.of(self._view))
 
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(self._threads, "kv-digest")
 
     def bands(self, rect: Rect) -> list[Rect]:
-        """How a piece is cut into what is hashed at once: the same for all runs of a transfer."""
+        """Cuts a piece into the bands that are hashed alone: the same for all runs of a
+        transfer."""
         block_nbytes = piece_nbytes(self._view.cache, rect, 1)
         return rect.split_layers(min(MAX_THREADS, block_nbytes // BAND_NBYTES))
 
@@ -80,7 +81,7 @@ class Digester:
     def digest(
         self, transfer_id: bytes, epoch: int, rect: Rect, run: BlockRun, block_ids: Sequence[int]
     ) -> bytes:
-        """As `Hashed` has it."""
+        """Returns one digest; the arguments are the fields of `Hashed`."""
         context = _CONTEXT.pack(transfer_id, epoch, *rect.corners, run.first, run.count)
         prefix = self._fingerprint + context
         if self._on_host:
@@ -91,7 +92,7 @@ class Digester:
         return hasher.digest()
 
     def verify(self, transfer: SinkTransfer, digests: Sequence[RunDigest]) -> Verification:
-        """Begins to compare them with what lies in the transfer's blocks.
+        """Begins to compare the digests with the transfer's blocks.
 
         Raises:
             TransferError: BAD_FRAME, they do not cover every block of this rank exactly once.
@@ -103,13 +104,13 @@ class Digester:
         return piece_nbytes(self._view.cache, rect, run.count)
 
     def close(self) -> None:
-        if "_pool" in self.__dict__:  # it was needed
+        if "_pool" in self.__dict__:  # a cached property that was used
             self._pool.shutdown()
 
 
 class Verification:
-    """Of one transfer, step by step: each is soon over, so that whoever waits for it sees it go
-    on, and others need not wait for its end."""
+    """Verifies one transfer in short steps, so that each step renews the lease and other commands
+    are served in between."""
 
     def __init__(
         self, digester: Digester, transfer: SinkTransfer, digests: Sequence[RunDigest]
@@ -120,11 +121,11 @@ class Verification:
 
     @property
     def left(self) -> int:
-        """Runs not compared yet."""
+        """Returns the number of runs that are not compared yet."""
         return len(self._left)
 
     def step(self) -> list[RunDigest]:
-        """Compares the next runs, `STEP_NBYTES` or one at least; returns those that differ."""
+        """Compares the next runs, `STEP_NBYTES` or at least one; returns those that differ."""
         batch, nbytes = [], 0
         while self._left and nbytes < STEP_NBYTES:
             batch.append(self._left.popleft())

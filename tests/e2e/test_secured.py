@@ -20,7 +20,7 @@ from cluster import Cluster
 from pdserve.common.config.shared import TLSConfig
 from pdserve.common.rpc.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from pdserve.common.rpc.tls import TLS
-from pdserve.kv_transfer.frame import Frame, Kind
+from pdserve.kv_transfer.frame import Frame, FrameKind
 from processes import command
 
 KEY, ADMIN_KEY = "correct-horse", "battery-staple"
@@ -192,7 +192,7 @@ def test_a_stranger_at_the_kv_port_gets_nothing(
     other.load_verify_locations(certs / "ca.pem")
     (port,) = kv_ports(cluster)
     fingerprint = cluster.nodes("decode")[0]["fingerprint"].encode()
-    hello = Frame(Kind.HELLO, nbytes=len(fingerprint)).encode() + fingerprint
+    hello = Frame(FrameKind.HELLO, nbytes=len(fingerprint)).encode() + fingerprint
     for context in (None, ours, other):
         with socket.create_connection(("127.0.0.1", port), 10) as sock:
             assert b"pdKV" not in overheard(sock, context, hello)

@@ -21,7 +21,7 @@ from pdserve.common.rpc.auth import TOKEN_KEY, ClusterKey
 from pdserve.common.rpc.convert import job_to_pb
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
-from pdserve.kv_transfer.frame import Frame, Kind
+from pdserve.kv_transfer.frame import Frame, FrameKind
 from warm import WarmCluster
 
 MODEL = "mistral"
@@ -230,7 +230,7 @@ def kv_port(cluster: WarmCluster) -> int:
     return port
 
 
-def told(port: int, kind: Kind, payload: bytes) -> bytes:
+def told(port: int, kind: FrameKind, payload: bytes) -> bytes:
     """All that a KV port says to one frame, until it hangs up."""
     heard = b""
     with socket.create_connection(("127.0.0.1", port), 30) as sock, suppress(ConnectionError):
@@ -244,13 +244,13 @@ def told(port: int, kind: Kind, payload: bytes) -> bytes:
 def test_a_crowd_at_the_kv_port_learns_nothing_and_keeps_no_node_out(guarded: WarmCluster) -> None:
     port, fingerprint = kv_port(guarded), guarded.nodes("decode")[0]["fingerprint"].encode()
     for kind, payload in (
-        (Kind.HELLO, b"a guess"),
-        (Kind.HELLO, fingerprint),
-        (Kind.CHALLENGE, bytes(32)),
-        (Kind.PROOF, bytes(32)),
+        (FrameKind.HELLO, b"a guess"),
+        (FrameKind.HELLO, fingerprint),
+        (FrameKind.CHALLENGE, bytes(32)),
+        (FrameKind.PROOF, bytes(32)),
     ):
         heard = told(port, kind, payload)
-        assert fingerprint not in heard and Frame(Kind.WELCOME).encode() not in heard
+        assert fingerprint not in heard and Frame(FrameKind.WELCOME).encode() not in heard
     began = len(guarded.log().splitlines())
     with ExitStack() as stack:
         for _ in range(CROWD):
@@ -261,7 +261,7 @@ def test_a_crowd_at_the_kv_port_learns_nothing_and_keeps_no_node_out(guarded: Wa
             ask(guarded)
     lines = guarded.log().splitlines()[began:]
     assert not [line for line in lines if "KV connection failed" in line]
-    crowd = [line for line in lines if "had not said who it is" in line]
+    crowd = [line for line in lines if "had sent no greeting" in line]
     assert 1 <= len(crowd) < 100  # one a second
     guarded.drain(guarded.names("prefill")[-1])
     guarded.wait_for(lambda: len(guarded.nodes()) == 2)

@@ -25,9 +25,9 @@ PROMPT = tuple(range(5, 155))  # three chunks
 NUM_TOKENS = 24
 MORE_BLOCKS = 400  # than the others': least-load placement prefers the node that is to die
 SINK, D = "pdserve.kv_transfer.control.sink:KVSink", "pdserve.decode_node.session:DecodeSession"
-RESERVATION = "pdserve.kv_transfer.control.reservation:Reservation"
+RESERVATION = "pdserve.kv_transfer.control.recv_transfer:RecvTransfer"
 HANDOFF, P = (
-    "pdserve.kv_transfer.control.source:Handoff",
+    "pdserve.kv_transfer.control.source:SendTransfer",
     "pdserve.prefill_node.session:PrefillSession",
 )
 CLIENT = "pdserve.kv_transfer.control.sink_client:SinkClient"

@@ -32,13 +32,14 @@ from pdserve.kv_transfer.connector import (
     SourceTransfer,
 )
 from pdserve.kv_transfer.connectors.multi.connector import MultiConnector
+from pdserve.kv_transfer.control.recv_transfer import RecvResult
 from pdserve.kv_transfer.control.sink import KVSink
 from pdserve.kv_transfer.control.sink_client import SinkClient
-from pdserve.kv_transfer.control.source import Handoff, KVSource
+from pdserve.kv_transfer.control.source import KVSource, SendTransfer
 from pdserve.kv_transfer.control.ticket import RankEndpoint, Ticket
 from pdserve.kv_transfer.digest import RunDigest
 from pdserve.kv_transfer.layout import Rect, rank_rects
-from pdserve.kv_transfer.rank.transfer_rank import TransferRank, build_rank
+from pdserve.kv_transfer.rank.worker_connector import WorkerConnector, build_worker_connector
 from pdserve.kv_transfer.selection import RankConfig
 
 LAYERS, HEADS, BLOCK_SIZE, HEAD_DIM = 3, 2, 4, 8
@@ -100,7 +101,7 @@ class FakeNode:
         self.rects = rank_rects(self.geometry.layers, self.geometry.heads, tp)
         self.on_event: Callable[[int, bytes], None] = lambda rank, message: None
         self.caches: list[torch.Tensor] = []
-        self.ranks: list[TransferRank] = []
+        self.ranks: list[WorkerConnector] = []
         self._fds: list[int] = []
         self._threads = [ThreadPoolExecutor(1) for _ in range(tp)]
         self._loop = asyncio.get_running_loop()
@@ -121,13 +122,13 @@ class FakeNode:
 
         connectors = {name: dict(self._options.get(name, {})) for name in names.split(",")}
         config = msgspec.msgpack.encode(RankConfig(connectors, fingerprint, source=source))
-        built = build_rank(cache, shape, fd, rank, "127.0.0.1", config, emit)
+        built = build_worker_connector(cache, shape, fd, rank, "127.0.0.1", config, emit)
         self.ranks.append(built)
         fakes = [each for each in self.children(rank).values() if isinstance(each, FakeConnector)]
         if network is not None and fakes:
             for fake in fakes:
                 fake.join(network)
-            self.ranks[rank] = TransferRank(built._connector, source)
+            self.ranks[rank] = WorkerConnector(built._connector, source)
 
     def multi(self, rank: int = 0) -> MultiConnector:
         connector = self.ranks[rank]._connector
@@ -174,7 +175,8 @@ class Pair:
     sink: KVSink
     peer: FakeSinkClient
     sink_frees: int = 0
-    handoffs: list[Handoff] = field(default_factory=list)
+    handoffs: list[SendTransfer] = field(default_factory=list)
+    arrivals: dict[bytes, asyncio.Future[RecvResult]] = field(default_factory=dict)
 
     @property
     def freed(self) -> list[str]:
@@ -185,9 +187,17 @@ class Pair:
     def note_sink_free(self) -> None:
         self.sink_frees += 1
 
-    def begin(self, ticket: Ticket) -> Handoff:
+    def begin(self, ticket: Ticket) -> SendTransfer:
         self.handoffs.append(self.source.begin(ticket))
         return self.handoffs[-1]
+
+    async def reserve(self, *args: Any, **options: Any) -> Ticket:
+        ticket, self.arrivals[ticket.transfer_id] = await self.sink.reserve(*args, **options)
+        return ticket
+
+    async def landed(self, transfer_id: bytes) -> RecvResult:
+        """Waits for the sink's outcome."""
+        return await asyncio.shield(self.arrivals[transfer_id])
 
     async def close(self) -> None:
         await self.source.close()
@@ -213,13 +223,9 @@ class FakeSinkClient(SinkClient):
         self._check()
         return await self._sink.commit(ticket.transfer_id, ticket.epoch, payload, digests)
 
-    async def renew(self, ticket: Ticket) -> None:
+    async def renew(self, ticket: Ticket, committed: bool = False) -> int:
         self._check()
-        self._sink.renew(ticket.transfer_id, ticket.epoch)
-
-    async def progress(self, ticket: Ticket) -> int:
-        self._check()
-        return self._sink.progress(ticket.transfer_id, ticket.epoch)
+        return self._sink.renew(ticket.transfer_id, ticket.epoch, committed)
 
     async def abort(self, ticket: Ticket, reason: str) -> None:
         self._check()

@@ -43,18 +43,18 @@ from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
 from pdserve.kv_transfer.connectors.pipe_connector import PipeConnector
 from pdserve.kv_transfer.connectors.shm import Greeting, ShmConnector
 from pdserve.kv_transfer.connectors.tcp import Options, TCPConnector, TCPTransport
-from pdserve.kv_transfer.frame import HEADER_NBYTES, Frame, Kind
+from pdserve.kv_transfer.frame import HEADER_NBYTES, Frame, FrameKind
 from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect
 from pdserve.kv_transfer.pipe import KVPipe, PipeListener, PipeTransport
-from pdserve.kv_transfer.rank.transfer_rank import build_rank
+from pdserve.kv_transfer.rank.worker_connector import build_worker_connector
 from pdserve.kv_transfer.selection import RankConfig
 
 GEOMETRY = Geometry()
 RECT = Rect(0, GEOMETRY.layers, 0, GEOMETRY.heads)
 ID = b"transfer-id-0001"
 SINK_IDS = (4, 9, 2, 7)
-CONFIRM = Frame(Kind.CONFIRM, count=1).encode()  # follows the payload of DATA
+CONFIRM = Frame(FrameKind.CONFIRM, count=1).encode()  # follows the payload of DATA
 
 
 class Rank:
@@ -105,7 +105,7 @@ def submit(source: Rank, sink: Rank, transfer_id: bytes = ID, epoch: int = 1) ->
 
 def data_frame(first: int, count: int, **changes: Any) -> tuple[Frame, bytes]:
     nbytes = piece_nbytes(torch.empty(GEOMETRY.shape(RECT)), RECT, count)
-    frame = Frame(Kind.DATA, ID, 1, RECT, first, count, nbytes)
+    frame = Frame(FrameKind.DATA, ID, 1, RECT, first, count, nbytes)
     return replace(frame, **changes), b"\x3f" * nbytes + CONFIRM
 
 
@@ -118,8 +118,8 @@ def greeted(sink: Rank) -> Iterator[SocketPipe]:
     """A hand-made source that the sink has welcomed."""
     pipe = TCPTransport(Options()).dial(sink.connector.endpoint())
     try:
-        send_frame(pipe, Frame(Kind.HELLO), b"same")
-        assert recv_frame(pipe).kind is Kind.WELCOME
+        send_frame(pipe, Frame(FrameKind.HELLO), b"same")
+        assert recv_frame(pipe).kind is FrameKind.WELCOME
         yield pipe
     finally:
         pipe.close()
@@ -144,7 +144,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def test_frames_survive_the_wire() -> None:
-    frame = Frame(Kind.OFFER, ID, 7, Rect(1, 2, 3, 4), 5, 6, 1 << 40)
+    frame = Frame(FrameKind.OFFER, ID, 7, Rect(1, 2, 3, 4), 5, 6, 1 << 40)
     assert len(frame.encode()) == HEADER_NBYTES
     assert Frame.decode(frame.encode()) == frame
     for position, value in ((0, b"X"), (5, b"\x09"), (7, b"\xff")):
@@ -247,7 +247,7 @@ def test_an_older_epoch_is_not_accepted_again(rank: Callable[..., Rank]) -> None
         ([data_frame(0, 1, rect=Rect(0, 9, 0, 2))], "not within this rank's"),
         ([data_frame(0, 1, rect=Rect(2, 1, 0, 2))], "not within this rank's"),
         ([data_frame(0, 2), data_frame(0, 1, rect=Rect(0, 1, 0, 1))], "overlaps"),
-        ([data_frame(0, 1, kind=Kind.CONFIRM)], "CONFIRM from a source that pushes"),
+        ([data_frame(0, 1, kind=FrameKind.CONFIRM)], "CONFIRM from a source that pushes"),
     ],
 )
 def test_what_contradicts_the_agreement_fails_the_transfer(
@@ -256,7 +256,7 @@ def test_what_contradicts_the_agreement_fails_the_transfer(
     sink = rank(TCPConnector)
     sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
     with greeted(sink) as pipe:
-        say(pipe, Frame(Kind.BEGIN, ID, 1, RECT))
+        say(pipe, Frame(FrameKind.BEGIN, ID, 1, RECT))
         for frame, payload in frames[:-1]:
             say(pipe, frame, payload)
         say(pipe, frames[-1][0])
@@ -300,7 +300,7 @@ def test_a_peer_that_stalls_for_good_is_lost(
     sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
     sink.connector.accept(SinkTransfer(ID[::-1], 1, 0, (0, 1)))
     with greeted(sink) as pipe:
-        say(pipe, Frame(Kind.BEGIN, ID[::-1], 1, RECT))
+        say(pipe, Frame(FrameKind.BEGIN, ID[::-1], 1, RECT))
         frame, payload = data_frame(0, 4)
         say(pipe, frame, payload[:100])
         wait_for(lambda: bool(sink.cache.any()))
@@ -322,7 +322,7 @@ def test_a_peer_that_stalls_within_what_nobody_waits_for_is_lost(
     sink.connector.accept(SinkTransfer(ID[::-1], 1, 0, (0, 1)))
     with greeted(sink) as pipe:
         time.sleep(2.0)
-        say(pipe, Frame(Kind.BEGIN, ID[::-1], 1, RECT))
+        say(pipe, Frame(FrameKind.BEGIN, ID[::-1], 1, RECT))
         frame, payload = data_frame(0, 4)
         pipe.sock.sendall(frame.encode()[:-1] if wanted else frame.encode() + payload[:100])
         failed = sink.expect(Failed)
@@ -361,7 +361,7 @@ def test_a_frame_that_the_source_did_not_hold_to_its_end_does_not_count(
     with greeted(sink) as pipe:
         frame, payload = data_frame(0, 4)
         say(pipe, frame, payload.removesuffix(CONFIRM))
-        say(pipe, replace(frame, kind=Kind.CONFIRM, count=0, nbytes=0))
+        say(pipe, replace(frame, kind=FrameKind.CONFIRM, count=0, nbytes=0))
         failed = sink.expect(Failed)
         assert (failed.code, failed.blame, failed.retryable) == ("EXPIRED", "prefill", True)
 
@@ -372,9 +372,9 @@ def test_quiesce_stops_a_source_whose_sink_has_stalled(rank: Callable[..., Rank]
     piece = (Piece(0, 0, RECT), listener.endpoint)
     source.connector.submit(SourceTransfer(ID, 1, (piece,)))
     pipe = listener.accept()
-    assert recv_frame(pipe).kind is Kind.HELLO
+    assert recv_frame(pipe).kind is FrameKind.HELLO
     pipe.sock.recv(4)  # type: ignore[attr-defined]
-    send_frame(pipe, Frame(Kind.WELCOME))
+    send_frame(pipe, Frame(FrameKind.WELCOME))
     for first in range(0, 6000, 16):  # more than the socket buffers hold
         source.connector.ready(ID, BlockRun(first, 16), tuple(range(16)), False)
     wait_for(lambda: not source.events.empty())
@@ -488,12 +488,12 @@ def test_a_read_that_the_source_does_not_confirm_is_expired(rank: Callable[..., 
     sink, source = rank(ShmConnector), rank(ShmConnector, fill=1.0)
     sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
     channel = source.connector.dial(sink.connector.endpoint())
-    frame = Frame(Kind.OFFER, ID, 1, RECT, 0, 4)
+    frame = Frame(FrameKind.OFFER, ID, 1, RECT, 0, 4)
     gate = Gate()
     pipe = channel._pipe
     send_frame(pipe, frame, msgspec.Raw(bytes(16)))
-    assert recv_frame(pipe).kind is Kind.TAKEN  # it was read ...
-    send_frame(pipe, replace(frame, kind=Kind.CONFIRM, count=0))  # ... too late
+    assert recv_frame(pipe).kind is FrameKind.TAKEN  # it was read ...
+    send_frame(pipe, replace(frame, kind=FrameKind.CONFIRM, count=0))  # ... too late
     failed = sink.expect(Failed)
     assert (failed.code, failed.blame, failed.retryable) == ("EXPIRED", "prefill", True)
     gate.close()
@@ -533,9 +533,9 @@ def test_offers_are_checked(
     sink, source = rank(ShmConnector), rank(ShmConnector)
     sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
     channel = source.connector.dial(sink.connector.endpoint())
-    channel.begin(Frame(Kind.BEGIN, ID, 1, RECT))
+    channel.begin(Frame(FrameKind.BEGIN, ID, 1, RECT))
     with pytest.raises(OSError):
-        channel.deliver(Frame(Kind.OFFER, ID, 1, rect, 0, 1), ids, Gate())
+        channel.deliver(Frame(FrameKind.OFFER, ID, 1, rect, 0, 1), ids, Gate())
     assert says in sink.expect(Failed).message
     channel.close()
 
@@ -687,7 +687,7 @@ def test_misconfiguration_is_told_at_start() -> None:
 
     def build(config: RankConfig, where: torch.Tensor = cache) -> None:
         encoded = msgspec.msgpack.encode(config)
-        build_rank(where, shape, None, 0, "127.0.0.1", encoded, lambda message: None)
+        build_worker_connector(where, shape, None, 0, "127.0.0.1", encoded, lambda message: None)
 
     with pytest.raises(ConfigError, match="unknown field `lanes`"):
         build(RankConfig({"tcp": {"lanes": 4}}, "f"))

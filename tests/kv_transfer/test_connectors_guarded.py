@@ -38,7 +38,7 @@ from pdserve.kv_transfer.connectors.base import handshake, pull, server
 from pdserve.kv_transfer.connectors.nccl.connector import NCCLConnector
 from pdserve.kv_transfer.connectors.shm import ShmConnector
 from pdserve.kv_transfer.connectors.tcp import Endpoint, TCPConnector
-from pdserve.kv_transfer.frame import HEADER_NBYTES, Frame, Kind
+from pdserve.kv_transfer.frame import HEADER_NBYTES, Frame, FrameKind
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect
 from pdserve.kv_transfer.selection import KEY_PURPOSE, rank_config
 
@@ -127,11 +127,11 @@ def stranger(sink: Rank, host: str = "127.0.0.1") -> Iterator[socket.socket]:
         yield sock
 
 
-def say(sock: socket.socket, kind: Kind, payload: bytes = b"") -> None:
+def say(sock: socket.socket, kind: FrameKind, payload: bytes = b"") -> None:
     sock.sendall(Frame(kind, nbytes=len(payload)).encode() + payload)
 
 
-def hear(sock: socket.socket) -> tuple[Kind, bytes]:
+def hear(sock: socket.socket) -> tuple[FrameKind, bytes]:
     frame = Frame.decode(read(sock, HEADER_NBYTES))
     return frame.kind, read(sock, frame.nbytes)
 
@@ -159,9 +159,9 @@ def hung_up(sock: socket.socket) -> bool:
 def test_a_wrong_hello_is_not_answered_with_the_right_fingerprint(rank: Made, key: str) -> None:
     sink = rank(key)
     with stranger(sink) as sock:
-        say(sock, Kind.HELLO, b"a guess")
+        say(sock, FrameKind.HELLO, b"a guess")
         kind, told = hear(sock)
-        assert kind is Kind.REFUSED and FINGERPRINT.encode() not in told
+        assert kind is FrameKind.REFUSED and FINGERPRINT.encode() not in told
         assert told.startswith(b"CLUSTER_AUTH_FAILED" if key else b"FINGERPRINT_MISMATCH")
         assert hung_up(sock)
 
@@ -173,15 +173,15 @@ def test_who_knows_the_fingerprint_and_not_the_key_is_refused_before_anything_is
     sink.connector.accept(SinkTransfer(ID, 1, 0, BLOCKS))
     for guess in (bytes(32), b"", bytes(4096)):
         with stranger(sink) as sock:
-            say(sock, Kind.CHALLENGE, bytes(32))
+            say(sock, FrameKind.CHALLENGE, bytes(32))
             kind, number = hear(sock)
-            assert (kind, len(number)) == (Kind.CHALLENGE, 32)
-            say(sock, Kind.PROOF, guess)
+            assert (kind, len(number)) == (FrameKind.CHALLENGE, 32)
+            say(sock, FrameKind.PROOF, guess)
             sock.shutdown(socket.SHUT_WR)
             said = b""
             with contextlib.suppress(ConnectionError):
                 kind, said = hear(sock)
-                assert kind is Kind.REFUSED
+                assert kind is FrameKind.REFUSED
             assert FINGERPRINT.encode() not in said and hung_up(sock)
     assert not sink.cache.any()
     check_lands(sink, rank(fill=1.0), b"transfer-id-0002")
@@ -302,7 +302,7 @@ def test_what_an_honest_source_said_is_of_no_use_again(rank: Made) -> None:
         heard = b""
         while data := sock.recv(1 << 16):
             heard += data
-        assert Frame(Kind.WELCOME).encode() not in heard
+        assert Frame(FrameKind.WELCOME).encode() not in heard
     wait_for(lambda: sink.counts.get("CLUSTER_AUTH_FAILED") == 1)
     assert not sink.cache.any()
 
@@ -316,8 +316,8 @@ def test_a_source_does_not_trust_its_own_words_from_another(rank: Made) -> None:
         with listener.accept()[0] as sock:
             for _ in range(2):  # the number, the proof
                 say(sock, *hear(sock))
-            assert hear(sock)[0] is Kind.HELLO
-            say(sock, Kind.WELCOME)
+            assert hear(sock)[0] is FrameKind.HELLO
+            say(sock, FrameKind.WELCOME)
             failed = source.expect(Failed)
             assert (failed.code, failed.blame) == ("CLUSTER_AUTH_FAILED", "decode")
             assert failed.retryable and hung_up(sock)  # no KV came
@@ -361,7 +361,7 @@ def test_1100_strangers_do_not_make_the_next_transfer_fail(
         wait_for(lambda: threading.active_count() <= before + 2 * server.MAX_STRANGERS + 8)
         assert hung_up(crowd[0])
         check_lands(sink, source)
-    lines = [text for text in caplog.messages if "had not said who it is" in text]
+    lines = [text for text in caplog.messages if "had sent no greeting" in text]
     assert lines and len(caplog.messages) <= 2 * (time.monotonic() - started) + 2
 
 
@@ -372,13 +372,13 @@ def test_strangers_of_one_host_take_no_place_of_another_s(
     sink = rank()
     with contextlib.ExitStack() as stack:
         slow = stack.enter_context(stranger(sink, "127.0.0.2"))  # it came first
-        say(slow, Kind.CHALLENGE, bytes(32))
-        assert hear(slow)[0] is Kind.CHALLENGE
+        say(slow, FrameKind.CHALLENGE, bytes(32))
+        assert hear(slow)[0] is FrameKind.CHALLENGE
         crowd = [stack.enter_context(stranger(sink)) for _ in range(20)]
         wait_for(lambda: sink.counts.get("dropped_stranger") == 17)
         assert all(hung_up(each) for each in crowd[:17])
-        say(slow, Kind.PROOF, bytes(32))
-        assert hear(slow)[0] is Kind.REFUSED  # it was heard
+        say(slow, FrameKind.PROOF, bytes(32))
+        assert hear(slow)[0] is FrameKind.REFUSED  # it was heard
 
 
 def test_a_welcomed_source_is_not_dropped_for_strangers(
@@ -402,9 +402,9 @@ def test_a_stranger_has_seconds_in_all_not_for_each_frame(
     sink = rank()
     with stranger(sink) as sock:
         started = time.monotonic()
-        say(sock, Kind.CHALLENGE, bytes(32))
-        assert hear(sock)[0] is Kind.CHALLENGE
-        proof = Frame(Kind.PROOF, nbytes=32).encode() + bytes(32)
+        say(sock, FrameKind.CHALLENGE, bytes(32))
+        assert hear(sock)[0] is FrameKind.CHALLENGE
+        proof = Frame(FrameKind.PROOF, nbytes=32).encode() + bytes(32)
         with contextlib.suppress(OSError):
             for byte in proof:  # they would take twenty seconds
                 sock.send(bytes([byte]))

@@ -60,11 +60,11 @@ async def pair(*args: Any, **options: Any) -> AsyncIterator[Pair]:
 async def hand_off(made: Pair) -> None:
     """One transfer, to the last byte."""
     full = made.source_node.fill_random(seed=made.sink.counts["landed"])
-    ticket = await made.sink.reserve(TOKENS, 0, SINK_IDS, made.note_sink_free)
+    ticket = await made.reserve(TOKENS, 0, SINK_IDS, made.note_sink_free)
     handoff = made.begin(ticket)
     handoff.ready(BlockRun(0, 2), SOURCE_IDS[:2])
     handoff.ready(BlockRun(2, 3), SOURCE_IDS[2:], last=True)
-    await asyncio.gather(handoff.commit(0), made.sink.wait(ticket.transfer_id))
+    await asyncio.gather(handoff.commit(0), made.landed(ticket.transfer_id))
     for cache, rect in zip(made.sink_node.caches, made.sink_node.rects, strict=True):
         heads = full[:, :, :, rect.head_start : rect.head_end]
         assert torch.equal(cache[:, :, list(SINK_IDS)], heads[:, :, list(SOURCE_IDS)])

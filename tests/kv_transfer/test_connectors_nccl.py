@@ -33,13 +33,13 @@ from pdserve.kv_transfer.connector import (
     SinkTransfer,
     SourceTransfer,
 )
-from pdserve.kv_transfer.connectors.base import staging
+from pdserve.kv_transfer.connectors.base import channel as base_channel
 from pdserve.kv_transfer.connectors.base.handshake import recv_frame, send_frame
 from pdserve.kv_transfer.connectors.nccl import connector as nccl
 from pdserve.kv_transfer.connectors.nccl.connector import GroupMover, NCCLConnector
 from pdserve.kv_transfer.connectors.nccl.group import NcclPair, Side
 from pdserve.kv_transfer.connectors.tcp import Options, TCPTransport
-from pdserve.kv_transfer.frame import Frame, Kind
+from pdserve.kv_transfer.frame import Frame, FrameKind
 from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import Piece, Rect
 
@@ -81,7 +81,7 @@ def num_sockets() -> int:
 
 def data(first: int, count: int, **changes: Any) -> Frame:
     nbytes = piece_nbytes(torch.empty(GEOMETRY.shape(RECT)), RECT, count)
-    return replace(Frame(Kind.DATA, ID, 1, RECT, first, count, nbytes), **changes)
+    return replace(Frame(FrameKind.DATA, ID, 1, RECT, first, count, nbytes), **changes)
 
 
 def timed(call: Callable[[], None]) -> float:
@@ -100,7 +100,7 @@ async def test_every_byte_for_all_tensor_parallel_pairs(source_tp: int, sink_tp:
         full = made.source_node.fill_random()
         ticket, handoff = await start(made)
         announce(handoff)
-        await asyncio.gather(made.sink.wait(ticket.transfer_id), handoff.commit("token"))
+        await asyncio.gather(made.landed(ticket.transfer_id), handoff.commit("token"))
         assert_landed(made, full)
 
 
@@ -108,8 +108,8 @@ def test_a_run_travels_in_parts(make: Callable[..., Rank], monkeypatch: pytest.M
     sink, source = make(), make()
     source.cache.copy_(torch.randn(source.cache.shape))
     block = piece_nbytes(sink.cache, RECT, 1)
-    monkeypatch.setattr(staging, "PART_NBYTES", 2 * block + 1)
-    assert list(staging.parts(sink.cache, RECT, 3)) == [slice(0, 2), slice(2, 3)]
+    monkeypatch.setattr(base_channel, "PART_NBYTES", 2 * block + 1)
+    assert list(base_channel.parts(sink.cache, RECT, 3)) == [slice(0, 2), slice(2, 3)]
     sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
     submit(source, sink)
     source.connector.ready(ID, BlockRun(0, 3), (8, 1, 2), False)
@@ -187,7 +187,7 @@ def test_quiesce_frees_a_sink_whose_source_has_stalled(make: Callable[..., Rank]
     wait_for(lambda: bool(sink.connector.receiver._inbound[ID].next_block))
     assert timed(lambda: sink.connector.quiesce(ID)) < PROMPT
     channel._mover.send(late, (0, 1, 2, 3), Gate())
-    send_frame(channel._pipe, replace(late, kind=Kind.CONFIRM, count=1))
+    send_frame(channel._pipe, replace(late, kind=FrameKind.CONFIRM, count=1))
     assert not sink.cache.any()
     sink.connector.accept(SinkTransfer(ID, 2, 0, SINK_IDS))
     channel.deliver(data(0, 4, epoch=2), (0, 1, 2, 3), Gate())
@@ -234,7 +234,7 @@ def test_a_stalled_source_is_lost(make: Callable[..., Rank]) -> None:
     sink, source = make(Impatient), make()
     sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
     channel = source.connector.dial(sink.connector.endpoint())
-    channel.begin(Frame(Kind.BEGIN, ID, 1, RECT))
+    channel.begin(Frame(FrameKind.BEGIN, ID, 1, RECT))
     channel._pipe.sock.sendall(data(0, 4).encode())
     failed = sink.expect(Failed, within=PROMPT)
     assert (failed.code, failed.blame, failed.retryable) == ("PEER_LOST", "prefill", True)
@@ -249,7 +249,7 @@ def stalling_source(endpoint: bytes, delivered: Any) -> None:
     """Announces a payload and waits to be killed."""
     source = Rank(NCCLConnector, fill=1.0)
     channel = source.connector.dial(endpoint)
-    channel._pipe.sock.sendall(Frame(Kind.BEGIN, ID, 1, RECT).encode() + data(0, 4).encode())
+    channel._pipe.sock.sendall(Frame(FrameKind.BEGIN, ID, 1, RECT).encode() + data(0, 4).encode())
     delivered.set()
     time.sleep(60)
 
@@ -320,9 +320,9 @@ def test_a_killed_sink_is_noticed_at_once(make: Callable[..., Rank]) -> None:
 @pytest.mark.parametrize(
     ("says", "code"),
     [
-        ((Frame(Kind.MEET), b"\xc1"), "BAD_FRAME"),
-        ((Frame(Kind.WELCOME), b""), "BAD_FRAME"),
-        ((Frame(Kind.MEET), msgspec.msgpack.encode(("a key", b""))), "CONNECT_FAILED"),
+        ((Frame(FrameKind.MEET), b"\xc1"), "BAD_FRAME"),
+        ((Frame(FrameKind.WELCOME), b""), "BAD_FRAME"),
+        ((Frame(FrameKind.MEET), msgspec.msgpack.encode(("a key", b""))), "CONNECT_FAILED"),
     ],
 )
 def test_a_pair_that_cannot_meet(
@@ -340,7 +340,7 @@ def test_a_pair_that_cannot_meet(
     pipe = listener.accept()
     hello = recv_frame(pipe)
     pipe.recv_tensor(torch.empty(hello.nbytes, dtype=torch.uint8))
-    send_frame(pipe, Frame(Kind.WELCOME))
+    send_frame(pipe, Frame(FrameKind.WELCOME))
     send_frame(pipe, *says)
     failed = source.expect(Failed)
     assert (failed.code, failed.blame) == (code, "decode")

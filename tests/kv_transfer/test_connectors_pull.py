@@ -27,12 +27,12 @@ from pdserve.kv_transfer.connector import (
     SinkTransfer,
     SourceTransfer,
 )
-from pdserve.kv_transfer.connectors.base import pull, staging
+from pdserve.kv_transfer.connectors.base import channel as base_channel
+from pdserve.kv_transfer.connectors.base import pull
 from pdserve.kv_transfer.connectors.base.handshake import recv_frame, send_frame
-from pdserve.kv_transfer.connectors.base.holds import Holds, PeerHolds
 from pdserve.kv_transfer.connectors.cuda_ipc import CudaIpcConnector, Greeting, Handle, OpenedCache
-from pdserve.kv_transfer.connectors.shm import ShmConnector
-from pdserve.kv_transfer.frame import Frame, Kind
+from pdserve.kv_transfer.connectors.shm import Holds, PeerHolds, ShmConnector
+from pdserve.kv_transfer.frame import Frame, FrameKind
 from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect
 
@@ -99,7 +99,7 @@ def test_every_byte_in_parts_and_over_a_kept_connection(
 ) -> None:
     sink, source = make(kind), make(kind)
     source.cache.copy_(torch.randn(source.cache.shape))
-    monkeypatch.setattr(staging, "PART_NBYTES", 2 * piece_nbytes(sink.cache, RECT, 1))
+    monkeypatch.setattr(base_channel, "PART_NBYTES", 2 * piece_nbytes(sink.cache, RECT, 1))
     for epoch in (1, 2):  # again, after quiesce
         sink.cache.zero_()
         sink.connector.accept(SinkTransfer(ID, epoch, 0, SINK_IDS))
@@ -139,10 +139,10 @@ def test_a_read_counts_only_when_it_is_confirmed(
     sink, source = make(kind), make(kind, fill=1.0)
     sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
     channel = source.connector.dial(sink.connector.endpoint())
-    offer = Frame(Kind.OFFER, ID, 1, RECT, 0, 4)
+    offer = Frame(FrameKind.OFFER, ID, 1, RECT, 0, 4)
     send_frame(channel._pipe, offer, bytes(16))
-    assert recv_frame(channel._pipe).kind is Kind.TAKEN
-    send_frame(channel._pipe, replace(offer, kind=Kind.CONFIRM, count=0))
+    assert recv_frame(channel._pipe).kind is FrameKind.TAKEN
+    send_frame(channel._pipe, replace(offer, kind=FrameKind.CONFIRM, count=0))
     failed = sink.expect(Failed)
     assert (failed.code, failed.blame, failed.retryable) == ("EXPIRED", "prefill", True)
     channel.close()
@@ -158,14 +158,14 @@ def test_a_read_of_what_is_surely_held_counts_at_once(
     source.connector._holds.enter(ID, epoch or 1)
     if not epoch:
         source.connector.quiesce(ID)
-    offer = Frame(Kind.OFFER, ID, 1, RECT, 0, 4)
+    offer = Frame(FrameKind.OFFER, ID, 1, RECT, 0, 4)
     send_frame(channel._pipe, offer, bytes(16))
-    assert recv_frame(channel._pipe).kind is Kind.TAKEN
+    assert recv_frame(channel._pipe).kind is FrameKind.TAKEN
     if epoch == 1:
         assert sink.expect(Landed).nbytes == piece_nbytes(sink.cache, RECT, 4)
-    send_frame(channel._pipe, replace(offer, kind=Kind.CONFIRM, count=0))  # given up since
+    send_frame(channel._pipe, replace(offer, kind=FrameKind.CONFIRM, count=0))  # given up since
     if epoch == 1:
-        send_frame(channel._pipe, Frame(Kind.BEGIN, ID, 1, RECT))  # the connection goes on
+        send_frame(channel._pipe, Frame(FrameKind.BEGIN, ID, 1, RECT))  # the connection goes on
         assert sink.expect(Progress).nbytes == 0
     else:
         assert sink.expect(Failed).code == "EXPIRED"
@@ -234,7 +234,7 @@ def test_a_table_that_could_shrink_is_refused() -> None:
 def test_late_offers_are_not_read(make: Callable[..., Rank], kind: type[KVConnector]) -> None:
     sink, source = make(kind), make(kind, fill=1.0)
     channel = source.connector.dial(sink.connector.endpoint())
-    offer = Frame(Kind.OFFER, ID, 1, RECT, 0, 2)
+    offer = Frame(FrameKind.OFFER, ID, 1, RECT, 0, 2)
     channel.deliver(offer, (0, 1), Gate())
     sink.connector.accept(SinkTransfer(ID, 2, 0, SINK_IDS))
     channel.deliver(offer, (0, 1), Gate())

@@ -65,7 +65,7 @@ class Transfer:
 
     async def reserve(self, made: Pair) -> Ticket:
         tokens = len(self.sink_ids) * GEOMETRY.block_size
-        return await made.sink.reserve(tokens, 0, self.sink_ids, made.note_sink_free)
+        return await made.reserve(tokens, 0, self.sink_ids, made.note_sink_free)
 
     async def hand_off(self, made: Pair, ticket: Ticket) -> None:
         handoff = made.begin(ticket)
@@ -318,7 +318,7 @@ async def test_what_was_spoilt_once_is_sent_again(connector: str, end: str) -> N
                 transfer = Transfer(rng, 100, range(GEOMETRY.num_blocks))
                 ticket = await transfer.reserve(made)
                 await transfer.hand_off(made, ticket)
-                assert (await made.sink.wait(ticket.transfer_id)).first_token == "token"
+                assert (await made.landed(ticket.transfer_id)).first_token == "token"
                 transfer.check(made, full, before)
                 assert made.source.counts["repulled"] == number
             assert made.sink.counts["stopped/DIGEST_MISMATCH"] == 2
@@ -345,7 +345,7 @@ async def test_what_is_spoilt_again_is_given_up(connector: str, end: str) -> Non
                 await transfer.hand_off(made, ticket)
             made.sink._live[ticket.transfer_id]._lapse()  # no other source takes over
             with pytest.raises(TransferError, match="DIGEST_MISMATCH"):
-                await made.sink.wait(ticket.transfer_id)
+                await made.landed(ticket.transfer_id)
         assert sorted(made.freed) == ["sink"] * 3 + ["source"] * 3
         assert saboteur.faults > 100
         assert_nothing_is_held(made)

@@ -11,8 +11,8 @@ import torch
 from compiled import use_compiled_code
 from pdserve.common.core.errors import ConfigError, TransferError
 from pdserve.kv_transfer.blocks import (
+    BlockLayout,
     CacheBytes,
-    Placement,
     byte_runs,
     copy_blocks,
     gather,
@@ -131,8 +131,8 @@ def test_copied_blocks_are_those_and_no_others(
     """From a rank with other heads and another number of blocks; some adjacent on both sides."""
     use_compiled_code(compiled, monkeypatch)
     source, target = (
-        Placement(Rect(2, 6, 4, 8), num_blocks + 3, 26),
-        Placement(rect, num_blocks, 26),
+        BlockLayout(Rect(2, 6, 4, 8), num_blocks + 3, 26),
+        BlockLayout(rect, num_blocks, 26),
     )
     rng = np.random.default_rng(1)
     data = [rng.integers(0, 255, each.nbytes, np.uint8) for each in (target, source)]
@@ -152,7 +152,7 @@ def test_copied_blocks_are_those_and_no_others(
     assert np.array_equal(rows(data[0], target), expected)
 
 
-def rows(data: np.ndarray, place: Placement) -> np.ndarray:
+def rows(data: np.ndarray, place: BlockLayout) -> np.ndarray:
     """As `[planes, blocks, heads, bytes]`."""
     shape = (2 * place.rect.num_layers, place.num_blocks, place.rect.num_heads, place.head_nbytes)
     return data.reshape(shape)

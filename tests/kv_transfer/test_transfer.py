@@ -19,7 +19,7 @@ from pdserve.common.rpc.pb import cluster_pb2
 from pdserve.kv_transfer.commands import Command, Verify
 from pdserve.kv_transfer.connector import BlockRun
 from pdserve.kv_transfer.control.background import Lease
-from pdserve.kv_transfer.control.source import Handoff
+from pdserve.kv_transfer.control.source import SendTransfer
 from pdserve.kv_transfer.control.ticket import RankEndpoint, Ticket
 from pdserve.kv_transfer.layout import Rect
 from pdserve.router.cluster.health import AwakeClock
@@ -58,15 +58,13 @@ def awake_time() -> Iterator[None]:
         looking.cancel()
 
 
-async def start(made: Pair, first_block: int = 0) -> tuple[Ticket, Handoff]:
-    ticket = await made.sink.reserve(
-        TOKENS, first_block, SINK_IDS[first_block:], made.note_sink_free
-    )
+async def start(made: Pair, first_block: int = 0) -> tuple[Ticket, SendTransfer]:
+    ticket = await made.reserve(TOKENS, first_block, SINK_IDS[first_block:], made.note_sink_free)
     handoff = made.begin(ticket)
     return ticket, handoff
 
 
-def announce(handoff: Handoff) -> None:
+def announce(handoff: SendTransfer) -> None:
     handoff.ready(BlockRun(0, 2), SOURCE_IDS[:2])
     handoff.ready(BlockRun(2, 2), SOURCE_IDS[2:4])
     handoff.ready(BlockRun(4, 1), SOURCE_IDS[4:], last=True)
@@ -92,7 +90,7 @@ async def test_every_byte_for_all_tensor_parallel_pairs(
         ticket, handoff = await start(made)
         announce(handoff)
         arrival, result = await asyncio.gather(
-            made.sink.wait(ticket.transfer_id), handoff.commit("token")
+            made.landed(ticket.transfer_id), handoff.commit("token")
         )
         assert_landed(made, full)
         assert arrival.first_token == "token"
@@ -110,7 +108,7 @@ async def test_several_streams_share_the_layers(streams: int, source_tp: int, si
             ticket, handoff = await start(made)
             announce(handoff)
             await handoff.commit(turn)
-            assert (await made.sink.wait(ticket.transfer_id)).first_token == turn
+            assert (await made.landed(ticket.transfer_id)).first_token == turn
             assert_landed(made, full)
         (tcp,) = made.source_node.children(0).values()
         pairs_of_ranks = max(1, sink_tp // source_tp)
@@ -124,7 +122,7 @@ async def test_blocks_the_sink_has_are_left_out(connector: str) -> None:
         full = made.source_node.fill_random()
         ticket, handoff = await start(made, first_block=3)
         announce(handoff)
-        await asyncio.gather(handoff.commit(1), made.sink.wait(ticket.transfer_id))
+        await asyncio.gather(handoff.commit(1), made.landed(ticket.transfer_id))
         assert_landed(made, full, first_block=3)
 
 
@@ -136,14 +134,14 @@ async def test_concurrent_transfers_share_connections(connector: str) -> None:
 
         async def one(index: int) -> None:
             ids = tuple(range(5 * index, 5 * index + 5))
-            ticket = await made.sink.reserve(TOKENS, 0, ids[::-1], lambda: None)
+            ticket = await made.reserve(TOKENS, 0, ids[::-1], lambda: None)
             tickets.append(ticket)
             handoff = made.begin(ticket)
             for block in range(5):
                 handoff.ready(BlockRun(block, 1), ids[block : block + 1], last=block == 4)
                 await asyncio.sleep(0)
             await handoff.commit(index)
-            assert (await made.sink.wait(ticket.transfer_id)).first_token == index
+            assert (await made.landed(ticket.transfer_id)).first_token == index
 
         await asyncio.gather(*(one(index) for index in range(8)))
         rows = [5 * index + block for index in range(8) for block in range(5)]
@@ -161,7 +159,7 @@ async def test_commit_may_come_before_the_data_and_is_idempotent() -> None:
         early = asyncio.create_task(made.sink.commit(ticket.transfer_id, ticket.epoch, "early"))
         result = await handoff.commit("again")
         assert await early == result.nbytes
-        assert (await made.sink.wait(ticket.transfer_id)).first_token == "early"
+        assert (await made.landed(ticket.transfer_id)).first_token == "early"
         assert await made.sink.commit(ticket.transfer_id, ticket.epoch, "late") == result.nbytes
 
 
@@ -170,7 +168,7 @@ async def test_duplicate_events_are_counted_not_obeyed() -> None:
         ticket, handoff = await start(made)
         announce(handoff)
         await handoff.commit(0)
-        await made.sink.wait(ticket.transfer_id)
+        await made.landed(ticket.transfer_id)
         assert made.sink.counts["landed"] == 1
         assert made.sink.counts["landed/ranks_landed"] + made.sink.counts["late_event"] >= 1
         assert made.freed == ["source"]
@@ -181,7 +179,7 @@ async def test_data_that_never_lands_ends_with_the_lease() -> None:
         ticket, handoff = await start(made)
         announce(handoff)
         outcomes = await asyncio.gather(
-            handoff.commit(0), made.sink.wait(ticket.transfer_id), return_exceptions=True
+            handoff.commit(0), made.landed(ticket.transfer_id), return_exceptions=True
         )
         assert [type(each) for each in outcomes] == [TransferError] * 2
         assert outcomes[1].code in ("LEASE_EXPIRED", "ABORTED")
@@ -193,7 +191,7 @@ async def test_each_side_frees_alone() -> None:
         ticket, handoff = await start(made)
         made.peer.cut_off = True  # and then neither side hears anything
         with pytest.raises(TransferError) as error:
-            await made.sink.wait(ticket.transfer_id)
+            await made.landed(ticket.transfer_id)
         assert error.value.code == "LEASE_EXPIRED"
         await asyncio.wait([handoff.outcome], timeout=5)
         with pytest.raises(TransferError, match="LEASE_EXPIRED"):
@@ -208,7 +206,7 @@ async def test_progress_renews_the_lease() -> None:
             await asyncio.sleep(0.3)
             handoff.ready(BlockRun(block, 1), SOURCE_IDS[block : block + 1], last=block == 4)
         await handoff.commit(0)
-        await made.sink.wait(ticket.transfer_id)
+        await made.landed(ticket.transfer_id)
 
 
 async def test_a_failed_rank_fails_both_sides() -> None:
@@ -218,7 +216,7 @@ async def test_a_failed_rank_fails_both_sides() -> None:
         with pytest.raises(TransferError, match="PEER_LOST"):
             await handoff.commit(0)
         with pytest.raises(TransferError, match="ABORTED"):
-            await made.sink.wait(ticket.transfer_id)
+            await made.landed(ticket.transfer_id)
         assert made.freed == ["sink", "source"]
 
 
@@ -242,7 +240,7 @@ async def test_the_client_leaves(connector: str, stage: str) -> None:
             await asyncio.sleep(0.02)
         assert await made.sink.cancel(ticket.transfer_id) is True
         with pytest.raises(TransferError, match="CANCELLED"):
-            await made.sink.wait(ticket.transfer_id)
+            await made.landed(ticket.transfer_id)
         with pytest.raises(TransferError, match="CANCELLED"):
             await (committing or handoff.commit(0))
         assert made.freed == ["sink", "source"]
@@ -265,7 +263,7 @@ async def test_a_prompt_that_waits_long_keeps_both_leases() -> None:
         assert made.freed == []
         announce(handoff)
         await handoff.commit(0)
-        await made.sink.wait(ticket.transfer_id)
+        await made.landed(ticket.transfer_id)
 
 
 async def test_a_waiting_source_learns_that_the_sink_is_done_with_it() -> None:
@@ -283,7 +281,7 @@ async def test_the_source_aborts() -> None:
         handoff.ready(BlockRun(0, 2), SOURCE_IDS[:2])
         await handoff.abort("out of blocks")
         with pytest.raises(TransferError, match="out of blocks"):
-            await made.sink.wait(ticket.transfer_id)
+            await made.landed(ticket.transfer_id)
         assert made.freed == ["sink", "source"]
         handoff.ready(BlockRun(2, 2), SOURCE_IDS[2:4])  # too late: no effect
         with pytest.raises(TransferError, match="out of blocks"):
@@ -316,7 +314,7 @@ async def test_stale_epochs_and_unknown_transfers_are_typed() -> None:
 )
 async def test_a_ticket_that_does_not_fit(change: dict[str, Any], code: str, says: str) -> None:
     async with pair(FAKE, faults={}) as made:
-        ticket = await made.sink.reserve(TOKENS, 0, SINK_IDS, lambda: None)
+        ticket = await made.reserve(TOKENS, 0, SINK_IDS, lambda: None)
         with pytest.raises(TransferError, match=says) as error:
             made.source.begin(replace(ticket, **change))
         assert error.value.code == code
@@ -325,7 +323,7 @@ async def test_a_ticket_that_does_not_fit(change: dict[str, Any], code: str, say
 @pytest.mark.parametrize(("sink", "source"), [("a" * 32, "b" * 32), ("", "b" * 32), ("a" * 32, "")])
 async def test_kv_of_another_adapter_is_refused(sink: str, source: str) -> None:
     async with pair(FAKE, faults={}) as made:
-        ticket = await made.sink.reserve(TOKENS, 0, SINK_IDS, lambda: None, adapter=sink)
+        ticket = await made.reserve(TOKENS, 0, SINK_IDS, lambda: None, adapter=sink)
         with pytest.raises(TransferError, match=r"\+") as error:
             made.source.begin(ticket, adapter=source)
         assert error.value.code == "FINGERPRINT_MISMATCH"
@@ -490,7 +488,7 @@ async def test_another_source_takes_over(state: str) -> None:
         handoff = made.begin(second)
         announce(handoff)
         await handoff.commit("new")
-        assert (await made.sink.wait(ticket.transfer_id)).first_token == "new"
+        assert (await made.landed(ticket.transfer_id)).first_token == "new"
         assert_landed(made, full)
         with pytest.raises(TransferError, match="ALREADY_LANDED"):
             await made.sink.retarget(ticket.transfer_id)
@@ -525,11 +523,11 @@ async def test_a_source_that_was_given_up_cannot_outbid_the_one_that_takes_over(
 @pytest.mark.parametrize("connector", ["tcp", "shm"])
 async def test_a_sink_that_has_every_block_takes_the_commit_alone(connector: str) -> None:
     async with pair(connector, 1, 2) as made:
-        ticket = await made.sink.reserve(TOKENS, 5, (), made.note_sink_free)
+        ticket = await made.reserve(TOKENS, 5, (), made.note_sink_free)
         handoff = made.begin(ticket)
         announce(handoff)
         await asyncio.wait_for(handoff.commit("token"), 30)
-        arrival = await made.sink.wait(ticket.transfer_id)
+        arrival = await made.landed(ticket.transfer_id)
         assert (arrival.first_token, arrival.nbytes) == ("token", 0)
 
 
@@ -538,7 +536,7 @@ async def test_suspended_blocks_are_freed_with_the_lease() -> None:
         ticket, handoff = await start(made)
         await handoff.abort("gone")
         with pytest.raises(TransferError, match="gone"):
-            await made.sink.wait(ticket.transfer_id)
+            await made.landed(ticket.transfer_id)
         assert made.freed == ["sink", "source"]
 
 

@@ -39,8 +39,8 @@ from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
 from pdserve.kv_transfer.connectors.tcp import Options, TCPConnector, TCPTransport
 from pdserve.kv_transfer.control.announcer import RunAnnouncer
 from pdserve.kv_transfer.control.background import Lease
-from pdserve.kv_transfer.control.epoch import MAX_MESSAGE
-from pdserve.kv_transfer.control.reservation import Reservation
+from pdserve.kv_transfer.control.recv_transfer import RecvTransfer
+from pdserve.kv_transfer.control.sink import MAX_MESSAGE
 from pdserve.kv_transfer.control.sink_client import (
     CHANNEL_IDLE,
     MAX_CHANNELS,
@@ -81,14 +81,14 @@ async def hand_off(made: Pair, ids: range, runs: int = 1) -> float:
     """From the same blocks to the same blocks; returns seconds."""
     began = time.monotonic()
     tokens = len(ids) * made.sink_node.geometry.block_size
-    ticket = await made.sink.reserve(tokens, 0, tuple(ids), made.note_sink_free)
+    ticket = await made.reserve(tokens, 0, tuple(ids), made.note_sink_free)
     handoff = made.begin(ticket)
     count = len(ids) // runs
     for number in range(runs):
         part = ids[number * count : (number + 1) * count]
         handoff.ready(BlockRun(number * count, count), part, last=number == runs - 1)
     await handoff.commit("token")
-    await made.sink.wait(ticket.transfer_id)
+    await made.landed(ticket.transfer_id)
     return time.monotonic() - began
 
 
@@ -227,7 +227,7 @@ async def test_runs_that_a_rank_takes_at_once_starve_nobody() -> None:
 
 @pytest.mark.parametrize(
     ("where", "method", "blame"),
-    [(Reservation, "_compare", Blame.DECODE), (RunAnnouncer, "_send", Blame.PREFILL)],
+    [(RecvTransfer, "_compare", Blame.DECODE), (RunAnnouncer, "_send", Blame.PREFILL)],
 )
 async def test_a_defect_ends_its_transfer_at_once(
     monkeypatch: pytest.MonkeyPatch, where: type, method: str, blame: Blame
@@ -274,7 +274,7 @@ async def test_a_bad_first_token_is_the_prefill_node_s_fault_and_another_may_try
             assert (error.code, error.blame, error.retryable) == (
                 "BAD_COMMIT", Blame.PREFILL, True,
             )  # fmt: skip
-        assert (await made.sink.wait(ticket.transfer_id)).first_token.tokens[0].id == 49
+        assert (await made.landed(ticket.transfer_id)).first_token.tokens[0].id == 49
         await channels.close()
         await server.stop(0)
 
@@ -294,7 +294,7 @@ async def test_finished_transfers_are_remembered_without_their_sessions() -> Non
         for number in range(60):
             session = Session()
             sessions.append(weakref.ref(session))
-            ticket = await made.sink.reserve(TOKENS, 0, SINK_IDS, session.freed)
+            ticket = await made.reserve(TOKENS, 0, SINK_IDS, session.freed)
             ids.append(ticket)
             if number % 3 == 0:
                 await made.sink.cancel(ticket.transfer_id)
@@ -305,10 +305,10 @@ async def test_finished_transfers_are_remembered_without_their_sessions() -> Non
                 await handoff.abort("x" * 10_000)
                 made.sink._live[ticket.transfer_id]._lapse()
                 with pytest.raises(TransferError):
-                    await made.sink.wait(ticket.transfer_id)
+                    await made.landed(ticket.transfer_id)
             else:
                 await handoff.commit(b"token")
-                await made.sink.wait(ticket.transfer_id)
+                await made.landed(ticket.transfer_id)
         await made.sink.close()
         del session, handoff
         made.handoffs.clear()
@@ -321,7 +321,7 @@ async def test_finished_transfers_are_remembered_without_their_sessions() -> Non
         assert await made.sink.cancel(ids[0].transfer_id) is True
         with pytest.raises(TransferError, match="ALREADY_LANDED"):
             await made.sink.retarget(ids[-1].transfer_id)
-        with pytest.raises(TransferError, match="gave up") as caught:
+        with pytest.raises(TransferError, match="aborted the transfer") as caught:
             await made.sink.commit(ids[1].transfer_id, 1, b"late")
         assert len(caught.value.message) <= MAX_MESSAGE
         with pytest.raises(TransferError, match="STALE_EPOCH"):

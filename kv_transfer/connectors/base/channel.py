@@ -1,7 +1,7 @@
-"""A connection between two ranks that have greeted each other, and how KV moves on it.
+"""A connection between two ranks after their greeting, and the movers of its payloads.
 
-Headers always go through the pipe. The payload of a frame is a `Mover`'s business: the bytes
-themselves (pushed through the pipe or beside it), or only the ids of blocks the sink reads itself.
+Headers always go through the pipe. A `Mover` moves the payload of a frame: the bytes themselves,
+through the pipe or beside it, or only the ids of blocks that the sink reads by itself.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar
@@ -20,42 +21,44 @@ from pdserve.common.core.errors import Blame, TransferError
 from pdserve.kv_transfer.blocks import byte_runs, gather, memory_of, piece_nbytes, scatter
 from pdserve.kv_transfer.connectors.base.handshake import send_frame
 from pdserve.kv_transfer.connectors.base.sockets import scratch
-from pdserve.kv_transfer.connectors.base.staging import FRAME_NBYTES
-from pdserve.kv_transfer.frame import Frame, Kind, bad_frame
+from pdserve.kv_transfer.frame import Frame, FrameKind, bad_frame
 from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import CacheView, Rect
 from pdserve.kv_transfer.pipe import KVPipe
 
-# A payload goes with its header, or behind it: then the sink receives while the source still sends.
+FRAME_NBYTES = 16 << 20  # of a frame's payload at most, unless one block is larger
+PART_NBYTES = 64 << 20  # of one staging tensor; both ends of a pair must cut runs alike
+# A payload up to this size is sent together with its header. A larger one follows it, so that the
+# sink receives while the source still sends.
 JOINED_NBYTES = 16 << 10
-HEARTBEAT_S = 0.1  # between two signs of a frame that takes long; leases are longer
+HEARTBEAT_S = 0.1  # between two reports of a long frame; leases are longer
 
 logger = logging.getLogger(__name__)
 
 
 class Mover(ABC):
-    """Moves the payload of frames of one kind. Belongs to one connection and its thread.
+    """Moves the payload of frames of one kind. It belongs to one connection and its thread.
 
-    A frame is moved to its end, whatever becomes of its transfer. Blocks are touched inside the
-    gate alone, and nobody waits for the peer there: once it is shut, other memory takes their
-    place.
+    A frame is moved to its end even if its transfer was cancelled. Blocks are touched only inside
+    the gate, where a thread does not wait for the peer; once the gate is closed, other memory is
+    moved instead.
     """
 
-    kind: ClassVar[Kind] = Kind.DATA
+    kind: ClassVar[FrameKind] = FrameKind.DATA
     payload: ClassVar[str] = "KV"
-    in_pipe: ClassVar[bool] = True  # it follows its header there
+    in_pipe: ClassVar[bool] = True  # the payload goes through the pipe
 
     def __init__(self, view: CacheView, pipe: KVPipe) -> None:
         self._view = view
         self._pipe = pipe
-        self.on_counted: Callable[[], None] = lambda: None  # of the present frame
+        self.on_counted: Callable[[], None] = lambda: None  # for the present frame
 
     def payload_nbytes(self, rect: Rect, count: int) -> int:
-        """What `count` blocks of a piece take in a frame."""
+        """Returns the payload's size for `count` blocks of a piece."""
         return piece_nbytes(self._view.cache, rect, count)
 
     def check(self, frame: Frame) -> None:
-        """Sink: raises TransferError BAD_FRAME on a payload of a size that cannot be."""
+        """Sink: raises TransferError BAD_FRAME when the payload has a wrong size."""
         if frame.nbytes != self.payload_nbytes(frame.rect, frame.count):
             raise bad_frame(f"{frame.nbytes} bytes of {self.payload} for {frame.count} blocks")
         if frame.count > 1 and frame.nbytes > FRAME_NBYTES:  # staging memory is bounded
@@ -63,22 +66,24 @@ class Mover(ABC):
 
     @abstractmethod
     def send(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
-        """Source: whether the blocks were held until the sink had all their bytes."""
+        """Source: sends the payload. Returns whether the blocks were held until the sink had all
+        their bytes."""
 
     @abstractmethod
     def recv(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
-        """Sink: whether all bytes are in the blocks. May call `on_counted` as soon as they are, if
-        it knows that the source held them meanwhile: they count, whatever it confirms."""
+        """Sink: receives the payload. Returns whether all bytes are in the blocks. It may call
+        `on_counted` if it knows that the source held the blocks meanwhile: then the bytes count
+        without the source's CONFIRM."""
 
     def drain(self, frame: Frame) -> None:
-        """Sink: takes a payload nobody wants, in bounded memory."""
+        """Sink: receives a payload and drops it, in bounded memory."""
         for part in scratch(frame.nbytes):
             self._pipe.recv_tensor(torch.frombuffer(part, dtype=torch.uint8))
 
 
 class PipeMover(Mover):
-    """Through the pipe: straight from and into the blocks on a CPU, through a pinned host
-    buffer on a GPU."""
+    """Moves payloads through the pipe: straight from and into the blocks on a CPU, through a pinned
+    host buffer on a GPU."""
 
     def __init__(self, view: CacheView, pipe: KVPipe) -> None:
         super().__init__(view, pipe)
@@ -119,9 +124,41 @@ class PipeMover(Mover):
         return self._buffer[:nbytes]
 
 
+def parts(cache: torch.Tensor, rect: Rect, count: int, nbytes: int = 0) -> Iterator[slice]:
+    """Cuts `count` blocks of a piece into parts of at most `nbytes`, or else `PART_NBYTES` (one
+    block at least)."""
+    step = max(1, (nbytes or PART_NBYTES) // piece_nbytes(cache, rect, 1))
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))
+
+
+class OwnStream:
+    """Is the CUDA stream of a connection, beside the model's. On a CPU it does nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Makes work queued in the body start after the model's steps queued so far. It is needed
+        because a rank that does not sample answers before the device has computed its blocks."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_stream(torch.cuda.default_stream(self._device))
+            yield
+
+    def synchronize(self) -> None:
+        """Returns when the device has done all work queued here."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
 class Channel:
-    """A source's connection to a sink that has welcomed it. One thread uses it, but for
-    `interrupt`. Errors: OSError, TransferError."""
+    """Is a source's connection to a sink that has welcomed it. One thread uses it; `interrupt` may
+    come from any. Errors: OSError, TransferError."""
 
     def __init__(self, pipe: KVPipe, view: CacheView, mover: Mover) -> None:
         self._pipe = pipe
@@ -129,11 +166,11 @@ class Channel:
         self._mover = mover
 
     def begin(self, frame: Frame) -> None:
-        """Tells the sink that this connection answers for a piece."""
+        """Tells the sink that a piece will come on this connection."""
         send_frame(self._pipe, frame)
 
     def deliver(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> int:
-        """Moves blocks; returns bytes moved: 0 when the gate is shut."""
+        """Sends blocks; returns the bytes that count, 0 if the gate is closed."""
         if not gate.is_open:
             return 0
         nbytes = self._mover.payload_nbytes(frame.rect, len(block_ids))
@@ -141,11 +178,11 @@ class Channel:
         joined = self._mover.in_pipe and nbytes <= JOINED_NBYTES
         (self._pipe.send_header if joined else self._pipe.send_bytes)(frame.encode())
         held = self._mover.send(frame, block_ids, gate)
-        send_frame(self._pipe, replace(frame, kind=Kind.CONFIRM, count=int(held)))
+        send_frame(self._pipe, replace(frame, kind=FrameKind.CONFIRM, count=int(held)))
         return piece_nbytes(self._view.cache, frame.rect, frame.count) if held else 0
 
     def watch(self, on_moved: Callable[[], None]) -> None:
-        """Calls `on_moved` now and then while a frame that takes long moves."""
+        """Makes the pipe call `on_moved` now and then while a frame moves."""
         self._pipe.on_moved = on_moved
 
     def alive(self) -> bool:
@@ -160,7 +197,7 @@ class Channel:
 
 
 class Heartbeat:
-    """Passes on, at most every `HEARTBEAT_S` seconds, that something moves."""
+    """Calls `beat` when it is called, but at most every `HEARTBEAT_S` seconds."""
 
     def __init__(self, beat: Callable[[], None]) -> None:
         self._beat = beat
@@ -173,8 +210,8 @@ class Heartbeat:
 
 
 def as_transfer_error(error: Exception, peer: Blame) -> TransferError:
-    """What ended a connection, typed: the one place where a connector's own exceptions end.
-    `peer` is the other side's role."""
+    """Makes a typed error of the exception that ended a connection. All exceptions of a connector
+    are mapped here. `peer` is the other side's role."""
     if isinstance(error, TransferError):
         return error
     if isinstance(error, OSError):

@@ -1,5 +1,5 @@
-"""The first frames of a connection: who are you, and may you send here? Neither side waits longer
-than `GREETING_S` for all that a stranger has to say."""
+"""The first frames of a connection, by which a sink admits or refuses a source. Neither side waits
+longer than `GREETING_S` for the other's greeting as a whole."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from dataclasses import replace
 
 from pdserve.common.core.errors import Blame, TransferError
 from pdserve.common.core.printable import MAX_PEER_TEXT, peer_code, printable
-from pdserve.kv_transfer.frame import HEADER_NBYTES, MAX_GREETING, Frame, Kind, bad_frame
-from pdserve.kv_transfer.pipe import KVPipe, recv_bytes, send_bytes
+from pdserve.kv_transfer.frame import HEADER_NBYTES, MAX_GREETING, Frame, FrameKind, bad_frame
+from pdserve.kv_transfer.pipe import KVPipe
 
-GREETING_S = 5.0  # in which a peer must have said who it is
-MAX_FINGERPRINT = 200  # characters of another one's that are repeated
+GREETING_S = 5.0  # in which a peer must have sent its greeting
+MAX_FINGERPRINT = 200  # characters of a peer's fingerprint that are logged
 
 
 def send_frame(pipe: KVPipe, frame: Frame, payload: bytes = b"") -> None:
-    send_bytes(pipe, replace(frame, nbytes=len(payload)).encode())
+    pipe.send_bytes(replace(frame, nbytes=len(payload)).encode())
     if payload:
-        send_bytes(pipe, payload)
+        pipe.send_bytes(payload)
 
 
 def recv_frame(pipe: KVPipe) -> Frame:
-    return Frame.decode(recv_bytes(pipe, HEADER_NBYTES))
+    return Frame.decode(pipe.recv_bytes(HEADER_NBYTES))
 
 
 def recv_greeting(pipe: KVPipe, blame: Blame) -> tuple[Frame, bytes]:
-    """One of the first frames of a connection, with its (small) payload. Raises TransferError
-    BAD_FRAME."""
+    """Receives one of the first frames of a connection, with its (small) payload. Raises
+    TransferError BAD_FRAME."""
     frame = recv_frame(pipe)
     if frame.nbytes > MAX_GREETING:
         raise bad_frame(f"a greeting of {frame.nbytes} bytes", blame)
-    return frame, recv_bytes(pipe, frame.nbytes)
+    return frame, pipe.recv_bytes(frame.nbytes) if frame.nbytes else b""
 
 
 def expect_welcome(pipe: KVPipe) -> None:
     """Source: raises TransferError when the sink refused this rank."""
     frame, payload = recv_greeting(pipe, Blame.DECODE)
-    if frame.kind is not Kind.WELCOME:
+    if frame.kind is not FrameKind.WELCOME:
         code, _, message = payload.decode(errors="replace").partition(": ")
         raise _refusal(peer_code(code), printable(message, MAX_PEER_TEXT))
 
@@ -49,14 +49,15 @@ def check_fingerprint(pipe: KVPipe, ours: str, theirs: str) -> None:
     if theirs != ours:
         code, why = "FINGERPRINT_MISMATCH", "the nodes serve different models or layouts"
         said = printable(theirs, MAX_FINGERPRINT)
-        # The source may be anybody, and learns no more than that its guess is wrong.
+        # The source may be a stranger: it learns only that its fingerprint is wrong, not ours.
         told = f"fingerprint {said} is not the decode rank's: {why} (/v1/cluster shows the parts)"
         raise refused(pipe, code, told, f"fingerprint {said} ≠ {ours}: {why}")
 
 
 def refused(pipe: KVPipe, code: str, told: str, known: str = "") -> TransferError:
-    """Sink: tells the source why; returns the error for this end, with what is `known` here."""
-    send_frame(pipe, Frame(Kind.REFUSED), f"{code}: {told}".encode())
+    """Sink: tells the source why it is refused; returns the error for this end, with the message
+    `known` if there is one."""
+    send_frame(pipe, Frame(FrameKind.REFUSED), f"{code}: {told}".encode())
     return _refusal(code, known or told)
 
 
@@ -65,16 +66,16 @@ def _refusal(code: str, message: str) -> TransferError:
 
 
 def greeting_limit(pipe: KVPipe, peer: Blame) -> AbstractContextManager[None]:
-    """Around all that two ranks say until they know each other; as `time_limit`."""
+    """Limits the whole greeting of two ranks, as `time_limit`."""
     return time_limit(pipe, GREETING_S, peer)
 
 
 @contextmanager
 def time_limit(pipe: KVPipe, seconds: float, peer: Blame) -> Iterator[None]:
-    """Interrupts the pipe when the body takes longer in all, however its bytes trickle in.
+    """Interrupts the pipe when the body takes longer as a whole, even if bytes trickle in.
 
     Raises:
-        TransferError: CONNECT_FAILED, in place of the OSError of the pipe that was interrupted.
+        TransferError: CONNECT_FAILED, instead of the interrupted pipe's OSError.
     """
     late = threading.Event()
 
@@ -90,7 +91,7 @@ def time_limit(pipe: KVPipe, seconds: float, peer: Blame) -> Iterator[None]:
     except OSError as error:
         if not late.is_set():
             raise
-        message = f"the {peer} rank said no greeting within {seconds} s"
+        message = f"the {peer} rank sent no greeting within {seconds} s"
         raise TransferError(message, code="CONNECT_FAILED", blame=peer) from error
     finally:
         timer.cancel()

@@ -1,9 +1,9 @@
-"""What the built-in connectors share: connections from source ranks to sink ranks.
+"""The base of the built-in connectors: connections from source ranks to sink ranks.
 
     source   submit, ready ──▶ Sender ──▶ SendWorker per sink rank ──▶ Channel ═══╗
     sink     accept ──▶ Receiver ◀── a thread per connection ◀── PipeServer ◀═════╝
 
-A subclass says how to listen and connect, what a source says of itself, and how payloads move.
+A subclass says how to listen and connect, how a source introduces itself, and how payloads move.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from pdserve.kv_transfer.connectors.base.handshake import (
 )
 from pdserve.kv_transfer.connectors.base.proof import (
     Keys,
-    Meeting,
+    ProofExchange,
     check_sink,
     check_source,
     prove_source,
@@ -50,14 +50,14 @@ from pdserve.kv_transfer.connectors.base.proof import (
 from pdserve.kv_transfer.connectors.base.receiver import InboundTransfer, Receiver
 from pdserve.kv_transfer.connectors.base.sender import Sender
 from pdserve.kv_transfer.connectors.base.server import PipeServer
-from pdserve.kv_transfer.frame import Frame, Kind, bad_frame
+from pdserve.kv_transfer.frame import Frame, FrameKind, bad_frame
 from pdserve.kv_transfer.pipe import KVPipe, PipeListener
 
 logger = logging.getLogger(__name__)
 
 
 class P2PConnector(KVConnector):
-    """Ranks that connect to each other, and the protocol of `kv_transfer/frame.py`."""
+    """Connects ranks to each other and speaks the protocol of `kv_transfer/frame.py`."""
 
     def __init__(self, context: RankContext, config: Mapping[str, Any]) -> None:
         super().__init__(context, config)
@@ -75,37 +75,38 @@ class P2PConnector(KVConnector):
 
     @abstractmethod
     def listen(self, host: str) -> PipeListener:
-        """Sink: where its sources connect to."""
+        """Sink: makes the listener to which its sources connect."""
 
     @abstractmethod
     def connect(self, endpoint: bytes) -> KVPipe:
-        """Source: raises OSError or TransferError."""
+        """Source: connects to a sink. Raises OSError or TransferError."""
 
     @abstractmethod
     def introduce(self, pipe: KVPipe) -> None:
-        """Source: says HELLO."""
+        """Source: sends HELLO."""
 
     @abstractmethod
     def mover(self, pipe: KVPipe) -> Mover:
-        """Source: how it sends payloads to the sink that has just welcomed it."""
+        """Source: makes the mover for a sink that has just welcomed it."""
 
     @abstractmethod
     def welcome(self, pipe: KVPipe, hello: bytes) -> Mover:
-        """Sink: answers the payload of a HELLO, by `admit` first; how the payloads of this source
-        are received.
+        """Sink: answers the payload of a HELLO, after calling `admit`, and makes the mover for this
+        source.
 
         Raises:
-            TransferError: the source is refused, or what it says cannot be.
+            TransferError: the source is refused, or its HELLO is invalid.
         """
 
     @property
     def keys(self) -> Keys:
-        """What both ends of a connection prove to know before HELLO; empty: they do not."""
+        """Returns the keys that both ends prove to know before HELLO; empty: they prove nothing."""
         return self.context.keys
 
     @property
     def counts(self) -> Counter[str]:
-        """Late, duplicate, foreign and drained frames, connections refused or ended, and bytes."""
+        """Counts late, duplicate, foreign and drained frames, refused and ended connections, and
+        bytes."""
         return self.receiver.counts
 
     # ---- source ----
@@ -130,19 +131,19 @@ class P2PConnector(KVConnector):
             raise
 
     def _greet(self, pipe: KVPipe, endpoint: bytes) -> None:
-        """Says HELLO behind the source's own proof, which spares waiting for the sink's."""
-        meeting = prove_source(pipe, self.keys, endpoint) if self.keys else None
+        """Sends HELLO right after the source's proof, without waiting for the sink's proof."""
+        exchange = prove_source(pipe, self.keys, endpoint) if self.keys else None
         try:
             self.introduce(pipe)
         except ConnectionError:
             with suppress(OSError):
-                self._expect_welcome(pipe, meeting)  # a sink that refuses leaves: it may say why
+                self._expect_welcome(pipe, exchange)  # a sink that refused may have said why
             raise
-        self._expect_welcome(pipe, meeting)
+        self._expect_welcome(pipe, exchange)
 
-    def _expect_welcome(self, pipe: KVPipe, meeting: Meeting | None) -> None:
-        if meeting is not None:
-            check_sink(pipe, self.keys, meeting)
+    def _expect_welcome(self, pipe: KVPipe, exchange: ProofExchange | None) -> None:
+        if exchange is not None:
+            check_sink(pipe, self.keys, exchange)
         expect_welcome(pipe)
 
     # ---- sink ----
@@ -164,44 +165,45 @@ class P2PConnector(KVConnector):
         except Exception as error:
             typed = as_transfer_error(error, Blame.PREFILL)
             self.counts[typed.code] += 1
-            if typed.code != "PEER_LOST":  # which is how every connection ends
+            if typed.code != "PEER_LOST":  # as every connection ends
                 self._refusals.warning("a KV connection was refused: %s", typed)
             self.receiver.disconnected(pipe, typed)
 
     def _receive(self, pipe: KVPipe) -> None:
-        """Greets the source behind `pipe` and takes its blocks until it leaves (OSError) or
-        breaks the rules (TransferError)."""
+        """Admits the source behind `pipe` and takes its blocks until it leaves (OSError) or
+        violates the protocol (TransferError)."""
         with greeting_limit(pipe, Blame.PREFILL):
-            hello = self._hear(pipe)
+            hello = self._recv_hello(pipe)
         mover = self.welcome(pipe, hello)
         while True:
             pipe.wait()
             frame = recv_frame(pipe)
             if frame.nbytes > self.context.view.cache.nbytes:
                 raise bad_frame(f"{frame.nbytes} bytes are more than this rank's cache")
-            if frame.kind is Kind.BEGIN and not frame.nbytes:
+            if frame.kind is FrameKind.BEGIN and not frame.nbytes:
                 self.receiver.begin(frame, pipe)
             elif frame.kind is mover.kind:
                 self._take(pipe, frame, mover)
             else:
-                does = "pushes" if mover.kind is Kind.DATA else "offers"
+                does = "pushes" if mover.kind is FrameKind.DATA else "offers"
                 raise bad_frame(f"{frame.kind.name} from a source that {does}")
 
-    def _hear(self, pipe: KVPipe) -> bytes:
-        """What the HELLO says of a source that knows the cluster's key, if there is one."""
+    def _recv_hello(self, pipe: KVPipe) -> bytes:
+        """Checks that the source knows the cluster's key, if there is one; returns the payload of
+        its HELLO."""
         if self.keys:
             check_source(pipe, self.keys, self.endpoint())
             self._known(pipe)
         hello, payload = recv_greeting(pipe, Blame.PREFILL)
-        if hello.kind is Kind.CHALLENGE:
+        if hello.kind is FrameKind.CHALLENGE:
             raise refuse_challenge(pipe)
-        if hello.kind is not Kind.HELLO:
+        if hello.kind is not FrameKind.HELLO:
             raise bad_frame(f"{hello.kind.name} before HELLO")
         return payload
 
     def admit(self, pipe: KVPipe, fingerprint: str) -> None:
-        """Sink: the source is no stranger any more. Raises TransferError after refusing one with
-        another fingerprint."""
+        """Sink: marks the source as known. Raises TransferError after refusing one with another
+        fingerprint."""
         check_fingerprint(pipe, self.context.fingerprint, fingerprint)
         self._known(pipe)
 
@@ -210,8 +212,8 @@ class P2PConnector(KVConnector):
             self._server.known(pipe)
 
     def _take(self, pipe: KVPipe, frame: Frame, mover: Mover) -> None:
-        """Blocks count once it is known that the source held them while their bytes were moved:
-        as the mover says, or when the source confirms it."""
+        """Receives a frame. Its blocks count once it is certain that the source held them while
+        their bytes moved: the mover knows it, or the source confirms it."""
         inbound = self.receiver.admit(frame, pipe)
         settled = inbound is None
         if inbound is None:
@@ -228,13 +230,13 @@ class P2PConnector(KVConnector):
             moved = mover.recv(frame, inbound.block_ids(frame), inbound.gate)
             settled = settled or not moved
         confirm = recv_frame(pipe)
-        if confirm.kind is not Kind.CONFIRM or confirm.nbytes:
+        if confirm.kind is not FrameKind.CONFIRM or confirm.nbytes:
             raise bad_frame(f"{confirm.kind.name} where CONFIRM was due")
         if inbound is not None and not settled:
             self._settle(frame, inbound, held=confirm.count == 1)
 
     def _settle(self, frame: Frame, inbound: InboundTransfer, held: bool) -> None:
-        """The frame's bytes are in the blocks, unless the transfer was given up meanwhile."""
+        """Counts the frame, unless its transfer was cancelled meanwhile."""
         with inbound.gate.passage() as admitted:
             if admitted and held:
                 self.receiver.landed(inbound, frame)

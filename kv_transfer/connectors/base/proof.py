@@ -1,4 +1,4 @@
-"""How two ranks prove to each other that they know the cluster's key, before they say who they are.
+"""The proof, by both ranks of a connection, that they know the cluster's key; it precedes HELLO.
 
 source                              sink
 CHALLENGE  a random number     ──▶
@@ -8,9 +8,9 @@ PROOF  the source's MAC        ──▶
 HELLO …
 
 A MAC is HMAC-SHA256 over the side that speaks, both numbers and the endpoint that was dialled. The
-numbers are new each time, so no proof is good twice; a proof of one side is none of the other, and
-one for another sink is none here. The sink tells a peer without a proof nothing but that it wants
-one. Frames after that carry no MAC: who can change packets on their way is kept out by TLS alone.
+numbers are new each time, so a proof cannot be replayed, used by the other side or used at another
+sink. The sink tells a peer without a proof only that it needs one. Later frames carry no MAC: only
+TLS protects against an attacker who changes packets on their way.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pdserve.common.core.errors import Blame, TransferError
 from pdserve.common.core.printable import MAX_PEER_TEXT, printable
 from pdserve.kv_transfer.connectors.base.handshake import recv_greeting, refused, send_frame
-from pdserve.kv_transfer.frame import Frame, Kind, bad_frame
+from pdserve.kv_transfer.frame import Frame, FrameKind, bad_frame
 from pdserve.kv_transfer.pipe import KVPipe
 
 CODE = "CLUSTER_AUTH_FAILED"
@@ -36,77 +36,76 @@ Keys = tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """What a proof is about: one connection, to one endpoint."""
+class ProofExchange:
+    """Holds the facts that a proof signs: those of one connection to one endpoint."""
 
     endpoint: bytes
     of_source: bytes
     of_sink: bytes
 
     def mac(self, key: bytes, side: bytes) -> bytes:
-        """The endpoint comes last: it alone may have any length."""
+        """Signs the facts. The endpoint comes last because only its length varies."""
         facts = (_LABEL, side, self.of_source, self.of_sink, self.endpoint)
         return hmac.digest(key, b"\0".join(facts), "sha256")
 
     def key_of(self, proof: bytes, keys: Keys, side: bytes) -> bytes | None:
-        """The key that the proof was made with; None: another one."""
+        """Returns the key that made the proof; None if none of `keys` did."""
         made = [key for key in keys if hmac.compare_digest(self.mac(key, side), proof)]
         return made[0] if made else None
 
 
-def prove_source(pipe: KVPipe, keys: Keys, endpoint: bytes) -> Meeting:
-    """Source: says what proves it; `check_sink` reads the answer. Raises TransferError or
-    OSError."""
+def prove_source(pipe: KVPipe, keys: Keys, endpoint: bytes) -> ProofExchange:
+    """Source: sends its proof; `check_sink` reads the sink's. Raises TransferError or OSError."""
     number = secrets.token_bytes(NUMBER_NBYTES)
-    send_frame(pipe, Frame(Kind.CHALLENGE), number)
-    meeting = Meeting(endpoint, number, _answer(pipe, Kind.CHALLENGE))
-    send_frame(pipe, Frame(Kind.PROOF), meeting.mac(keys[0], _SOURCE))
-    return meeting
+    send_frame(pipe, Frame(FrameKind.CHALLENGE), number)
+    exchange = ProofExchange(endpoint, number, _answer(pipe, FrameKind.CHALLENGE))
+    send_frame(pipe, Frame(FrameKind.PROOF), exchange.mac(keys[0], _SOURCE))
+    return exchange
 
 
-def check_sink(pipe: KVPipe, keys: Keys, meeting: Meeting) -> None:
-    """Source: raises TransferError when the other end of the connection does not know a key."""
-    if meeting.key_of(_answer(pipe, Kind.PROOF), keys, _SINK) is None:
+def check_sink(pipe: KVPipe, keys: Keys, exchange: ProofExchange) -> None:
+    """Source: raises TransferError when the sink does not know a key."""
+    if exchange.key_of(_answer(pipe, FrameKind.PROOF), keys, _SINK) is None:
         raise _unproved("it answers with another cluster key")
 
 
 def check_source(pipe: KVPipe, keys: Keys, endpoint: bytes) -> None:
     """Sink: raises TransferError after refusing a source that does not know a key."""
-    theirs = _question(pipe, Kind.CHALLENGE)
-    meeting = Meeting(endpoint, theirs, secrets.token_bytes(NUMBER_NBYTES))
-    send_frame(pipe, Frame(Kind.CHALLENGE), meeting.of_sink)
-    key = meeting.key_of(_question(pipe, Kind.PROOF), keys, _SOURCE)
+    theirs = _question(pipe, FrameKind.CHALLENGE)
+    exchange = ProofExchange(endpoint, theirs, secrets.token_bytes(NUMBER_NBYTES))
+    send_frame(pipe, Frame(FrameKind.CHALLENGE), exchange.of_sink)
+    key = exchange.key_of(_question(pipe, FrameKind.PROOF), keys, _SOURCE)
     if key is None:
         error = refused(pipe, CODE, f"the prefill node has another cluster key: {_SAME_KEY}")
         with suppress(OSError, TransferError):
-            recv_greeting(pipe, Blame.PREFILL)  # its HELLO: unread, it would cost the refusal
+            recv_greeting(pipe, Blame.PREFILL)  # closing with its HELLO unread would drop REFUSED
         raise error
-    send_frame(pipe, Frame(Kind.PROOF), meeting.mac(key, _SINK))
+    send_frame(pipe, Frame(FrameKind.PROOF), exchange.mac(key, _SINK))
 
 
 def refuse_challenge(pipe: KVPipe) -> TransferError:
-    """Sink without a key: tells a source that has one."""
+    """Sink without a key: refuses a source that has one."""
     what = "the prefill node has a cluster key and the decode node has none"
     return refused(pipe, CODE, f"{what}: {_SAME_KEY}")
 
 
-def _question(pipe: KVPipe, kind: Kind) -> bytes:
+def _question(pipe: KVPipe, kind: FrameKind) -> bytes:
     frame, payload = recv_greeting(pipe, Blame.PREFILL)
-    if frame.kind is Kind.HELLO:
+    if frame.kind is FrameKind.HELLO:
         raise refused(pipe, CODE, f"the prefill node shows no cluster key: {_SAME_KEY}")
     return _checked(frame, payload, kind, Blame.PREFILL)
 
 
-def _answer(pipe: KVPipe, kind: Kind) -> bytes:
-    """Whatever a sink says that has proved nothing yet is no reason to give up for good."""
+def _answer(pipe: KVPipe, kind: FrameKind) -> bytes:
+    """Reads a sink's answer. The sink is not authenticated yet, so its refusal is retryable."""
     frame, payload = recv_greeting(pipe, Blame.DECODE)
-    if frame.kind is Kind.REFUSED:
+    if frame.kind is FrameKind.REFUSED:
         said = payload.decode(errors="replace").removeprefix(f"{CODE}: ")
         raise _unproved(f"it refuses: {printable(said, MAX_PEER_TEXT)}")
     return _checked(frame, payload, kind, Blame.DECODE)
 
 
-def _checked(frame: Frame, payload: bytes, kind: Kind, peer: Blame) -> bytes:
+def _checked(frame: Frame, payload: bytes, kind: FrameKind, peer: Blame) -> bytes:
     if frame.kind is not kind or len(payload) != NUMBER_NBYTES:
         raise bad_frame(f"{frame.kind.name} of {len(payload)} bytes before {kind.name}", peer)
     return payload

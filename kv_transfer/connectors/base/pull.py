@@ -1,7 +1,7 @@
-"""Connectors of one host whose sink reads the source's memory, one copy.
+"""The base of connectors for one host, whose sink reads the source's memory with one copy.
 
-The source greets over a Unix socket with what opens its memory and then offers runs. Each run
-is confirmed after it was read: had the source freed the blocks meanwhile, the read does not
+The source connects over a Unix socket, sends what opens its memory, and then offers runs. It
+confirms each run after the sink has read it: if it freed the blocks meanwhile, the read does not
 count. A connector says how memory is shared (`introduce`), opened (`open`) and copied
 (`PeerCache.copy`).
 """
@@ -22,22 +22,21 @@ import numpy as np
 
 from pdserve.common.core.errors import Blame, ConfigError
 from pdserve.kv_transfer.connector import RankContext
-from pdserve.kv_transfer.connectors.base.channel import Mover
+from pdserve.kv_transfer.connectors.base.channel import Mover, OwnStream
 from pdserve.kv_transfer.connectors.base.handshake import recv_frame, send_frame
 from pdserve.kv_transfer.connectors.base.p2p import P2PConnector
 from pdserve.kv_transfer.connectors.base.proof import Keys
 from pdserve.kv_transfer.connectors.base.sockets import SocketListener, SocketPipe
-from pdserve.kv_transfer.connectors.base.staging import OwnStream
-from pdserve.kv_transfer.frame import Frame, Kind, bad_frame
+from pdserve.kv_transfer.frame import Frame, FrameKind, bad_frame
 from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import CacheView, Rect
-from pdserve.kv_transfer.pipe import KVPipe, PipeListener, recv_bytes, send_bytes
+from pdserve.kv_transfer.pipe import KVPipe, PipeListener
 
 CONNECT_TIMEOUT_S = 5.0
 
 
 class Greeting(msgspec.Struct):
-    """Who the source is; a connector adds how its memory is opened."""
+    """Introduces a source; a connector adds how its memory is opened."""
 
     fingerprint: str
     rect: Rect
@@ -48,14 +47,14 @@ G = TypeVar("G", bound=Greeting)
 
 
 class PeerCache(ABC):
-    """A source rank's cache, readable for as long as the connection lasts."""
+    """Reads a source rank's cache, for as long as the connection lasts."""
 
     def __init__(self, greeting: Greeting) -> None:
         self.rect = greeting.rect
         self._num_blocks = greeting.num_blocks
 
     def check(self, rect: Rect, block_ids: Sequence[int]) -> None:
-        """Raises TransferError BAD_FRAME when the source offers what it does not have."""
+        """Raises TransferError BAD_FRAME unless the source has these blocks."""
         if not self.rect.contains(rect):
             raise bad_frame(f"{rect} is not within the source's {self.rect}")
         if max(block_ids) >= self._num_blocks:
@@ -63,18 +62,18 @@ class PeerCache(ABC):
 
     @abstractmethod
     def copy(self, rect: Rect, source_ids: Sequence[int], sink_ids: Sequence[int]) -> None:
-        """Returns when the source's blocks are in this rank's. All arguments are checked."""
+        """Copies the source's blocks into this rank's. All arguments are checked."""
 
     def held(self, transfer_id: bytes, epoch: int) -> bool:
-        """Whether the source surely holds a transfer's blocks at this moment, so that what was
-        copied counts. Default: it must be asked."""
+        """Returns True if the source certainly holds a transfer's blocks now, so that the copy
+        counts without its CONFIRM. Default: not known."""
         return False
 
 
 class PullConnector(P2PConnector, Generic[G]):
-    """Both ranks share a host, a network namespace and a user."""
+    """Connects ranks that share a host, a network namespace and a user."""
 
-    greeting: type[G]  # what a source says of itself
+    greeting: type[G]  # the payload of HELLO
 
     def __init__(self, context: RankContext, config: Mapping[str, Any]) -> None:
         if config:
@@ -84,19 +83,19 @@ class PullConnector(P2PConnector, Generic[G]):
 
     @property
     def keys(self) -> Keys:
-        """None are asked for: the kernel says who the peer is, before it says anything."""
+        """Returns no keys: the kernel says as which user the peer runs."""
         return ()
 
     @abstractmethod
     def introduce(self, pipe: KVPipe) -> None:
-        """Source: says HELLO with its `Greeting`."""
+        """Source: sends HELLO with its `Greeting`."""
 
     @abstractmethod
     def open(self, pipe: SocketPipe, greeting: G) -> PeerCache:
         """Sink: opens the memory of a source with the same fingerprint.
 
         Raises:
-            TransferError: it cannot be opened, or what the source says cannot be.
+            TransferError: it cannot be opened, or the greeting is invalid.
         """
 
     def listen(self, host: str) -> PipeListener:
@@ -124,15 +123,15 @@ class PullConnector(P2PConnector, Generic[G]):
             raise bad_frame(f"greeting: {error}") from error
         self.admit(pipe, greeting.fingerprint)
         peer = self.open(pipe, greeting)
-        send_frame(pipe, Frame(Kind.WELCOME))
+        send_frame(pipe, Frame(FrameKind.WELCOME))
         return PullMover(self.context.view, pipe, peer)
 
 
 class PullMover(Mover):
-    """The payload of an offer is the ids of the source's blocks. The sink reads them from `peer`
-    (None at a source) and says when it is done."""
+    """Moves the ids of the source's blocks as the payload of an OFFER. The sink copies the blocks
+    from `peer` (None at a source) and answers TAKEN."""
 
-    kind = Kind.OFFER
+    kind = FrameKind.OFFER
     payload = "block ids"
 
     def __init__(self, view: CacheView, pipe: KVPipe, peer: PeerCache | None) -> None:
@@ -144,34 +143,35 @@ class PullMover(Mover):
         return 4 * count
 
     def send(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
-        """The sink may still be reading when the gate shuts: then what it read does not count."""
+        """Offers blocks. The sink may still read when the gate closes; then the read does not
+        count."""
         with self._stream.active():
             self._stream.synchronize()  # the device has computed what is offered
-        send_bytes(self._pipe, np.asarray(block_ids, dtype=np.uint32).tobytes())
+        self._pipe.send_bytes(np.asarray(block_ids, dtype=np.uint32).tobytes())
         taken = recv_frame(self._pipe)
-        if taken.kind is not Kind.TAKEN or taken.nbytes:
+        if taken.kind is not FrameKind.TAKEN or taken.nbytes:
             raise bad_frame(f"{taken.kind.name} where TAKEN was due", Blame.DECODE)
         return gate.is_open
 
     def recv(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
         assert self._peer is not None  # this is a sink
-        source_ids = np.frombuffer(recv_bytes(self._pipe, frame.nbytes), dtype=np.uint32).tolist()
+        source_ids = np.frombuffer(self._pipe.recv_bytes(frame.nbytes), dtype=np.uint32).tolist()
         self._peer.check(frame.rect, source_ids)
         with gate.passage() as admitted:
             if admitted:
                 self._peer.copy(frame.rect, source_ids, block_ids)
         if admitted and self._peer.held(frame.transfer_id, frame.epoch):
             self.on_counted()
-        send_frame(self._pipe, replace(frame, kind=Kind.TAKEN))
+        send_frame(self._pipe, replace(frame, kind=FrameKind.TAKEN))
         return admitted
 
     def drain(self, frame: Frame) -> None:
         super().drain(frame)
-        send_frame(self._pipe, replace(frame, kind=Kind.TAKEN, count=0))
+        send_frame(self._pipe, replace(frame, kind=FrameKind.TAKEN, count=0))
 
 
 class UnixListener(SocketListener):
-    """An abstract Unix socket with a random name: it is gone with the process."""
+    """Listens on an abstract Unix socket with a random name, which vanishes with the process."""
 
     def __init__(self) -> None:
         name = b"pdserve-kv-" + secrets.token_hex(16).encode()
@@ -181,7 +181,7 @@ class UnixListener(SocketListener):
         super().__init__(sock, name)
 
     def accept(self) -> SocketPipe:
-        """Another user's connection is a ConnectionAbortedError: it takes no place."""
+        """Accepts a connection; one of another user raises ConnectionAbortedError."""
         sock = self._sock.accept()[0]
         try:
             check_same_user(sock)

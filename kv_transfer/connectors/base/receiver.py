@@ -1,11 +1,11 @@
-"""The sink rank's side: which transfers may write into which blocks, and how far each piece is.
+"""The sink rank's side: the accepted transfers, their blocks, and the progress of each piece.
 
 accept ──▶ open ──all pieces in──▶ landed          frames after that are duplicates
              └──lost, bad frame──▶ failed          frames after that are drained
-quiesce / release: forgotten; nobody is inside the blocks when it returns
+quiesce / release: forgotten; no thread is inside the blocks when it returns
 
-A piece belongs to the connection that spoke of it first. Frames about it from any other are
-refused: drained and counted, whatever transfer id they know.
+A piece belongs to the connection that named it first. Frames about it from any other connection are
+drained and counted, even if they have the right transfer id.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pdserve.kv_transfer.layout import CacheView, Rect
 
 @dataclass(slots=True)
 class InboundTransfer:
-    """One accepted transfer."""
+    """Is one accepted transfer."""
 
     transfer: SinkTransfer
     missing: int  # bytes
@@ -41,7 +41,8 @@ class InboundTransfer:
 
 
 class Receiver:
-    """All methods are thread-safe; events are emitted outside the lock."""
+    """Admits frames to the blocks of accepted transfers. It is thread-safe and emits events outside
+    its lock."""
 
     def __init__(self, view: CacheView, emit: Callable[[Event], None]) -> None:
         self._view = view
@@ -65,10 +66,10 @@ class Receiver:
             self._emit(Landed(transfer.transfer_id, transfer.epoch, 0))
 
     def begin(self, frame: Frame, peer: object) -> None:
-        """`peer` answers for a piece from now on.
+        """Gives a piece to the connection `peer`.
 
         Raises:
-            TransferError: BAD_FRAME, it is no piece of this rank's cache or overlaps another.
+            TransferError: BAD_FRAME, the piece is outside this rank's cache or overlaps another.
         """
         with self._lock:
             if self._owned(frame, peer) is None:
@@ -76,12 +77,11 @@ class Receiver:
         self._emit(Progress(frame.transfer_id, frame.epoch, 0))
 
     def admit(self, frame: Frame, peer: object) -> InboundTransfer | None:
-        """The transfer into whose blocks the frame belongs; the piece counts as received up
-        to the frame's end. None: the frame is late, a duplicate or another connection's, and
-        must be drained.
+        """Returns the transfer of the frame, whose piece counts as received up to the frame's end.
+        None: the frame is late, a duplicate or another connection's, and must be drained.
 
         Raises:
-            TransferError: BAD_FRAME, it contradicts what was agreed.
+            TransferError: BAD_FRAME, it does not fit the transfer or the frames before it.
         """
         with self._lock:
             inbound = self._owned(frame, peer)
@@ -98,7 +98,8 @@ class Receiver:
             return inbound
 
     def _owned(self, frame: Frame, peer: object) -> InboundTransfer | None:
-        """The frame's transfer, if its piece is the peer's or, from now on, becomes the peer's."""
+        """Returns the frame's transfer if its piece belongs to the peer, or has no owner yet and is
+        given to the peer; else None."""
         inbound = self._current(frame)
         if inbound is None:
             return None
@@ -138,7 +139,7 @@ class Receiver:
             )
 
     def landed(self, inbound: InboundTransfer, frame: Frame) -> None:
-        """The frame's blocks are in place."""
+        """Counts a frame whose blocks are in place, and emits Progress or Landed."""
         nbytes = piece_nbytes(self._view.cache, frame.rect, frame.count)
         transfer = inbound.transfer
         with self._lock:
@@ -161,7 +162,8 @@ class Receiver:
         self._emit(Failed.of(transfer_id, inbound.transfer.epoch, error))
 
     def moving(self, peer: object) -> None:
-        """Bytes come over a connection: those of its transfers that wait their turn live, too."""
+        """Emits Progress for all transfers of a connection on which bytes arrive: those that wait
+        for their turn are alive, too."""
         with self._lock:
             waiting = [
                 each.transfer
@@ -172,14 +174,14 @@ class Receiver:
             self._emit(Progress(transfer.transfer_id, transfer.epoch, 0))
 
     def disconnected(self, peer: object, error: TransferError) -> None:
-        """A connection ended: its unfinished transfers fail."""
+        """Fails the unfinished transfers of a connection that ended."""
         with self._lock:
             orphans = [key for key, each in self._inbound.items() if peer in each.owners.values()]
         for transfer_id in orphans:
             self.fail(transfer_id, error)
 
     def forget(self, transfer_id: bytes) -> None:
-        """Returns when nobody is inside the transfer's blocks; nobody will be."""
+        """Forgets a transfer; returns when no thread is inside its blocks and none will be."""
         with self._lock:
             inbound = self._inbound.pop(transfer_id, None)
         if inbound is not None:

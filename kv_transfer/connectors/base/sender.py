@@ -1,8 +1,8 @@
 """The source rank's side: transfers under way, and the workers that deliver them.
 
-A worker is a thread with a queue and a connection. There is one for each sink rank, or as many as
-there are streams, which share the layers of a piece. Its connection outlives its transfers, which
-take turns on it, frame by frame.
+A worker is a thread with a queue and a connection. There is one for each stream to each sink rank;
+several streams share the layers of a piece. Transfers take turns on a connection, frame by frame,
+and it outlives them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,18 @@ from pdserve.kv_transfer.connector import (
     Sent,
     SourceTransfer,
 )
-from pdserve.kv_transfer.connectors.base.channel import Channel, Heartbeat, as_transfer_error
-from pdserve.kv_transfer.connectors.base.staging import FRAME_NBYTES, parts
-from pdserve.kv_transfer.frame import Frame, Kind
+from pdserve.kv_transfer.connectors.base.channel import (
+    FRAME_NBYTES,
+    Channel,
+    Heartbeat,
+    as_transfer_error,
+    parts,
+)
+from pdserve.kv_transfer.frame import Frame, FrameKind
 from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import Piece
 
-Target = tuple[bytes, int]  # a sink rank's endpoint, and which of the streams to it
+StreamKey = tuple[bytes, int]  # a sink rank's endpoint, and which of the streams to it
 NO_BLOCKS = BlockRun(0, 0)
 IDLE_S = 60.0  # after which an unused connection is closed
 
@@ -40,10 +45,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class OutboundTransfer:
-    """One transfer under way."""
+    """Is one transfer under way."""
 
     transfer: SourceTransfer
-    targets: tuple[tuple[Piece, Target], ...]  # which part of it goes where
+    targets: tuple[tuple[Piece, StreamKey], ...]  # each part with its destination
     pending: int  # parts whose last run is not delivered
     gate: Gate = field(default_factory=Gate)
     nbytes: int = 0
@@ -53,7 +58,7 @@ class OutboundTransfer:
     complete: bool = False  # the last run was announced
 
     def announce(self, run: BlockRun, last: bool) -> bool:
-        """Whether the run is news: the transfer is not over, it was not announced before."""
+        """Notes a run; returns False if it was announced before or the transfer is over."""
         repeated = run.count > 0 and run.first < self.next_block
         if self.over or self.complete or repeated:
             return False
@@ -64,7 +69,7 @@ class OutboundTransfer:
 
 @dataclass(frozen=True, slots=True)
 class SendTask:
-    """One frame of a part of a run; the first of each part is empty and announces it."""
+    """Is one frame of a part of a run; the first frame of each part is empty and announces it."""
 
     outbound: OutboundTransfer
     piece: Piece
@@ -72,7 +77,7 @@ class SendTask:
     block_ids: tuple[int, ...] = ()
     last: bool = False
 
-    def frame(self, kind: Kind) -> Frame:
+    def frame(self, kind: FrameKind) -> Frame:
         transfer, run = self.outbound.transfer, self.run
         return Frame(
             kind, transfer.transfer_id, transfer.epoch, self.piece.rect, run.first, run.count
@@ -80,7 +85,7 @@ class SendTask:
 
 
 class Sender:
-    """All transfers and workers of one source rank. Thread-safe."""
+    """Owns all transfers and workers of one source rank. It is thread-safe."""
 
     def __init__(
         self, dial: Callable[[bytes], Channel], emit: Callable[[Event], None], cache: torch.Tensor
@@ -90,7 +95,7 @@ class Sender:
         self._cache = cache
         self._lock = threading.Lock()
         self._outbound: dict[bytes, OutboundTransfer] = {}
-        self._workers: dict[Target, SendWorker] = {}
+        self._workers: dict[StreamKey, SendWorker] = {}
         self._closing = False
         self.streams = 1  # to each sink rank
 
@@ -125,7 +130,7 @@ class Sender:
             self._emit(Sent(transfer_id, outbound.transfer.epoch, 0, 0.0))
 
     def _cut(self, whole: SendTask) -> Iterator[SendTask]:
-        """A run, cut so that a frame is soon over."""
+        """Cuts a run into frames that do not take long."""
         run = whole.run
         cuts = list(parts(self._cache, whole.piece.rect, run.count, FRAME_NBYTES)) or [slice(0, 0)]
         for cut in cuts:
@@ -136,14 +141,14 @@ class Sender:
                 last=whole.last and cut is cuts[-1],
             )
 
-    def _put(self, target: Target, task: SendTask) -> None:
+    def _put(self, target: StreamKey, task: SendTask) -> None:
         worker = self._workers.get(target)
         if worker is None:
             worker = self._workers[target] = SendWorker(target, self._dial, self)
         worker.queue.put(task)
 
     def moving(self, waiting: set[OutboundTransfer]) -> None:
-        """Bytes go out on a connection: those of its transfers that wait their turn live, too."""
+        """Emits Progress for the `waiting` transfers of a connection on which bytes go out."""
         for each in waiting:
             if not each.over:
                 self._emit(Progress(each.transfer.transfer_id, each.transfer.epoch, 0))
@@ -161,7 +166,7 @@ class Sender:
             self._emit(Sent(transfer.transfer_id, transfer.epoch, outbound.nbytes, seconds))
 
     def fail(self, outbound: OutboundTransfer, error: TransferError) -> None:
-        """Ends one transfer, if it is not over."""
+        """Fails one transfer, unless it is over."""
         with self._lock:
             if outbound.over:
                 return
@@ -169,7 +174,7 @@ class Sender:
         self._emit(Failed.of(outbound.transfer.transfer_id, outbound.transfer.epoch, error))
 
     def retire(self, worker: SendWorker) -> bool:
-        """Whether the worker may end: nothing was queued meanwhile."""
+        """Removes an idle worker; returns False if a task was queued meanwhile."""
         with self._lock:
             if not worker.queue.empty():
                 return False
@@ -177,7 +182,7 @@ class Sender:
             return True
 
     def forget(self, transfer_id: bytes) -> None:
-        """Returns when no thread reads the transfer's blocks; none will."""
+        """Forgets a transfer; returns when no thread reads its blocks and none will."""
         with self._lock:
             outbound = self._outbound.pop(transfer_id, None)
             workers = list(self._workers.values())
@@ -199,8 +204,8 @@ class Sender:
 
 
 class FairQueue:
-    """Tasks of one worker. Those of one transfer come out in order, and transfers in turn: one
-    with much to send keeps no other waiting. Any thread may put, one gets."""
+    """Queues the tasks of one worker. Tasks of one transfer come out in order, and transfers take
+    turns, so a large one does not delay the others. Any thread may put, one thread gets."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -213,7 +218,7 @@ class FairQueue:
             self._changed.notify()
 
     def get(self, timeout: float) -> SendTask | None:
-        """None: it is closed, or there was none in time."""
+        """Returns the next task; None if the queue is closed or none came in time."""
         with self._changed:
             self._changed.wait_for(lambda: self._queues or self.closed, timeout)
             if self.closed or not self._queues:
@@ -225,12 +230,12 @@ class FairQueue:
             return task
 
     def transfers(self) -> set[OutboundTransfer]:
-        """Those that wait for their turn."""
+        """Returns the transfers that wait for their turn."""
         with self._changed:
             return set(self._queues)
 
     def drop(self, outbound: OutboundTransfer) -> None:
-        """A transfer that was given up."""
+        """Drops the tasks of a transfer that was cancelled."""
         with self._changed:
             self._queues.pop(outbound, None)
 
@@ -245,15 +250,15 @@ class FairQueue:
 
 
 class SendWorker:
-    """One stream to one sink rank. Tasks are done one at a time."""
+    """Sends one stream to one sink rank, one task at a time."""
 
-    def __init__(self, target: Target, dial: Callable[[bytes], Channel], sender: Sender) -> None:
+    def __init__(self, target: StreamKey, dial: Callable[[bytes], Channel], sender: Sender) -> None:
         self.target = target
         self.queue = FairQueue()
         self._dial = dial
         self._sender = sender
         self._channel: Channel | None = None
-        self._live: set[OutboundTransfer] = set()  # transfers the connection answers for
+        self._live: set[OutboundTransfer] = set()  # transfers announced on the connection
         self.thread = threading.Thread(target=self._run, name="kv-source", daemon=True)
         self.thread.start()
 
@@ -285,8 +290,8 @@ class SendWorker:
             self._lose(typed)
 
     def _begin(self, task: SendTask) -> None:
-        """Announces a piece; a kept connection that turns out dead is replaced once."""
-        frame = task.frame(Kind.BEGIN)
+        """Announces a piece. An idle connection that turns out to be dead is replaced once."""
+        frame = task.frame(FrameKind.BEGIN)
         if self._channel is not None and not self._announced(self._channel, frame):
             self._lose(as_transfer_error(ConnectionError("the connection broke"), Blame.DECODE))
         if self._channel is None:
@@ -323,13 +328,15 @@ class SendWorker:
         if self._channel is None or outbound not in self._live:
             raise ConnectionError("the connection was lost before")
         if task.run.count:
-            nbytes = self._channel.deliver(task.frame(Kind.DATA), task.block_ids, outbound.gate)
+            nbytes = self._channel.deliver(
+                task.frame(FrameKind.DATA), task.block_ids, outbound.gate
+            )
         if task.last:
             self._live.discard(outbound)
         self._sender.delivered(task, nbytes)
 
     def _lose(self, error: TransferError) -> None:
-        """Nothing more can be said on this connection: all its transfers fail."""
+        """Closes the connection; all its transfers fail."""
         self._disconnect()
         for each in self._live:
             self._sender.fail(each, error)

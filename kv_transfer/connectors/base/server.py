@@ -1,5 +1,5 @@
-"""The door of a sink rank: threads for those who may come in, few places for those who have not
-said who they are."""
+"""The server of a sink rank: a thread for each pipe, and few places for pipes without a
+greeting."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from collections.abc import Callable
 from pdserve.common.core.throttle import LogThrottle
 from pdserve.kv_transfer.pipe import KVPipe, PipeListener
 
-MAX_PIPES = 1024  # of sources that are known, at a time; each has a thread
-MAX_STRANGERS = 64  # pipes of those who have not said who they are, at a time; each has a thread
-LISTEN_PAUSE_S = 0.1  # after an accept that failed, for want of descriptors most likely
+MAX_PIPES = 1024  # of admitted sources at a time; each has a thread
+MAX_STRANGERS = 64  # pipes whose greeting is not complete, at a time; each has a thread
+LISTEN_PAUSE_S = 0.1  # after an accept that failed, most likely for lack of descriptors
 
 logger = logging.getLogger(__name__)
 
 
 class PipeServer:
-    """One thread that accepts pipes, and one for each pipe, which runs `serve(pipe)` until it
-    returns or `close` interrupts it. A pipe is a stranger's until `known` is called.
+    """Accepts pipes on one thread and runs `serve(pipe)` on a thread for each, until it returns or
+    `close` interrupts it. A pipe is a stranger until `known` is called.
 
-    A pipe that comes when MAX_STRANGERS wait takes the place of one of them: of the host that has
-    most, the one that has waited longest. An honest source says who it is within a round trip, so
-    strangers would have to open as many connections in that time to keep it out. Pipes beyond
-    MAX_PIPES, and those for which there may be no more threads, are closed at once. All are
-    counted.
+    A pipe that comes when there are MAX_STRANGERS replaces one of them: of the host that has most,
+    the one that has waited longest. An honest source greets within a round trip, so
+    strangers would have to open that many connections in this time to keep it out. A pipe beyond
+    MAX_PIPES, or for which no thread can be started, is closed at once. All are counted.
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class PipeServer:
         self._counts = counts
         self._lock = threading.Lock()
         self._pipes: dict[KVPipe, threading.Thread] = {}
-        self._strangers: dict[KVPipe, None] = {}  # the one that has waited longest is the first
+        self._strangers: dict[KVPipe, None] = {}  # the oldest first
         self._failures, self._crowds = LogThrottle(logger), LogThrottle(logger)
         self._closing = False
         self._acceptor = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
@@ -49,7 +48,7 @@ class PipeServer:
         while not self._closing:
             try:
                 pipe = self._listener.accept()
-            except ConnectionError:  # the peer's own doing
+            except ConnectionError:  # the peer's fault
                 self._counts["refused_connection"] += 1
                 continue
             except OSError as error:
@@ -62,9 +61,9 @@ class PipeServer:
                 pipe.close()
 
     def _make_room(self) -> bool:
-        """Whether there is a place for one more."""
+        """Makes a place for one more pipe; returns whether there is one."""
         with self._lock:
-            # Those who had to leave count until their threads have noticed.
+            # A pipe that was interrupted counts until its thread has ended.
             if len(self._pipes) >= MAX_PIPES + MAX_STRANGERS:
                 return False
             if len(self._strangers) < MAX_STRANGERS:
@@ -74,8 +73,8 @@ class PipeServer:
             loser.interrupt()
         self._counts["dropped_stranger"] += 1
         self._crowds.warning(
-            "closed a KV connection (%s) that had not said who it is: %d others wait to",
-            loser.peer_host or "a host of no name", MAX_STRANGERS - 1,
+            "closed a KV connection from %s that had sent no greeting: %d others are waiting",
+            loser.peer_host or "an unknown host", MAX_STRANGERS - 1,
         )  # fmt: skip
         return True
 
@@ -99,7 +98,7 @@ class PipeServer:
         return True
 
     def known(self, pipe: KVPipe) -> None:
-        """The source behind it has said who it is: it keeps its place."""
+        """Marks the source as admitted: its pipe keeps its place."""
         with self._lock:
             self._strangers.pop(pipe, None)
 

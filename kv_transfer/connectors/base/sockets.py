@@ -1,9 +1,9 @@
 """A pipe over a connected stream socket (TCP or Unix), straight from and into the blocks.
 
-Inside a transfer's gate a thread waits for the peer for `TICK_S` at a time and looks whether the
-gate is still open: a transfer that is given up leaves its frame to scratch memory, and the
-connection to the others. Whatever else is moved, a peer that moves nothing for `STALL_S` is lost:
-only between two frames (`wait`) may it be silent for as long as it likes.
+Inside a transfer's gate a thread waits for the peer for `TICK_S` at a time and then checks that the
+gate is still open. When a transfer is cancelled, the rest of its frame goes from or to scratch
+memory and the connection serves the others. A peer that moves nothing for `STALL_S` is lost; only
+between two frames (`wait`) may it be silent.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from pdserve.kv_transfer.pipe import KVPipe, PipeListener, memory_of_bytes
 IOV_MAX = 1024  # buffers one system call takes (Linux)
 SCRATCH_NBYTES = 1 << 20
 TICK_S = 0.05
-STALL_S = 30.0  # a peer that moves nothing of a frame for so long is lost
+STALL_S = 30.0  # without a byte of the frame, after which the peer is lost
 
-Move = Callable[..., int]  # some bytes of a list of buffers, with flags; how many
+Move = Callable[..., int]  # moves some bytes of a list of buffers, with flags; returns how many
 
 
 class SocketPipe(KVPipe):
     """Owns `sock`.
 
-    `interrupt` is about the connection itself, whatever is spoken on it, and so goes past the
-    method of TLS sockets, which fall back to plain text once shut.
+    `interrupt` shuts the connection by the method of plain sockets, because a TLS socket falls back
+    to plain text when its own method shuts it.
     """
 
     _most = IOV_MAX
@@ -45,14 +45,14 @@ class SocketPipe(KVPipe):
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(None)
         self.sock = sock
-        self._header = b""  # goes with what is sent next
+        self._header = b""  # to be sent with the next send
         self._set_time_limit(STALL_S)
 
     def wait(self) -> None:
         self._poll(None)
 
     def _poll(self, timeout: float | None) -> bool:
-        """Whether there is something to receive, or an end to be told of."""
+        """Returns whether there is something to receive, or the peer has closed."""
         poll = select.poll()
         poll.register(self.sock, select.POLLIN)
         return bool(poll.poll(timeout))
@@ -87,7 +87,7 @@ class SocketPipe(KVPipe):
     def _move_blocks(
         self, move: Move, memory: memoryview, runs: ByteRuns, gate: Gate, first: list[memoryview]
     ) -> bool:
-        """`first` goes before the blocks in any case."""
+        """Moves `first`, even if the gate is closed, and then the blocks."""
         with gate.passage() as admitted:
             buffers = [*first, *runs.slices(memory)] if admitted else []
             moved = self._move_at_once(move, buffers)
@@ -97,12 +97,13 @@ class SocketPipe(KVPipe):
         begun = sum(map(len, first))
         rest = begun + int(runs.lengths.sum()) - moved
         if rest:
-            unsaid = [each[moved:] for each in first if moved < begun]
-            self._move(move, [*unsaid, *scratch(rest - sum(map(len, unsaid)))])
+            unsent = [each[moved:] for each in first if moved < begun]
+            self._move(move, [*unsent, *scratch(rest - sum(map(len, unsent)))])
         return rest == 0
 
     def _move_at_once(self, move: Move, buffers: list[memoryview]) -> int:
-        """What can be moved by one call that waits for nobody, as most of what is small can."""
+        """Tries one call that does not wait, which is enough for most small frames; returns the
+        bytes moved."""
         if not buffers or len(buffers) > self._most:
             return 0
         try:
@@ -121,7 +122,7 @@ class SocketPipe(KVPipe):
 
     @contextmanager
     def _ticking(self) -> Iterator[None]:
-        """The body's calls return after `TICK_S`, with what they have moved so far."""
+        """Makes calls in the body return after `TICK_S`, with the bytes moved so far."""
         self._set_time_limit(TICK_S)
         try:
             yield
@@ -129,11 +130,11 @@ class SocketPipe(KVPipe):
             self._set_time_limit(STALL_S)
 
     def _set_time_limit(self, seconds: float) -> None:
-        """Of one call. It is the kernel that looks at the clock: Python's own time-outs come with
-        non-blocking calls, each of which would move little and name all buffers anew."""
+        """Limits one call, by the kernel's clock. Python's own time-outs make calls non-blocking,
+        and each would move little and pass all buffers again."""
         whole = int(seconds)
         limit = struct.pack("ll", whole, int((seconds - whole) * 1e6))  # struct timeval
-        with contextlib.suppress(OSError):  # it is closed: the next call says so
+        with contextlib.suppress(OSError):  # it is closed: the next call raises
             for name in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                 self.sock.setsockopt(socket.SOL_SOCKET, name, limit)
 
@@ -144,11 +145,11 @@ class SocketPipe(KVPipe):
         position: int = 0,
         may_go_on: Callable[[], bool] = lambda: True,
     ) -> int:
-        """Moves at most `_most` buffers at a time until all bytes of all are moved, or it may not
-        go on. Of them `position` were moved before; returns how many are now.
+        """Moves the bytes of all buffers from `position` on, at most `_most` buffers in a call,
+        while it `may_go_on`; returns the new position.
 
         Raises:
-            ConnectionError: the peer closed before that, or moved nothing for STALL_S.
+            ConnectionError: the peer closed before the end, or moved nothing for STALL_S.
         """
         ends = list(accumulate(len(buffer) for buffer in buffers))
         since = time.monotonic()
@@ -170,7 +171,8 @@ class SocketPipe(KVPipe):
         return position
 
     def alive(self) -> bool:
-        """A peer that is silent and has not closed. (It never speaks first.)"""
+        """Returns whether the peer has not closed. (It never sends first, so any event is its
+        end.)"""
         return not self._poll(0)
 
     def interrupt(self) -> None:
@@ -201,7 +203,7 @@ class SocketListener(PipeListener):
 
 
 def scratch(nbytes: int) -> list[memoryview]:
-    """Buffers of so many bytes altogether, over one small piece of zeroed memory."""
+    """Returns buffers of `nbytes` in all, over one small piece of zeroed memory."""
     memory = memoryview(bytearray(min(nbytes, SCRATCH_NBYTES)))
     whole, rest = divmod(nbytes, SCRATCH_NBYTES)
     return [memory] * whole + [memory[:rest]] * bool(rest)
@@ -213,14 +215,15 @@ CHUNK_NBYTES = 1 << 18
 
 
 class TLSPipe(SocketPipe):
-    """Owns an `ssl.SSLSocket`. One that was accepted shakes hands when it first receives, on
-    its own thread: a stranger cannot keep others from being accepted."""
+    """Owns an `ssl.SSLSocket`. An accepted one shakes hands at its first receive, on its own
+    thread, so a stranger cannot delay the accepting of others."""
 
     sock: ssl.SSLSocket
     _most = 1
 
     def send_blocks(self, memory: memoryview, runs: ByteRuns, gate: Gate) -> bool:
-        """Only the join is inside the gate: what TLS has begun to send it must be given again."""
+        """Joins chunks inside the gate and sends them outside: bytes that TLS has begun to send
+        must not change."""
         whole = True
         self._move(self._send, self._pop_header())
         for parts in _chunks(runs.slices(memory)):
@@ -237,10 +240,10 @@ class TLSPipe(SocketPipe):
             super().wait()
 
     def _set_time_limit(self, seconds: float) -> None:
-        self.sock.settimeout(seconds)  # TLS sockets know no other time-out
+        self.sock.settimeout(seconds)  # TLS sockets have no other time-out
 
     def _move_at_once(self, move: Move, buffers: list[memoryview]) -> int:
-        return 0  # TLS knows no flags
+        return 0  # TLS has no flags
 
     def _send(self, buffers: list[memoryview], flags: int = 0) -> int:
         return self.sock.send(buffers[0])
@@ -250,7 +253,7 @@ class TLSPipe(SocketPipe):
 
 
 def _chunks(buffers: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """The buffers in order, in groups of at least CHUNK_NBYTES but for the last."""
+    """Groups the buffers, in order; each group but the last has at least CHUNK_NBYTES."""
     waiting: list[memoryview] = []
     size = 0
     for buffer in buffers:

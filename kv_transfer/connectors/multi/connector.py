@@ -1,14 +1,14 @@
-"""What every rank hosts: one connector or several, its children. Each transfer takes the best
-child that both sides speak.
+"""The connector that every rank hosts, over one connector or several, its children. Each transfer
+takes the best child that both sides have.
 
-    sink     accept ──▶ all children; complete when no byte is missing, whoever brought it
-    source   submit ──▶ the first child both sides speak ──failed, nothing moved──▶ the next one
-                                                         ──failed later──▶ Failed
+    sink     accept ──▶ all children; complete when no byte is missing
+    source   submit ──▶ the first child both sides have ──failed, nothing moved──▶ the next one
+                                                        ──failed later──▶ Failed
 
-A child that failed is the last choice for the same sink ranks for a while. The ranks of a
-node choose one by one, so a sink rank may get pieces of one transfer through several children. One
-that fails there before anything came through it is no loss: the source turns to another, or says
-in its abort that it cannot.
+A child that failed is the last choice for the same sink ranks for a while. The ranks of a node
+choose one by one, so a sink rank may get pieces of one transfer through several children. A child
+that fails at the sink before any byte came through it does not fail the transfer: the source takes
+another, or aborts.
 
 Two locks: `_lock` guards the routes, and is never held while a child or the core is called;
 `_order` puts what a source tells its children into one order, and is not taken by their events.
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 class MultiConnector(KVConnector):
-    """`config` has what makes each child, by name, in order of preference."""
+    """Gets as `config` the makers of its children by name, in order of preference."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         push=True, pull=True, devices=frozenset({"cpu", "cuda"})
@@ -69,7 +69,7 @@ class MultiConnector(KVConnector):
         self._order = threading.Lock()
         self._inbound: dict[bytes, SinkRoute] = {}
         self._outbound: dict[bytes, SourceRoute] = {}
-        self._failing = RecentFailures()  # of (child, endpoint it was to reach)
+        self._failing = RecentFailures()  # of (child, endpoint) pairs
         self._late: Counter[str] = Counter()
         self._failovers = ThreadPoolExecutor(1, "kv-failover")
         self._closing = False
@@ -80,7 +80,7 @@ class MultiConnector(KVConnector):
 
     @property
     def counts(self) -> Counter[str]:
-        """Those of all children, and `late_event`: what children said too late."""
+        """Sums the counts of all children, and adds `late_event`: late events of children."""
         total = Counter(self._late)
         for child in self.children.values():
             total.update(child.counts)
@@ -106,7 +106,7 @@ class MultiConnector(KVConnector):
     # ---- source -----------------------------------------------------------------------------
 
     def submit(self, transfer: SourceTransfer) -> None:
-        """Raises TransferError: NO_COMMON_CONNECTOR, or BAD_FRAME for a nonsensical endpoint."""
+        """Raises TransferError: NO_COMMON_CONNECTOR, or BAD_FRAME for an invalid endpoint."""
         peers = {endpoint: Endpoints.decode(endpoint) for _, endpoint in transfer.pieces}
         common = self._common(peers.values())
         if not common:
@@ -121,7 +121,7 @@ class MultiConnector(KVConnector):
             self._start(route)
 
     def _common(self, peers: Collection[Endpoints]) -> list[str]:
-        """The children that reach all peers, the best first."""
+        """Returns the children that reach all peers, the best first."""
         return [
             name
             for name, child in self.children.items()
@@ -136,14 +136,14 @@ class MultiConnector(KVConnector):
         theirs = sorted({name for peer in peers for name in peer.connectors})
         where = "this" if all(peer.host == self.host for peer in peers) else "another"
         return TransferError(
-            f"no KV connector can be used: the prefill rank speaks {', '.join(self.children)}, the "
+            f"no KV connector can be used: the prefill rank has {', '.join(self.children)}, the "
             f"decode rank, on {where} host, {', '.join(theirs)}; give both nodes one that fits, "
             "such as --kv-connector tcp",
             code="NO_COMMON_CONNECTOR",
         )
 
     def _start(self, route: SourceRoute) -> None:
-        """Has the best child left deliver what was announced so far. Called in `_order`."""
+        """Gives the runs so far to the best untried child. The caller holds `_order`."""
         with self._lock:
             name = route.active = route.untried.pop(0)
         child = self.children[name]
@@ -167,15 +167,15 @@ class MultiConnector(KVConnector):
         route.moved = route.moved or moved
         if name == route.active:
             return self._failed(name, route, event) if isinstance(event, Failed) else event
-        if moved and route.active is not None:  # its last words come after its successor's
+        if moved and route.active is not None:  # its last event comes after its successor began
             route.active = None
-            message = f"connector {name} had failed and moved KV all the same"
+            message = f"connector {name} had failed and still moved KV"
             error = TransferError(message, code="CONNECTOR_FAILED")
             return Failed.of(event.transfer_id, event.epoch, error)
         return None
 
     def _failed(self, name: str, route: SourceRoute, event: Failed) -> Failed | None:
-        """None: the next child will do."""
+        """Returns None if the next child takes over."""
         route.active = None
         self._avoid(name, route, event.message)
         final = route.moved or not event.retryable or not route.untried
@@ -185,10 +185,10 @@ class MultiConnector(KVConnector):
         return None
 
     def _fail_over(self, name: str, route: SourceRoute, event: Failed) -> None:
-        """Goes on with the next child, on a thread that belongs to none."""
+        """Continues with the next child; runs on a thread that belongs to no child."""
         transfer_id = route.transfer.transfer_id
         try:
-            self.children[name].quiesce(transfer_id)  # what it moves, it has moved by then
+            self.children[name].quiesce(transfer_id)  # afterwards it moves nothing more
             with self._order:
                 if self._outbound.get(transfer_id) is route and not route.moved:
                     self._start(route)
@@ -214,26 +214,27 @@ class MultiConnector(KVConnector):
     # ---- both -------------------------------------------------------------------------------
 
     def _on_event(self, name: str, event: Event) -> None:
-        """A child reports, on a thread of its own."""
+        """Handles an event of a child, on the child's thread."""
         with self._lock:
             inbound = self._inbound.get(event.transfer_id)
-            told = self._filter(name, event)
-        if isinstance(told, Landed) and inbound is not None:
+            passed = self._filter(name, event)
+        if isinstance(passed, Landed) and inbound is not None:
             with inbound.gate.passage() as admitted:
                 if admitted:
-                    self._land(name, told)
-        elif told is not None:
-            self.context.emit(told)
+                    self._land(name, passed)
+        elif passed is not None:
+            self.context.emit(passed)
 
     def _land(self, name: str, landed: Landed) -> None:
-        """Once the core knows, the blocks may be written by others: no child may any more."""
+        """Reports Landed once all other children are quiesced: then the core may give the blocks to
+        a sequence, which writes to them."""
         for other, child in self.children.items():
             if other != name:
                 child.quiesce(landed.transfer_id)
         self.context.emit(landed)
 
     def _filter(self, name: str, event: Event) -> Event | None:
-        """What the core is told of it; None: nothing."""
+        """Returns the event for the core; None if there is none."""
         outbound = self._outbound.get(event.transfer_id)
         inbound = self._inbound.get(event.transfer_id)
         if outbound is not None and outbound.transfer.epoch == event.epoch:
@@ -254,7 +255,7 @@ class MultiConnector(KVConnector):
             child.release(transfer_id)
 
     def _forget(self, transfer_id: bytes) -> None:
-        """No child is told of the transfer from now on."""
+        """Forgets a transfer, so that no call reaches a child any more."""
         with self._order, self._lock:
             inbound = self._inbound.pop(transfer_id, None)
             outbound = self._outbound.pop(transfer_id, None)

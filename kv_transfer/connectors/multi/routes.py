@@ -1,5 +1,5 @@
-"""Which child of a `MultiConnector` may carry a transfer, where its peers take data, and what
-failed a moment ago."""
+"""The routes of a `MultiConnector`: the children that may carry a transfer, the endpoints of its
+peers, and the recent failures."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from pdserve.kv_transfer.connector import (
 from pdserve.kv_transfer.frame import bad_frame
 from pdserve.kv_transfer.gate import Gate
 
-AVOID_S = 30.0  # a child that failed is the last choice for so long
+AVOID_S = 30.0  # for which a child that failed is the last choice
 
 
 @dataclass(slots=True, eq=False)
 class SinkRoute:
-    """The children through which an accepted transfer may come."""
+    """Tracks the children through which an accepted transfer may come."""
 
     transfer: SinkTransfer
     nbytes: int
     open: set[str]  # children that have not failed
     received: Counter[str] = field(default_factory=Counter)  # bytes by child
     ended_by: str | None = None  # the child that ended it; events of others are dropped
-    gate: Gate = field(default_factory=Gate)  # around what is done when it has landed
+    gate: Gate = field(default_factory=Gate)  # around the report that it has landed
 
     def filter(self, name: str, event: Event) -> Event | None:
-        """What the core is told of a child's event; None: nothing."""
+        """Returns the event for the core; None if there is none."""
         if self.ended_by is not None:
             return event if name == self.ended_by else None
         if self._ends(name, event):
@@ -53,13 +53,13 @@ class SinkRoute:
         return event
 
     def _ends(self, name: str, event: Event) -> bool:
-        """Whether the transfer is complete, or lost, with this event of the child."""
+        """Returns whether the transfer is complete, or has failed, with this event of the child."""
         match event:
             case Progress(_, _, nbytes):
                 self.received[name] += nbytes
                 shares = [share for share in self.received.values() if share]
                 return len(shares) > 1 and sum(shares) == self.nbytes
-            case Failed():  # if nothing came through it, the source may take another one
+            case Failed():  # the source may take another child if nothing came through this one
                 self.open.discard(name)
                 return self.received[name] > 0 or not self.open
             case _:
@@ -68,14 +68,14 @@ class SinkRoute:
 
 @dataclass(slots=True, eq=False)
 class SourceRoute:
-    """The child that delivers a submitted transfer, and those that may take over."""
+    """Tracks the child that delivers a submitted transfer, and those that may take over."""
 
     transfer: SourceTransfer
-    peers: dict[bytes, Endpoints]  # the sink ranks, by what the ticket has for them
+    peers: dict[bytes, Endpoints]  # the sink ranks, by their endpoints in the ticket
     untried: list[str]  # children, the best first
-    active: str | None = None  # the child that delivers; None: another is about to, or none
+    active: str | None = None  # the child that delivers; None during and after a failover
     runs: list[tuple[BlockRun, tuple[int, ...], bool]] = field(default_factory=list)  # announced
-    moved: bool = False  # some of it was delivered: too late for another child
+    moved: bool = False  # some bytes were delivered: no other child may take over
     failover: Future[None] | None = None  # to the next child
 
     def as_seen_by(self, name: str) -> SourceTransfer:
@@ -87,13 +87,13 @@ class SourceRoute:
 
 
 def host_identity() -> str:
-    """Equal for processes that meet at an abstract Unix socket and may pass each other memory:
-    same host, same user."""
+    """Returns a name that is equal for processes of one host and user, which can meet at an
+    abstract Unix socket and share memory."""
     return f"{host.host_identity()}/{os.geteuid()}"
 
 
 class Endpoints(msgspec.Struct, frozen=True):
-    """What a ticket carries for each sink rank, as msgpack."""
+    """Is the endpoint of a sink rank in a ticket, as msgpack."""
 
     host: str  # `host_identity`
     connectors: dict[str, bytes]  # name → the connector's own endpoint
@@ -121,7 +121,7 @@ class RecentFailures:
         self._until: dict[Hashable, float] = {}
 
     def add(self, keys: Collection[Hashable]) -> bool:
-        """Their time begins (again). Whether any of them is new here."""
+        """Adds keys, or starts their time again; returns whether any is new."""
         now = self._now()
         self._until = {key: until for key, until in self._until.items() if until > now}
         news = any(key not in self._until for key in keys)

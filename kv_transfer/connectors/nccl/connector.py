@@ -1,9 +1,9 @@
-"""KV blocks through torch.distributed: each pair of ranks has a communicator of its own, gloo
-between CPU caches, NCCL between CUDA caches.
+"""KV blocks through torch.distributed: each pair of ranks has its own communicator, gloo between
+CPU caches, NCCL between CUDA caches.
 
-A TCP connection carries the headers (`frame.py`) and tells when the peer is gone; only the
-payload of DATA goes through the group, staged in contiguous parts, in the clear. On CUDA all of it
-runs on a stream of the connection's own. With gloo this is tested; on GPUs it has not been run yet.
+A TCP connection carries the headers (`frame.py`) and shows when the peer is gone. Only the payload
+of DATA goes through the group, staged in contiguous parts and unencrypted. On CUDA all work runs on
+the connection's own stream. It is tested with gloo; on GPUs it has not been run yet.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ import torch.distributed as dist
 from pdserve.common.core.errors import Blame, ConfigError
 from pdserve.kv_transfer.blocks import gather, piece_nbytes, scatter
 from pdserve.kv_transfer.connector import RankContext
-from pdserve.kv_transfer.connectors.base.channel import Mover
+from pdserve.kv_transfer.connectors.base.channel import Mover, OwnStream, parts
 from pdserve.kv_transfer.connectors.base.handshake import time_limit
 from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
-from pdserve.kv_transfer.connectors.base.staging import OwnStream, parts
 from pdserve.kv_transfer.connectors.nccl.group import MEET_S, PairGroup, PairStore, Side, join
 from pdserve.kv_transfer.connectors.pipe_connector import PipeConnector
 from pdserve.kv_transfer.connectors.tcp import Options as TCPOptions
@@ -34,10 +33,10 @@ from pdserve.kv_transfer.pipe import KVPipe, PipeListener, PipeTransport
 
 
 class Options(msgspec.Struct, forbid_unknown_fields=True):
-    """`--kv-connector-config` of the nccl connector."""
+    """Holds `--kv-connector-config` of the nccl connector."""
 
     stall_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
-    """A peer that takes longer for one part (64 MiB at most) is lost."""
+    """Seconds for one part (64 MiB at most), after which the peer is lost."""
 
 
 class NCCLConnector(PipeConnector):
@@ -64,7 +63,7 @@ class NCCLConnector(PipeConnector):
 
 
 class GroupPipe(SocketPipe):
-    """A pair's connection, and its group once both have met."""
+    """Is a pair's connection, and its group once both ranks have joined."""
 
     def __init__(self, sock: socket.socket, side: Side) -> None:
         super().__init__(sock)
@@ -72,8 +71,8 @@ class GroupPipe(SocketPipe):
         self._group: PairGroup | None = None
 
     def meet(self, stall_s: float, device: torch.device) -> PairGroup:
-        """Raises OSError when the other rank is gone, TransferError when it does not come within
-        MEET_S seconds or says something else."""
+        """Joins the group. Raises OSError when the other rank is gone, TransferError when it does
+        not join within MEET_S seconds or sends other frames."""
         peer = Blame.DECODE if self._side is Side.SOURCE else Blame.PREFILL
         store = PairStore(self, peer)
         with time_limit(self, MEET_S, peer):
@@ -113,9 +112,9 @@ class GroupListener(TCPListener):
 
 
 class GroupMover(Mover):
-    """Stages parts in the cache's own device memory. The blocks are read before a part is sent
-    and written after it came whole, so that what happens to the group cannot reach them, nor what
-    happens to the transfer the group."""
+    """Stages parts in the memory of the cache's device. Blocks are read before a part is sent and
+    written after it came whole, so a failure of the group cannot corrupt blocks, and a cancelled
+    transfer cannot break the group."""
 
     in_pipe = False
 
@@ -164,7 +163,7 @@ class GroupMover(Mover):
         return staged
 
     def _part(self, frame: Frame, part: slice) -> torch.Tensor:
-        """Memory for a part; zeros, which are nobody's KV."""
+        """Returns memory for a part, all zeros, so that no other KV is sent."""
         cache = self._view.cache
         nbytes = piece_nbytes(cache, frame.rect, part.stop - part.start)
         return torch.zeros(nbytes, dtype=torch.uint8, device=cache.device)

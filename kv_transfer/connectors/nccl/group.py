@@ -1,8 +1,8 @@
-"""A communicator of two ranks, the source and the sink, over torch.distributed: gloo between
-CPUs, NCCL between GPUs. torch's default group is not used, so every pair has its own.
+"""A communicator of two ranks, the source and the sink, over torch.distributed: gloo between CPUs,
+NCCL between GPUs. It does not use torch's default group, so every pair has its own.
 
-No wait is without an end. A part that takes longer than `stall_s`, a peer that is gone and an
-`interrupt` are all a ConnectionError, after which the group is of no more use.
+Every wait is bounded. A part that takes longer than `stall_s`, a peer that is gone and an
+`interrupt` all raise ConnectionError, after which the group is unusable.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ import torch.distributed as dist
 
 from pdserve.common.core.errors import Blame
 from pdserve.kv_transfer.connectors.base.handshake import recv_greeting, send_frame
-from pdserve.kv_transfer.frame import Frame, Kind, bad_frame
+from pdserve.kv_transfer.frame import Frame, FrameKind, bad_frame
 from pdserve.kv_transfer.pipe import KVPipe
 
-MEET_S = 5.0  # within which both ranks must come
-DONE = ""  # the key that ends the meeting
-BREAK_TAG = 1  # of a receive that nobody answers
+MEET_S = 5.0  # within which both ranks must join
+DONE = ""  # the key that ends the exchange
+BREAK_TAG = 1  # of a receive to which the peer never sends
 
 _values = msgspec.msgpack.Decoder(tuple[str, bytes])
 
 
 class Side(IntEnum):
-    """A rank's number in its pair."""
+    """Numbers the ranks of a pair."""
 
     SOURCE = 0
     SINK = 1
 
 
 class PairGroup(ABC):
-    """Belongs to one thread, but for `interrupt`. `group` is a torch.distributed backend."""
+    """Belongs to one thread; `interrupt` may come from any. `group` is a torch.distributed
+    backend."""
 
     def __init__(self, group: Any, side: Side, stall_s: float) -> None:
         self._group = group
@@ -55,13 +56,13 @@ class PairGroup(ABC):
         self._move(self._group.send, tensor)
 
     def recv(self, tensor: torch.Tensor) -> None:
-        """Returns when the contiguous tensor is filled. It must be of the size that is sent."""
+        """Returns when the contiguous tensor is filled. Its size must be that of the send."""
         self._move(self._group.recv, tensor)
 
     def _move(
         self, start: Callable[[list[torch.Tensor], int, int], dist.Work], data: torch.Tensor
     ) -> None:
-        self._moving = data  # if the wait fails, its memory is in use until the group is left
+        self._moving = data  # if the wait fails, the group uses its memory until it is closed
         with connection_errors():
             self._wait(start([data], self._peer, 0))
         self._moving = None
@@ -71,7 +72,7 @@ class PairGroup(ABC):
 
     @abstractmethod
     def interrupt(self) -> None:
-        """Makes a blocked call fail; called from any thread, the socket being shut already."""
+        """Makes a blocked call fail; called from any thread, after the socket was shut."""
 
     @abstractmethod
     def close(self) -> None:
@@ -79,7 +80,7 @@ class PairGroup(ABC):
 
 
 class GlooPair(PairGroup):
-    """Between CPU tensors. Binds to the address that `sock`, the pair's connection, has here."""
+    """Moves CPU tensors. It binds to the local address of `sock`, the pair's connection."""
 
     def __init__(self, store: dist.Store, side: Side, sock: socket.socket, stall_s: float) -> None:
         # torch has no public name for gloo's options, which say what address to bind to
@@ -94,8 +95,8 @@ class GlooPair(PairGroup):
         work.wait(self._stall)
 
     def interrupt(self) -> None:
-        # gloo's own abort and shutdown end no wait (torch 2.13), but a receive that times out
-        # breaks the pair for whoever else waits on it
+        # gloo's abort and shutdown do not end a wait (torch 2.13), but a receive that times out
+        # breaks the pair for all other waits
         if (group := self._group) is None:
             return
         with suppress(RuntimeError):
@@ -108,7 +109,7 @@ class GlooPair(PairGroup):
 
 
 class NcclPair(PairGroup):
-    """Between CUDA tensors. NCCL does not notice a peer that is gone: `sock` tells."""
+    """Moves CUDA tensors. NCCL does not notice that a peer is gone, so it polls `sock`."""
 
     def __init__(
         self,
@@ -118,8 +119,8 @@ class NcclPair(PairGroup):
         stall_s: float,
         device: torch.device,
     ) -> None:
-        # Else torch's watchdog or monitor ends the whole process when a peer is lost. They are
-        # read as a group is made: the model's own group, older than ours, keeps what it had.
+        # Otherwise torch's watchdog or monitor ends the process when a peer is lost. The variables
+        # are read when a group is made, so the model's own group, which is older, is unaffected.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
         options = dist.ProcessGroupNCCL.Options()
@@ -134,7 +135,7 @@ class NcclPair(PairGroup):
             raise
 
     def _introduce(self, token: torch.Tensor) -> None:
-        """NCCL connects at the first send: here, where a failure is a failure to connect."""
+        """Sends one byte: NCCL connects at the first send, so a failure to connect occurs here."""
         if self._peer == Side.SINK:
             self.send(token)
         else:
@@ -150,7 +151,7 @@ class NcclPair(PairGroup):
         work.wait(self._stall)  # raises what NCCL found
 
     def interrupt(self) -> None:
-        """The shut socket is enough: `_wait` polls it."""
+        """Does nothing: `_wait` polls the socket, which was shut."""
 
     def close(self) -> None:
         self._group.abort()
@@ -160,7 +161,8 @@ class NcclPair(PairGroup):
 def join(
     store: dist.Store, side: Side, sock: socket.socket, stall_s: float, device: torch.device
 ) -> PairGroup:
-    """Blocks until both ranks are there. Raises what the store does, or ConnectionError."""
+    """Joins the group; blocks until both ranks have. Raises the store's errors or
+    ConnectionError."""
     with connection_errors():
         if device.type == "cuda":
             return NcclPair(store, side, sock, stall_s, device)
@@ -177,11 +179,11 @@ def connection_errors() -> Iterator[None]:
 
 
 class PairStore(dist.Store):
-    """How the two find each other: what torch stores goes over the connection they have.
+    """Is torch's store for a pair: its values go over the pair's own connection.
 
-    Belongs to one thread while the group forms; then it is local. `peer` is the other side's
-    role. Raises OSError when the peer is gone, TransferError when it says something else; both
-    pass through torch as they are."""
+    It belongs to one thread while the group forms; afterwards it is local. `peer` is the other
+    side's role. It raises OSError when the peer is gone, TransferError when the peer sends other
+    frames; torch passes both on unchanged."""
 
     def __init__(self, pipe: KVPipe, peer: Blame) -> None:
         super().__init__()
@@ -193,7 +195,7 @@ class PairStore(dist.Store):
         self._known[key] = value.encode() if isinstance(value, str) else bytes(value)
         if self._pipe is not None:
             said = msgspec.msgpack.encode((key, self._known[key]))
-            send_frame(self._pipe, Frame(Kind.MEET), said)
+            send_frame(self._pipe, Frame(FrameKind.MEET), said)
 
     def get(self, key: str) -> bytes:
         self.wait([key])
@@ -207,17 +209,17 @@ class PairStore(dist.Store):
         return all(key in self._known for key in keys)
 
     def finish(self) -> None:
-        """Both ends have what they need: the connection is free for other frames."""
+        """Ends the exchange; afterwards the connection is free for other frames."""
         assert self._pipe is not None  # it was not called before
-        send_frame(self._pipe, Frame(Kind.MEET), msgspec.msgpack.encode((DONE, b"")))
+        send_frame(self._pipe, Frame(FrameKind.MEET), msgspec.msgpack.encode((DONE, b"")))
         self.wait([DONE])
         self._pipe = None
 
     def _receive(self) -> None:
         if self._pipe is None:
-            raise ConnectionError("the pair has met")
+            raise ConnectionError("the pair has joined already")
         frame, payload = recv_greeting(self._pipe, self._peer)
-        if frame.kind is not Kind.MEET:
+        if frame.kind is not FrameKind.MEET:
             raise bad_frame(f"{frame.kind.name} where MEET was due", self._peer)
         try:
             key, value = _values.decode(payload)

@@ -177,7 +177,7 @@ def sink() -> KVSink:
 async def test_a_transfer_is_its_replicas() -> None:
     both = sink(), sink()
     service, freed = KVTransferService(both, vocab_size=50), asyncio.Event()
-    ticket = await both[1].reserve(8, 0, (0, 1), freed.set)
+    ticket, _ = await both[1].reserve(8, 0, (0, 1), freed.set)
     assert service._sink(ticket.transfer_id) is both[1]
     await both[1].cancel(ticket.transfer_id)
     assert freed.is_set()

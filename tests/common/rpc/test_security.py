@@ -72,9 +72,8 @@ from pdserve.kv_transfer.connectors.base.handshake import recv_frame, send_frame
 from pdserve.kv_transfer.connectors.base.sockets import TLSPipe
 from pdserve.kv_transfer.connectors.tcp import Endpoint, Options, TCPConnector, TCPTransport
 from pdserve.kv_transfer.control.ticket import new_transfer_id
-from pdserve.kv_transfer.frame import Frame, Kind
+from pdserve.kv_transfer.frame import Frame, FrameKind
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect
-from pdserve.kv_transfer.pipe import recv_bytes
 from pdserve.kv_transfer.selection import connector_options, rank_config
 from pdserve.router.api.preprocess import MAX_PROMPTS
 from pdserve.router.auth import APIKeys
@@ -580,7 +579,7 @@ def test_a_source_without_our_certificate_is_refused(
     if who == "plain":  # a node that is misconfigured; a stranger speaks all the same
         assert failed.code == "TLS_MISMATCH" and "takes KV over TLS" in failed.message
         with connect(sink) as sock, contextlib.suppress(ConnectionError):
-            sock.sendall(Frame(Kind.HELLO, nbytes=4).encode() + b"same")
+            sock.sendall(Frame(FrameKind.HELLO, nbytes=4).encode() + b"same")
             assert b"pdKV" not in sock.recv(64)
     else:
         assert failed.code == "CONNECT_FAILED"
@@ -602,7 +601,7 @@ def test_a_pipe_that_was_cut_off_takes_no_plain_text(certs: Path) -> None:
             socket.socket.send(peer, b"not encrypted at all")
             pipe.interrupt()
             with pytest.raises(OSError):
-                recv_bytes(pipe, 10)
+                pipe.recv_bytes(10)
     pipe.close()
 
 
@@ -617,7 +616,7 @@ def test_trusting_our_ca_is_not_enough_for_a_stranger(
     with connect(sink) as sock, context.wrap_socket(sock, server_hostname="localhost") as peer:
         heard = b""
         with contextlib.suppress(OSError):
-            peer.sendall(Frame(Kind.HELLO, nbytes=4).encode() + b"same")
+            peer.sendall(Frame(FrameKind.HELLO, nbytes=4).encode() + b"same")
             heard = peer.recv(64)
         assert not heard
     wait_for_count(sink, "PEER_LOST", 1)
@@ -702,7 +701,7 @@ def test_strangers_who_say_nothing_are_shown_out(
     sink = rank(files(certs / "ours") if tls_on else {})
     with connect(sink) as silent, connect(sink) as trickling:
         started = time.monotonic()
-        hello = Frame(Kind.HELLO, nbytes=4).encode()
+        hello = Frame(FrameKind.HELLO, nbytes=4).encode()
         with contextlib.suppress(OSError):
             for byte in hello[:6]:
                 trickling.send(bytes([byte]))
@@ -766,8 +765,8 @@ def test_a_connection_without_a_thread_for_it_leaves_the_port_open(
 def greeted(sink: Rank, options: Mapping[str, str] | None = None) -> Iterator[socket.socket]:
     """A peer that the sink has welcomed."""
     pipe = TCPTransport(Options(**(options or {}))).dial(sink.connector.endpoint())
-    send_frame(pipe, Frame(Kind.HELLO), b"same")
-    assert recv_frame(pipe).kind is Kind.WELCOME
+    send_frame(pipe, Frame(FrameKind.HELLO), b"same")
+    assert recv_frame(pipe).kind is FrameKind.WELCOME
     try:
         yield pipe.sock
     finally:
@@ -776,8 +775,8 @@ def greeted(sink: Rank, options: Mapping[str, str] | None = None) -> Iterator[so
 
 def data(sink: Rank, first: int, count: int, transfer_id: bytes = ID) -> bytes:
     nbytes = piece_nbytes(sink.cache, RECT, count)
-    frame = Frame(Kind.DATA, transfer_id, 1, RECT, first, count, nbytes)
-    confirm = Frame(Kind.CONFIRM, transfer_id, 1, RECT, first, 1)
+    frame = Frame(FrameKind.DATA, transfer_id, 1, RECT, first, count, nbytes)
+    confirm = Frame(FrameKind.CONFIRM, transfer_id, 1, RECT, first, 1)
     return frame.encode() + b"\x3f" * nbytes + confirm.encode()
 
 
@@ -789,7 +788,7 @@ def test_a_piece_is_its_first_connection_s(rank: Callable[..., Rank]) -> None:
     """Even who knows the transfer's id neither writes into its blocks nor ends it."""
     sink = rank()
     sink.connector.accept(SinkTransfer(ID, 1, 0, (4, 9, 2, 7)))
-    begin = Frame(Kind.BEGIN, ID, 1, RECT).encode()
+    begin = Frame(FrameKind.BEGIN, ID, 1, RECT).encode()
     with greeted(sink) as owner, greeted(sink) as thief:
         owner.sendall(begin)
         sink.events.get(timeout=30.0)  # the progress that BEGIN is
@@ -797,7 +796,7 @@ def test_a_piece_is_its_first_connection_s(rank: Callable[..., Rank]) -> None:
         wait_for_count(sink, "foreign_frame", 2)
         assert not sink.cache.any()
         # A part of the piece is not free either; whoever tries is shown out.
-        thief.sendall(Frame(Kind.BEGIN, ID, 1, Rect(0, 1, 0, 1)).encode())
+        thief.sendall(Frame(FrameKind.BEGIN, ID, 1, Rect(0, 1, 0, 1)).encode())
         assert is_closed(thief)
         owner.sendall(data(sink, 0, 4))
         sink.expect(Landed)
@@ -815,9 +814,9 @@ def test_a_piece_is_its_first_connection_s(rank: Callable[..., Rank]) -> None:
 @pytest.mark.parametrize(
     "frame",
     [
-        Frame(Kind.DATA, ID, 1, RECT, 0, 1, 1 << 62),  # unknown, and more than there is
-        Frame(Kind.BEGIN, ID, 1, RECT, nbytes=1),
-        Frame(Kind.HELLO),
+        Frame(FrameKind.DATA, ID, 1, RECT, 0, 1, 1 << 62),  # unknown, and more than there is
+        Frame(FrameKind.BEGIN, ID, 1, RECT, nbytes=1),
+        Frame(FrameKind.HELLO),
     ],
 )
 def test_frames_nobody_sends_end_the_connection(rank: Callable[..., Rank], frame: Frame) -> None:
@@ -831,7 +830,7 @@ def test_frames_nobody_sends_end_the_connection(rank: Callable[..., Rank], frame
 def test_a_long_fingerprint_is_not_read(rank: Callable[..., Rank]) -> None:
     sink = rank()
     with connect(sink) as pipe:
-        pipe.sendall(Frame(Kind.HELLO, nbytes=1 << 40).encode())
+        pipe.sendall(Frame(FrameKind.HELLO, nbytes=1 << 40).encode())
         assert is_closed(pipe)
     assert sink.connector.counts["BAD_FRAME"] == 1
 

@@ -1,7 +1,7 @@
 """The hand-off's parties as pure functions: what each may do next, and what it makes of a message.
 
-    D        the decode node: its `SINK` machine, driven as `Reservation` drives it, and its ranks
-    A, B     two prefill nodes: a `SOURCE` machine each, driven as `Handoff` drives it
+    D        the decode node: its `SINK` machine, driven as `RecvTransfer` drives it, and its ranks
+    A, B     two prefill nodes: a `SOURCE` machine each, driven as `SendTransfer` drives it
     R        the router: reserves, gives the ticket to A, and the next ones to B, A, …
 
 Time has no clock here: a lease may lapse, a caller may lose patience, a rank may answer at any

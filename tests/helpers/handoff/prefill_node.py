@@ -1,4 +1,4 @@
-"""A and B: a prefill node's machine, what `Handoff` does for each action, what may happen there."""
+"""A and B: a prefill node's machine, what `SendTransfer` does for each action, what may happen."""
 
 from __future__ import annotations
 

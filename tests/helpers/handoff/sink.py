@@ -1,4 +1,4 @@
-"""The decode node's half: its machine, what `Reservation` does for each action, its ranks."""
+"""The decode node's half: its machine, what `RecvTransfer` does for each action, its ranks."""
 
 from __future__ import annotations
 

@@ -26,12 +26,12 @@ from pdserve.kv_transfer.commands import (
 from pdserve.kv_transfer.connector import BlockRun, SinkTransfer, SourceTransfer
 from pdserve.kv_transfer.digest import RunDigest
 from pdserve.kv_transfer.layout import Piece, Rect
-from pdserve.kv_transfer.rank import transfer_rank
-from pdserve.kv_transfer.rank.transfer_rank import (
+from pdserve.kv_transfer.rank import worker_connector
+from pdserve.kv_transfer.rank.worker_connector import (
     SHORT_NBYTES,
     SHORT_RUNS,
-    TransferRank,
-    build_rank,
+    WorkerConnector,
+    build_worker_connector,
 )
 from pdserve.kv_transfer.selection import RankConfig
 
@@ -43,11 +43,11 @@ encode = msgspec.msgpack.encode
 
 
 @contextmanager
-def rank(source: bool) -> Iterator[TransferRank]:
+def rank(source: bool) -> Iterator[WorkerConnector]:
     cache, _ = shared_cache(GEOMETRY.shape(WHOLE), torch.float32)
     config = encode(RankConfig({"tcp": {}}, FINGERPRINT, source=source))
     shape = GEOMETRY.cache_shape(WHOLE)
-    made = build_rank(cache, shape, None, 0, "127.0.0.1", config, lambda _: None)
+    made = build_worker_connector(cache, shape, None, 0, "127.0.0.1", config, lambda _: None)
     try:
         yield made
     finally:
@@ -62,7 +62,7 @@ def ready(count: int, digest: bool = True) -> Ready:
     return Ready(ID, BlockRun(0, count), tuple(range(count)), True, digest)
 
 
-def answer(made: TransferRank, command: Command) -> Any:
+def answer(made: WorkerConnector, command: Command) -> Any:
     reply = made.handle_at_once(encode(command))
     return None if reply is None else msgspec.msgpack.decode(reply, type=Reply)
 
@@ -112,7 +112,7 @@ def test_a_rank_ends_whose_connector_does_not_quiesce(monkeypatch: pytest.Monkey
     def leave(code: int) -> None:
         raise SystemExit(code)
 
-    monkeypatch.setattr(transfer_rank, "leave", leave)
+    monkeypatch.setattr(worker_connector, "leave", leave)
     with rank(source=True) as made:
         monkeypatch.setattr(made._connector, "quiesce", defect)
         with pytest.raises(SystemExit):

@@ -1,14 +1,15 @@
-"""One transfer as its sink keeps it: the blocks it holds, whose turn it is, who waits for what.
+"""One transfer on its sink: the blocks it holds, the source whose turn it is, the calls that wait.
 
-Drives the `SINK` table of `protocol.py`. Events come from `KVSink` (the waiter, the sources, what
-ranks report), from the ranks' answers and from the lease; `_do` carries the actions out.
+It drives the `SINK` table of `protocol.py`. Events come from `KVSink` (the decode session, the
+sources, the ranks' reports), from the ranks' answers and from the lease; `_do` executes the
+actions.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pdserve.common.core.errors import Blame, PdserveError, TransferError
@@ -24,14 +25,53 @@ from pdserve.kv_transfer.commands import (
 )
 from pdserve.kv_transfer.connector import SinkTransfer
 from pdserve.kv_transfer.control.background import Lease, Tasks, new_future
-from pdserve.kv_transfer.control.epoch import Arrival, Epoch, stale_epoch
 from pdserve.kv_transfer.control.protocol import Action, SinkEvent, SinkState, sink_machine
 from pdserve.kv_transfer.control.ticket import Ticket
 from pdserve.kv_transfer.digest import RunDigest, mismatch
 
 
-class Reservation:
-    """Holds the blocks until the waiter has them (`arrival` has a result) or they are free
+@dataclass(frozen=True, slots=True)
+class RecvResult:
+    """Tells the decode session that all KV is in its blocks."""
+
+    first_token: pb.TokenEvent  # as the source committed it
+    nbytes: int
+    # Seconds from the epoch's ticket:
+    data_s: float = 0.0  # until the last byte was in place
+    commit_s: float = 0.0  # until the source had committed
+    verify_s: float = 0.0  # from the later of both until the digests were compared
+
+
+class Epoch:
+    """Records one source's turn: its commit and the bytes that have landed so far."""
+
+    def __init__(self) -> None:
+        self.landed: dict[int, int] = {}  # rank → bytes
+        self.times: dict[SinkEvent, float] = {}  # when each event came
+        self.first_token = pb.TokenEvent()  # as committed
+        self.digests: Sequence[RunDigest] = ()
+        self.ticket: asyncio.Future[Ticket] = new_future()  # for `issued`, `retarget`
+        self.committed: asyncio.Future[int] = new_future()  # for `commit`: bytes landed
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.landed.values())
+
+    def result(self) -> RecvResult:
+        """Makes the result of an epoch that is verified."""
+        times = self.times
+        landed, committed = times[SinkEvent.RANKS_LANDED], times[SinkEvent.COMMIT]
+        return RecvResult(
+            self.first_token,
+            self.nbytes,
+            data_s=landed - times[SinkEvent.OPENED],
+            commit_s=committed - times[SinkEvent.OPENED],
+            verify_s=times[SinkEvent.VERIFIED] - max(landed, committed),
+        )
+
+
+class RecvTransfer:
+    """Holds the blocks until the decode session owns them (`arrival` has a result) or they are free
     (`on_freed` was called, `arrival` has an error)."""
 
     def __init__(
@@ -42,17 +82,16 @@ class Reservation:
         tasks: Tasks,
         *,
         on_freed: Callable[[], None],
-        on_over: Callable[[Reservation], None],
+        on_over: Callable[[RecvTransfer], None],
     ) -> None:
-        """`on_over`: it has an outcome, which is about to be told to whoever waits."""
+        """Calls `on_over` when it has an outcome, just before `arrival` is done."""
         self.ticket = ticket  # of the current epoch
         self.block_ids = tuple(block_ids)
         self.epoch = Epoch()
-        self.arrival: asyncio.Future[Arrival] = new_future()
+        self.arrival: asyncio.Future[RecvResult] = new_future()
         self.machine = sink_machine(ranks.counts)
         self.cause: PdserveError | None = None  # of the present failure: the first one
         self.progress = 0  # grows as the lease is renewed
-        self.awaited = False  # somebody has `arrival`
         self._ranks = ranks
         self._rank_ids = [each.rank for each in ticket.endpoints]
         self._counts = ranks.counts
@@ -62,13 +101,13 @@ class Reservation:
         self._lease = Lease(ticket.lease_s, self._lapse)
         self._open()
 
-    # ---- what others want of it --------------------------------------------------------------
+    # ---- calls of the decode session and of the sources --------------------------------------
 
     async def issued(self) -> Ticket:
-        """The first epoch's ticket, once every rank takes data.
+        """Returns the first epoch's ticket, once every rank takes data.
 
         Raises:
-            TransferError: a rank refused, or somebody else asked for another epoch meanwhile.
+            TransferError: a rank refused, or another caller requested another epoch meanwhile.
         """
         try:
             return await asyncio.shield(self.epoch.ticket)
@@ -77,7 +116,7 @@ class Reservation:
             raise
 
     async def commit(self, first_token: pb.TokenEvent, digests: Sequence[RunDigest]) -> int:
-        """As `KVSink.commit`, of the current epoch."""
+        """Implements `KVSink.commit`, for the current epoch."""
         epoch = self.epoch
         if self.machine.state in (SinkState.RESERVED, SinkState.LANDED):
             epoch.first_token, epoch.digests = first_token, digests
@@ -86,8 +125,8 @@ class Reservation:
         return await asyncio.shield(epoch.committed)
 
     async def retarget(self, *, preempts: bool) -> Ticket:
-        """As `KVSink.retarget`. Of several who wait for a ticket one gets it: the last that
-        `preempts` the others, which fail."""
+        """Implements `KVSink.retarget`. Of several calls that wait for a ticket, the last one that
+        `preempts` gets it and the others fail."""
         if self.machine.state is SinkState.DRAINING and self.cause is not None:
             raise self.cause
         superseded = stale_epoch("another prefill node takes over")
@@ -102,8 +141,8 @@ class Reservation:
         return await asyncio.shield(mine)
 
     def cancel(self, when: str) -> None:
-        """Nobody waits for it any more. Whether its client left or its router cannot reach this
-        node, a sink does not know."""
+        """Ends it because its session ended. The sink does not know whether the client left or the
+        router cannot reach this node."""
         message = f"the call that waits for the KV ended {when}"
         error = TransferError(message, code="CANCELLED", blame=Blame.NETWORK, retryable=True)
         self.on(SinkEvent.CANCEL, error)
@@ -111,8 +150,8 @@ class Reservation:
     def on(
         self, event: SinkEvent, error: PdserveError | None = None, epoch: int | None = None
     ) -> None:
-        """`epoch` is the one it happened in; None: the current one. Without effect where it comes
-        too late to matter: the first error stays the cause."""
+        """Handles an event of an `epoch`; None is the current one. A late event has no effect, so
+        the first error stays the cause."""
         actions = self.machine.on(event, epoch)
         if epoch in (None, self.machine.epoch):
             self.epoch.times.setdefault(event, asyncio.get_running_loop().time())
@@ -122,7 +161,7 @@ class Reservation:
             self._do(action)
 
     def landed(self, rank: int, nbytes: int) -> None:
-        """All of the current epoch's data is in this rank."""
+        """Notes that all of the current epoch's data is in this rank."""
         self.epoch.landed[rank] = nbytes
         self._count_landed()
 
@@ -164,7 +203,7 @@ class Reservation:
                 self._free()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """On behalf of the present epoch, which fails with what the work raises."""
+        """Starts `work` for the present epoch, which fails with any error that it raises."""
         epoch = self.machine.epoch
         return self._tasks.start(work, lambda error: self.on(SinkEvent.FAILED, error, epoch))
 
@@ -180,7 +219,7 @@ class Reservation:
         transfer = SinkTransfer(ticket.transfer_id, epoch, ticket.first_block, self.block_ids)
         await self._ranks.send_all(dict.fromkeys(self._rank_ids, Accept(transfer)))
         self.on(SinkEvent.OPENED, epoch=epoch)
-        self._count_landed()  # a rank that wants no block has landed as it accepted
+        self._count_landed()  # a rank that needs no block has landed as it accepted
 
     def _count_landed(self) -> None:
         if len(self.epoch.landed) == len(self._rank_ids):
@@ -193,7 +232,7 @@ class Reservation:
         self.epoch.ticket.set_result(self.ticket)
 
     async def _verify(self, epoch: int) -> None:
-        """Every rank compares what it holds with what the source says it sent."""
+        """Lets every rank compare its blocks with the source's digests."""
         ranks = self._rank_ids if self.ticket.digests else ()
         found = await all_of(self._compare(epoch, rank) for rank in ranks)
         wrong = [each for those in found for each in those]
@@ -203,7 +242,8 @@ class Reservation:
             self.on(SinkEvent.VERIFIED, epoch=epoch)
 
     async def _compare(self, epoch: int, rank: int) -> list[RunDigest]:
-        """The digests of one rank that are wrong. It compares step by step, each is progress."""
+        """Returns one rank's digests that differ. The rank works in steps, each of which renews the
+        lease."""
         transfer_id = self.ticket.transfer_id
         digests = tuple(each for each in self.epoch.digests if each.sink_rank == rank)
         reply = await self._ranks.send(rank, Verify(transfer_id, epoch, digests))
@@ -215,19 +255,19 @@ class Reservation:
         return wrong
 
     async def _quiesce(self) -> None:
-        await asyncio.wait([self._opening])  # or an accept could overtake the quiesce
+        await asyncio.wait([self._opening])  # no accept may come after the quiesce
         await self._ranks.send_alive(self._rank_ids, Quiesce(self.ticket.transfer_id))
         self.on(SinkEvent.QUIESCED)
 
     # ---- the ends ----------------------------------------------------------------------------
 
     def _activate(self) -> None:
-        arrival = self.epoch.arrival()
+        result = self.epoch.result()
         self._counts["landed"] += 1
-        self._counts["bytes"] += arrival.nbytes
+        self._counts["bytes"] += result.nbytes
         self._end()
         self._tasks.start(self._release())
-        self.arrival.set_result(arrival)
+        self.arrival.set_result(result)
 
     async def _release(self) -> None:
         await self._ranks.send_alive(self._rank_ids, Release(self.ticket.transfer_id))
@@ -237,7 +277,7 @@ class Reservation:
         self._end()
         try:
             self._on_freed()
-        finally:  # nobody waits for ever because of a defect there
+        finally:  # even if `on_freed` raises, no call waits for ever
             self.arrival.set_exception(self.cause)
             if not self.epoch.ticket.done():
                 self.epoch.ticket.set_exception(self.cause)
@@ -246,3 +286,7 @@ class Reservation:
         self._lease.end()
         self.epoch.digests = ()
         self._on_over(self)
+
+
+def stale_epoch(message: str) -> TransferError:
+    return TransferError(message, code="STALE_EPOCH", blame=Blame.PREFILL, retryable=True)

@@ -1,6 +1,6 @@
-"""The rank half of the KV transfer: its connectors behind the executor's bytes.
+"""The rank half of the KV transfer: a rank's connectors, driven by the executor's messages.
 
-It is the `Extension` of `common/distributed/executor.py`: it lives in each rank, beside the
+It implements the `Extension` of `common/distributed/executor.py`: it lives in each rank, beside the
 cache, and is served while a step computes.
 """
 
@@ -41,8 +41,8 @@ from pdserve.kv_transfer.selection import RankConfig, load_connector
 
 logger = logging.getLogger(__name__)
 
-# What is hashed while a call waits for it, rather than on a thread: in less time than it takes to
-# wake one that others keep from the interpreter.
+# Up to so much is hashed on the caller's thread: that takes less time than waking another thread,
+# which has to wait for the interpreter.
 SHORT_NBYTES = 512 << 10
 SHORT_RUNS = 64
 
@@ -50,8 +50,8 @@ SHORT_RUNS = 64
 _configs = msgspec.msgpack.Decoder(RankConfig)
 
 
-class TransferRank:
-    """Serves one rank's connector, and makes the digests it need not know of."""
+class WorkerConnector:
+    """Serves one rank\'s connector, and makes digests, which connectors need not know."""
 
     def __init__(self, connector: KVConnector, source: bool) -> None:
         context = connector.context
@@ -64,7 +64,7 @@ class TransferRank:
         self._endpoint = b"" if source else connector.endpoint()
 
     def info(self) -> bytes:
-        """The endpoint sources reach this rank at; empty for a source."""
+        """Returns the endpoint at which sources reach this rank; empty for a source."""
         return self._endpoint
 
     def handle(self, message: bytes) -> bytes:
@@ -78,28 +78,29 @@ class TransferRank:
             command = decode_command(message)
             return self._answer(lambda: command) if self._is_short(command) else None
         except TransferError:
-            return None  # it is none: `handle` says so
+            return None  # `handle` answers with this error
         finally:
             self._busy.release()
 
     def _is_short(self, command: Command) -> bool:
-        """No method of a connector blocks but `quiesce`; hashing takes its time."""
+        """Returns whether a command is soon served: a connector blocks only in `quiesce`, and much
+        hashing takes time."""
         match command:
             case Accept() | Submit():
                 return True
             case Ready(digest=digest):
                 source = self._sources.get(command.transfer_id)
                 rects = [piece.rect for piece, _ in source.pieces] if digest and source else []
-                return self._hashed_soon(rects, command.run.count)
+                return self._is_hashed_soon(rects, command.run.count)
             case Verify(transfer_id, digests=digests):
                 sink = self._sinks.get(transfer_id)
                 count = len(sink.block_ids) if sink else 0
                 few = len(digests) <= SHORT_RUNS
-                return few and self._hashed_soon([self._connector.context.view.rect], count)
+                return few and self._is_hashed_soon([self._connector.context.view.rect], count)
             case _:
                 return False
 
-    def _hashed_soon(self, rects: Sequence[Rect], count: int) -> bool:
+    def _is_hashed_soon(self, rects: Sequence[Rect], count: int) -> bool:
         cache = self._connector.context.view.cache
         nbytes = sum(piece_nbytes(cache, rect, count) for rect in rects)
         return nbytes <= SHORT_NBYTES and (cache.device.type == "cpu" or not nbytes)
@@ -138,19 +139,19 @@ class TransferRank:
         return Reply()
 
     def _quiesce(self, transfer_id: bytes) -> None:
-        """The blocks will belong to other sequences next: a connector that may still write to them,
-        or lets a peer read them, must end with this process."""
+        """Quiesces the connector or ends this process: the blocks will belong to other sequences,
+        so a connector that may still touch them must not live on."""
         try:
             self._connector.quiesce(transfer_id)
         except Exception:
             logger.critical(
-                "the KV connector does not leave a transfer's blocks: this process ends",
+                "the KV connector failed to quiesce a transfer, so this process ends",
                 exc_info=True,
             )
             leave(1)
 
     def _digest(self, ready: Ready) -> tuple[RunDigest, ...]:
-        """Made while the connector delivers the run."""
+        """Hashes a run while the connector delivers it."""
         transfer = self._sources.get(ready.transfer_id)
         if transfer is None or not ready.digest or not ready.run.count:
             return ()
@@ -196,7 +197,7 @@ def _stopped() -> TransferError:
     return TransferError("the transfer was stopped", code="UNKNOWN_TRANSFER")
 
 
-def build_rank(
+def build_worker_connector(
     cache: torch.Tensor,
     shape: Part,
     shared_fd: int | None,
@@ -204,14 +205,14 @@ def build_rank(
     host: str,
     config: bytes,
     emit: Callable[[bytes], None],
-) -> TransferRank:
-    """The factory a worker calls once its cache is allocated. `config` is a msgpack
-    `RankConfig`; `host` is what connectors bind to; `shared_fd` is the memory file whose first byte
-    is the cache's.
+) -> WorkerConnector:
+    """Builds a rank's half; a worker calls it once its cache is allocated. `config` is a msgpack
+    `RankConfig`; connectors bind to `host`; `shared_fd` is the memory file that holds the cache,
+    from its first byte.
 
     Raises:
-        ConfigError: no such connector, an unknown option, another API version, or the cache is
-            not where a connector can reach it.
+        ConfigError: an unknown connector or option, another API version, or a connector cannot
+            reach the cache's memory.
     """
     settings = _configs.decode(config)
     context = RankContext(
@@ -224,11 +225,11 @@ def build_rank(
     children = {name: load_connector(name) for name in settings.connectors}
     if settings.source:
         check_readable(children, context.view)
-    block_code()  # built now, not when the first KV moves
+    block_code()  # built here, before the first KV moves
     makers = {
         name: partial(kind, config=settings.connectors[name]) for name, kind in children.items()
     }
-    return TransferRank(MultiConnector(context, makers), settings.source)
+    return WorkerConnector(MultiConnector(context, makers), settings.source)
 
 
 def check_readable(children: Mapping[str, type[KVConnector]], view: CacheView) -> None:
