@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, aclosing
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 from grpc.aio import EOF  # type: ignore[attr-defined]
 
-from pdserve.common.core.errors import DeadlineExceeded, InvalidRequest, PdserveError
+from pdserve.common.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, PdserveError
 from pdserve.common.rpc.status import Details, abort, serving
 
 MAX_NBYTES = 64 * 2**20  # of the message of a method in LARGE
@@ -103,6 +104,24 @@ async def read_message(context: Context, limit: int) -> bytes:
             code="REQUEST_TOO_LARGE",
         )
     return bytes(raw)
+
+
+@contextmanager
+def one_of_few(
+    calls: Counter[str], context: Context, most: int, own: int, what: str
+) -> Iterator[None]:
+    """Counts the call as its host's meanwhile. Raises Overloaded: there are `most` such calls
+    already, or `own` of its host."""
+    host = context.peer().rpartition(":")[0]
+    if calls.total() >= most or calls[host] >= own:
+        raise Overloaded(f"too many {what} at once", retry_after=1.0)
+    calls[host] += 1
+    try:
+        yield
+    finally:
+        calls[host] -= 1
+        if not calls[host]:
+            del calls[host]
 
 
 def refuse(error: PdserveError, details: Details = lambda error: ()) -> Handler:
