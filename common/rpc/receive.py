@@ -66,9 +66,25 @@ def reading_first(
                 async for answer in answers:
                     await context.write(answer)
 
+    serializer = handler.response_serializer
     if handler.response_streaming:
-        return grpc.stream_stream_rpc_method_handler(stream, None, handler.response_serializer)
-    return grpc.stream_unary_rpc_method_handler(unary, None, handler.response_serializer)
+        return grpc.stream_stream_rpc_method_handler(_forgetting(stream), None, serializer)
+    return grpc.stream_unary_rpc_method_handler(_forgetting(unary), None, serializer)
+
+
+def _forgetting(answer: Handler) -> Handler:
+    """The same. A call keeps the error that it is ended with, the error's traceback keeps the
+    frames, and these the call: thousands of refused calls would be left to the garbage collector,
+    and the event loop stands still while it looks for them."""
+
+    async def answered(messages: Any, context: Context | None) -> Any:
+        try:
+            return await answer(messages, context)
+        except grpc.aio.AbortError as error:
+            messages = context = None
+            raise error.with_traceback(None) from None
+
+    return answered
 
 
 def parsed(handler: Handler, raw: bytes) -> Any:
@@ -130,4 +146,4 @@ def refuse(error: PdserveError, details: Details = lambda error: ()) -> Handler:
     async def refused(_: Any, context: Context) -> None:
         await abort(context, error, details(error))
 
-    return grpc.stream_stream_rpc_method_handler(refused)
+    return grpc.stream_stream_rpc_method_handler(_forgetting(refused))

@@ -4,6 +4,7 @@ send is bounded, and a crowd is refused in words."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections import Counter
@@ -432,6 +433,36 @@ async def test_each_of_4000_calls_at_once_is_answered_or_refused_in_words(crowde
         await asyncio.gather(*map(ended, calls))
     assert ends.total() == CALLS and set(ends) <= {"OK", "RESOURCE_EXHAUSTED"}, ends
     assert ends["OK"] > CALLS // 2
+
+
+async def test_refused_calls_leave_nothing_to_the_garbage_collector(
+    generator: FakeGenerator,
+) -> None:
+    """The event loop stands still while it looks for what thousands of them leave."""
+
+    async def full(request: Any) -> AsyncIterator[Any]:
+        raise Overloaded("there is no room", retry_after=1.0)
+        yield
+
+    generator.generate = full  # type: ignore[method-assign, assignment]
+    text = inference_pb2.GenerateRequest(text="h").SerializeToString()
+    calls = [(GENERATE, text, BEARER), (GENERATE, text, ()), (MODEL, b"x" * 9, BEARER)]
+    async with started(client_server(generator)) as port, dialled(port) as channel:
+        await told(channel, *calls[0])
+        gc.collect()
+        gc.disable()
+        try:
+            for call in calls * 5:
+                assert (await told(channel, *call))[0] is not grpc.StatusCode.OK
+            await asyncio.sleep(0.1)
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()
+        finally:
+            gc.set_debug(0)
+            gc.enable()
+    left = Counter(type(each).__name__ for each in gc.garbage)
+    gc.garbage.clear()
+    assert not left["_ServicerContext"] and not left["Overloaded"], left
 
 
 # ---- connections ----------------------------------------------------------------------------
