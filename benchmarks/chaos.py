@@ -142,6 +142,13 @@ def _waits(samples: list[Sample], faults: Faults) -> dict[str, dict[str, float]]
 
     found = {
         HEALTH: percentiles(samples, HEALTH, served),
+        "  of that, the router without a CPU": percentiles(
+            samples, HEALTH, served, lambda each: each.router_starved
+        ),
+        "  of that, the client without a CPU": percentiles(
+            samples, HEALTH, served, lambda each: each.probe_starved
+        ),
+        "  the rest of each": percentiles(samples, HEALTH, served, lambda each: each.served),
         SHORT: percentiles(samples, SHORT, lambda each: served(each) and not beside_greed(each)),
         f"{SHORT} beside a greedy client": percentiles(
             samples, SHORT, lambda each: served(each) and beside_greed(each)

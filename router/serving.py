@@ -37,7 +37,7 @@ DEFAULT_MAX_TOKENS = 16  # of a completion
 INLINE = 4 * 1024  # bytes of a body that takes less than a few milliseconds
 SMALL = 64 * 1024  # bytes of a body that a thread may take,
 THREADS = 4  # of so many at a time,
-MAX_WAITING, MAX_CLIENT_WAITING = 4096, 3072  # and so many such bodies may wait for one
+MAX_WAITING = 4096  # and so many such bodies may wait for one
 # Clients choose the names: remember no more than these, of so many characters.
 _MAX_NAMES, _MAX_NAME_LENGTH = 1000, 64
 
@@ -88,9 +88,7 @@ class Serving:
     adapters: Adapters = field(default_factory=Adapters)
     cached: Cached = field(default_factory=Cached)
     grammar: GrammarCompiler = field(init=False)
-    threads: Turns = field(
-        init=False, default_factory=lambda: Turns(THREADS, MAX_WAITING, MAX_CLIENT_WAITING)
-    )
+    threads: Turns = field(init=False, default_factory=lambda: Turns(THREADS, MAX_WAITING))
 
     def __post_init__(self) -> None:
         compile = self._compile if self.workers is None else self.workers.compile

@@ -3,7 +3,8 @@
     python -m benchmarks.soak.probe http://127.0.0.1:8000 '{"Authorization": "Bearer …"}'
 
 writes a line for each answer: what was asked, when (time.monotonic, which processes of a host
-share), and the seconds that it took.
+share), the seconds that it took, and for how many of these the router's event loop, and this
+client, were ready to run and had no CPU: what is left is the router's own, or the nodes'.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from time import monotonic, sleep
 from urllib.parse import urlsplit
 
 import numpy as np
+import psutil
 
 HEALTH, SHORT = "/health", "a short answer"
 PERIODS = {HEALTH: 0.05, SHORT: 0.25}  # seconds between an answer and the next question
@@ -35,6 +37,13 @@ class Sample:
     kind: str
     at: float  # when it was asked, in seconds of time.monotonic
     seconds: float
+    router_starved: float = 0.0  # seconds of these in which the router's main thread had no CPU,
+    probe_starved: float = 0.0  # and those in which this client had none
+
+    @property
+    def served(self) -> float:
+        """Seconds without those."""
+        return max(0.0, self.seconds - self.router_starved - self.probe_starved)
 
 
 def main(url: str, headers: str) -> None:
@@ -44,17 +53,39 @@ def main(url: str, headers: str) -> None:
 
 
 def _ask_on(kind: str, url: str, headers: Mapping[str, str]) -> None:
+    place = urlsplit(url)
     while True:
-        connection = HTTPConnection(urlsplit(url).netloc, timeout=TIMEOUT)
+        connection = HTTPConnection(place.netloc, timeout=TIMEOUT)
         with suppress(OSError, HTTPException):  # a router that died has a successor
+            connection.connect()
+            router, me = _listening(place.port), "thread-self"
             while True:
-                since = monotonic()
+                since, before = monotonic(), (_starved(router), _starved(me))
                 if _ask(kind, connection, headers):
-                    line = json.dumps([kind, since, monotonic() - since])
+                    seconds, after = monotonic() - since, (_starved(router), _starved(me))
+                    starved = [b - a for a, b in zip(before, after, strict=True)]
+                    line = json.dumps([kind, since, seconds, *starved])
                     os.write(1, f"{line}\n".encode())  # at once: two threads write
                 sleep(PERIODS[kind])
         connection.close()
         sleep(PERIODS[kind])
+
+
+def _listening(port: int | None) -> str:
+    """The process that listens there, as /proc names its main thread; empty: none is found."""
+    with suppress(psutil.Error):
+        for each in psutil.net_connections("tcp"):
+            if each.status == psutil.CONN_LISTEN and each.laddr.port == port and each.pid:
+                return f"{each.pid}/task/{each.pid}"
+    return ""
+
+
+def _starved(thread: str) -> float:
+    """Seconds, since it began, in which it was ready to run and had no CPU; 0 where the system does
+    not say."""
+    with suppress(OSError, IndexError):
+        return int(Path(f"/proc/{thread}/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
 
 
 def _ask(kind: str, connection: HTTPConnection, headers: Mapping[str, str]) -> bool:
@@ -95,10 +126,13 @@ async def _read(lines: asyncio.StreamReader, samples: list[Sample]) -> None:
 
 
 def percentiles(
-    samples: Iterable[Sample], kind: str, counts: Callable[[Sample], bool]
+    samples: Iterable[Sample],
+    kind: str,
+    counts: Callable[[Sample], bool],
+    seconds: Callable[[Sample], float] = lambda each: each.seconds,
 ) -> dict[str, float]:
     """Milliseconds by percentile, of the samples that count; empty without any."""
-    found = [1000 * each.seconds for each in samples if each.kind == kind and counts(each)]
+    found = [1000 * seconds(each) for each in samples if each.kind == kind and counts(each)]
     if not found:
         return {}
     values = np.percentile(found, PERCENTILES)

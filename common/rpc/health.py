@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2 as pb
 
-from pdserve.common.core.errors import InvalidRequest, Overloaded
-from pdserve.common.rpc.receive import Context, Handler, read_message
+from pdserve.common.core.errors import DeadlineExceeded, InvalidRequest
+from pdserve.common.rpc.receive import Context, Handler, one_of_few, read_message
 from pdserve.common.rpc.status import serving
 
 SERVICE = "/grpc.health.v1.Health/"
 MAX_NBYTES = 4096  # of a request, which is a service's name
-MAX_READS = 16  # requests being read at a time
-MAX_WATCHES = 128  # calls of Watch at a time,
-MAX_OWN_WATCHES = 16  # and those of one host
+MAX_READS, MAX_OWN_READS = 64, 16  # requests being read at a time, and those of one host
+READ = 5.0  # seconds in which a request comes
+MAX_WATCHES, MAX_OWN_WATCHES = 128, 16  # calls of Watch at a time
 WATCH = 600.0  # seconds of a Watch; who wants to know more asks again
 
 _UNKNOWN = pb.HealthCheckResponse.SERVICE_UNKNOWN
@@ -40,8 +38,8 @@ class Health(grpc.GenericRpcHandler):  # type: ignore[type-arg]
             "": pb.HealthCheckResponse.SERVING
         }
         self._changed = asyncio.Event()  # replaced by each change
-        self._reading = 0
-        self._watches: Counter[str] = Counter()  # by host
+        self._reads_now: Counter[str] = Counter()  # by host
+        self._watches: Counter[str] = Counter()
 
     def set(self, services: tuple[str, ...], status: pb.HealthCheckResponse.ServingStatus) -> None:
         if any(self._statuses.get(name) != status for name in services):
@@ -70,7 +68,7 @@ class Health(grpc.GenericRpcHandler):  # type: ignore[type-arg]
     async def _watch(self, _: Any, context: Context) -> None:
         async with serving(context):
             name = await self._asked(context)
-            with self._watching(context):
+            with one_of_few(self._watches, context, MAX_WATCHES, MAX_OWN_WATCHES, "watch health"):
                 await self._tell(name, context)
 
     async def _tell(self, name: str, context: Context) -> None:
@@ -89,25 +87,12 @@ class Health(grpc.GenericRpcHandler):  # type: ignore[type-arg]
     async def _asked(self, context: Context) -> str:
         if not self._reads:
             return ""
-        if self._reading >= MAX_READS:
-            raise Overloaded("too many ask for health at once", retry_after=1.0)
-        self._reading += 1
-        try:
-            raw = await read_message(context, MAX_NBYTES)
-            return pb.HealthCheckRequest.FromString(raw).service
-        except DecodeError:
-            raise InvalidRequest("the message is not of the method's type") from None
-        finally:
-            self._reading -= 1
-
-    @contextmanager
-    def _watching(self, context: Context) -> Iterator[None]:
-        host = context.peer().rpartition(":")[0]
-        if self._watches.total() >= MAX_WATCHES or self._watches[host] >= MAX_OWN_WATCHES:
-            raise Overloaded("too many watch this server's health", retry_after=60.0)
-        self._watches[host] += 1
-        try:
-            yield
-        finally:
-            self._watches[host] -= 1
-            self._watches += Counter()  # forgets hosts without
+        with one_of_few(self._reads_now, context, MAX_READS, MAX_OWN_READS, "ask for health"):
+            try:
+                async with asyncio.timeout(READ):
+                    raw = await read_message(context, MAX_NBYTES)
+                return pb.HealthCheckRequest.FromString(raw).service
+            except TimeoutError:
+                raise DeadlineExceeded("the request came too slowly") from None
+            except DecodeError:
+                raise InvalidRequest("the message is not of the method's type") from None

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, aclosing
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 from grpc.aio import EOF  # type: ignore[attr-defined]
 
-from pdserve.common.core.errors import DeadlineExceeded, InvalidRequest, PdserveError
+from pdserve.common.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, PdserveError
 from pdserve.common.rpc.status import Details, abort, serving
 
 MAX_NBYTES = 64 * 2**20  # of the message of a method in LARGE
@@ -65,9 +66,25 @@ def reading_first(
                 async for answer in answers:
                     await context.write(answer)
 
+    serializer = handler.response_serializer
     if handler.response_streaming:
-        return grpc.stream_stream_rpc_method_handler(stream, None, handler.response_serializer)
-    return grpc.stream_unary_rpc_method_handler(unary, None, handler.response_serializer)
+        return grpc.stream_stream_rpc_method_handler(_forgetting(stream), None, serializer)
+    return grpc.stream_unary_rpc_method_handler(_forgetting(unary), None, serializer)
+
+
+def _forgetting(answer: Handler) -> Handler:
+    """The same. A call keeps the error that it is ended with, the error's traceback keeps the
+    frames, and these the call: thousands of refused calls would be left to the garbage collector,
+    and the event loop stands still while it looks for them."""
+
+    async def answered(messages: Any, context: Context | None) -> Any:
+        try:
+            return await answer(messages, context)
+        except grpc.aio.AbortError as error:
+            messages = context = None
+            raise error.with_traceback(None) from None
+
+    return answered
 
 
 def parsed(handler: Handler, raw: bytes) -> Any:
@@ -105,10 +122,28 @@ async def read_message(context: Context, limit: int) -> bytes:
     return bytes(raw)
 
 
+@contextmanager
+def one_of_few(
+    calls: Counter[str], context: Context, most: int, own: int, what: str
+) -> Iterator[None]:
+    """Counts the call as its host's meanwhile. Raises Overloaded: there are `most` such calls
+    already, or `own` of its host."""
+    host = context.peer().rpartition(":")[0]
+    if calls.total() >= most or calls[host] >= own:
+        raise Overloaded(f"too many {what} at once", retry_after=1.0)
+    calls[host] += 1
+    try:
+        yield
+    finally:
+        calls[host] -= 1
+        if not calls[host]:
+            del calls[host]
+
+
 def refuse(error: PdserveError, details: Details = lambda error: ()) -> Handler:
     """Answers any call with the error; its messages are never read."""
 
     async def refused(_: Any, context: Context) -> None:
         await abort(context, error, details(error))
 
-    return grpc.stream_stream_rpc_method_handler(refused)
+    return grpc.stream_stream_rpc_method_handler(_forgetting(refused))

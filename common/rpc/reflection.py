@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
 
-from pdserve.common.core.errors import DeadlineExceeded, InvalidRequest, Overloaded
-from pdserve.common.rpc.receive import EOF, Context, Handler, parsed
+from pdserve.common.core.errors import DeadlineExceeded, InvalidRequest
+from pdserve.common.rpc.receive import EOF, Context, Handler, one_of_few, parsed
 from pdserve.common.rpc.status import serving
 
 MAX_NBYTES = 4096  # of a question, which is a name
-MAX_CALLS = 32  # at a time
+MAX_CALLS, MAX_OWN_CALLS = 32, 8  # at a time, and those of one host
 LASTS = 60.0  # seconds of a call, which may have many questions
 
 
@@ -22,7 +22,7 @@ class Reflection:
     """The calls of one server."""
 
     def __init__(self) -> None:
-        self._calls = 0
+        self._calls: Counter[str] = Counter()  # by host
 
     def bounded(self, handler: Handler, admit: Callable[[Context], None]) -> Handler:
         """The handler, within bounds. `admit` raises for callers who may not ask."""
@@ -30,20 +30,12 @@ class Reflection:
         async def answer(_: Any, context: Context) -> None:
             async with serving(context):
                 admit(context)
-                with self._counted():
+                with one_of_few(
+                    self._calls, context, MAX_CALLS, MAX_OWN_CALLS, "ask for contracts"
+                ):
                     await _answer(handler, context)
 
         return grpc.stream_stream_rpc_method_handler(answer, None, handler.response_serializer)
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        if self._calls >= MAX_CALLS:
-            raise Overloaded("too many ask for the contracts at once", retry_after=1.0)
-        self._calls += 1
-        try:
-            yield
-        finally:
-            self._calls -= 1
 
 
 async def _answer(handler: Handler, context: Context) -> None:

@@ -67,6 +67,8 @@ async def serving(
     try:
         yield
     except PdserveError as error:
+        # Else a circle: their frames know the error, and all of the request.
+        error.__traceback__ = error.__context__ = error.__cause__ = None
         await abort(context, error, details(error))
     except (GeneratorExit, grpc.aio.AbortError, CallGone):
         raise

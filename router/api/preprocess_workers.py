@@ -30,7 +30,6 @@ from pdserve.router.requests.fair_share import Turns
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 256  # bodies, whose bytes `router/http/request.py` bounds
-MAX_CLIENT_WAITING = 192  # of one client
 _MODULE = "pdserve.router.api.preprocess_worker"
 _TIMEOUT = 60.0  # seconds one body may take
 _RESTART_PAUSE = 0.5  # seconds: a host without memory kills the next one, too
@@ -90,9 +89,9 @@ class PreprocessWorkers:
 
     def __init__(self, spec: Spec, size: int = 2) -> None:
         self._spec = msgspec.msgpack.encode(spec)
-        self._turns = Turns(size, MAX_WAITING, MAX_CLIENT_WAITING)
+        self._turns = Turns(size, MAX_WAITING)
         # Costly templates never hold all processes.
-        self._costly = Turns(max(1, size - 1), MAX_WAITING, MAX_CLIENT_WAITING)
+        self._costly = Turns(max(1, size - 1), MAX_WAITING)
         self._idle: list[_Worker] = []
         self._server: ForkServer | None = None
         self._starting = asyncio.Lock()

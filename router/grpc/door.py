@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from typing import Any
 from urllib.parse import unquote
 
-from pdserve.common.core.errors import Overloaded, PdserveError, Unauthenticated, Unavailable
+from pdserve.common.core.errors import PdserveError, Unauthenticated, Unavailable
 from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.common.rpc.auth import REFLECTION
 from pdserve.common.rpc.receive import Context, read_message, reading_first, refuse
@@ -45,7 +45,6 @@ class Messages:
         self._limit = limit
         self._timeout = timeout
         self._room = FairShare(max(2 * limit, HELD * MAX_NBYTES), share)
-        self._waiting = 0
 
     @asynccontextmanager
     async def reading(self, client: str, context: Context) -> AsyncIterator[bytes]:
@@ -73,9 +72,7 @@ class Messages:
             release()
 
     async def _acquire(self, client: str) -> None:
-        if self._waiting >= MAX_WAITING:
-            raise Overloaded(f"{self._waiting} calls are waiting already", retry_after=1.0)
-        self._waiting += 1
+        self._room.make_room(client, MAX_WAITING, "calls")
         try:
             async with asyncio.timeout(self._timeout):
                 await self._room.acquire(client, self._limit)
@@ -85,8 +82,6 @@ class Messages:
                 code="QUEUE_TIMEOUT",
                 retry_after=2.0,
             ) from None
-        finally:
-            self._waiting -= 1
 
 
 class ClientDoor(Door):

@@ -195,6 +195,8 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
         refused = stopping()  # the client is there, so it is this server that stops
     except Exception as error:
         refused = as_typed(error)
+    # Else a circle: their frames know the error, and all of the request.
+    refused.__traceback__ = refused.__context__ = refused.__cause__ = None
     _count(request, refused)
     return _in_its_words(request, error_response(refused))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import hdrs, web
 
-from pdserve.common.core.errors import Overloaded, Unavailable
+from pdserve.common.core.errors import Unavailable
 from pdserve.common.core.parameters import PARAMETERS
 from pdserve.common.http.connection import connection_of
 from pdserve.common.http.server import ask_for_body
@@ -64,8 +64,7 @@ class Bodies:
             self._held.release(client, size)
 
     async def _acquire(self, client: str, size: int) -> None:
-        if (waiting := self._held.waiting) >= MAX_WAITING:
-            raise Overloaded(f"{waiting} large bodies are waiting already", retry_after=1.0)
+        self._held.make_room(client, MAX_WAITING, "large bodies")
         try:
             async with asyncio.timeout(self._timeout):
                 await self._held.acquire(client, size)

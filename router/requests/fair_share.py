@@ -1,24 +1,33 @@
-"""A capacity that clients share: nobody holds all of it, and nobody waits behind one client's
-queue."""
+"""A capacity that clients share: none holds all of it, none waits behind another's queue, and none
+fills the queues of all."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from pdserve.common.core.errors import Overloaded
 
 T = TypeVar("T")
 
 
-class Waiter(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Waiter:
     priority: int  # lower ones come first
     amount: int
+    group: object  # those of one group are refused together
     future: asyncio.Future[None]  # resolved when it has it
+
+
+def longest(waiting: Mapping[str, int], than: int) -> list[str]:
+    """The clients that have more than this waiting, those with most first."""
+    found = [client for client, count in waiting.items() if count > than]
+    return sorted(found, key=lambda client: -waiting[client])
 
 
 class FairShare:
@@ -26,7 +35,9 @@ class FairShare:
     the one that was served longest ago. Within a client by priority, of equals first come first
     served.
 
-    The queues are bounded by whoever calls `acquire`.
+    The queues are bounded by whoever calls `acquire`: with `make_room`, or by a rule of its own
+    and `refuse`. In full queues the longest one gives way (longest queue drop, Suter et al.,
+    INFOCOM 1998): whoever fills them loses its own newest ones to others.
     """
 
     def __init__(
@@ -40,37 +51,62 @@ class FairShare:
         self.held = 0
         self._held_by: Counter[str] = Counter()
         self._queues: dict[str, deque[Waiter]] = {}  # the client served last is the last one
+        self._lengths: Counter[str] = Counter()  # of the queues
 
     @property
     def waiting(self) -> int:
         """Calls of `acquire` that wait."""
-        return sum(map(self.waiting_of, self._queues))
-
-    def waiting_of(self, client: str) -> int:
-        return sum(not each.future.done() for each in self._queues.get(client, ()))
+        return self._lengths.total()
 
     def has_room(self, client: str, amount: int = 1) -> bool:
         """Whether `acquire` would return at once."""
         return not self._queues.get(client) and self._fits(client, amount)
 
-    async def acquire(self, client: str, amount: int = 1, priority: int = 0) -> None:
+    def make_room(self, client: str, most: int, what: str) -> None:
+        """Lets one more of the client's wait, though at most so many do: the client that has most
+        waiting gives way, and its newest one is refused.
+
+        Raises:
+            Overloaded: no client has more than this one would have.
+        """
+        if self.waiting < most or self.has_room(client):
+            return
+        error = partial(Overloaded, f"{self.waiting} {what} are waiting already", retry_after=1.0)
+        if not (names := longest(self._lengths, than=self._lengths[client] + 1)):
+            raise error()
+        self._refuse(names[0], [self._queues[names[0]][-1]], error)
+
+    async def acquire(
+        self, client: str, amount: int = 1, priority: int = 0, group: object = None
+    ) -> None:
         """Waits for `amount` of the capacity, which `release` returns. Cancelled, it holds
-        nothing."""
+        nothing.
+
+        Raises:
+            Overloaded: it was refused while it waited.
+        """
         future = asyncio.get_running_loop().create_future()
+        waiter = Waiter(priority, amount, group, future)
         queue = self._queues.setdefault(client, deque())
         ahead = len(queue)
         while ahead and queue[ahead - 1].priority > priority:
             ahead -= 1
-        queue.insert(ahead, Waiter(priority, amount, future))
+        queue.insert(ahead, waiter)
+        self._lengths[client] += 1
         self._grant()
         try:
             await future
         except BaseException:
-            if future.done() and not future.cancelled():
+            if future.cancelled():
+                self._leave(client, waiter)
+            elif future.exception() is None:
                 self.release(client, amount)  # granted in the moment it was cancelled
-            else:
-                self._leave(client, future)
             raise
+
+    def refuse(self, client: str, group: object, error: Callable[[], Overloaded]) -> None:
+        """Those of the client's that wait in this group end with the error."""
+        found = [each for each in self._queues.get(client, ()) if each.group is group]
+        self._refuse(client, found, error)
 
     def release(self, client: str, amount: int = 1) -> None:
         self.held -= amount
@@ -90,12 +126,12 @@ class FairShare:
 
     def _grant(self) -> None:
         while (client := self._next()) is not None:
-            _, amount, future = self._queues[client].popleft()
+            waiter = self._queues[client][0]
             self._queues[client] = self._queues.pop(client)  # behind the others
-            self._drop_if_empty(client)
-            self.held += amount
-            self._held_by[client] += amount
-            future.set_result(None)
+            self._remove(client, waiter)
+            self.held += waiter.amount
+            self._held_by[client] += waiter.amount
+            waiter.future.set_result(None)
 
     def _next(self) -> str | None:
         """The client whose turn it is. A large piece waits until it fits: smaller ones of other
@@ -113,31 +149,38 @@ class FairShare:
         client = min(turns, key=lambda name: self._held_by[name])
         return client if self._fits(client, self._queues[client][0].amount) else None
 
-    def _leave(self, client: str, future: asyncio.Future[None]) -> None:
-        if client in self._queues:
-            queue = self._queues[client]
-            self._queues[client] = deque(each for each in queue if each.future is not future)
-        self._drop_if_empty(client)
+    def _leave(self, client: str, waiter: Waiter) -> None:
+        if waiter in self._queues.get(client, ()):
+            self._remove(client, waiter)
         self._grant()  # it may have stood before others
 
-    def _forget_cancelled(self, client: str) -> None:
-        queue = self._queues[client]
-        while queue and queue[0].future.done():  # its task has not run since
-            queue.popleft()
-        self._drop_if_empty(client)
+    def _refuse(
+        self, client: str, waiters: Iterable[Waiter], error: Callable[[], Overloaded]
+    ) -> None:
+        for waiter in waiters:
+            self._remove(client, waiter)
+            if not waiter.future.done():
+                waiter.future.set_exception(error())
+        self._grant()
 
-    def _drop_if_empty(self, client: str) -> None:
-        if not self._queues.get(client, True):
-            del self._queues[client]
+    def _forget_cancelled(self, client: str) -> None:
+        while (queue := self._queues.get(client)) and queue[0].future.done():
+            self._remove(client, queue[0])  # its task has not run since
+
+    def _remove(self, client: str, waiter: Waiter) -> None:
+        queue = self._queues[client]
+        queue.remove(waiter)
+        self._lengths[client] -= 1
+        if not queue:
+            del self._queues[client], self._lengths[client]
 
 
 class Turns:
     """Work of which so many pieces are done at once, and so many may wait: clients take turns."""
 
-    def __init__(self, size: int, max_waiting: int, max_client_waiting: int) -> None:
+    def __init__(self, size: int, max_waiting: int) -> None:
         self._free = FairShare(size)
         self._max_waiting = max_waiting
-        self._max_client_waiting = max_client_waiting
         self._work: set[asyncio.Task[Any]] = set()
 
     async def run(self, client: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -147,9 +190,7 @@ class Turns:
         Raises:
             Overloaded: too much waits.
         """
-        waiting, own = self._free.waiting, self._free.waiting_of(client)
-        if waiting >= self._max_waiting or own >= self._max_client_waiting:
-            raise Overloaded(f"{waiting} large bodies are waiting already", retry_after=1.0)
+        self._free.make_room(client, self._max_waiting, "large bodies")
         await self._free.acquire(client)
         task = asyncio.create_task(work())
         self._work.add(task)

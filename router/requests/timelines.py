@@ -3,10 +3,10 @@ its time lost?"""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import count, islice
 from time import monotonic, time
 from typing import Any
 
@@ -33,11 +33,16 @@ class Ended:
 
 
 class Timelines:
-    """Those of the requests that are served, and of the last ones that ended."""
+    """Those of the requests that are served, and of the last ones that ended. Clients share the
+    room for these: whoever has most of it gives way, so that one who asks much, or is refused
+    much, does not drive out the others'."""
 
     def __init__(self, kept: int) -> None:
         """`kept`: how many of those that ended."""
-        self._ended: deque[Ended] = deque(maxlen=kept)
+        self._kept = kept
+        self._numbers = count()
+        self._ended: dict[int, Ended] = {}  # the oldest first
+        self._of: defaultdict[str, deque[int]] = defaultdict(deque)  # their numbers, by client
         self._served: dict[RequestState, tuple[str, ...]] = {}
 
     def begun(self, state: RequestState) -> None:
@@ -46,8 +51,8 @@ class Timelines:
 
     def ended(self, state: RequestState, error: PdserveError | None = None) -> None:
         ids = self._served.pop(state)
-        if self._ended.maxlen:
-            self._ended.append(_ended(state, ids, monotonic(), _described(error)))
+        if self._kept:
+            self._keep(_ended(state, ids, monotonic(), _described(error)))
 
     def find(self, name: str, client: str | None = None) -> list[dict[str, Any]]:
         """Of the request that has this id, as JSON, for each of its prompts; with `client` only
@@ -63,6 +68,16 @@ class Timelines:
         newest first."""
         return [_summary(each) for each in islice(self._newest(client), limit)]
 
+    def _keep(self, ended: Ended) -> None:
+        number = next(self._numbers)
+        self._ended[number] = ended
+        self._of[ended.client].append(number)
+        if len(self._ended) > self._kept:
+            client = max(self._of, key=lambda name: len(self._of[name]))
+            del self._ended[self._of[client].popleft()]
+            if not self._of[client]:
+                del self._of[client]
+
     def _newest(
         self, client: str | None, is_wanted: Callable[[tuple[str, ...]], bool] = lambda ids: True
     ) -> Iterator[Ended]:
@@ -70,7 +85,7 @@ class Timelines:
         for state, ids in reversed(self._served.items()):
             if client in (None, state.request.batch.client) and is_wanted(ids):
                 yield _ended(state, ids, now, None)
-        for each in reversed(self._ended):
+        for each in reversed(self._ended.values()):
             if client in (None, each.client) and is_wanted(each.ids):
                 yield each
 

@@ -4,6 +4,7 @@ send is bounded, and a crowd is refused in words."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections import Counter
@@ -176,6 +177,20 @@ async def test_health_is_told_to_strangers_without_reading(generator: FakeGenera
         assert (await told(channel, HEALTH + "Check", b"x" * 5000))[1] == "REQUEST_TOO_LARGE"
 
 
+async def test_a_host_that_asks_for_health_without_an_end_leaves_room_to_others(
+    generator: FakeGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "MAX_OWN_READS", 2)
+    monkeypatch.setattr(health, "READ", 1.0)
+    async with started(client_server(generator)) as port, dialled(port) as channel:
+        flood = [channel.stream_unary(HEALTH + "Check")(timeout=60) for _ in range(3)]
+        ends = await asyncio.gather(*flood, return_exceptions=True)
+        codes = Counter(each.code() for each in ends if isinstance(each, grpc.aio.AioRpcError))
+        refused, late = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED
+        assert codes == {refused: 1, late: 2}
+        assert (await told(channel, HEALTH + "Check", b""))[0] is grpc.StatusCode.OK
+
+
 async def test_health_is_watched_by_few_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     server = node_server()
     async with linked(server) as (_, channel):
@@ -314,7 +329,7 @@ async def test_more_calls_than_may_wait_are_refused_in_words(
     messages = Messages(LIMIT, timeout=60)
     async with started(client_server(generator, messages)) as port, dialled(port) as channel:
         opened = [channel.stream_stream(MODEL)(metadata=BEARER, timeout=60) for _ in range(3)]
-        while not messages._waiting:
+        while not messages._room.waiting:
             await asyncio.sleep(0.001)
         stub = inference_pb2_grpc.InferenceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError, match="are waiting already") as caught:
@@ -325,7 +340,33 @@ async def test_more_calls_than_may_wait_are_refused_in_words(
             call.cancel()
         while (await told(channel, MODEL, b"", BEARER))[0] is not grpc.StatusCode.OK:
             await asyncio.sleep(0.01)
-        assert messages._room.held == 0 and not messages._waiting
+        assert messages._room.held == 0 and not messages._room.waiting
+
+
+async def test_of_the_calls_that_wait_those_of_the_client_with_most_give_way(
+    generator: FakeGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpc_door, "HELD", 1)
+    monkeypatch.setattr(grpc_door, "MAX_WAITING", 3)
+    messages = Messages(LIMIT, timeout=60)  # room for two, one of each client
+    another = (("authorization", "Bearer another-s"),)
+    server = client_server(generator, messages, keys=f"{KEY},another-s")
+    async with started(server) as port, dialled(port) as channel:
+        flood = [channel.stream_stream(MODEL)(metadata=BEARER, timeout=60) for _ in range(4)]
+        while messages._room.waiting < 3:
+            await asyncio.sleep(0.001)
+        honest = [channel.stream_stream(MODEL)(metadata=another, timeout=60) for _ in range(2)]
+        reads = [asyncio.ensure_future(call.read()) for call in flood]
+        (refused,), _ = await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
+        with pytest.raises(grpc.aio.AioRpcError, match="3 calls are waiting already"):
+            await refused
+        for call in honest:
+            await call.write(b"")
+            await call.done_writing()
+            assert [each async for each in call]
+        for call in flood:
+            call.cancel()
+        await asyncio.gather(*reads, return_exceptions=True)
 
 
 def says(error: Any, kind: Any) -> bool:
@@ -392,6 +433,36 @@ async def test_each_of_4000_calls_at_once_is_answered_or_refused_in_words(crowde
         await asyncio.gather(*map(ended, calls))
     assert ends.total() == CALLS and set(ends) <= {"OK", "RESOURCE_EXHAUSTED"}, ends
     assert ends["OK"] > CALLS // 2
+
+
+async def test_refused_calls_leave_nothing_to_the_garbage_collector(
+    generator: FakeGenerator,
+) -> None:
+    """The event loop stands still while it looks for what thousands of them leave."""
+
+    async def full(request: Any) -> AsyncIterator[Any]:
+        raise Overloaded("there is no room", retry_after=1.0)
+        yield
+
+    generator.generate = full  # type: ignore[method-assign, assignment]
+    text = inference_pb2.GenerateRequest(text="h").SerializeToString()
+    calls = [(GENERATE, text, BEARER), (GENERATE, text, ()), (MODEL, b"x" * 9, BEARER)]
+    async with started(client_server(generator)) as port, dialled(port) as channel:
+        await told(channel, *calls[0])
+        gc.collect()
+        gc.disable()
+        try:
+            for call in calls * 5:
+                assert (await told(channel, *call))[0] is not grpc.StatusCode.OK
+            await asyncio.sleep(0.1)
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()
+        finally:
+            gc.set_debug(0)
+            gc.enable()
+    left = Counter(type(each).__name__ for each in gc.garbage)
+    gc.garbage.clear()
+    assert not left["_ServicerContext"] and not left["Overloaded"], left
 
 
 # ---- connections ----------------------------------------------------------------------------

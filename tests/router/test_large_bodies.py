@@ -221,10 +221,24 @@ async def test_a_large_body_is_never_one_block() -> None:
 
 
 async def test_the_bodies_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_module, "MAX_WAITING", 0)
-    with pytest.raises(Overloaded):
-        async with Bodies(10 * MIB).reading(Slow(MIB), "a"):  # type: ignore[arg-type]
+    monkeypatch.setattr(request_module, "MAX_WAITING", 2)
+    bodies = Bodies(MIB, timeout=60)
+
+    async def read(client: str) -> None:
+        async with bodies.reading(Slow(MIB), client):  # type: ignore[arg-type]
             pass
+
+    many = [asyncio.create_task(read("a")) for _ in range(4)]  # two are held, two wait
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await read("a")
+    other = asyncio.create_task(read("b"))
+    with pytest.raises(Overloaded):  # whoever has most waiting gives way
+        await many[-1]
+    for task in (*many, other):
+        task.cancel()
+    await asyncio.gather(*many, other, return_exceptions=True)
+    assert not bodies._held.held
 
 
 # ---- processes ------------------------------------------------------------------------------
@@ -362,7 +376,7 @@ async def test_clients_take_turns_at_the_text_processes(monkeypatch: pytest.Monk
         raise InvalidRequest("enough")
 
     monkeypatch.setattr(workers, "_ask", ask)
-    limit = workers_module.MAX_CLIENT_WAITING
+    limit = workers_module.MAX_WAITING
     many = [
         asyncio.create_task(workers.preprocess("tokenize", Pieces(b"a"), "a"))
         for _ in range(limit + 1)

@@ -72,9 +72,11 @@ class Site:
 
 
 @asynccontextmanager
-async def serve(folder: Path, keys: APIKeys, root_path: str = "") -> AsyncIterator[Site]:
+async def serve(
+    folder: Path, keys: APIKeys, root_path: str = "", **options: Any
+) -> AsyncIterator[Site]:
     tokenizer = Tokenizer.from_folder(byte_level_folder(folder / "tokenizer"))
-    async with fake_cluster(folder / "cluster", ("p0", "d0")) as cluster:
+    async with fake_cluster(folder / "cluster", ("p0", "d0"), **options) as cluster:
         model = ServedModel(
             names=("tiny",), root="/tiny", max_model_len=100, vocab_size=VOCAB_SIZE, created=0,
             tokenizer=tokenizer,
@@ -248,3 +250,18 @@ async def test_b8_a_cluster_of_ones_own_is_asked_as_an_operator(
     made = APIKeys(server.api_key, server.admin_api_key)
     async with own_session(server) as own:
         made.check_operator(own.headers["Authorization"])
+
+
+async def test_a_client_that_asks_much_does_not_drive_out_timelines_of_others(
+    tmp_path: Path,
+) -> None:
+    async with serve(tmp_path, APIKeys("one, two"), kept_timelines=4) as site:
+        await site.complete("one", "early")
+        for number in range(6):
+            await site.complete("two", f"of-two-{number}")
+        assert len(await site.found("one", "early")) == 1
+        kept = [len(await site.found("two", f"of-two-{number}")) for number in range(6)]
+        assert kept == [0, 0, 0, 1, 1, 1]
+        await site.complete("one", "late")
+        assert [len(await site.found("one", name)) for name in ("early", "late")] == [1, 1]
+        assert await site.found("two", "of-two-3") == []

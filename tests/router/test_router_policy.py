@@ -681,10 +681,74 @@ async def test_clients_take_turns_at_free_places():
 async def test_the_tokens_that_wait_are_bounded():
     admission = Admission(max_running=1, max_waiting=100, timeout=5)
     running = await hold(admission, Batch("a"))
-    large = await hold(admission, Batch("a", MAX_WAITING_TOKENS), MAX_WAITING_TOKENS)
-    with pytest.raises(Overloaded, match="prompt tokens"):
-        await admission.slot(Batch("b", 1), 1).__aenter__()
-    await end(running, large)
+    small = await hold(admission, Batch("a", 5), 5)
+    large = await hold(admission, Batch("a", MAX_WAITING_TOKENS - 5), MAX_WAITING_TOKENS - 5)
+    with pytest.raises(Overloaded, match="prompt tokens of this client"):
+        await admission.slot(Batch("a", 1), 1).__aenter__()
+    other = await hold(admission, Batch("b", 9), 9)  # who has more than that gives way
+    with pytest.raises(Overloaded, match=f"{MAX_WAITING_TOKENS} prompt tokens are waiting"):
+        await large[1]
+    assert admission.waiting == 2
+    await end(running, small, other)
+
+
+async def test_in_a_full_queue_the_client_with_most_of_it_gives_way():
+    admission = Admission(max_running=1, max_waiting=4, timeout=5)
+    running = await hold(admission, Batch("a"))
+    many = [await hold(admission, Batch("a")) for _ in range(4)]
+    others = [await hold(admission, Batch(client)) for client in ("b", "b", "c")]
+    for _, gone in many[1:]:  # the newest first
+        with pytest.raises(Overloaded, match="4 requests are waiting already"):
+            await gone
+    assert admission.waiting == 4 and not many[0][1].done()
+    with pytest.raises(Overloaded):  # who has as many as any
+        await admission.slot(Batch("b")).__aenter__()
+    another = await hold(admission, Batch("d"))  # of equals that have more, one
+    assert admission.waiting == 4
+    with pytest.raises(Overloaded):
+        await others[1][1]
+    with pytest.raises(Overloaded):  # clients without end do not make the queue longer
+        await admission.slot(Batch("e")).__aenter__()
+    await end(running, many[0], others[0], others[2], another)
+    assert admission.running == admission.waiting == 0
+    assert not admission._prompts.counts and not admission._waiting
+
+
+async def test_a_body_that_has_begun_does_not_give_way_and_holds_nobody_up():
+    admission = Admission(max_running=2, max_waiting=4, timeout=5, max_client_share=0.75)
+    body = Batch("a")
+    prompts = [await hold(admission, body) for _ in range(20)]
+    first = await hold(admission, Batch("b"))
+    equal = await hold(admission, Batch("b"))  # half of the queue, as two clients share it
+    with pytest.raises(Overloaded):
+        await admission.slot(Batch("b")).__aenter__()
+    assert not any(task.done() for _, task in (*prompts, first, equal))
+    await end(first, equal, *prompts)
+    assert admission.running == admission.waiting == 0
+
+
+async def test_a_body_gives_way_as_a_whole():
+    admission = Admission(max_running=1, max_waiting=4, timeout=5)
+    running, body = await hold(admission, Batch("a")), Batch("a")
+    prompts = [await hold(admission, body) for _ in range(4)]
+    other = await hold(admission, Batch("b"))
+    for _, gone in [*prompts, await hold(admission, body)]:  # one that comes after it, too
+        with pytest.raises(Overloaded):
+            await gone
+    assert admission.waiting == 1
+    await end(running, other)
+
+
+async def test_what_is_refused_while_it_leaves_is_no_one_s_fault():
+    admission = Admission(max_running=1, max_waiting=2, timeout=5)
+    running = await hold(admission, Batch("a"))
+    waiting = [await hold(admission, Batch("a")) for _ in range(2)]
+    waiting[1][1].cancel()  # and before its task runs
+    other = await hold(admission, Batch("b"))
+    assert (await asyncio.gather(waiting[1][1], return_exceptions=True))[0] is not None
+    assert admission.waiting == 2
+    await end(running, waiting[0], other)
+    assert admission.running == admission.waiting == 0
 
 
 async def test_a_place_granted_to_a_request_that_leaves_is_given_back():
