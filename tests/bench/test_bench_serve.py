@@ -15,7 +15,7 @@ from aiohttp import web
 
 from pdserve.bench.serving import compare
 from pdserve.bench.serving import main as serve
-from pdserve.bench.serving.arrivals import gamma_arrivals, trace_arrivals
+from pdserve.bench.serving.arrivals import gamma_arrivals
 from pdserve.bench.serving.capacity import MAX_RUNS, Step, find_capacity
 from pdserve.bench.serving.client import Chunk, Client, Record, Usage
 from pdserve.bench.serving.datasets import (
@@ -32,9 +32,8 @@ from pdserve.bench.serving.datasets import (
     trace_prompts,
 )
 from pdserve.bench.serving.load import run_load
-from pdserve.bench.serving.metrics import distribution, measure, summarize, tokens_per_chunk
+from pdserve.bench.serving.metrics import measure, summarize
 from pdserve.bench.serving.options import fit_lengths, parse_args
-from pdserve.bench.serving.report import as_json
 from pdserve.cli.main import main
 from pdserve.common.core.errors import ConfigError
 
@@ -52,24 +51,6 @@ def test_poisson_arrivals_have_the_rate() -> None:
     assert offsets[0] == 0.0 and min(gaps) >= 0
     assert mean == pytest.approx(0.1, rel=0.05)
     assert deviation == pytest.approx(mean, rel=0.05)  # exponential gaps
-
-
-def test_burstiness_changes_the_spread_but_not_the_rate() -> None:
-    even = gamma_arrivals(4000, rate=10.0, burstiness=100.0, seed=1)
-    gaps = [b - a for a, b in pairwise(even)]
-    assert even[-1] == pytest.approx(400, rel=0.02)
-    assert max(gaps) < 0.2
-
-
-def test_infinite_rate_and_determinism() -> None:
-    assert gamma_arrivals(3, float("inf"), 1.0, 0) == [0.0, 0.0, 0.0]
-    assert gamma_arrivals(9, 2.0, 1.0, 7) == gamma_arrivals(9, 2.0, 1.0, 7)
-    assert gamma_arrivals(9, 2.0, 1.0, 7) != gamma_arrivals(9, 2.0, 1.0, 8)
-
-
-def test_equal_timestamps_are_spread_to_the_next_one() -> None:
-    assert trace_arrivals([5, 5, 5, 8, 9], speedup=1) == [0, 1, 2, 3, 4]
-    assert trace_arrivals([5, 5, 5, 8, 9], speedup=2) == [0, 0.5, 1, 1.5, 2]
 
 
 # ---------------------------------------------------------------- data sets
@@ -101,11 +82,6 @@ def test_random_lengths_stay_in_range_and_share_the_prefix() -> None:
     assert all(10 <= p.output_len <= 30 for p in prompts)
     assert len({p.input_len for p in prompts}) > 10
     assert all(64 <= token < 512 for p in prompts for token in p.prompt)
-
-
-def test_words_count_as_tokens() -> None:
-    (prompt,) = random_prompts(RandomSpec(7, 1), 1, WORDS, seed=0)
-    assert isinstance(prompt.prompt, str) and len(prompt.prompt.split()) == 7
 
 
 def test_mooncake_trace_keeps_shared_prefixes(tmp_path: Path) -> None:
@@ -197,28 +173,6 @@ def test_chunks_of_several_tokens_share_their_gap() -> None:
     assert timing.tpot == pytest.approx(400 / 6)
 
 
-def test_tokens_per_chunk_prefers_what_the_server_said() -> None:
-    said = [Chunk(0, 1), Chunk(1, 4), Chunk(2, None), Chunk(3, None)]
-    assert tokens_per_chunk(said, 10) == [1, 4, 3, 2]
-    assert tokens_per_chunk(said, 3) == [1, 4, 1, 1]  # never fewer than were seen
-    assert tokens_per_chunk([], 5) == []
-
-
-def test_single_token_and_textless_answers() -> None:
-    assert measure(record(10.5, tokens=1)).tpot is None
-    silent = Record(10.0, 10.0, [], 10.4, "stop", Usage(5, 2))
-    timing = measure(silent)
-    assert timing.ttft == pytest.approx(400) and timing.itl == ()
-
-
-def test_distribution_is_exact() -> None:
-    found = distribution(range(1, 101))
-    assert found is not None
-    assert (found.mean, found.median) == (50.5, 50.5)
-    assert (found.p90, found.p99) == (pytest.approx(90.1), pytest.approx(99.01))
-    assert distribution([]) is None
-
-
 def test_summary_counts_goodput_and_errors() -> None:
     records = [
         record(10.2, 10.3, tokens=2),
@@ -237,13 +191,6 @@ def test_summary_counts_goodput_and_errors() -> None:
     assert summary.total_token_throughput == pytest.approx(153.0)
     assert summary.request_goodput == pytest.approx(0.5)
     assert summary.goodput_share == pytest.approx(0.25)
-
-
-def test_json_has_flat_keys_even_when_nothing_completed() -> None:
-    summary, _ = summarize([Record(1.0, 1.0, error="connect")], {})
-    result = json.loads(json.dumps(as_json(summary, {}, "now")))
-    assert result["mean_ttft_ms"] is None and result["p99_itl_ms"] is None
-    assert result["errors"] == {"connect": 1} and result["request_goodput"] is None
 
 
 # ---------------------------------------------------------------- against a fake server
@@ -508,18 +455,6 @@ async def test_the_capacity_is_found_from_below(knee: float) -> None:
     assert len(steps) < 14 and Step(capacity, 1.0) in steps
 
 
-@pytest.mark.parametrize("share", [0.0, 1.0])
-async def test_a_search_without_end_ends(share: float) -> None:
-    """A server that is never good enough, or always."""
-
-    async def measure(rate: float) -> float:
-        return share
-
-    capacity, steps = await find_capacity(measure, 1.0, 0.9, 1.1)
-    assert len(steps) == MAX_RUNS
-    assert capacity == (steps[-1].rate if share else 0.0)
-
-
 # ---------------------------------------------------------------- the command
 
 
@@ -588,17 +523,6 @@ async def test_command_writes_results(
     assert len(server.seen) == 6  # warm-ups are sent but not measured
     assert all(b["ignore_eos"] and b["top_k"] == 3 for b in server.seen)
     assert server.seen[0]["model"] == "fake"
-
-
-async def test_command_prints_tables_and_reports_failures(
-    server: FakeServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    server.answer = _error_event
-    argv = ["--base-url", server.url, "--model", "m", "--num-prompts", "2"]
-    assert await asyncio.to_thread(serve.main, argv) == 1
-    out = capsys.readouterr().out
-    assert "stream_NODE_FAILED" in out and "TTFT" in out
-    assert "stream_NODE_FAILED: m\n" in out
 
 
 def fast(*more: str) -> list[str]:
