@@ -99,14 +99,6 @@ async def get(site: Site, path: str) -> Any:
         return json.loads(await response.read() or b"null")
 
 
-async def test_a_model_of_two_names(site: Site) -> None:
-    assert [each["id"] for each in (await get(site, "/v1/models"))["data"]] == [
-        "tiny/model", "alias",
-    ]  # fmt: skip
-    assert (await get(site, "/v1/models/alias"))["id"] == "alias"
-    assert (await site.complete(model="alias"))["model"] == "tiny/model"
-
-
 async def test_load_and_ping(site: Site) -> None:
     assert await get(site, "/load") == {"server_load": 0}
     assert await get(site, "/ping") is None

@@ -21,7 +21,6 @@ from prometheus_client import CollectorRegistry
 from benchmarks.bench_bodies import router
 from fakes_pipeline import byte_level_folder
 from paths import MODELS
-from pdserve.common.core.errors import Cancelled
 from pdserve.common.core.request import FinishReason, Timeline
 from pdserve.common.core.sampling import SampledToken
 from pdserve.common.http import connection as connection_module
@@ -35,7 +34,7 @@ from pdserve.router.http import request as request_module
 from pdserve.router.http.app import make_app
 from pdserve.router.http.server import HTTPServer
 from pdserve.router.requests import generation as generation_module
-from pdserve.router.requests.generation import GenerationRequest, GenerationStats, TextDelta, merge
+from pdserve.router.requests.generation import GenerationRequest, GenerationStats, TextDelta
 from pdserve.router.serving import Serving
 
 MODEL = MODELS / "llama-gqa"
@@ -186,24 +185,6 @@ async def test_an_endless_answer_that_nobody_reads_is_cancelled(
             await talker.closed.wait()
         assert not talker.finished.is_set()
         writer.close()
-
-
-async def test_merge_gives_up_a_reader_that_is_far_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation_module, "MAX_BEHIND", 5)
-    closed = asyncio.Event()
-
-    async def numbers() -> AsyncGenerator[int, None]:
-        try:
-            for number in range(100):
-                yield number
-        finally:
-            closed.set()
-
-    updates = merge([numbers()])
-    assert (await anext(updates))[0] == (0, 0)
-    await closed.wait()
-    with pytest.raises(Cancelled, match="behind"):
-        [update async for update in updates]
 
 
 @pytest.mark.parametrize("timeout", [0.2, 0.0])
