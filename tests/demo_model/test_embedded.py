@@ -138,10 +138,3 @@ def test_a_failed_conversion_leaves_nothing_and_is_tried_again(
     conversion.fails = False
     assert embedded.ensure_embedded_model(tmp_path).is_dir()
     assert conversion.runs == 2
-
-
-def test_the_cache_folder_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PDSERVE_CACHE", "/somewhere")
-    assert embedded.default_cache_dir() == Path("/somewhere")
-    monkeypatch.delenv("PDSERVE_CACHE")
-    assert embedded.default_cache_dir() == Path.home() / ".cache" / "pdserve"

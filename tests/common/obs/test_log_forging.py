@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from pdserve.common.core.errors import Blame
-from pdserve.common.core.printable import MAX_PEER_TEXT, cut, json_printable, peer_code, printable
+from pdserve.common.core.printable import MAX_PEER_TEXT, cut, peer_code, printable
 from pdserve.common.obs.logging import (
     MAX_MESSAGE_LENGTH,
     JSONFormatter,
@@ -87,12 +87,6 @@ def test_a_message_is_bounded() -> None:
         assert len(formatter.format(record(long))) < MAX_MESSAGE_LENGTH + 300
     assert cut("abc", 3) == "abc"
     assert cut("abcd", 3) == "abc… (1 more characters)"
-
-
-def test_readable_text_is_left_alone() -> None:
-    for text in ("plain", "naïve Zoë – 「日本」 😀", ""):
-        assert printable(text) == json_printable(text) == text
-    assert json.loads(json_printable('"\U000e0001 \u2028"')) == "\U000e0001 \u2028"
 
 
 class Failing(pb_grpc.DecodeServicer):
