@@ -6,6 +6,8 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from paths import MODELS, ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -15,6 +17,7 @@ import bench_interference
 SMALL = ["--streams", "2", "--input-len", "8", "--output-len", "12", "--every", "0.05"]
 
 
+@pytest.mark.slow
 def test_both_shapes_are_measured_under_the_same_load(tmp_path: Path) -> None:
     result = tmp_path / "r.json"
     options = "--cpu-threads 1 --num-gpu-blocks-override 192"

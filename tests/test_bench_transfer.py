@@ -47,6 +47,7 @@ def peers(python: str) -> Peers:
     return Peers(["nixl", "mooncake"], python)
 
 
+@pytest.mark.slow
 def test_peers_take_turns_with_connectors(peers: Peers, capsys: pytest.CaptureFixture[str]) -> None:
     moved = throughput(["shm"], peers, SMALL, 0.0)
     assert [each.connector for each in moved] == ["shm", "mooncake"]
@@ -57,6 +58,7 @@ def test_peers_take_turns_with_connectors(peers: Peers, capsys: pytest.CaptureFi
     assert "nixl is not there: ImportError: no libucp.so" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_what_is_told_as_moved_has_moved(python: str) -> None:
     engine = Path(python).parent / "mooncake" / "engine.py"
     engine.write_text(ENGINE.replace("os.pwrite(", "print("))

@@ -39,6 +39,7 @@ def nobody_is_left() -> Iterator[None]:
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
+@pytest.mark.slow
 def test_a_cluster_is_measured_and_who_is_absent_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -55,6 +55,7 @@ def test_a_baseline_is_compared_with(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "speed-up" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_model_split_over_ranks_is_compared_with_the_whole(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

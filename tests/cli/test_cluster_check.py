@@ -79,6 +79,7 @@ def test_c15_a_rank_that_finds_no_rank_0_says_so_in_a_line(
     )
 
 
+@pytest.mark.slow
 def test_ranks_joined_by_hand() -> None:
     where = f"--init-method=tcp://127.0.0.1:{free_port()}"
     ranks = [
@@ -91,6 +92,7 @@ def test_ranks_joined_by_hand() -> None:
     assert second == "rank 1: 0 checks failed; rank 0 has the figures\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(hosts.unavailable()), reason=hosts.unavailable())
 def test_ranks_on_two_hosts() -> None:
     """gloo listens where the other host reaches it, whatever the host's name resolves to."""

@@ -30,6 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return embedded.ensure_embedded_model(tmp_path_factory.mktemp("cache"))
 
 
+@pytest.mark.slow
 @needs_wheel
 def test_it_says_what_the_original_says(folder: Path) -> None:
     """That it says what transformers makes of it is tested in `e2e/test_exact.py`."""

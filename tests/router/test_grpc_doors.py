@@ -366,6 +366,7 @@ def crowded(generator: FakeGenerator) -> Iterator[int]:
     thread.join()
 
 
+@pytest.mark.slow
 async def test_each_of_4000_calls_at_once_is_answered_or_refused_in_words(crowded: int) -> None:
     ends: Counter[str] = Counter()
 

@@ -283,6 +283,7 @@ async def test_a_body_drop_by_drop_is_not_waited_for(
 # ---- a log that nobody reads ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_router_whose_log_nobody_reads_goes_on() -> None:
     reader, writer = os.pipe()  # holds 64 KiB
     options = ("--queue-timeout", "0", "--log-level", "debug")
