@@ -119,7 +119,7 @@ async def test_nodes_that_may_not_be_used_say_why(registry, clock):
     add(registry, "d2")
     add(registry, "d3")
     add(registry, "p0", pb.ROLE_PREFILL, healthy=False)
-    _, lost, broken, *_ = registry._nodes.values()
+    _, lost, broken, *_ = registry.nodes()
     lost.lost = True
     broken.breaker.failed()
     broken.breaker.failed()

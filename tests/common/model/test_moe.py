@@ -24,7 +24,7 @@ from pdserve.common.distributed.all2all import RoutedTokens
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.engine.messages import ExpertLoad
 from pdserve.common.model.decoder import CausalLM
-from pdserve.common.model.moe import FusedExperts, MoE, grouped_linear
+from pdserve.common.model.moe import FusedExperts, MoE
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.worker.runner import ModelRunner, dummy_batch, summarize_loads
 from tiny_engine import (
@@ -134,16 +134,6 @@ def test_all_tokens_to_few_experts(tmp_path: Path) -> None:
     loads = model.expert_loads()
     assert loads is not None and loads.sum(1).tolist() == [120] * 4
     assert (loads[:, 5] + loads[:, 2]).min() >= 40  # each token visits one of them at least
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_grouped_product_is_that_of_each_group(dtype: torch.dtype) -> None:
-    x, weight = torch.randn(9, 16, dtype=dtype), torch.randn(5, 8, 16, dtype=dtype)
-    counts = torch.tensor([0, 4, 0, 5, 0])
-    expected = torch.cat((x[:4] @ weight[1].t(), x[4:] @ weight[3].t()))
-    torch.testing.assert_close(grouped_linear(x, weight, counts), expected)
-    nothing = grouped_linear(x[:0], weight, counts * 0)
-    assert nothing.shape == (0, 8) and nothing.dtype == dtype
 
 
 def test_a_token_is_computed_alike_in_any_company() -> None:

@@ -179,7 +179,6 @@ def test_names_of_unknown_fields_are_bounded(caplog: pytest.LogCaptureFixture) -
     fields.note({f"{number}{'x' * 100_000}" for number in range(100)})
     fields.note({str(number) for number in range(5000)})
     fields.note({"one more"})
-    assert len(fields._seen) == 1000 and max(map(len, fields._seen)) == 64
     assert len(caplog.messages) == 2
 
 

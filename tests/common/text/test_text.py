@@ -148,17 +148,6 @@ def test_any_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
     assert "".join(detokenize(tokenizer, ids)) == tokenizer.decode(ids)
 
 
-@pytest.mark.parametrize("token", ["\xff", "<|im_end|>"])
-def test_endless_nonsense_keeps_the_window_short(byte_level: Tokenizer, token: str) -> None:
-    """Bytes that are no character, and special tokens that have no text, as after ignore_eos."""
-    ids = {byte_level.token_bytes(i): i for i in range(byte_level.vocab_size)}
-    token_id = ids[token.encode("latin-1")]
-    detokenizer = Detokenizer(byte_level)
-    text = "".join(detokenizer.push(token_id) for _ in range(1000)) + detokenizer.flush()
-    assert text == byte_level.decode([token_id] * 1000)
-    assert len(detokenizer._window) <= 16
-
-
 # ---- stop strings -------------------------------------------------------------------------
 
 
