@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from fakes_pipeline import FakeGenerator, byte_level_folder
+from fakes_pipeline import FakeGenerator, byte_level_folder, served_model
 from kv_fakes import Geometry, shared_cache
 from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.node import WorkerNodeConfig
@@ -55,7 +55,6 @@ from pdserve.kv_transfer.frame import HEADER_NBYTES, Frame, Kind
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect, plan
 from pdserve.kv_transfer.rank.digester import Digester
 from pdserve.kv_transfer.rank.transfer_rank import TransferRank
-from pdserve.router.cluster.served_model import ServedModel
 from pdserve.router.grpc.service import InferenceServicer
 from pdserve.router.http.app import make_app
 from pdserve.router.http.server import HTTPServer
@@ -434,13 +433,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.from_folder(byte_level_folder(tmp_path_factory.mktemp("tokenizer")))
 
 
-def served(tokenizer: Tokenizer) -> ServedModel:
-    return ServedModel(
-        names=("tiny",), root="/tiny", max_model_len=100, vocab_size=tokenizer.vocab_size,
-        created=0, tokenizer=tokenizer,
-    )  # fmt: skip
-
-
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)
 JSON = st.recursive(
     SCALARS | st.sampled_from([2**64, -(2**70), 10**300, 10**4200]),
@@ -486,7 +478,7 @@ CHATS = st.builds(
     | st.builds(inference_pb2.GenerateRequest, chat=CHATS, sampling=SAMPLING)
 )  # fmt: skip
 def test_requests_over_grpc(tokenizer: Tokenizer, request_: inference_pb2.GenerateRequest) -> None:
-    serving = Serving(pipeline=FakeGenerator(tokenizer), model=served(tokenizer))
+    serving = Serving(pipeline=FakeGenerator(tokenizer), model=served_model(tokenizer))
     service = InferenceServicer(serving)
     with contextlib.suppress(RequestError):
         asyncio.run(service._make_request(request_))
@@ -506,7 +498,7 @@ def site(tokenizer: Tokenizer) -> Iterator[http.client.HTTPConnection]:
         return asyncio.run_coroutine_threadsafe(work, loop).result(60)
 
     async def start() -> HTTPServer:
-        serving = Serving(pipeline=FakeGenerator(tokenizer), model=served(tokenizer))
+        serving = Serving(pipeline=FakeGenerator(tokenizer), model=served_model(tokenizer))
         return await HTTPServer.start(
             make_app(serving, CollectorRegistry(), 1 << 20), "127.0.0.1", 0
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,12 +52,6 @@ NOT_TOLD: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"documents": [{"text": "a"}]}, "documents"),
 ]
-
-
-@pytest.fixture
-async def site(tmp_path: Path) -> AsyncIterator[Site]:
-    async with serve(byte_level_folder(tmp_path)) as site:
-        yield site
 
 
 async def answer(site: Site, path: str, body: dict[str, Any]) -> dict[str, Any]:

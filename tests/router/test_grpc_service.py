@@ -14,12 +14,11 @@ from google.protobuf.message import Message
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RequestInfo, RetryInfo
 from grpc_status import rpc_status
 
-from fakes_pipeline import FakeGenerator, byte_level_folder
+from fakes_pipeline import FakeGenerator, byte_level_folder, served_model
 from pdserve.common.core.errors import NodeError, PdserveError, Unavailable
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc
 from pdserve.common.text.tokenizer import Tokenizer
-from pdserve.router.cluster.served_model import ServedModel
 from pdserve.router.grpc import service as grpc_service
 from pdserve.router.grpc.service import InferenceServicer
 from pdserve.router.serving import Serving
@@ -32,11 +31,7 @@ def generator(tmp_path: Path) -> FakeGenerator:
 
 @pytest.fixture
 async def stub(generator: FakeGenerator) -> AsyncIterator[inference_pb2_grpc.InferenceStub]:
-    tokenizer = generator.tokenizer
-    model = ServedModel(
-        names=("tiny",), root="/tiny", max_model_len=100, vocab_size=tokenizer.vocab_size,
-        created=0, tokenizer=tokenizer,
-    )  # fmt: skip
+    model = served_model(generator.tokenizer)
     server = grpc.aio.server()
     service = InferenceServicer(Serving(pipeline=generator, model=model))
     inference_pb2_grpc.add_InferenceServicer_to_server(service, server)

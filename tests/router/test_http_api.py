@@ -17,7 +17,7 @@ import pytest
 from aiohttp import ClientResponse, ClientSession
 from prometheus_client import CollectorRegistry, Counter
 
-from fakes_pipeline import FakeGenerator, byte_fallback_folder, byte_level_folder
+from fakes_pipeline import FakeGenerator, byte_fallback_folder, byte_level_folder, served_model
 from pdserve.common.config.router import ChatConfig
 from pdserve.common.core.errors import (
     ConfigError,
@@ -27,7 +27,6 @@ from pdserve.common.core.errors import (
     Unavailable,
 )
 from pdserve.common.text.tokenizer import Tokenizer
-from pdserve.router.cluster.served_model import ServedModel
 from pdserve.router.http import chat, completions, encoding
 from pdserve.router.http.app import make_app
 from pdserve.router.http.request import SERVING
@@ -90,14 +89,8 @@ async def serve(
     """`limit`: of a body's bytes."""
     tokenizer = Tokenizer.from_folder(folder)
     generator = FakeGenerator(tokenizer)
-    model = ServedModel(
-        names=("tiny/model", "alias"),
-        root=str(folder),
-        max_model_len=window,
-        vocab_size=tokenizer.vocab_size,
-        created=1700000000,
-        tokenizer=tokenizer,
-    )
+    named = {"names": ("tiny/model", "alias"), "root": str(folder), "created": 1700000000}
+    model = served_model(tokenizer, max_model_len=window, **named)
     registry = CollectorRegistry()
     Counter("pdserve_things", "Things", registry=registry).inc()
     serving = Serving(pipeline=generator, model=model, **options)
@@ -108,12 +101,6 @@ async def serve(
             yield Site(server, generator, session)
     finally:
         await server.stop(drain_timeout=0)
-
-
-@pytest.fixture
-async def site(tmp_path: Path) -> AsyncIterator[Site]:
-    async with serve(byte_level_folder(tmp_path)) as site:
-        yield site
 
 
 async def check_error(

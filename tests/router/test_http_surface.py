@@ -7,7 +7,6 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,6 @@ from pdserve.router.cluster.served_model import load_served_model
 from pdserve.router.http.app import ROUTES
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-
-
-@pytest.fixture
-async def site(tmp_path: Path) -> AsyncIterator[Site]:
-    async with serve(byte_level_folder(tmp_path)) as site:
-        yield site
 
 
 async def raw(site: Site, request: bytes) -> tuple[int, dict[str, str], dict[str, Any], bool]:

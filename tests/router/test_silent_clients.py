@@ -19,7 +19,7 @@ import requests
 from prometheus_client import CollectorRegistry
 
 from benchmarks.bench_bodies import router
-from fakes_pipeline import byte_level_folder
+from fakes_pipeline import byte_level_folder, served_model
 from paths import MODELS
 from pdserve.common.core.request import FinishReason, Timeline
 from pdserve.common.core.sampling import SampledToken
@@ -28,7 +28,6 @@ from pdserve.common.http.connection import Connection, Crowd, Limits
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc as pb_grpc
 from pdserve.common.text.tokenizer import Tokenizer
-from pdserve.router.cluster.served_model import ServedModel
 from pdserve.router.grpc.service import InferenceServicer
 from pdserve.router.http import request as request_module
 from pdserve.router.http.app import make_app
@@ -72,18 +71,14 @@ class Talker:
         return {}
 
 
-def served_model(folder: Path) -> ServedModel:
+def serving_of(talker: Talker, folder: Path) -> Serving:
     tokenizer = Tokenizer.from_folder(byte_level_folder(folder))
-    return ServedModel(
-        names=("tiny",), root=str(folder), max_model_len=100, vocab_size=tokenizer.vocab_size,
-        created=1, tokenizer=tokenizer,
-    )  # fmt: skip
+    return Serving(pipeline=talker, model=served_model(tokenizer))
 
 
 @asynccontextmanager
 async def serving(folder: Path, talker: Talker, **limits: float) -> AsyncIterator[HTTPServer]:
-    serving = Serving(pipeline=talker, model=served_model(folder))
-    app = make_app(serving, CollectorRegistry(), 2**20)
+    app = make_app(serving_of(talker, folder), CollectorRegistry(), 2**20)
     server = await HTTPServer.start(app, "127.0.0.1", 0, limits=Limits(**limits))
     try:
         yield server
@@ -195,7 +190,7 @@ async def test_a_grpc_client_that_does_not_read_is_cancelled(
     caplog.set_level("INFO")
     server = grpc.aio.server()
     talker = Talker(400)
-    service = InferenceServicer(Serving(pipeline=talker, model=served_model(tmp_path)), timeout)
+    service = InferenceServicer(serving_of(talker, tmp_path), timeout)
     pb_grpc.add_InferenceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

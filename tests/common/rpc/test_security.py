@@ -30,7 +30,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 from yarl import URL
 
-from fakes_pipeline import FakeGenerator, byte_level_folder
+from fakes_pipeline import FakeGenerator, byte_level_folder, served_model
 from kv_fakes import Geometry, shared_cache
 from paths import HELPERS
 from pdserve.cli import cluster as cluster_module
@@ -77,7 +77,6 @@ from pdserve.kv_transfer.pipe import recv_bytes
 from pdserve.kv_transfer.rank.transfer_rank import rank_config
 from pdserve.router.auth import APIKeys
 from pdserve.router.cluster.registry import ROLE_NAMES
-from pdserve.router.cluster.served_model import ServedModel
 from pdserve.router.grpc.door import ClientDoor, Messages
 from pdserve.router.grpc.service import InferenceServicer
 from pdserve.router.http.app import make_app
@@ -286,13 +285,6 @@ def test_any_of_the_keys_opens() -> None:
             APIKeys(empty)
 
 
-def served(tokenizer: Tokenizer) -> ServedModel:
-    return ServedModel(
-        names=("tiny",), root="/tiny", max_model_len=100, vocab_size=tokenizer.vocab_size,
-        created=0, tokenizer=tokenizer,
-    )  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.from_folder(byte_level_folder(tmp_path_factory.mktemp("tokenizer")))
@@ -303,7 +295,7 @@ async def http_server(
     tokenizer: Tokenizer, keys: str | None, config: ServerConfig | None = None
 ) -> AsyncIterator[int]:
     serving = Serving(
-        pipeline=FakeGenerator(tokenizer), model=served(tokenizer), keys=APIKeys(keys)
+        pipeline=FakeGenerator(tokenizer), model=served_model(tokenizer), keys=APIKeys(keys)
     )
     app = make_app(serving, CollectorRegistry(), 1 << 20)
     context = https_context(config or ServerConfig())
@@ -360,7 +352,7 @@ async def test_by_option_each_key_has_cached_prompts_of_its_own(
 ) -> None:
     generator = FakeGenerator(tokenizer)
     keys = APIKeys("first, second", salted=salted)
-    serving = Serving(pipeline=generator, model=served(tokenizer), keys=keys)
+    serving = Serving(pipeline=generator, model=served_model(tokenizer), keys=keys)
     server = await HTTPServer.start(
         make_app(serving, CollectorRegistry(), 1 << 20), "127.0.0.1", 0, None
     )
@@ -378,7 +370,7 @@ async def test_by_option_each_key_has_cached_prompts_of_its_own(
 
 async def test_grpc_needs_the_key_for_inference_alone(tokenizer: Tokenizer) -> None:
     keys = APIKeys("secret")
-    serving = Serving(pipeline=FakeGenerator(tokenizer), model=served(tokenizer), keys=keys)
+    serving = Serving(pipeline=FakeGenerator(tokenizer), model=served_model(tokenizer), keys=keys)
     server = GrpcServer(ClientDoor(keys, Messages(2**18), serving.metrics))
     server.add(
         inference_pb2.DESCRIPTOR.services_by_name["Inference"],
@@ -788,7 +780,7 @@ def test_transfer_ids_cannot_be_guessed(monkeypatch: pytest.MonkeyPatch) -> None
     ],
 )
 async def test_grpc_bounds(tokenizer: Tokenizer, request_: dict[str, Any], param: str) -> None:
-    serving = Serving(pipeline=FakeGenerator(tokenizer), model=served(tokenizer))
+    serving = Serving(pipeline=FakeGenerator(tokenizer), model=served_model(tokenizer))
     service = InferenceServicer(serving)
     sampling = inference_pb2.SamplingParams(**request_)
     with pytest.raises(InvalidRequest) as caught:
