@@ -33,7 +33,6 @@ from pdserve.bench.serving.datasets import (
 from pdserve.bench.serving.load import run_load
 from pdserve.bench.serving.metrics import measure, summarize
 from pdserve.bench.serving.options import fit_lengths, parse_args
-from pdserve.cli.main import main
 from pdserve.common.core.errors import ConfigError
 
 IDS = Vocabulary(as_ids=True)
@@ -573,11 +572,6 @@ def test_c15_only_what_is_not_given_gives_way(
     args = parse_args(flags.split())
     fit_lengths(args, window)
     assert (args.random_input_len, args.random_output_len) == lengths
-
-
-def test_command_says_when_the_server_is_away(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "serve", "--base-url", "http://127.0.0.1:1"]) == 1
-    assert "http://127.0.0.1:1 does not answer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

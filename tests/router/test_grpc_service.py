@@ -66,12 +66,6 @@ async def test_text_tokens_usage_and_timeline(
     assert seen.request_id != "mine"
 
 
-async def test_model(stub: inference_pb2_grpc.InferenceStub, generator: FakeGenerator) -> None:
-    model = await stub.GetModel(pb.GetModelRequest())
-    assert (model.id, model.max_model_len, model.root) == ("tiny", 100, "/tiny")
-    assert tuple(model.eos_token_ids) == generator.tokenizer.eos_token_ids
-
-
 def told(error: grpc.aio.AioRpcError, kind: type[Message]) -> Message | None:
     """The detail of a kind, as grpcio-status finds it: code and message must agree."""
     status = rpc_status.from_call(error)

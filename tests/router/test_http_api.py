@@ -449,26 +449,6 @@ async def test_c11_offsets_are_of_the_text_that_the_client_gets(site: Site) -> N
                 assert choice["text"][offset:].startswith(name)
 
 
-async def test_openai_client_completions_models_and_errors(site: Site) -> None:
-    async with site.client() as client:
-        whole = await client.completions.create(
-            model="tiny/model", prompt="a", logprobs=1, max_tokens=2
-        )
-        assert whole.choices[0].logprobs.tokens == ["hell", "o"]
-        assert [model.id async for model in client.models.list()] == ["tiny/model", "alias"]
-        assert (await client.models.retrieve("tiny/model")).id == "tiny/model"
-        with pytest.raises(openai.NotFoundError) as missing:
-            await client.completions.create(model="other", prompt="a")
-        assert missing.value.code == "model_not_found"
-        with pytest.raises(openai.BadRequestError, match="maximum context length is 100 tokens"):
-            await client.completions.create(model="tiny/model", prompt="a", max_tokens=1000)
-        site.generator.error, site.generator.error_after = NodeError("lost"), 2
-        stream = await client.completions.create(model="tiny/model", prompt="a", stream=True)
-        with pytest.raises(openai.APIError, match="lost"):
-            async for _ in stream:
-                pass
-
-
 # ---- errors -------------------------------------------------------------------------------
 
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [

@@ -312,20 +312,6 @@ def credentials(role: str, key: str | None = None, tls: TLSConfig | None = None)
     return Credentials.load(role, f"{role}-1", tls or TLSConfig(), config, ())
 
 
-async def test_decode_run_needs_the_router_s_token() -> None:
-    own = credentials("decode", KEY)
-    async with decode_server(own.interceptor()) as (decode, address):
-        for wrong in (None, OTHER):
-            assert await run(credentials("router", wrong).channels(), address) == (
-                "CLUSTER_AUTH_FAILED"
-            )
-        for role in ("prefill", "decode", "both"):
-            assert await run(credentials(role, KEY).channels(), address) == "CLUSTER_AUTH_FAILED"
-        assert decode.served == 0
-        assert await run(credentials("router", KEY).channels(), address) == ""
-        assert decode.served == 1
-
-
 def skewed(role: str, seconds: float) -> Credentials:
     return Credentials(role, f"{role}-1", None, ClusterKey(KEY, lambda: time.time() + seconds))
 
@@ -463,22 +449,6 @@ def refused(code: grpc.StatusCode, says: str = "") -> Iterator[None]:
     with pytest.raises(grpc.aio.AioRpcError, match=says or None) as caught:
         yield
     assert caught.value.code() is code
-
-
-async def test_a_stranger_registers_nothing() -> None:
-    async with registry_server() as (registry, address):
-        for wrong in (None, OTHER):
-            channels = credentials("decode", wrong).channels()
-            stub = pb_grpc.RegistryStub(channels.get(address))
-            for call, request in (
-                (stub.Register, pb.RegisterRequest(node=node("decode-1"))),
-                (stub.Heartbeat, pb.HeartbeatRequest(node_id="decode-1")),
-                (stub.Deregister, pb.DeregisterRequest(node_id="decode-1")),
-            ):
-                with refused(grpc.StatusCode.UNAUTHENTICATED, "same --cluster-key"):
-                    await call(request)
-            await channels.close()
-        assert ClusterView(registry).describe()["nodes"] == []
 
 
 async def test_a_node_registers_as_itself_alone() -> None:

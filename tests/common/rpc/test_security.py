@@ -624,25 +624,6 @@ def is_closed(sock: socket.socket, within: float = 30.0) -> bool:
     return True
 
 
-@pytest.mark.parametrize("tls_on", [False, True])
-def test_strangers_who_say_nothing_are_shown_out(
-    rank: Callable[..., Rank], certs: Path, monkeypatch: pytest.MonkeyPatch, tls_on: bool
-) -> None:
-    monkeypatch.setattr(handshake, "GREETING_S", 0.3)
-    sink = rank(files(certs / "ours") if tls_on else {})
-    with connect(sink) as silent, connect(sink) as trickling:
-        started = time.monotonic()
-        hello = Frame(Kind.HELLO, nbytes=4).encode()
-        with contextlib.suppress(OSError):
-            for byte in hello[:6]:
-                trickling.send(bytes([byte]))
-                time.sleep(0.1)
-        assert is_closed(silent) and is_closed(trickling)
-        assert time.monotonic() - started < 30
-    if not tls_on:
-        wait_for_count(sink, "CONNECT_FAILED", 2)
-
-
 def test_a_sink_that_does_not_greet_back_is_given_up(
     rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
