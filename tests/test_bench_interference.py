@@ -17,6 +17,7 @@ import bench_interference
 SMALL = ["--streams", "2", "--input-len", "8", "--output-len", "12", "--every", "0.05"]
 
 
+@pytest.mark.slow
 def test_both_shapes_are_measured_under_the_same_load(tmp_path: Path) -> None:
     result = tmp_path / "r.json"
     options = "--cpu-threads 1 --num-gpu-blocks-override 192"
@@ -34,17 +35,3 @@ def test_both_shapes_are_measured_under_the_same_load(tmp_path: Path) -> None:
         for metrics in servers.values():
             assert metrics["output_tokens"] == 12 and metrics["tok_s"] > 0
             assert metrics["itl_p99"] >= metrics["itl_p50"] > 0 and metrics["long_ttft_p50"] > 0
-
-
-def test_its_own_flags_are_the_load_and_the_others_those_of_the_servers() -> None:
-    (load,), servers = bench_interference.parse_args(["--streams", "3", "--rounds", "2"])
-    assert (load.streams, load.long_len, load.every) == (3, 1500, 2.0)
-    assert servers.rounds == 2 and servers.pdserve == bench_interference.SHAPES
-
-
-@pytest.mark.parametrize(
-    "argv", [["--streams", "0"], ["--every", "0"], ["--long-len", "-1"], ["--stream", "4"]]
-)
-def test_what_makes_no_sense(argv: list[str]) -> None:
-    with pytest.raises(SystemExit):
-        bench_interference.parse_args(argv)

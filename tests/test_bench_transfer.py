@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bench_transfer import latency, throughput
+from benchmarks.bench_transfer import throughput
 from benchmarks.compared.movers import Peers
 from benchmarks.transfer_ends import Shape
 from benchmarks.transfer_tables import show
@@ -47,6 +47,7 @@ def peers(python: str) -> Peers:
     return Peers(["nixl", "mooncake"], python)
 
 
+@pytest.mark.slow
 def test_peers_take_turns_with_connectors(peers: Peers, capsys: pytest.CaptureFixture[str]) -> None:
     moved = throughput(["shm"], peers, SMALL, 0.0)
     assert [each.connector for each in moved] == ["shm", "mooncake"]
@@ -57,25 +58,10 @@ def test_peers_take_turns_with_connectors(peers: Peers, capsys: pytest.CaptureFi
     assert "nixl is not there: ImportError: no libucp.so" in capsys.readouterr().out
 
 
-def test_latencies_are_told(peers: Peers, capsys: pytest.CaptureFixture[str]) -> None:
-    soon = latency(["shm"], peers, SMALL, 0.0)
-    assert [each.connector for each in soon] == ["shm", "mooncake"]
-    assert all(0 < each.fastest <= each.p50 <= each.p99 for each in soon)
-    assert soon[0].digests_p50 and soon[1].digests_p50 is None
-    show([], soon, peers.versions, peers.absent)
-    assert "mooncake" in capsys.readouterr().out
-
-
+@pytest.mark.slow
 def test_what_is_told_as_moved_has_moved(python: str) -> None:
     engine = Path(python).parent / "mooncake" / "engine.py"
     engine.write_text(ENGINE.replace("os.pwrite(", "print("))
     peers = Peers(["mooncake"], python)
     assert throughput([], peers, SMALL, 0.0) == []
     assert peers.absent == {"mooncake": "RuntimeError: the blocks differ after the transfer"}
-
-
-def test_no_such_python() -> None:
-    peers = Peers(["nixl"], "/nowhere/python")
-    with peers.running(4, 16, 1024) as movers:
-        assert not movers
-    assert peers.absent == {"nixl": "/nowhere/python: No such file or directory"}

@@ -1,4 +1,4 @@
-"""What the workflows, the forms and the hooks call is there."""
+"""Workflows, issue forms and hooks: they parse, and all that they call exists."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
-import io
 import json
 import os
 import queue
@@ -17,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import configargparse
 import msgspec
 import pytest
 import yaml
@@ -25,12 +23,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from fakes_pipeline import FakeGenerator, byte_level_folder
+from fakes_pipeline import FakeGenerator, byte_level_folder, served_model
 from kv_fakes import Geometry, shared_cache
 from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.node import WorkerNodeConfig
 from pdserve.common.config.router import RouterConfig
-from pdserve.common.config.sources import _YAMLFile, parse
+from pdserve.common.config.sources import parse
 from pdserve.common.core.errors import InvalidRequest, RequestError, TransferError
 from pdserve.common.core.request import GenerateJob
 from pdserve.common.node.model_facts import check_job
@@ -57,7 +55,6 @@ from pdserve.kv_transfer.frame import HEADER_NBYTES, Frame, FrameKind
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect, plan
 from pdserve.kv_transfer.rank.digester import Digester
 from pdserve.kv_transfer.rank.worker_connector import WorkerConnector
-from pdserve.router.cluster.served_model import ServedModel
 from pdserve.router.grpc.service import InferenceServicer
 from pdserve.router.http.app import make_app
 from pdserve.router.http.server import HTTPServer
@@ -437,13 +434,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.from_folder(byte_level_folder(tmp_path_factory.mktemp("tokenizer")))
 
 
-def served(tokenizer: Tokenizer) -> ServedModel:
-    return ServedModel(
-        names=("tiny",), root="/tiny", max_model_len=100, vocab_size=tokenizer.vocab_size,
-        created=0, tokenizer=tokenizer,
-    )  # fmt: skip
-
-
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)
 JSON = st.recursive(
     SCALARS | st.sampled_from([2**64, -(2**70), 10**300, 10**4200]),
@@ -489,7 +479,7 @@ CHATS = st.builds(
     | st.builds(inference_pb2.GenerateRequest, chat=CHATS, sampling=SAMPLING)
 )  # fmt: skip
 def test_requests_over_grpc(tokenizer: Tokenizer, request_: inference_pb2.GenerateRequest) -> None:
-    serving = Serving(pipeline=FakeGenerator(tokenizer), model=served(tokenizer))
+    serving = Serving(pipeline=FakeGenerator(tokenizer), model=served_model(tokenizer))
     service = InferenceServicer(serving)
     with contextlib.suppress(RequestError):
         asyncio.run(service._make_request(request_))
@@ -509,7 +499,7 @@ def site(tokenizer: Tokenizer) -> Iterator[http.client.HTTPConnection]:
         return asyncio.run_coroutine_threadsafe(work, loop).result(60)
 
     async def start() -> HTTPServer:
-        serving = Serving(pipeline=FakeGenerator(tokenizer), model=served(tokenizer))
+        serving = Serving(pipeline=FakeGenerator(tokenizer), model=served_model(tokenizer))
         return await HTTPServer.start(
             make_app(serving, CollectorRegistry(), 1 << 20), "127.0.0.1", 0
         )
@@ -712,33 +702,26 @@ DOCUMENTS = (
 )
 
 
-@given(DOCUMENTS)
-@example("1: a\n01: b")
-@example("2001-99-99")
-@example("? [a]\n: b")
-@example("a: !!int x")
-@example("a: !!int ''")
-@example("a: !!bool x")
-@example("a: !!timestamp x")
-@example("[" * 10_000)
-@example("a: &b [*b]")
-@example("a: &b {c: *b}")
-@example("a: !!binary '*'")
-@example("kv-connector-config: {1: 2}")
-@example("kv-connector-config: {a: 2001-01-01}")
-@example("kv-connector-config: {[1]: 2}")
-def test_yaml_files(document: str) -> None:
-    with contextlib.suppress(configargparse.ConfigFileParserException):
-        found = _YAMLFile().parse(io.StringIO(document))
-        assert isinstance(found, dict)
-
-
 @pytest.mark.parametrize("config", [RouterConfig, WorkerNodeConfig, ClusterConfig])
 def test_config_files(config: type, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "pdserve.yaml"
 
     @settings(max_examples=40)
     @given(DOCUMENTS)
+    @example("1: a\n01: b")
+    @example("2001-99-99")
+    @example("? [a]\n: b")
+    @example("a: !!int x")
+    @example("a: !!int ''")
+    @example("a: !!bool x")
+    @example("a: !!timestamp x")
+    @example("[" * 10_000)
+    @example("a: &b [*b]")
+    @example("a: &b {c: *b}")
+    @example("a: !!binary '*'")
+    @example("kv-connector-config: {1: 2}")
+    @example("kv-connector-config: {a: 2001-01-01}")
+    @example("kv-connector-config: {[1]: 2}")
     def read(document: str) -> None:
         path.write_bytes(document.encode(errors="surrogatepass"))
         try:

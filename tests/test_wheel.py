@@ -22,7 +22,6 @@ from paths import EXAMPLE, ROOT
 
 FOLDERS = ("common", "kv_transfer", "prefill_node", "decode_node", "router")
 SKIPPED = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "models")
-PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
 # A venv has no packages of its own; these are found after what is installed in it. Lines of such a
 # file are folders, whose own .pth files (an editable pdserve's) are not read.
 OTHERS = sysconfig.get_path("purelib")
@@ -110,6 +109,7 @@ def test_the_wheel_is_one_name_with_all_that_is_in_the_source_folders(wheel: Pat
     assert f"{info}licenses/LICENSE" in names
 
 
+@pytest.mark.slow
 def test_the_source_archive_makes_the_same_wheel(work: Path, source: Path, wheel: Path) -> None:
     build("sdist", source, work)
     (archive,) = work.glob("*.tar.gz")
@@ -128,6 +128,7 @@ def test_the_source_archive_makes_the_same_wheel(work: Path, source: Path, wheel
     assert files_of(again / wheel.name) == files_of(wheel)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("image", ["node", "router"])
 def test_what_an_image_copies_makes_its_part_of_the_wheel(
     image: str, wheel: Path, tmp_path: Path
@@ -152,6 +153,7 @@ def test_what_an_image_copies_makes_its_part_of_the_wheel(
     }
 
 
+@pytest.mark.slow
 def test_a_checkout_without_links_is_no_wheel(source: Path, tmp_path: Path) -> None:
     """git makes files of links where core.symlinks is false, and so do tools that unpack zips."""
     shutil.copytree(source, tmp_path / "source", symlinks=True, ignore=SKIPPED)
@@ -175,17 +177,6 @@ print(pdserve.__file__, pdserve.__version__, *(set(sys.modules) - before))
     assert version == pdserve.__version__
     assert imported == ["pdserve"]
     assert run([python.with_name("pdserve"), "--version"], work) == f"pdserve {version}\n"
-
-
-@pytest.mark.parametrize("page", ["write-a-connector.md", "clients.md"])
-def test_what_the_pages_import_is_installed(page: str, python: Path, work: Path) -> None:
-    text = (ROOT / "docs" / page).read_text()
-    code = "".join(PYTHON_BLOCK.findall(text))
-    imports = re.findall(r"^(?:import|from) pdserve.*$", code, re.M)
-    tables = "".join(re.findall(r"^\| `pdserve\..*$", text, re.M))
-    modules = re.findall(r"`(pdserve(?:\.\w+)+)`", tables)
-    assert imports
-    run([python, "-c", "\n".join([*imports, *(f"import {name}" for name in modules)])], work)
 
 
 def test_a_cluster_serves_from_the_wheel(python: Path, work: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from pdserve.bench.serving import compare
 from pdserve.bench.serving import main as serve
-from pdserve.bench.serving.arrivals import gamma_arrivals, trace_arrivals
+from pdserve.bench.serving.arrivals import gamma_arrivals
 from pdserve.bench.serving.capacity import MAX_RUNS, Step, find_capacity
 from pdserve.bench.serving.client import Chunk, Client, Record, Usage
 from pdserve.bench.serving.datasets import (
@@ -28,18 +28,14 @@ from pdserve.bench.serving.datasets import (
     prefix_prompts,
     random_prompts,
     read_trace,
-    sharegpt_prompts,
     trace_prompts,
 )
 from pdserve.bench.serving.load import run_load
-from pdserve.bench.serving.metrics import distribution, measure, summarize, tokens_per_chunk
+from pdserve.bench.serving.metrics import measure, summarize
 from pdserve.bench.serving.options import fit_lengths, parse_args
-from pdserve.bench.serving.report import as_json
-from pdserve.cli.main import main
 from pdserve.common.core.errors import ConfigError
 
 IDS = Vocabulary(as_ids=True)
-WORDS = Vocabulary(as_ids=False)
 
 # ---------------------------------------------------------------- arrivals
 
@@ -54,24 +50,6 @@ def test_poisson_arrivals_have_the_rate() -> None:
     assert deviation == pytest.approx(mean, rel=0.05)  # exponential gaps
 
 
-def test_burstiness_changes_the_spread_but_not_the_rate() -> None:
-    even = gamma_arrivals(4000, rate=10.0, burstiness=100.0, seed=1)
-    gaps = [b - a for a, b in pairwise(even)]
-    assert even[-1] == pytest.approx(400, rel=0.02)
-    assert max(gaps) < 0.2
-
-
-def test_infinite_rate_and_determinism() -> None:
-    assert gamma_arrivals(3, float("inf"), 1.0, 0) == [0.0, 0.0, 0.0]
-    assert gamma_arrivals(9, 2.0, 1.0, 7) == gamma_arrivals(9, 2.0, 1.0, 7)
-    assert gamma_arrivals(9, 2.0, 1.0, 7) != gamma_arrivals(9, 2.0, 1.0, 8)
-
-
-def test_equal_timestamps_are_spread_to_the_next_one() -> None:
-    assert trace_arrivals([5, 5, 5, 8, 9], speedup=1) == [0, 1, 2, 3, 4]
-    assert trace_arrivals([5, 5, 5, 8, 9], speedup=2) == [0, 0.5, 1, 1.5, 2]
-
-
 # ---------------------------------------------------------------- data sets
 
 
@@ -83,15 +61,6 @@ def test_prefixes_are_shared_in_turns() -> None:
     assert len({tuple(p.prompt) for p in prompts}) == 9
 
 
-def test_conversations_have_the_published_lengths() -> None:
-    prompts = sharegpt_prompts(4000, IDS, seed=1, longest=100_000)
-    assert all(len(p.prompt) == p.input_len >= 4 for p in prompts)
-    assert sum(p.input_len for p in prompts) / 4000 == pytest.approx(161, rel=0.1)
-    assert sum(p.output_len for p in prompts) / 4000 == pytest.approx(338, rel=0.1)
-    short = sharegpt_prompts(100, WORDS, seed=1, longest=50)
-    assert max(p.output_len for p in short) == 50
-
-
 def test_random_lengths_stay_in_range_and_share_the_prefix() -> None:
     spec = RandomSpec(100, 20, range_ratio=0.5, prefix_len=8)
     prompts = random_prompts(spec, 50, IDS, seed=3)
@@ -101,11 +70,6 @@ def test_random_lengths_stay_in_range_and_share_the_prefix() -> None:
     assert all(10 <= p.output_len <= 30 for p in prompts)
     assert len({p.input_len for p in prompts}) > 10
     assert all(64 <= token < 512 for p in prompts for token in p.prompt)
-
-
-def test_words_count_as_tokens() -> None:
-    (prompt,) = random_prompts(RandomSpec(7, 1), 1, WORDS, seed=0)
-    assert isinstance(prompt.prompt, str) and len(prompt.prompt.split()) == 7
 
 
 def test_mooncake_trace_keeps_shared_prefixes(tmp_path: Path) -> None:
@@ -197,28 +161,6 @@ def test_chunks_of_several_tokens_share_their_gap() -> None:
     assert timing.tpot == pytest.approx(400 / 6)
 
 
-def test_tokens_per_chunk_prefers_what_the_server_said() -> None:
-    said = [Chunk(0, 1), Chunk(1, 4), Chunk(2, None), Chunk(3, None)]
-    assert tokens_per_chunk(said, 10) == [1, 4, 3, 2]
-    assert tokens_per_chunk(said, 3) == [1, 4, 1, 1]  # never fewer than were seen
-    assert tokens_per_chunk([], 5) == []
-
-
-def test_single_token_and_textless_answers() -> None:
-    assert measure(record(10.5, tokens=1)).tpot is None
-    silent = Record(10.0, 10.0, [], 10.4, "stop", Usage(5, 2))
-    timing = measure(silent)
-    assert timing.ttft == pytest.approx(400) and timing.itl == ()
-
-
-def test_distribution_is_exact() -> None:
-    found = distribution(range(1, 101))
-    assert found is not None
-    assert (found.mean, found.median) == (50.5, 50.5)
-    assert (found.p90, found.p99) == (pytest.approx(90.1), pytest.approx(99.01))
-    assert distribution([]) is None
-
-
 def test_summary_counts_goodput_and_errors() -> None:
     records = [
         record(10.2, 10.3, tokens=2),
@@ -237,13 +179,6 @@ def test_summary_counts_goodput_and_errors() -> None:
     assert summary.total_token_throughput == pytest.approx(153.0)
     assert summary.request_goodput == pytest.approx(0.5)
     assert summary.goodput_share == pytest.approx(0.25)
-
-
-def test_json_has_flat_keys_even_when_nothing_completed() -> None:
-    summary, _ = summarize([Record(1.0, 1.0, error="connect")], {})
-    result = json.loads(json.dumps(as_json(summary, {}, "now")))
-    assert result["mean_ttft_ms"] is None and result["p99_itl_ms"] is None
-    assert result["errors"] == {"connect": 1} and result["request_goodput"] is None
 
 
 # ---------------------------------------------------------------- against a fake server
@@ -508,18 +443,6 @@ async def test_the_capacity_is_found_from_below(knee: float) -> None:
     assert len(steps) < 14 and Step(capacity, 1.0) in steps
 
 
-@pytest.mark.parametrize("share", [0.0, 1.0])
-async def test_a_search_without_end_ends(share: float) -> None:
-    """A server that is never good enough, or always."""
-
-    async def measure(rate: float) -> float:
-        return share
-
-    capacity, steps = await find_capacity(measure, 1.0, 0.9, 1.1)
-    assert len(steps) == MAX_RUNS
-    assert capacity == (steps[-1].rate if share else 0.0)
-
-
 # ---------------------------------------------------------------- the command
 
 
@@ -590,17 +513,6 @@ async def test_command_writes_results(
     assert server.seen[0]["model"] == "fake"
 
 
-async def test_command_prints_tables_and_reports_failures(
-    server: FakeServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    server.answer = _error_event
-    argv = ["--base-url", server.url, "--model", "m", "--num-prompts", "2"]
-    assert await asyncio.to_thread(serve.main, argv) == 1
-    out = capsys.readouterr().out
-    assert "stream_NODE_FAILED" in out and "TTFT" in out
-    assert "stream_NODE_FAILED: m\n" in out
-
-
 def fast(*more: str) -> list[str]:
     return ["--model", "fake", "--num-prompts", "4", "--random-range-ratio", "0.5", *more]
 
@@ -660,11 +572,6 @@ def test_c15_only_what_is_not_given_gives_way(
     args = parse_args(flags.split())
     fit_lengths(args, window)
     assert (args.random_input_len, args.random_output_len) == lengths
-
-
-def test_command_says_when_the_server_is_away(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "serve", "--base-url", "http://127.0.0.1:1"]) == 1
-    assert "http://127.0.0.1:1 does not answer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib.metadata import version
 
 import pytest
 
@@ -28,11 +27,6 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
             assert f"  {name} " in text
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["version"]) == main(["--version"]) == 0
-    assert capsys.readouterr().out == f"pdserve {version('pdserve')}\n" * 2
-
-
 @pytest.mark.parametrize(
     ("argv", "hint"),
     [
@@ -54,16 +48,6 @@ def test_a_config_error_is_one_line(
     monkeypatch.setitem(COMMANDS["Roles"], "router", ("nowhere:main", ""))
     assert main(["router"]) == 2
     assert capsys.readouterr().err.startswith("pdserve router: error: cannot import 'nowhere:main'")
-
-
-@pytest.mark.parametrize("command", ["up", "serve [MODEL]", "demo"])
-def test_help_of_a_command_says_whose_it_is(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as exit:
-        main([command.partition(" ")[0], "--help"])
-    assert exit.value.code == 0
-    assert f"usage: pdserve {command} [options]" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -118,15 +102,6 @@ def test_c14_serve_takes_the_model_as_a_word(argv: str, model: str) -> None:
         environ={"PDSERVE_MODEL": "/variable"},
     )  # fmt: skip
     assert config.engine.model.model == model
-
-
-def test_bench_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--help"]) == 0
-    text = capsys.readouterr().out
-    assert all(f"  {name} " in text for name in ("serve", "compare", "step"))
-    for argv in (["bench"], ["bench", "--request-rate", "1"]):
-        assert main(argv) == 2
-        assert "takes one of serve, compare, step" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import io
 import json
@@ -20,7 +19,7 @@ from pdserve.cli.main import main
 from pdserve.cli.top import make_parser
 from pdserve.client.server import LOOK_TIMEOUT, Server, client_session
 from pdserve.client.server import Answer as ServerAnswer
-from pdserve.client.terminal import console_of, json_object, number, positive
+from pdserve.client.terminal import console_of
 from pdserve.common.core.errors import Unavailable
 
 PDSERVE = "import sys; from pdserve.cli.main import main; sys.exit(main(sys.argv[1:]))"
@@ -76,30 +75,6 @@ def test_what_is_no_key(
     monkeypatch.setenv("OPENAI_API_KEY", "one\r\ntwo\n")
     assert main([command, "serve"] if command == "bench" else [command]) == 2
     assert "OPENAI_API_KEY has a character" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("convert", "text", "says"),
-    [
-        (number(int, 1), "x", "'x' is not a whole number"),
-        (number(int, 1), "0", "0 is not at least 1"),
-        (number(float, 0.05, 3600), "nan", "nan is not from 0.05 to 3600"),
-        (positive, "nan", "nan is not"),
-        (positive, "0", "0 is not greater than 0"),
-        (json_object, "{", "not JSON"),
-        (json_object, "[1]", "not a JSON object"),
-    ],
-)
-def test_numbers_say_what_they_are_not(convert: Any, text: str, says: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match=says):
-        convert(text)
-
-
-def test_help_of_model_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["model", "--help"])
-    assert ended.value.code == 0
-    assert "usage: pdserve model" in capsys.readouterr().out
 
 
 def test_top_shows_whose_log_to_read_on_a_usual_terminal(

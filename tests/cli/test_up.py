@@ -26,7 +26,7 @@ from paths import HELPERS
 from pdserve.cli import child as child_module
 from pdserve.cli import cluster as cluster_module
 from pdserve.cli import host_share
-from pdserve.cli.cluster import Cluster, connect_host
+from pdserve.cli.cluster import Cluster
 from pdserve.cli.host_share import NodeShare, node_shares, share_host
 from pdserve.cli.up import log_writer
 from pdserve.common.config.cluster import ClusterConfig
@@ -45,9 +45,6 @@ from pdserve.cli import cluster, up
 cluster.PROGRAMS.update({FAKES!r})
 sys.exit(up.main(["--port=0", "--model=/models/tiny", *sys.argv[1:]]))
 """
-
-
-SERVE = UP.replace("up.main(", "up.serve_main(").replace("--model=/models/tiny", "/models/tiny")
 
 
 class Lines:
@@ -108,17 +105,6 @@ async def test_starts_all_and_drains_the_router_before_the_nodes() -> None:
     assert not any(alive(lines.pid(name)) for name in names)
 
 
-async def test_two_clusters_side_by_side_use_their_own_ports() -> None:
-    first, second = Lines(), Lines()
-    clusters = [make(first), make(second)]
-    try:
-        assert all(await asyncio.gather(*(cluster.start() for cluster in clusters)))
-        assert clusters[0].url != clusters[1].url
-        assert first.flags("decode-0")["router"] != second.flags("decode-0")["router"]
-    finally:
-        await asyncio.gather(*(cluster.stop() for cluster in clusters))
-
-
 async def test_children_take_options_from_flags_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PDSERVE_HOST", "0.0.0.0")
     monkeypatch.setenv("PDSERVE_CACHE", "/cache")
@@ -145,34 +131,6 @@ async def test_a_death_ends_a_cluster_told_so(role: str, monkeypatch: pytest.Mon
             await cluster.start()
     finally:
         await cluster.stop()
-
-
-async def test_a_death_while_serving_is_seen() -> None:
-    lines = Lines()
-    cluster = make(lines, restart="no")
-    try:
-        assert await cluster.start()
-        os.kill(lines.pid("decode-0"), signal.SIGKILL)
-        with pytest.raises(NodeError, match="decode-0 ended with signal 9"):
-            await asyncio.wait_for(cluster.ended, 60)
-    finally:
-        await cluster.stop()
-
-
-async def test_on_failure_starts_a_dead_node_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(cluster_module, "FIRST_BACKOFF", 0.01)
-    monkeypatch.setenv("FAKE_DECODE", "crash-once")
-    monkeypatch.setenv("FAKE_FOLDER", str(tmp_path))
-    lines = Lines()
-    cluster = make(lines)  # the default
-    try:
-        assert await cluster.start()
-    finally:
-        await cluster.stop()
-    assert len([line for line in lines.of("decode-0") if " pid " in line]) == 2
-    assert lines.of("up")[0].startswith("decode-0: exit code 3; again now")
 
 
 @pytest.mark.parametrize("role", ["router", "prefill", "decode"])
@@ -364,16 +322,6 @@ def read_until_ready(up: subprocess.Popen[str]) -> tuple[str, list[int]]:
     return output, [int(pid) for pid in re.findall(r" pid (\d+)", output)]
 
 
-def test_c14_serve_with_a_word_is_up() -> None:
-    serve = start_up(program=SERVE)
-    output, pids = read_until_ready(serve)
-    serve.send_signal(signal.SIGINT)
-    _, rest = serve.communicate(timeout=120)
-    assert serve.returncode == 0, output + rest
-    assert re.search(r"cluster ready: http://127.0.0.1:\d+/v1 \(model tiny\)", output)
-    assert len(pids) == 3 and not any(map(alive, pids))
-
-
 def test_up_prints_one_log_and_ends_with_zero_on_ctrl_c() -> None:
     up = start_up()
     output, pids = read_until_ready(up)
@@ -515,11 +463,3 @@ def test_a_flag_says_how_many_threads() -> None:
     engine = EngineConfig(parallel=ParallelConfig(device="cpu", cpu_threads=3))
     shares = node_shares(ClusterConfig(engine=engine, prefill=2, both=1, decode=1))
     assert [share.engine.parallel.cpu_threads for share in shares] == [3] * 4
-
-
-@pytest.mark.parametrize(
-    ("bound", "reached"),
-    [("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("10.0.0.5", "10.0.0.5"), ("node-a", "node-a")],
-)
-def test_connect_host(bound: str, reached: str) -> None:
-    assert connect_host(bound) == reached

@@ -13,7 +13,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from pdserve.common.core.errors import ConfigError
-from pdserve.common.core.model_spec import ModelSpec
 from pdserve.demo_model import embedded
 from tiny_engine import greedy, load, single_threaded_inference
 
@@ -30,6 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return embedded.ensure_embedded_model(tmp_path_factory.mktemp("cache"))
 
 
+@pytest.mark.slow
 @needs_wheel
 def test_it_says_what_the_original_says(folder: Path) -> None:
     """That it says what transformers makes of it is tested in `e2e/test_exact.py`."""
@@ -59,21 +59,6 @@ def test_the_chat_template_has_the_original_system_prompt(folder: Path) -> None:
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by "
         "Hugging Face<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     )
-
-
-@needs_wheel
-def test_the_config_says_what_the_model_is(folder: Path) -> None:
-    spec = ModelSpec.from_folder(folder)
-    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (9, 3, 64)
-    assert spec.eos_token_ids == (2, 0)
-    assert spec.rms_norm_eps == 1e-5
-    assert {path.name for path in folder.iterdir()} == {
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    }
 
 
 def test_with_a_filled_cache_torch_is_not_imported(tmp_path: Path) -> None:
@@ -138,10 +123,3 @@ def test_a_failed_conversion_leaves_nothing_and_is_tried_again(
     conversion.fails = False
     assert embedded.ensure_embedded_model(tmp_path).is_dir()
     assert conversion.runs == 2
-
-
-def test_the_cache_folder_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PDSERVE_CACHE", "/somewhere")
-    assert embedded.default_cache_dir() == Path("/somewhere")
-    monkeypatch.delenv("PDSERVE_CACHE")
-    assert embedded.default_cache_dir() == Path.home() / ".cache" / "pdserve"

@@ -16,6 +16,7 @@ from pdserve.common.core.request import FinishReason, Timeline
 from pdserve.common.core.sampling import SampledToken, SamplingParams, TokenLogprobs
 from pdserve.common.text.stream import TextStream
 from pdserve.common.text.tokenizer import Tokenizer as ModelTokenizer
+from pdserve.router.cluster.served_model import ServedModel
 from pdserve.router.requests.generation import GenerationRequest, GenerationStats, TextDelta
 from pdserve.router.requests.timelines import Timelines
 
@@ -65,6 +66,13 @@ def _save(
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     return folder
+
+
+def served_model(tokenizer: ModelTokenizer, **options: Any) -> ServedModel:
+    """A model `tiny` with a window of 100 tokens."""
+    defaults = {"names": ("tiny",), "root": "/tiny", "max_model_len": 100, "created": 0}
+    defaults |= {"vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer}
+    return ServedModel(**{**defaults, **options})
 
 
 class FakeGenerator:

@@ -190,23 +190,6 @@ async def test_an_answer_that_does_not_parse_ends_nothing(monkeypatch: pytest.Mo
         keeping.cancel()
 
 
-async def test_a_node_that_fell_silent_before_its_turn_is_not_asked(folder: Path) -> None:
-    sync = Sync(folder)
-    first = asyncio.create_task(sync._sync(sync.node))
-    await until(sync, 1)
-    client = asyncio.create_task(sync.load("a", "a", False))
-    async with asyncio.timeout(20):
-        while not sync._asking["both-1"]._waiters:
-            await asyncio.sleep(0.001)
-        sync.node.lost = True
-        for on_lost in list(sync.node.on_lost):
-            on_lost(NodeError("both-1 is silent", code="PEER_SILENT"))
-        with pytest.raises(Unavailable, match="both-1: it does not answer"):
-            await client
-    assert await first == {"": "both-1 is silent"}
-    assert len(sync.told) == 1
-
-
 async def test_a_place_that_will_come_free_is_no_mistake_of_the_client(folder: Path) -> None:
     sync = Sync(folder)
     sync.answers.set()

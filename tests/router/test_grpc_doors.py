@@ -21,7 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
-from fakes_pipeline import FakeGenerator, byte_level_folder
+from fakes_pipeline import FakeGenerator, byte_level_folder, served_model
 from links import Link
 from pdserve.common.core.errors import Overloaded
 from pdserve.common.rpc import health, receive, reflection
@@ -31,7 +31,6 @@ from pdserve.common.rpc.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, 
 from pdserve.common.rpc.server import AuthInterceptor, Door, GrpcServer
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.auth import APIKeys
-from pdserve.router.cluster.served_model import ServedModel
 from pdserve.router.grpc import chat as grpc_chat
 from pdserve.router.grpc import door as grpc_door
 from pdserve.router.grpc.door import INFERENCE, ClientDoor, Messages
@@ -55,10 +54,7 @@ def generator(tmp_path: Path) -> FakeGenerator:
 
 
 def serving(generator: FakeGenerator, keys: str | None = KEY) -> Serving:
-    model = ServedModel(
-        names=("tiny",), root="/tiny", max_model_len=100,
-        vocab_size=generator.tokenizer.vocab_size, created=0, tokenizer=generator.tokenizer,
-    )  # fmt: skip
+    model = served_model(generator.tokenizer)
     return Serving(pipeline=generator, model=model, keys=APIKeys(keys))
 
 
@@ -407,6 +403,7 @@ def crowded(generator: FakeGenerator) -> Iterator[int]:
     thread.join()
 
 
+@pytest.mark.slow
 async def test_each_of_4000_calls_at_once_is_answered_or_refused_in_words(crowded: int) -> None:
     ends: Counter[str] = Counter()
 

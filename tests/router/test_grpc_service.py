@@ -14,12 +14,11 @@ from google.protobuf.message import Message
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RequestInfo, RetryInfo
 from grpc_status import rpc_status
 
-from fakes_pipeline import FakeGenerator, byte_level_folder
+from fakes_pipeline import FakeGenerator, byte_level_folder, served_model
 from pdserve.common.core.errors import NodeError, PdserveError, Unavailable
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc
 from pdserve.common.text.tokenizer import Tokenizer
-from pdserve.router.cluster.served_model import ServedModel
 from pdserve.router.grpc import service as grpc_service
 from pdserve.router.grpc.service import InferenceServicer
 from pdserve.router.serving import Serving
@@ -32,11 +31,7 @@ def generator(tmp_path: Path) -> FakeGenerator:
 
 @pytest.fixture
 async def stub(generator: FakeGenerator) -> AsyncIterator[inference_pb2_grpc.InferenceStub]:
-    tokenizer = generator.tokenizer
-    model = ServedModel(
-        names=("tiny",), root="/tiny", max_model_len=100, vocab_size=tokenizer.vocab_size,
-        created=0, tokenizer=tokenizer,
-    )  # fmt: skip
+    model = served_model(generator.tokenizer)
     server = grpc.aio.server()
     service = InferenceServicer(Serving(pipeline=generator, model=model))
     inference_pb2_grpc.add_InferenceServicer_to_server(service, server)
@@ -69,62 +64,6 @@ async def test_text_tokens_usage_and_timeline(
     (seen,) = generator.requests
     assert seen.sampling.greedy and seen.sampling.max_tokens == 16
     assert seen.request_id != "mine"
-
-
-async def test_model(stub: inference_pb2_grpc.InferenceStub, generator: FakeGenerator) -> None:
-    model = await stub.GetModel(pb.GetModelRequest())
-    assert (model.id, model.max_model_len, model.root) == ("tiny", 100, "/tiny")
-    assert tuple(model.eos_token_ids) == generator.tokenizer.eos_token_ids
-
-
-@pytest.mark.parametrize(
-    ("request_", "status", "param"),
-    [
-        (pb.GenerateRequest(), grpc.StatusCode.INVALID_ARGUMENT, "prompt"),
-        (pb.GenerateRequest(text="a", priority=1), grpc.StatusCode.INVALID_ARGUMENT, "priority"),
-        (pb.GenerateRequest(text="a", model="x"), grpc.StatusCode.NOT_FOUND, "model"),
-        (
-            pb.GenerateRequest(token_ids=pb.TokenIds(ids=[10**6])),
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "token_ids",
-        ),
-        (
-            pb.GenerateRequest(text="a", sampling=pb.SamplingParams(top_p=float("nan"))),
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "top_p",
-        ),
-        (
-            pb.GenerateRequest(text="a", sampling=pb.SamplingParams(n=0)),
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "n",
-        ),
-    ],
-)
-async def test_bad_requests(
-    stub: inference_pb2_grpc.InferenceStub,
-    generator: FakeGenerator,
-    request_: pb.GenerateRequest,
-    status: grpc.StatusCode,
-    param: str,
-) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        [response async for response in stub.Generate(request_)]
-    assert caught.value.code() is status
-    assert dict(caught.value.trailing_metadata())["pdserve-param"] == param
-    assert generator.requests == []
-
-
-async def test_errors_carry_their_type(
-    stub: inference_pb2_grpc.InferenceStub, generator: FakeGenerator
-) -> None:
-    generator.error, generator.error_after = Unavailable("no node", retry_after=2), 2
-    seen = 0
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async for _ in stub.Generate(pb.GenerateRequest(text="a")):
-            seen += 1
-    assert seen == 2
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert dict(caught.value.trailing_metadata())["pdserve-retryable"] == "1"
 
 
 def told(error: grpc.aio.AioRpcError, kind: type[Message]) -> Message | None:
@@ -271,21 +210,6 @@ async def test_cancelling_closes_the_generation(
     call.cancel()
     await asyncio.wait_for(generator.closed.wait(), 30)
     assert generator.open == 0
-
-
-async def test_long_lists_are_counted_before_anything_is_made_of_them(
-    stub: inference_pb2_grpc.InferenceStub,
-) -> None:
-    for sampling in (
-        pb.SamplingParams(logit_bias=dict.fromkeys(range(2000), 1.0)),
-        pb.SamplingParams(stop_token_ids=[1] * 2000),
-        pb.SamplingParams(stop=["a"] * 2000),
-    ):
-        request = pb.GenerateRequest(text="hell", sampling=sampling)
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            _ = [response async for response in stub.Generate(request)]
-        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert "at most" in str(error.value.details())
 
 
 async def test_what_is_cancelled_within_ends_the_call(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import collections
-import gzip
 import json
 import logging
 import threading
@@ -12,7 +10,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from time import monotonic
-from types import ModuleType
 from typing import Any
 
 import openai
@@ -20,7 +17,7 @@ import pytest
 from aiohttp import ClientResponse, ClientSession
 from prometheus_client import CollectorRegistry, Counter
 
-from fakes_pipeline import FakeGenerator, byte_fallback_folder, byte_level_folder
+from fakes_pipeline import FakeGenerator, byte_fallback_folder, byte_level_folder, served_model
 from pdserve.common.config.router import ChatConfig
 from pdserve.common.core.errors import (
     ConfigError,
@@ -30,12 +27,10 @@ from pdserve.common.core.errors import (
     Unavailable,
 )
 from pdserve.common.text.tokenizer import Tokenizer
-from pdserve.router.cluster.served_model import ServedModel
 from pdserve.router.http import chat, completions, encoding
 from pdserve.router.http.app import make_app
-from pdserve.router.http.request import BODIES, SERVING
+from pdserve.router.http.request import SERVING
 from pdserve.router.http.server import HTTPServer
-from pdserve.router.requests.generation import MAX_BURST
 from pdserve.router.serving import Serving
 
 WINDOW = 100
@@ -94,14 +89,8 @@ async def serve(
     """`limit`: of a body's bytes."""
     tokenizer = Tokenizer.from_folder(folder)
     generator = FakeGenerator(tokenizer)
-    model = ServedModel(
-        names=("tiny/model", "alias"),
-        root=str(folder),
-        max_model_len=window,
-        vocab_size=tokenizer.vocab_size,
-        created=1700000000,
-        tokenizer=tokenizer,
-    )
+    named = {"names": ("tiny/model", "alias"), "root": str(folder), "created": 1700000000}
+    model = served_model(tokenizer, max_model_len=window, **named)
     registry = CollectorRegistry()
     Counter("pdserve_things", "Things", registry=registry).inc()
     serving = Serving(pipeline=generator, model=model, **options)
@@ -112,12 +101,6 @@ async def serve(
             yield Site(server, generator, session)
     finally:
         await server.stop(drain_timeout=0)
-
-
-@pytest.fixture
-async def site(tmp_path: Path) -> AsyncIterator[Site]:
-    async with serve(byte_level_folder(tmp_path)) as site:
-        yield site
 
 
 async def check_error(
@@ -133,26 +116,6 @@ async def check_error(
 
 
 # ---- shapes -------------------------------------------------------------------------------
-
-
-async def test_a_body_of_many_prompts_starves_nobody(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    turns, made = 0, collections.Counter[int]()  # of this task; requests made in each
-    make_request = Serving.make_request
-
-    def counted(self: Serving, *args: Any, **options: Any) -> Any:
-        made.update([turns])
-        return make_request(self, *args, **options)
-
-    monkeypatch.setattr(Serving, "make_request", counted)
-    body = {"prompt": ["a"] * 200, "max_tokens": 1}
-    asking = asyncio.create_task(site.session.post(f"{site.url}/v1/completions", json=body))
-    while not asking.done():
-        await asyncio.sleep(0)
-        turns += 1
-    assert len((await asking.result().json())["choices"]) == made.total() == 200
-    assert max(made.values()) <= MAX_BURST
 
 
 async def test_priorities_arrive_where_they_count(tmp_path: Path) -> None:
@@ -269,14 +232,6 @@ async def test_null_means_absent(site: Site) -> None:
     names = "max_tokens temperature top_p n seed stop stream logprobs echo user logit_bias suffix"
     await site.complete(**dict.fromkeys(names.split()))
     assert site.generator.requests[0].sampling.temperature == 1.0
-
-
-async def test_a_seed_is_drawn_when_none_is_given(site: Site) -> None:
-    await site.complete()
-    await site.complete()
-    first, second = (request.sampling.seed for request in site.generator.requests)
-    assert first != second
-    assert 0 <= first < 2**63
 
 
 async def test_numbers_as_clients_write_them(site: Site) -> None:
@@ -407,13 +362,6 @@ async def test_chat_logprobs_have_exact_bytes(site: Site) -> None:
     assert first["top_logprobs"] == [{"token": "\ufffd", "logprob": -0.5, "bytes": first["bytes"]}]
 
 
-async def test_stop_string_ends_the_text(site: Site) -> None:
-    body = await site.complete(stop=["o w"])
-    (choice,) = body["choices"]
-    assert choice["text"] == "hell"
-    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "o w")
-
-
 async def test_messages_parts_roles_and_continuation(site: Site) -> None:
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": "a"}]},
@@ -480,32 +428,6 @@ async def test_chat_stream_raw(site: Site) -> None:
     assert [choice["finish_reason"] for choice in choices] == [None] * 4 + ["stop"]
 
 
-async def test_completion_stream_adds_up(site: Site) -> None:
-    body = {"prompt": ["a", "b"], "n": 2, "echo": True, "stream_options": {"include_usage": True}}
-    events = await site.events("/v1/completions", body)
-    usage = events.pop()
-    assert usage["choices"] == []
-    assert usage["usage"]["prompt_tokens"] == 2
-    assert all(event["usage"] is None for event in events)
-    texts: dict[int, str] = {}
-    for event in events:
-        (choice,) = event["choices"]
-        texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
-    assert texts == {i: prompt + "hello world" for i, prompt in enumerate("aabb")}
-
-
-async def test_stream_logprobs_cover_every_token(site: Site) -> None:
-    site.generator.text = "é!"
-    body = {"messages": CHAT, "logprobs": True}
-    events = await site.events("/v1/chat/completions", body)
-    logprobs = [event["choices"][0]["logprobs"] for event in events]
-    tokens = [entry for one in logprobs if one for entry in one["content"]]
-    assert len(tokens) == 4
-    events = await site.events("/v1/completions", {"prompt": "a", "logprobs": 0})
-    offsets = [event["choices"][0]["logprobs"]["text_offset"] for event in events]
-    assert offsets == [[0], [0], [1], [2]]  # of é, whose bytes are two tokens, !, and the end
-
-
 async def test_c11_offsets_are_of_the_text_that_the_client_gets(site: Site) -> None:
     site.generator.text = "é 🙂 wow"
     body = {"prompt": ["x", "y叫"], "n": 2, "logprobs": 0}
@@ -525,47 +447,6 @@ async def test_c11_offsets_are_of_the_text_that_the_client_gets(site: Site) -> N
         for name, offset in zip(told["tokens"], told["text_offset"], strict=True):
             if not name.startswith(("bytes:", "<|")):
                 assert choice["text"][offset:].startswith(name)
-
-
-async def test_openai_client_chat(site: Site) -> None:
-    async with site.client() as client:
-        whole = await client.chat.completions.create(
-            model="tiny/model", messages=CHAT, n=2, logprobs=True, top_logprobs=2
-        )
-        assert [choice.message.content for choice in whole.choices] == ["hello world"] * 2
-        assert whole.choices[0].logprobs.content[0].token == "hell"
-        stream = await client.chat.completions.create(
-            model="tiny/model", messages=CHAT, n=2, logprobs=True, top_logprobs=2,
-            stream=True, stream_options={"include_usage": True},
-        )  # fmt: skip
-        texts = ["", ""]
-        async for chunk in stream:
-            for choice in chunk.choices:
-                texts[choice.index] += choice.delta.content or ""
-            usage = chunk.usage
-        assert texts == ["hello world"] * 2
-        assert usage.completion_tokens == 16
-        assert usage.prompt_tokens_details.cached_tokens == 3
-
-
-async def test_openai_client_completions_models_and_errors(site: Site) -> None:
-    async with site.client() as client:
-        whole = await client.completions.create(
-            model="tiny/model", prompt="a", logprobs=1, max_tokens=2
-        )
-        assert whole.choices[0].logprobs.tokens == ["hell", "o"]
-        assert [model.id async for model in client.models.list()] == ["tiny/model", "alias"]
-        assert (await client.models.retrieve("tiny/model")).id == "tiny/model"
-        with pytest.raises(openai.NotFoundError) as missing:
-            await client.completions.create(model="other", prompt="a")
-        assert missing.value.code == "model_not_found"
-        with pytest.raises(openai.BadRequestError, match="maximum context length is 100 tokens"):
-            await client.completions.create(model="tiny/model", prompt="a", max_tokens=1000)
-        site.generator.error, site.generator.error_after = NodeError("lost"), 2
-        stream = await client.completions.create(model="tiny/model", prompt="a", stream=True)
-        with pytest.raises(openai.APIError, match="lost"):
-            async for _ in stream:
-                pass
 
 
 # ---- errors -------------------------------------------------------------------------------
@@ -823,34 +704,12 @@ async def test_hanging_up_closes_the_generation(site: Site, stream: bool, prompt
     assert site.generator.closed_at - hung_up < 2
 
 
-async def test_keep_alive_and_pipelining(site: Site) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
-    writer.write(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n" * 3)
-    for _ in range(3):
-        head = await reader.readuntil(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 200")
-        length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-        assert "version" in json.loads(await reader.readexactly(length))
-    writer.close()
-
-
 async def test_request_id_is_the_clients_if_it_is_a_word(site: Site) -> None:
     response = await site.post("/v1/completions", {"prompt": "a"}, **{"X-Request-Id": "abc-1"})
     assert response.headers["X-Request-Id"] == "abc-1"
     for bad in ("a b", "x" * 200):
         response = await site.post("/v1/completions", b"{", **{"X-Request-Id": bad})
         assert response.headers["X-Request-Id"].startswith("req-")
-
-
-async def test_cors_and_head(site: Site) -> None:
-    headers = {"Origin": "http://localhost:3000"}
-    url = site.url + "/v1/chat/completions"
-    async with site.session.options(url, headers=headers) as response:
-        assert response.status == 204
-        assert response.headers["Access-Control-Allow-Origin"] == headers["Origin"]
-        assert "POST" in response.headers["Access-Control-Allow-Methods"]
-    async with site.session.head(site.url + "/v1/models") as response:
-        assert response.status == 200
 
 
 async def test_stop_lets_requests_end(site: Site) -> None:
@@ -880,16 +739,6 @@ async def test_stop_tells_those_it_cuts_off(site: Site, stream: bool) -> None:
         assert (await request)[-1]["error"]["code"] == "shutting_down"
     else:
         await check_error(await request, 503)
-
-
-async def test_a_stream_cut_off_is_one_response(site: Site) -> None:
-    site.generator.delay = 0.05
-    reader, _writer = await raw_request(site, {"prompt": "a", "stream": True})
-    await reader.readuntil(b"data: ")
-    await site.server.stop(drain_timeout=0)
-    rest = await reader.read()
-    assert b"shutting_down" in rest
-    assert rest.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
 async def test_no_new_request_while_draining(site: Site) -> None:
@@ -961,52 +810,3 @@ async def test_tokenize_and_back(site: Site) -> None:
     assert tuple(chat["tokens"]) == site.tokenizer.apply_chat_template(CHAT)
     await check_error(await site.post("/tokenize", {}), 400, "prompt")
     await check_error(await site.post("/detokenize", {"tokens": [10**6]}), 400, "tokens")
-
-
-async def test_bodies_that_inflate_do_not_hold_the_loop(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever else is served has a turn between the pieces of them."""
-    size = 8 * 2**20
-    monkeypatch.setattr(site.server.app[BODIES], "_max_body_size", size)
-    bomb, turns = gzip.compress(bytes(2 * size)), 0
-
-    async def others() -> None:
-        nonlocal turns
-        while True:
-            await asyncio.sleep(0)
-            turns += 1
-
-    async def ask() -> None:
-        headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
-        url = site.url + "/v1/completions"
-        async with site.session.post(url, data=bomb, headers=headers) as response:
-            assert response.status == 413
-
-    running = asyncio.create_task(others())
-    await asyncio.gather(*(ask() for _ in range(16)))
-    running.cancel()
-    assert turns > 100  # without them it is a dozen, however many bodies there are
-
-
-@pytest.mark.parametrize("module", [chat, completions])
-async def test_log_probabilities_of_whole_answers_are_worded_off_the_loop(
-    site: Site, monkeypatch: pytest.MonkeyPatch, module: ModuleType
-) -> None:
-    """128 choices of 1,000 tokens with 20 each would hold up everybody for half a minute."""
-    threads: set[int] = set()
-    name = "ChatChoices" if module is chat else "CompletionChoices"
-    real = getattr(module, name).choice
-
-    def choice(*args: Any) -> Any:
-        threads.add(threading.get_ident())
-        return real(*args)
-
-    monkeypatch.setattr(getattr(module, name), "choice", choice)
-    if module is chat:
-        answer = await site.chat(logprobs=True, top_logprobs=2, n=3)
-    else:
-        answer = await site.complete(logprobs=2, n=3)
-    assert [each["index"] for each in answer["choices"]] == [0, 1, 2]
-    assert all(each["logprobs"] for each in answer["choices"])
-    assert threads and threading.get_ident() not in threads

@@ -7,30 +7,22 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
-from test_http_api import CHAT, Site, check_error, serve
+from test_http_api import CHAT, Site, serve
 
 from fakes_pipeline import byte_level_folder
 from paths import MODELS
 from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.router.api.sampling import make_sampling
-from pdserve.router.api.unsupported import UNSUPPORTED, WITHOUT_EFFECT
 from pdserve.router.cluster.served_model import load_served_model
 from pdserve.router.http.app import ROUTES
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-
-
-@pytest.fixture
-async def site(tmp_path: Path) -> AsyncIterator[Site]:
-    async with serve(byte_level_folder(tmp_path)) as site:
-        yield site
 
 
 async def raw(site: Site, request: bytes) -> tuple[int, dict[str, str], dict[str, Any], bool]:
@@ -99,14 +91,6 @@ async def get(site: Site, path: str) -> Any:
         return json.loads(await response.read() or b"null")
 
 
-async def test_a_model_of_two_names(site: Site) -> None:
-    assert [each["id"] for each in (await get(site, "/v1/models"))["data"]] == [
-        "tiny/model", "alias",
-    ]  # fmt: skip
-    assert (await get(site, "/v1/models/alias"))["id"] == "alias"
-    assert (await site.complete(model="alias"))["model"] == "tiny/model"
-
-
 async def test_load_and_ping(site: Site) -> None:
     assert await get(site, "/load") == {"server_load": 0}
     assert await get(site, "/ping") is None
@@ -119,11 +103,6 @@ async def test_what_was_cached_before_a_reset_is_not_found(site: Site) -> None:
         assert (await site.post("/reset_prefix_cache", b"")).status == 200
     salts = [request.cache_salt for request in site.generator.requests]
     assert salts[0] == "a" and len(set(salts)) == 3
-
-
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling", "/v1/audio/speech"])
-async def test_what_is_not_served(site: Site, path: str) -> None:
-    await check_error(await site.post(path, {"input": "a"}), 404)
 
 
 async def test_a_root_path(tmp_path: Path) -> None:
@@ -162,13 +141,6 @@ async def test_the_page_needs_no_other_host(site: Site) -> None:
         assert response.headers["Content-Security-Policy"].startswith("default-src 'none'")
     assert "/v1/chat/completions" in page and "max_completion_tokens" in page
     assert not re.findall(r"(?:src|href)=.(?:https?:)?//", page)
-
-
-def test_what_is_refused_is_no_field_of_a_body() -> None:
-    """Whoever adds a field takes its name out of the table."""
-    bodies = [route.body for route in ROUTES if route.body and "completions" in route.path]
-    everywhere = set.intersection(*(set(body.model_fields) for body in bodies))
-    assert not everywhere & (UNSUPPORTED.keys() | WITHOUT_EFFECT)
 
 
 # ---- --generation-config, --chat-template ----------------------------------------------------

@@ -13,7 +13,7 @@ from test_http_api import Site, check_error, serve
 from fakes_pipeline import byte_level_folder
 from pdserve.common.config.router import ChatConfig
 from pdserve.common.core.errors import ConfigError
-from pdserve.router.api.parsers.formats import HermesParser, Llama3JSONParser, MistralParser
+from pdserve.router.api.parsers.formats import HermesParser, Llama3JSONParser
 from pdserve.router.api.parsers.tool_parser import ToolParser
 from pdserve.router.api.schema import ChatBody
 from pdserve.router.api.tools import forced_calls, plan_tools
@@ -127,12 +127,6 @@ async def test_templates_get_all_there_is(open_site: Site) -> None:
     assert (given["x"], given["g"]) == (7, False)
 
 
-async def test_tokenize_sees_tools(open_site: Site) -> None:
-    response = await open_site.post("/tokenize", {"messages": ASK, "tools": TOOLS})
-    tokens = (await response.json())["tokens"]
-    assert json.loads(open_site.tokenizer.decode(tokens))["t"] == TOOLS
-
-
 # ---- the answer ---------------------------------------------------------------------------
 
 
@@ -200,17 +194,6 @@ async def test_stream_of_calls(site: Site) -> None:
         assert "".join(tokens).startswith(site.generator.text)
 
 
-async def test_the_official_client_sees_calls(site: Site) -> None:
-    site.generator.text = CALL
-    client = site.client()
-    async with client.chat.completions.stream(
-        model="tiny/model", messages=ASK, tools=TOOLS
-    ) as stream:
-        completion = await stream.get_final_completion()
-    (call,) = completion.choices[0].message.tool_calls
-    assert (call.function.name, call.function.arguments) == ("f", '{"x": 1}')
-
-
 @pytest.mark.parametrize(
     ("fields", "reason", "arguments"),
     [
@@ -233,10 +216,6 @@ async def test_markers_that_are_special_tokens_are_seen(site: Site) -> None:
     await ask(site, "a", tools=TOOLS, skip_special_tokens=True)
     await ask(site, "a", tools=TOOLS, tool_choice="none")
     assert [r.skip_special_tokens for r in site.generator.requests] == [False, True, True]
-
-
-def test_ids_are_as_the_format_wants_them() -> None:
-    assert MistralParser.new_id().isalnum() and len(MistralParser.new_id()) == 9
 
 
 class Shouting(ToolParser):

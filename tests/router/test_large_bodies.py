@@ -356,6 +356,7 @@ async def test_clients_take_turns_at_the_threads(
     assert order.index(b"b") < 50
 
 
+@pytest.mark.slow
 def test_large_bodies_leave_the_router_small_and_awake() -> None:
     """The true path, as `benchmarks/bench_bodies.py` measures it with 100 bodies of 30 MB."""
     with router(str(MODEL), "--max-body-size", str(8 * MIB)) as (process, port):

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from yarl import URL
 
 from fake_nodes import VOCAB_SIZE, FakeCluster, fake_cluster
-from fakes_pipeline import byte_level_folder
+from fakes_pipeline import byte_level_folder, served_model
 from pdserve.cli import top, trace
 from pdserve.cli.cluster import own_session
 from pdserve.common.config.options import to_environment, to_flags
@@ -27,7 +27,6 @@ from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.offline.local import with_keys
 from pdserve.router.auth import APIKeys
 from pdserve.router.cluster.adapter_sync import AdapterSync
-from pdserve.router.cluster.served_model import ServedModel
 from pdserve.router.grpc.service import InferenceServicer
 from pdserve.router.http.app import make_app
 from pdserve.router.http.server import HTTPServer
@@ -77,10 +76,7 @@ async def serve(
 ) -> AsyncIterator[Site]:
     tokenizer = Tokenizer.from_folder(byte_level_folder(folder / "tokenizer"))
     async with fake_cluster(folder / "cluster", ("p0", "d0"), **options) as cluster:
-        model = ServedModel(
-            names=("tiny",), root="/tiny", max_model_len=100, vocab_size=VOCAB_SIZE, created=0,
-            tokenizer=tokenizer,
-        )  # fmt: skip
+        model = served_model(tokenizer, vocab_size=VOCAB_SIZE)
         serving = Serving(pipeline=cluster.pipeline, model=model, keys=keys)
         no_adapters = cast(AdapterSync, object())  # bodies without a name do not come so far
         registry = CollectorRegistry()

@@ -4,14 +4,12 @@ effect."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from test_http_api import Site, serve
+from test_http_api import Site
 
-from fakes_pipeline import byte_level_folder
 from pdserve.common.config.router import ServerConfig
 from pdserve.common.core.errors import PermissionDenied
 from pdserve.router.http.cors import ALL, CORS
@@ -22,12 +20,6 @@ PREFLIGHT = {
     "Access-Control-Request-Method": "POST",
     "Access-Control-Request-Headers": "authorization,content-type,x-stainless-lang",
 }
-
-
-@pytest.fixture
-async def site(tmp_path: Path) -> AsyncIterator[Site]:
-    async with serve(byte_level_folder(tmp_path)) as site:
-        yield site
 
 
 async def send(site: Site, method: str, path: str, **headers: str) -> tuple[int, Any, Any]:

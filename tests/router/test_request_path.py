@@ -33,7 +33,6 @@ from pdserve.common.rpc.pb import inference_pb2
 from pdserve.common.rpc.status import REQUEST_ID_KEY
 from pdserve.router.cluster import registry_service
 from pdserve.router.cluster.adapters import Adapter
-from pdserve.router.cluster.cluster_view import ClusterView
 from pdserve.router.cluster.health import LINK_COOLDOWN, STANDSTILL, BreakerState
 from pdserve.router.requests.attempt import Attempt
 from pdserve.router.requests.generation import MAX_BEGUN, MAX_BURST, GenerationRequest, merge
@@ -159,26 +158,6 @@ async def test_a_request_is_served(four: FakeCluster) -> None:
     assert one_token.completion_tokens == 1 and one_token.timeline.migrations == 0
 
 
-async def test_no_request_asks_whether_the_cluster_is_ready(
-    four: FakeCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That looks at every pair of nodes: it is for who asks after the cluster's health, and for
-    a request that finds no node."""
-    asked: list[bool] = []
-    ready = ClusterView.ready
-
-    def counted(view: ClusterView) -> tuple[bool, str]:
-        found = ready(view)
-        asked.append(found[0])
-        return found
-
-    monkeypatch.setattr(ClusterView, "ready", counted)
-    for _ in range(3):
-        await four.ask()
-    assert not asked
-    assert four.pipeline.cluster()["ready"] and asked == [True]
-
-
 async def test_the_timeline_has_what_nodes_report(pair: FakeCluster) -> None:
     line = (await pair.ask()).timeline
     assert (line.cached_tokens, line.decode_cached_tokens, line.transfer_bytes) == (3, 2, 1)
@@ -301,16 +280,6 @@ async def test_a_client_that_leaves_frees_all(pair: FakeCluster) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await pair.settled()
-
-
-async def test_the_place_is_free_when_the_nodes_have_finished(pair: FakeCluster) -> None:
-    """However slowly the client reads."""
-    async with aclosing(pair.pipeline.generate(pair.request())) as updates:
-        await anext(updates)
-        async with asyncio.timeout(60):
-            while pair.pipeline.admission.running:
-                await asyncio.sleep(0.01)
-        assert len([update async for update in updates]) == 8
 
 
 async def test_an_answer_to_retarget_that_does_not_parse_is_the_decode_nodes_fault(
@@ -490,18 +459,6 @@ async def test_failures_of_prefill_are_not_blamed_on_decode(four: FakeCluster) -
     states = {node.info.node_id: node.breaker.state.value for node in four.registry.nodes()}
     assert states == {"p0": "open", "p1": "closed", "d0": "closed", "d1": "closed"}
     assert four.jobs("d") == 8, "blocks that are reserved are kept"
-
-
-async def test_a_defect_in_a_nodes_handler_is_the_nodes(four: FakeCluster) -> None:
-    """It fails fast, so it would stay the least loaded: a black hole."""
-    for name in ("p0", "d0"):
-        four[name].on_run = fails(RuntimeError("defect"))
-        before = len(four[name].jobs)
-        for _ in range(6):
-            await four.ask()
-        assert len(four[name].jobs) == before + 3
-        four[name].on_run = None
-    assert {node.breaker.state.value for node in four.registry.nodes()} == {"open", "closed"}
 
 
 @pytest.mark.parametrize("role", ["p0", "d0"])
@@ -764,30 +721,6 @@ async def test_those_beside_a_request_that_kills_nodes_are_no_poison(tmp_path: P
         results = await asyncio.gather(*asked, poison(), return_exceptions=True)
         assert isinstance(results[-1], NodeError) and results[-1].code == "POISON_REQUEST"
         assert not [each for each in results[:-1] if isinstance(each, BaseException)], results
-
-
-async def test_nodes_that_die_while_others_are_served_first_are_not_its_fault(
-    tmp_path: Path,
-) -> None:
-    names = ["d0", "d1", *(f"p{number}" for number in range(6))]
-    async with fake_cluster(tmp_path, names) as cluster:
-        for name in names[2:6]:
-            (node,) = (n for n in cluster.registry.nodes() if n.info.node_id == name)
-            cluster[name].on_run = dies
-            node.prefilling[object()] = 0  # type: ignore[index]
-        await cluster.ask()
-
-
-# ---- load ----
-
-
-async def test_a_burst_spreads_over_the_prefill_nodes(tmp_path: Path) -> None:
-    names = ["d0", "d1", *(f"p{number}" for number in range(4))]
-    async with fake_cluster(tmp_path, names) as cluster:
-        await asyncio.gather(*(cluster.ask(num_prompt=20) for _ in range(64)))
-        counts = Counter({name: len(cluster[name].jobs) for name in names})
-        assert all(10 <= counts[f"p{number}"] <= 22 for number in range(4)), counts
-        assert counts["d0"] + counts["d1"] == 64 and abs(counts["d0"] - counts["d1"]) <= 8
 
 
 # ---- nodes that the router does not reach ----

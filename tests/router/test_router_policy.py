@@ -10,10 +10,8 @@ from pdserve.common.core.errors import Blame, NodeError, Overloaded, TransferErr
 from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2 as pb
-from pdserve.router.cluster.cluster_view import MAX_PAIRINGS, ClusterView, mismatch
+from pdserve.router.cluster.cluster_view import MAX_PAIRINGS, ClusterView
 from pdserve.router.cluster.health import (
-    AFTER_STANDSTILL,
-    STANDSTILL,
     AwakeClock,
     BreakerState,
     CircuitBreaker,
@@ -91,24 +89,6 @@ async def test_a_silent_node_is_not_used_and_one_that_returns_is(registry, clock
     assert not registry.heartbeat("d0", pb.NodeLoad(healthy=True))
 
 
-async def test_a_node_that_did_not_answer_is_not_used_until_it_is_heard_from(registry):
-    add(registry, "d0")
-    (node,) = usable(registry, pb.ROLE_DECODE)
-    with pytest.raises(NodeError), InFlight(registry, node):
-        raise NodeError("gone", code="PEER_LOST", blame=Blame.DECODE)
-    assert usable(registry, pb.ROLE_DECODE) == []
-    assert registry.heartbeat("d0", pb.NodeLoad(healthy=True))
-    assert usable(registry, pb.ROLE_DECODE) == [node]
-
-
-async def test_an_unhealthy_or_deregistered_node_gets_nothing_new(registry):
-    add(registry, "d0", healthy=False)
-    add(registry, "d1")
-    registry.deregister("d1")
-    assert usable(registry, pb.ROLE_DECODE) == []
-    assert ClusterView(registry).counts() == {("decode", "unhealthy"): 1}
-
-
 async def test_a_router_that_slept_takes_no_node_for_silent(clock):
     registry = Registry(RoutingConfig(heartbeat_timeout=5), AwakeClock(2.5, clock))
     add(registry, "d")
@@ -133,30 +113,13 @@ async def test_a_loop_that_something_blocks_again_and_again_takes_no_node_for_si
     assert ids(usable(registry, pb.ROLE_DECODE)) == ["d"]
 
 
-async def test_only_a_clock_that_runs_knows_that_it_stood_still(clock):
-    awake = AwakeClock(real=clock)
-    clock.time += 60
-    assert not awake.stood_still(), "it was not asked"
-    running = asyncio.create_task(awake.run())
-    await asyncio.sleep(0)
-    clock.time += STANDSTILL
-    assert not awake.stood_still()
-    clock.time += STANDSTILL + 0.1
-    assert awake.stood_still()
-    for _ in range(40):
-        assert awake.stood_still() == (awake() - awake._woke < AFTER_STANDSTILL)
-        clock.time += 0.1
-    assert not awake.stood_still()
-    running.cancel()
-
-
 async def test_nodes_that_may_not_be_used_say_why(registry, clock):
     add(registry, "d0", healthy=False, reason="step 7 has been running for 20.0 s")
     add(registry, "d1")
     add(registry, "d2")
     add(registry, "d3")
     add(registry, "p0", pb.ROLE_PREFILL, healthy=False)
-    _, lost, broken, *_ = registry._nodes.values()
+    _, lost, broken, *_ = registry.nodes()
     lost.lost = True
     broken.breaker.failed()
     broken.breaker.failed()
@@ -362,22 +325,6 @@ async def test_a_burst_is_shared_by_pairs_and_nodes_of_both_roles(registry, poli
         assert max(in_flight.values()) - min(in_flight.values()) <= 1, in_flight
 
 
-async def test_a_broken_pair_is_not_used_and_its_nodes_are(registry, clock):
-    for name, role in (("p0", 1), ("p1", 1), ("d0", 2), ("d1", 2)):
-        add(registry, name, role)
-    view = ClusterView(registry)
-    for pair in (("p0", "d0"), ("p1", "d0"), ("p0", "d1")):
-        registry.links.failed(*pair)
-    assert [ids(pair) for pair in view.pairs()] == [["p1", "d1"]]
-    assert all(node.breaker.allows() for node in registry.nodes())
-    assert ids(await place(registry)) == ["p1", "d1"]
-    registry.links.failed("p1", "d1")
-    assert (await place(registry))[0] is None, "the decode node can do it alone"
-    assert view.ready()[0] and view.pairs() == []
-    clock.time += 5
-    assert len(view.pairs()) == 4
-
-
 async def test_a_pair_that_stays_broken_is_tried_less_and_less(registry, clock):
     links, waits = registry.links, []
     for _ in range(8):
@@ -412,18 +359,6 @@ async def test_a_burst_is_spread_by_its_tokens(registry):
         assert all(3000 <= loads[f"p{number}"] <= 4200 for number in range(4)), loads
         assert {node.in_flight for node in usable(registry, pb.ROLE_DECODE)} == {16}
     assert {(node.in_flight, node.prefill_tokens) for node in registry.nodes()} == {(0, 0)}
-
-
-async def test_a_trial_ends_with_the_first_token(registry, clock):
-    add(registry, "d0")
-    (node,) = registry.nodes()
-    node.breaker.failed()
-    node.breaker.failed()
-    clock.time += 5
-    with InFlight(registry, node) as use:
-        assert not node.breaker.allows()
-        use.progressed()
-        assert node.breaker.allows() and node.breaker.state is BreakerState.CLOSED
 
 
 async def test_what_a_node_says_of_another_or_of_a_transfer_is_not_its_own_failure(registry):
@@ -461,17 +396,6 @@ async def test_a_node_that_sends_heartbeats_and_does_not_answer_is_not_used(regi
     assert usable(registry, pb.ROLE_DECODE) == [node]
     registry.unanswered(node, "no such name", refused=True)
     assert usable(registry, pb.ROLE_DECODE) == []
-
-
-async def test_nodes_that_do_not_pair_say_why(registry):
-    add(registry, "p0", pb.ROLE_PREFILL)
-    add(registry, "d0", connector="shm,nccl")
-    (prefill,), (decode,) = usable(registry, pb.ROLE_PREFILL), usable(registry, pb.ROLE_DECODE)
-    prefill.info.fingerprint_parts["block_size"] = "8"
-    decode.info.fingerprint_parts["block_size"] = "16"
-    assert mismatch(prefill, decode) == (
-        "p0 and d0: block_size 8 ≠ 16, no common KV connector (tcp ≠ shm, nccl)"
-    )
 
 
 async def test_round_robin_takes_turns_and_least_load_the_least_loaded(registry):

@@ -19,9 +19,8 @@ import requests
 from prometheus_client import CollectorRegistry
 
 from benchmarks.bench_bodies import router
-from fakes_pipeline import byte_level_folder
+from fakes_pipeline import byte_level_folder, served_model
 from paths import MODELS
-from pdserve.common.core.errors import Cancelled
 from pdserve.common.core.request import FinishReason, Timeline
 from pdserve.common.core.sampling import SampledToken
 from pdserve.common.http import connection as connection_module
@@ -29,13 +28,12 @@ from pdserve.common.http.connection import Connection, Crowd, Limits
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc as pb_grpc
 from pdserve.common.text.tokenizer import Tokenizer
-from pdserve.router.cluster.served_model import ServedModel
 from pdserve.router.grpc.service import InferenceServicer
 from pdserve.router.http import request as request_module
 from pdserve.router.http.app import make_app
 from pdserve.router.http.server import HTTPServer
 from pdserve.router.requests import generation as generation_module
-from pdserve.router.requests.generation import GenerationRequest, GenerationStats, TextDelta, merge
+from pdserve.router.requests.generation import GenerationRequest, GenerationStats, TextDelta
 from pdserve.router.serving import Serving
 
 MODEL = MODELS / "llama-gqa"
@@ -73,18 +71,14 @@ class Talker:
         return {}
 
 
-def served_model(folder: Path) -> ServedModel:
+def serving_of(talker: Talker, folder: Path) -> Serving:
     tokenizer = Tokenizer.from_folder(byte_level_folder(folder))
-    return ServedModel(
-        names=("tiny",), root=str(folder), max_model_len=100, vocab_size=tokenizer.vocab_size,
-        created=1, tokenizer=tokenizer,
-    )  # fmt: skip
+    return Serving(pipeline=talker, model=served_model(tokenizer))
 
 
 @asynccontextmanager
 async def serving(folder: Path, talker: Talker, **limits: float) -> AsyncIterator[HTTPServer]:
-    serving = Serving(pipeline=talker, model=served_model(folder))
-    app = make_app(serving, CollectorRegistry(), 2**20)
+    app = make_app(serving_of(talker, folder), CollectorRegistry(), 2**20)
     server = await HTTPServer.start(app, "127.0.0.1", 0, limits=Limits(**limits))
     try:
         yield server
@@ -188,24 +182,6 @@ async def test_an_endless_answer_that_nobody_reads_is_cancelled(
         writer.close()
 
 
-async def test_merge_gives_up_a_reader_that_is_far_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation_module, "MAX_BEHIND", 5)
-    closed = asyncio.Event()
-
-    async def numbers() -> AsyncGenerator[int, None]:
-        try:
-            for number in range(100):
-                yield number
-        finally:
-            closed.set()
-
-    updates = merge([numbers()])
-    assert (await anext(updates))[0] == (0, 0)
-    await closed.wait()
-    with pytest.raises(Cancelled, match="behind"):
-        [update async for update in updates]
-
-
 @pytest.mark.parametrize("timeout", [0.2, 0.0])
 async def test_a_grpc_client_that_does_not_read_is_cancelled(
     tmp_path: Path, timeout: float, caplog: pytest.LogCaptureFixture
@@ -214,7 +190,7 @@ async def test_a_grpc_client_that_does_not_read_is_cancelled(
     caplog.set_level("INFO")
     server = grpc.aio.server()
     talker = Talker(400)
-    service = InferenceServicer(Serving(pipeline=talker, model=served_model(tmp_path)), timeout)
+    service = InferenceServicer(serving_of(talker, tmp_path), timeout)
     pb_grpc.add_InferenceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -302,6 +278,7 @@ async def test_a_body_drop_by_drop_is_not_waited_for(
 # ---- a log that nobody reads ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_router_whose_log_nobody_reads_goes_on() -> None:
     reader, writer = os.pipe()  # holds 64 KiB
     options = ("--queue-timeout", "0", "--log-level", "debug")

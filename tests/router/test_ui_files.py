@@ -72,21 +72,6 @@ def test_the_page_is_its_files_and_makes_no_markup_of_text() -> None:
 # ---- what `/v1/cluster` has for it -----------------------------------------------------------
 
 
-async def test_a_node_that_may_not_be_used_has_a_reason() -> None:
-    now = 0.0
-    registry = Registry(RoutingConfig(), now=lambda: now)
-    add(registry, "p0", pb.ROLE_PREFILL)
-    (node,) = registry.nodes()
-    describe = ClusterView(registry).describe
-    assert describe()["nodes"][0]["reason"] == ""
-    node.lost = True
-    assert describe()["nodes"][0]["reason"] == "it does not answer"
-    node.lost = False
-    for _ in range(3):
-        node.breaker.failed()
-    assert describe()["nodes"][0]["reason"] == "its circuit breaker is open"
-
-
 async def test_flows_are_those_between_nodes_that_are_there() -> None:
     registry = Registry(RoutingConfig(), now=lambda: 0.0)
     for name, role in (("p0", pb.ROLE_PREFILL), ("d0", pb.ROLE_DECODE)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +89,6 @@ def test_a_boolean_in_the_file_is_below_the_environment(tmp_path: Path) -> None:
     assert not load(WorkerNodeConfig, file).engine.cache.enable_prefix_caching
     env = {"PDSERVE_ENABLE_PREFIX_CACHING": "true"}
     assert load(WorkerNodeConfig, file, env=env).engine.cache.enable_prefix_caching
-
-
-def test_short_names() -> None:
-    assert load(WorkerNodeConfig, "-tp", "4").engine.parallel.tensor_parallel_size == 4
 
 
 def test_what_vllm_s_flags_may_look_like(tmp_path: Path) -> None:
@@ -207,11 +202,6 @@ def test_flags_make_an_equal_config() -> None:
     assert to_flags(WorkerNodeConfig()) == []
 
 
-def test_flags_of_off_and_on() -> None:
-    config = load(WorkerNodeConfig, "--no-enable-prefix-caching")
-    assert to_flags(config) == ["--no-enable-prefix-caching"]
-
-
 def test_help_names_every_option_its_default_and_its_variable(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -247,10 +237,3 @@ def test_every_number_has_a_least_value(cls: type) -> None:
         if option.kind in (int, float) and "minimum" not in option.metadata
     ]
     assert unbounded == []
-
-
-def test_configs_are_frozen() -> None:
-    for cls in ROLE_CONFIGS:
-        config = cls()
-        parts = [config, *(getattr(config, item.name) for item in fields(config))]
-        assert all(type(part).__dataclass_params__.frozen for part in parts if is_dataclass(part))

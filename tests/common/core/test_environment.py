@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,11 @@ def check(environment: str) -> None:
 
 
 def shown(pid: int) -> str:
-    return Path(f"/proc/{pid}/environ").read_bytes().decode()
+    deadline = time.monotonic() + 60
+    while not (environment := Path(f"/proc/{pid}/environ").read_bytes()):  # it is being executed
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return environment.decode()
 
 
 def test_helpers_get_what_they_need_and_no_secrets() -> None:

@@ -3,15 +3,12 @@ message, the bodies of requests and the pages."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from google.protobuf.descriptor import FieldDescriptor as Field
 from pydantic import ValidationError
 
-from paths import ROOT
 from pdserve.common.core.errors import InvalidRequest
 from pdserve.common.core.parameters import PARAMETERS, Kind, Parameter
 from pdserve.common.core.sampling import SAMPLING_PARAMETERS, SamplingParams, check_sampling
@@ -22,18 +19,6 @@ from pdserve.router.api.schema import ChatBody, CompletionBody, GenerationBody
 VOCAB = 512
 WIRE = pb.SamplingParams.DESCRIPTOR
 CARRIED = [each for each in PARAMETERS.values() if each.number is not None]
-WIRE_TYPES: dict[Kind, tuple[bool, set[int]]] = {  # repeated?, of which types
-    Kind.INTEGER: (False, {Field.TYPE_UINT32, Field.TYPE_INT32, Field.TYPE_UINT64}),
-    Kind.NUMBER: (False, {Field.TYPE_FLOAT}),
-    Kind.BOOLEAN: (False, {Field.TYPE_BOOL}),
-    Kind.TEXT: (False, {Field.TYPE_STRING}),
-    Kind.TEXT_OR_TEXTS: (True, {Field.TYPE_STRING}),
-    Kind.TEXTS: (True, {Field.TYPE_STRING}),
-    Kind.TOKEN_ID_LISTS: (True, {Field.TYPE_MESSAGE}),
-    Kind.TOKEN_IDS: (True, {Field.TYPE_UINT32}),
-    Kind.BIASES: (True, {Field.TYPE_MESSAGE}),
-    Kind.OBJECT: (False, {Field.TYPE_MESSAGE}),
-}
 # One value of each kind that every parameter of it takes, and one that none does.
 GOOD: dict[Kind, Any] = {
     Kind.INTEGER: 1,
@@ -113,23 +98,6 @@ def test_the_message_has_the_fields_of_the_table() -> None:
     assert {f.name: f.number for f in WIRE.fields} == {p.name: p.number for p in CARRIED}
 
 
-@pytest.mark.parametrize("parameter", CARRIED, ids=name_of)
-def test_a_field_holds_what_its_row_allows(parameter: Parameter) -> None:
-    field = WIRE.fields_by_name[parameter.name]
-    repeated, types = WIRE_TYPES[parameter.kind]
-    assert (field.is_repeated, field.type in types) == (repeated, True)
-    if parameter.kind is Kind.BIASES:
-        entry = field.message_type
-        assert entry.GetOptions().map_entry
-        assert [f.type for f in entry.fields] == [Field.TYPE_UINT32, Field.TYPE_FLOAT]
-    if parameter.kind is Kind.TOKEN_ID_LISTS:
-        assert field.message_type is pb.TokenIds.DESCRIPTOR
-    if parameter.kind in (Kind.INTEGER, Kind.NUMBER):
-        assert field.has_presence, "absent is not 0"
-        for bound in (parameter.low, parameter.high):
-            pb.SamplingParams(**{parameter.name: bound})  # no ValueError
-
-
 FULL = SamplingParams(
     max_tokens=9, min_tokens=2, temperature=0.5, top_p=0.25, top_k=7, min_p=0.125, seed=2**63 - 1,
     presence_penalty=-1.5, frequency_penalty=1.5, repetition_penalty=2.0, ignore_eos=True,
@@ -173,17 +141,3 @@ def test_a_body_takes_values_of_the_rows_kind(parameter: Parameter) -> None:
     with pytest.raises(ValidationError) as caught:
         GenerationBody(**{parameter.name: FOREIGN[parameter.kind]})
     assert caught.value.errors()[0]["loc"][0] == parameter.name
-
-
-# ---- the pages ----------------------------------------------------------------------------------
-
-
-def test_the_page_names_every_field_of_the_endpoints() -> None:
-    page = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
-    shared = set(GenerationBody.model_fields)
-    for body, endpoint in ((CompletionBody, "completions"), (ChatBody, "chat/completions")):
-        table = (
-            page.partition(f"Only `/v1/{endpoint}`:")[2].partition("\n\n")[2].partition("\n\n")[0]
-        )
-        cells = " ".join(line.split("|")[1] for line in table.splitlines()[2:])
-        assert set(re.findall(r"`(\w+)`", cells)) == set(body.model_fields) - shared

@@ -78,23 +78,6 @@ def private_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 
 @both
-async def test_step_returns_rank_0s_answer(make: Callable[[], Executor]) -> None:
-    executor = make()
-    async with running(executor):
-        assert [await executor.step(b"%d" % i) for i in range(3)] == [
-            b"step 0 0",
-            b"step 0 1",
-            b"step 0 2",
-        ]
-
-
-@both
-async def test_ready_comes_from_every_rank_in_order(make: Callable[[], Executor]) -> None:
-    async with running(make()) as answers:
-        assert [answer.split()[0] for answer in answers] == [b"0", b"1"][: len(answers)]
-
-
-@both
 async def test_extension_is_served_while_a_step_runs(make: Callable[[], Executor]) -> None:
     executor = make()
     async with running(executor) as answers:
@@ -126,19 +109,6 @@ async def test_extension_error_keeps_its_type(make: Callable[[], Executor]) -> N
             await executor.call(0, b"raise")
         assert caught.value.code == "PEER_LOST"
         assert caught.value.blame is Blame.PREFILL
-        assert await executor.call(0, b"x") == b"call 0 x"
-
-
-@both
-async def test_a_short_call_needs_no_thread(make: Callable[[], Executor]) -> None:
-    """Where the rank is in the node's process; elsewhere it is one like any other."""
-    executor = make()
-    async with running(executor):
-        name = await executor.call(0, b"thread")
-        here = isinstance(executor, InProcessExecutor)
-        assert (name == threading.current_thread().name.encode()) is here
-        with pytest.raises(TransferError, match="no such peer"):
-            await executor.call(0, b"short raise")
         assert await executor.call(0, b"x") == b"call 0 x"
 
 
@@ -177,14 +147,6 @@ async def test_a_step_that_failed_on_one_rank_is_the_last() -> None:
                 await ask
 
 
-@both
-async def test_call_of_a_missing_rank(make: Callable[[], Executor]) -> None:
-    executor = make()
-    async with running(executor):
-        with pytest.raises(NodeError):
-            await executor.call(2, b"x")
-
-
 @pytest.mark.parametrize("size", [1, 2])
 async def test_call_without_extension(size: int) -> None:
     executor = make_executor(specs(size, extension=False))
@@ -215,11 +177,6 @@ async def test_shutdown_closes_extension_then_worker(
     with pytest.raises(NodeError):
         await executor.step(b"x")
     await executor.shutdown(1.0)  # a second time does no harm
-
-
-def test_make_executor_by_number_of_ranks() -> None:
-    assert isinstance(make_executor(specs(1)), InProcessExecutor)
-    assert isinstance(make_executor(specs(2)), MultiprocessExecutor)
 
 
 # ---- processes ----
@@ -319,13 +276,6 @@ async def test_a_stop_ends_though_a_rank_does_not(
         await step
     kill()
     await eventually(lambda: not any(map(alive, pids)))
-
-
-async def test_exiting_rank_is_named_with_its_code() -> None:
-    executor = MultiprocessExecutor(specs(2))
-    async with running(executor):
-        with pytest.raises(NodeError, match=r"rank 0 .*exited with code 3"):
-            await executor.step(b"exit 0")
 
 
 async def test_rank_that_dies_while_it_starts() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import signal
 import threading
@@ -22,10 +21,9 @@ import segments
 from pdserve.common.core.errors import ConfigError, NodeError
 from pdserve.common.distributed.environment import init_distributed_environment
 from pdserve.common.distributed.group import GroupCoordinator
-from pdserve.common.distributed.measure import DTYPES, measure, verify
+from pdserve.common.distributed.measure import DTYPES, verify
 from pdserve.common.distributed.parallel_state import (
     ParallelState,
-    describe,
     group_layout,
     initialize_model_parallel,
 )
@@ -58,15 +56,6 @@ def run(request: pytest.FixtureRequest, ranks: Ranks) -> Callable[..., list[Any]
 # ---- layout ----
 
 
-def test_the_layout_of_four_gpus() -> None:
-    assert group_layout(4, tp=2, pp=2) == {
-        "world": [[0, 1, 2, 3]],
-        "tp": [[0, 1], [2, 3]],
-        "pp": [[0, 2], [1, 3]],
-        "ep": [[0], [1], [2], [3]],
-    }
-
-
 @pytest.mark.parametrize(
     ("tp", "pp", "ep", "expected"),
     [
@@ -82,13 +71,6 @@ def test_experts_lie_on_the_ranks_of_a_tensor_parallel_group(
     assert group_layout(tp * pp, tp, pp, ep)["ep"] == expected
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("pp", [1, 2, 3])
-def test_every_rank_is_in_one_group_of_each_kind(tp: int, pp: int) -> None:
-    for groups in group_layout(tp * pp, tp, pp, ep=tp).values():
-        assert sorted(rank for group in groups for rank in group) == list(range(tp * pp))
-
-
 @pytest.mark.parametrize(("sizes", "hint"), [((3, 2, 1, 1), "3 ranks"), ((4, 4, 1, 3), "divide")])
 def test_sizes_that_do_not_fit(sizes: tuple[int, ...], hint: str) -> None:
     with pytest.raises(ConfigError, match=hint):
@@ -96,18 +78,6 @@ def test_sizes_that_do_not_fit(sizes: tuple[int, ...], hint: str) -> None:
 
 
 # ---- collectives ----
-
-
-def test_a_group_of_one_needs_nobody() -> None:
-    group = GroupCoordinator()
-    tensor = torch.tensor([1.0, 2.0])
-    assert group.all_reduce(tensor) is tensor
-    assert group.all_gather(tensor, dim=0) is tensor
-    assert group.reduce_scatter(tensor, dim=0) is tensor
-    assert group.broadcast(tensor) is tensor
-    group.agree(1, "it")
-    group.barrier()
-    group.close()
 
 
 def _verify(state: ParallelState) -> list[tuple[str, str]]:
@@ -216,15 +186,6 @@ def test_rows_that_were_not_expected_are_an_error(tmp_path: Path) -> None:
     assert "rank 1 sends 12 bytes, not 24" in on_threads(tmp_path, 2, work)[1]
 
 
-def _bytes(state: ParallelState) -> list[bytes]:
-    return state.tp.all_gather_bytes(b"x" * state.tp.rank)
-
-
-def test_bytes_of_any_length(run: Callable[..., list[Any]]) -> None:
-    for found in run(_bytes):
-        assert found == [b"x" * rank for rank in range(len(found))]
-
-
 def _disagree(state: ParallelState) -> tuple[str, str]:
     state.tp.agree({"b": 1, "a": [2]}, "the weather")
     with pytest.raises(NodeError) as caught:
@@ -239,15 +200,6 @@ def test_ranks_that_disagree_are_named(ranks: Ranks) -> None:
         assert message.endswith("disagree on the block count: ranks 0, 1, 2: 0; rank 3: 5")
 
 
-def _shares_that_do_not_fit(state: ParallelState) -> None:
-    with pytest.raises(ValueError, match="cannot share 3"):
-        state.tp.reduce_scatter(torch.ones(3), 0)
-
-
-def test_unequal_shares_are_refused(ranks: Ranks) -> None:
-    ranks.run(_shares_that_do_not_fit, tp=2, communicator="shm")
-
-
 def _pipeline(state: ParallelState) -> tuple[float, int, int]:
     """Two stages of two ranks: a sum, an activation to the next stage, a sum there."""
     hidden = state.tp.all_reduce(torch.full((2, 3), state.world.rank + 1.0))
@@ -260,21 +212,6 @@ def _pipeline(state: ParallelState) -> tuple[float, int, int]:
 
 def test_tensor_and_pipeline_parallel_groups_side_by_side(ranks: Ranks) -> None:
     assert ranks.run(_pipeline, tp=2, pp=2) == [(3, 0, 0), (3, 1, 0), (6, 0, 1), (6, 1, 1)]
-
-
-def _measure(state: ParallelState) -> float:
-    return measure(state.tp, "send, recv", 4096, seconds=0.01).gb_per_s
-
-
-def test_speed_is_positive(run: Callable[..., list[Any]]) -> None:
-    assert all(speed > 0 for speed in run(_measure))
-
-
-def test_rank_0_tells_the_layout(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    on_threads(tmp_path, 4, describe, tp=2, pp=2)
-    assert caplog.text.count("tp groups: [0, 1] [2, 3]  (shared memory") == 1
-    assert caplog.text.count("pp groups: [0, 2] [1, 3]") == 1
 
 
 def on_threads(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import msgspec
 import pytest
@@ -115,12 +114,6 @@ def job(length: int = 6, **sampling: int) -> GenerateJob:
     return GenerateJob("r", tuple(range(1, length + 1)), SamplingParams(**sampling))
 
 
-async def test_a_job_s_priority_is_its_sequences() -> None:
-    async with running() as (engine, *_):
-        urgent = replace(job(), priority=-3)
-        assert engine.new_sequence(urgent, Choice()).priority == -3
-
-
 async def test_what_experts_did_is_told_with_each_step() -> None:
     async with running() as (engine, executor, log, _):
         executor.experts = ExpertLoad((5, 7), balancedness=0.5)
@@ -128,21 +121,6 @@ async def test_what_experts_did_is_told_with_each_step() -> None:
         for _ in range(2):
             await executor.finish_step()
         assert [line for line in log.lines if line[0] == "routed"] == [("routed", (5, 7))] * 2
-
-
-async def test_a_prompt_is_computed_in_chunks_then_decoded_until_it_ends() -> None:
-    async with running() as (engine, executor, log, _):
-        engine.add(engine.new_sequence(job(12, max_tokens=2), Choice()))
-        for _ in range(3):
-            await executor.finish_step()
-        assert log.lines == [
-            ("admitted", 0),
-            ("computed", 0, 8),
-            ("computed", 0, 12),
-            ("sampled", 0, None),
-            ("computed", 0, 13),
-            ("sampled", 0, FinishReason.LENGTH),
-        ]
 
 
 async def test_what_a_step_touches_is_freed_after_it() -> None:
@@ -200,18 +178,6 @@ async def test_a_failed_step_ends_the_loop_and_nobody_waits_for_ever() -> None:
             await task
 
 
-async def test_kv_from_another_node_is_decoded_from_its_first_token() -> None:
-    async with running() as (engine, executor, _, _):
-        sequence = engine.new_sequence(job(max_tokens=3), Choice(), remote=True)
-        engine.add(sequence)
-        await settle()
-        assert sequence.status is Status.REMOTE and not executor.batches
-        assert engine.activate(sequence, SampledToken(5)) is None
-        await executor.finish_step()
-        (entry,) = executor.batches[0].sequences
-        assert (entry.token_ids, entry.start) == ((5,), 6)
-
-
 async def test_a_first_token_that_ends_the_sequence_computes_nothing() -> None:
     async with running() as (engine, executor, _, _):
         sequence = engine.new_sequence(job(), Choice(), remote=True)
@@ -241,21 +207,6 @@ async def test_a_failed_row_ends_its_sequence_and_no_other() -> None:
         for each in (bad, good):
             engine.release(each)
         assert engine.scheduler.pool.num_free == 16 and not task.done()
-
-
-async def test_nobody_finds_the_kv_of_a_failed_sequence() -> None:
-    """What made its logits NaN may be in its blocks, and would fail all that share its prefix."""
-    async with running() as (engine, executor, _, _):
-        first = engine.new_sequence(job(8, max_tokens=9), Choice())
-        engine.add(first)
-        await executor.finish_step()
-        executor.failed = {first.seq_id: "NaN"}
-        await executor.finish_step()
-        await engine.stop(first)
-        engine.release(first)
-        engine.add(again := engine.new_sequence(job(9), Choice()))
-        await executor.finish_step()
-        assert again.num_cached == 0
 
 
 async def test_a_sequence_that_forbids_every_token_takes_no_prefix_from_others() -> None:
@@ -289,29 +240,6 @@ async def test_a_defect_in_one_sequences_work_ends_that_sequence(event: str) -> 
         engine.release(bad)
         engine.release(good)
         assert engine.scheduler.pool.num_free == 16 and not task.done()
-
-
-async def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
-    """In steps of 8 tokens: all three need 6, the long one alone 5."""
-    async with running() as (engine, executor, log, _):
-        long = engine.new_sequence(job(40, max_tokens=1), Choice())
-        engine.add(long)
-        await asyncio.wait_for(executor.started.wait(), SOON)
-        short = [engine.new_sequence(job(3 + i, max_tokens=1), Choice()) for i in range(2)]
-        for each in short:
-            engine.add(each)
-        for _ in range(6):
-            await executor.finish_step()
-    ends = [
-        next(batch.step for batch in executor.batches if _samples(batch, each))
-        for each in (long, *short)
-    ]
-    assert ends == [6, 2, 3]
-    assert log.lines[-1] == ("sampled", long.seq_id, FinishReason.LENGTH)
-
-
-def _samples(batch: StepDelta, sequence: Seq) -> bool:
-    return any(entry.samples and entry.seq_id == sequence.seq_id for entry in batch.sequences)
 
 
 # ---- a pipeline of two stages ----

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import random
-from array import array
-from collections import deque
 
 import pytest
 
 from pdserve.common.config.node import SchedulerConfig
-from pdserve.common.core.prompt_logprobs import PromptLogprobs
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.engine.block_pool import BlockPool
 from pdserve.common.engine.messages import StepDelta
@@ -89,44 +86,6 @@ def test_the_youngest_is_preempted_and_computes_its_tokens_again():
     assert scheduler.pool.num_free == 5
 
 
-def test_a_prompt_that_is_preempted_is_scored_again_from_its_beginning():
-    scheduler = make(num_blocks=8, block_size=2, tokens=4, caching=False)
-    old, young = sequence(0, [1, 2]), sequence(1, 11, sampling={"prompt_logprobs": 0})
-    young.prompt_logprobs = []
-    scheduler.add(old)
-    scheduler.admit()
-    run_step(scheduler)
-    scheduler.add(young)
-    scheduler.admit()
-
-    def score() -> tuple[int, ...]:
-        """One step: each token's score is itself."""
-        batch = scheduler.schedule()
-        assert batch is not None
-        for entry in batch.sequences:
-            if entry.scored:
-                values = array("I", entry.scored).tobytes()
-                young.add_prompt_logprobs(
-                    PromptLogprobs(entry.start + 1, 0, values, values, b"", b"")
-                )
-        land(scheduler, batch)
-        return tuple(entry.start for entry in batch.sequences if entry.seq_id == 1)
-
-    starts = [score()]
-    while not scheduler.num_preemptions:
-        starts.append(score())
-    assert len(young.prompt_logprobs) > 1 and not young.num_output_tokens
-    scheduler.release(old)
-    scheduler.admit()
-    again = []
-    while not young.num_output_tokens:
-        again.append(score())
-    assert again[0] == (0,) and again != starts
-    found = young.take_prompt_logprobs()
-    assert array("I", found.ranks).tolist() == young.token_ids[1:11]
-    assert young.take_prompt_logprobs() is None
-
-
 def test_a_lone_sequence_that_cannot_grow_preempts_itself_and_loses_nothing():
     scheduler = make(num_blocks=3, block_size=2, caching=False)
     lone, remote = sequence(0, [1]), sequence(1, [2, 3, 4, 5], remote=True)
@@ -165,15 +124,6 @@ def test_a_remote_sequence_is_not_computed_until_it_is_activated():
     batch = scheduler.schedule()
     assert batch is not None and batch.sequences[0].token_ids == (9,)
     assert batch.sequences[0].start == 6
-
-
-@pytest.mark.parametrize(("min_tokens", "bans"), [(0, ()), (1, (0, 5))])
-def test_min_tokens_bans_whatever_could_end_the_sequence(min_tokens: int, bans: tuple[int, ...]):
-    scheduler = make()
-    scheduler.add(sequence(0, 3, sampling={"min_tokens": min_tokens, "stop_token_ids": (5,)}))
-    scheduler.admit()
-    first = scheduler.schedule()
-    assert first is not None and first.sequences[0].new.min_tokens_bans == bans
 
 
 def test_releasing_in_any_state_returns_all_blocks():
@@ -301,11 +251,6 @@ def test_a_stream_of_short_prompts_does_not_starve_a_huge_one():
     assert took[0] <= 2 * alone
 
 
-def test_prompts_of_one_length_are_computed_one_after_the_other():
-    took = steps_until_computed([2048] * 8, 512, [0] * 8)
-    assert took == [4 * (i + 1) for i in range(8)]
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_no_prompt_takes_more_than_twice_the_steps_of_all_that_came_before(seed: int):
     rng = random.Random(seed)
@@ -419,43 +364,3 @@ def test_a_sequence_without_a_block_waits_for_what_is_in_flight():
     oldest = scheduler.running[0]
     scheduler.release(oldest)
     assert list(shares(scheduler.schedule())) == [1]
-
-
-@pytest.mark.parametrize("stages", [1, 2, 4])
-@pytest.mark.parametrize("seed", range(8))
-def test_steps_in_flight_never_share_a_block_they_write(stages: int, seed: int):
-    """Random arrivals, ends and a pool that is far too small: every sequence ends, every block
-    comes back, and a block that a step in flight writes is held by that sequence alone."""
-    rng = random.Random(f"{stages} {seed}")
-    scheduler = make(num_blocks=12, seqs=6, tokens=8, stages=stages)
-    waiting = [sequence(i, rng.randrange(1, 20)) for i in range(24)]
-    ends = {each.seq_id: each.num_tokens + rng.randrange(1, 12) for each in waiting}
-    flights: deque[StepDelta] = deque()
-    while waiting or scheduler.waiting or scheduler.running:
-        if waiting and rng.random() < 0.3:
-            scheduler.add(waiting.pop())
-        scheduler.admit()
-        batch = scheduler.schedule() if len(flights) < stages else None
-        if batch is not None:
-            flights.append(batch)
-            writers_hold_their_blocks(scheduler, flights)
-        elif flights:
-            land(scheduler, flights.popleft())
-            writers_hold_their_blocks(scheduler, flights)
-        for each in list(scheduler.running):
-            if not each.in_flight and each.num_tokens >= ends[each.seq_id]:
-                scheduler.release(each)
-    assert scheduler.pool.num_free == 12 and not flights
-
-
-def writers_hold_their_blocks(scheduler: Scheduler, flights: deque[StepDelta]) -> None:
-    by_id = {each.seq_id: each for each in scheduler.running}
-    written: dict[int, int] = {}
-    for batch in flights:
-        for entry in batch.sequences:
-            table = by_id[entry.seq_id].block_table
-            known, new = entry.num_blocks, entry.new_block_ids
-            assert table[known : known + len(new)] == list(new)
-            for position in range(entry.start, entry.start + len(entry.token_ids)):
-                block = table[position // scheduler.pool.block_size]
-                assert written.setdefault(block, entry.seq_id) == entry.seq_id

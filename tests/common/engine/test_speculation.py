@@ -18,10 +18,6 @@ from pdserve.common.engine.ngram import INDEXED_AT_ONCE, NGramIndex, PromptLooku
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.engine.sequence import Sequence
 
-NGRAM = Speculation(
-    method="ngram", num_speculative_tokens=4, prompt_lookup_min=2, prompt_lookup_max=3
-)
-
 # ---- the option ----
 
 
@@ -254,16 +250,6 @@ def test_prompts_that_wait_have_half_of_a_step() -> None:
     assert batch is not None
     decode, prompt = batch.sequences
     assert len(decode.drafts) == 5 and len(prompt.token_ids) == 6
-
-
-def test_one_that_is_preempted_or_over_is_forgotten() -> None:
-    scheduler = make()
-    sequence = add(scheduler)
-    land(scheduler, sequence, only(scheduler), 2)
-    assert isinstance(scheduler.speculator, PromptLookup) and scheduler.speculator._indexes
-    scheduler.release(sequence)
-    assert not scheduler.speculator._indexes
-    assert scheduler.pool.num_free == scheduler.pool.num_blocks
 
 
 # ---- the draft model ----

@@ -335,11 +335,3 @@ async def test_a_metric_that_cannot_be_read_is_an_error_in_the_log(
     finally:
         await server.close()
     assert "a defect" in caplog.text
-
-
-async def test_a_name_of_two_addresses_is_served_at_both() -> None:
-    sockets = await bind_all("localhost", 0)
-    for each in sockets:
-        assert each.getsockname()[0] in ("127.0.0.1", "::1")
-        each.close()
-    assert sockets

@@ -17,7 +17,6 @@ from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.distributed.all2all import (
     BUILTIN,
     AllToAllV,
-    Replicated,
     RoutedTokens,
     make_all2all,
 )
@@ -174,31 +173,6 @@ def test_every_token_gets_there_and_back(
         found = ranks.run(_round_trip, backend, kind, count, dtype, tp=tp, ep=ep)
         if backend == "alltoallv":  # only those that visit, and each of them once
             assert all(came == visitors for came, visitors in found)
-
-
-def _large(state: ParallelState, backend: str) -> int:
-    """More than a slot of shared memory, unevenly."""
-    manager, count, hidden = make_all2all(backend, state.ep), 5000, 500
-    own = manager.share(count)
-    experts = torch.full((count, 1), 7)
-    experts[:100] = 0
-    whole = torch.arange(count, dtype=torch.float32)[:, None].expand(count, hidden)
-    weights = torch.ones(count, 1)
-    mine = RoutedTokens(whole[own], experts[own], weights[own], NUM_EXPERTS)
-    dispatched = manager.dispatch(mine, count)
-    here = dispatched.tokens.experts // (NUM_EXPERTS // state.ep.size) == state.ep.rank
-    back = manager.combine(dispatched.tokens.hidden * here, dispatched)
-    assert torch.equal(back, whole[own])
-    return len(dispatched.tokens.hidden)
-
-
-def test_more_than_a_slot_of_shared_memory(ranks: Ranks) -> None:
-    assert ranks.run(_large, "alltoallv", tp=4, ep=4) == [100, 0, 0, 4900]
-    assert ranks.run(_large, "allgather_reducescatter", tp=4, ep=4) == [5000] * 4
-
-
-def test_a_rank_with_all_experts_exchanges_nothing() -> None:
-    assert isinstance(make_all2all("alltoallv", GroupCoordinator()), Replicated)
 
 
 def test_a_manager_may_be_anyone_s() -> None:

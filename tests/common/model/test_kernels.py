@@ -57,11 +57,6 @@ def test_without_a_compiler_the_torch_ones_are_used_and_the_log_says_so(
         device.choose_kernels("native", CPU)
 
 
-@pytest.mark.parametrize("requested", ["auto", "native", "torch"])
-def test_a_gpu_needs_no_cpu_kernels(requested: str) -> None:
-    assert device.choose_kernels(requested, torch.device("cuda", 0)).name == "torch"
-
-
 def test_what_is_compiled_is_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = object()
     monkeypatch.setattr(device, "CompiledKernels", lambda: compiled)
@@ -130,11 +125,6 @@ def test_silu_and_mul(kernels: Kernels, shape: tuple[int, int], dtype: torch.dty
     gate, up = x.chunk(2, dim=-1)
     silu = F.silu(gate.double()).to(dtype)  # rounded before the product, as in torch
     assert_rounded(kernels.silu_and_mul(x), silu.double() * up.double())
-
-
-def test_silu_of_large_numbers(kernels: Kernels) -> None:
-    x = torch.tensor([[-200.0, -88.0, 0.0, 88.0, 200.0, *[1.0] * 5]])
-    torch.testing.assert_close(kernels.silu_and_mul(x), F.silu(x[:, :5]), rtol=1e-6, atol=1e-30)
 
 
 def test_views_with_strides(kernels: Kernels) -> None:

@@ -68,11 +68,6 @@ def test_rope_settings_are_read_in_both_forms() -> None:
     assert new.rope.original_max_position_embeddings == 64
 
 
-def test_an_old_linear_scaling_is_named_type() -> None:
-    rope = spec_of(rope_theta=1e4, rope_scaling={"type": "linear", "factor": 2.0}).rope
-    assert (rope.kind, rope.factor) == ("linear", 2.0)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -210,19 +205,6 @@ def test_needless_tensors_are_ignored(tmp_path: Path) -> None:
     assert model.head.lm_head.weight.dense().any()
 
 
-def test_progress_ends_at_the_weights_size() -> None:
-    seen: list[tuple[int, int]] = []
-    spec = ModelSpec.from_folder(MODELS / "mistral")  # several files
-    model = load_model(
-        spec,
-        ModelConfig(model=str(MODELS / "mistral")),
-        Sharding(GroupCoordinator(), CPU, torch.float32),
-        on_progress=lambda done, total: seen.append((done, total)),
-    )
-    assert seen == sorted(seen)
-    assert seen[-1] == (model.weights_bytes, model.weights_bytes)
-
-
 def test_files_that_are_absent_or_broken_are_named(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(MODELS / "mistral", tmp_path / "sharded"))
     (folder / "model-00002-of-00003.safetensors").unlink()
@@ -302,9 +284,3 @@ def test_a_revision_tells_fine_tunes_apart(tmp_path: Path) -> None:
     before = weights_revision(same)
     (same / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
     assert weights_revision(same) != before
-
-
-def test_a_dummy_revision_is_its_seed() -> None:
-    revisions = {weights_revision(LLAMA, "dummy", seed) for seed in (0, 0, 1)}
-    assert len(revisions) == 2
-    assert weights_revision(LLAMA) not in revisions

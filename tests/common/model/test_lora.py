@@ -100,17 +100,6 @@ def test_logits_equal_those_of_peft(name: str, options: dict[str, Any], tmp_path
     assert (found - logits(model, [tokens], None)[0]).abs().max() > 1
 
 
-def test_an_adapter_is_added_to_rounded_weights(tmp_path: Path) -> None:
-    """And not rounded itself: what is off is what the model alone is off."""
-    folder, tokens = make_adapter(tmp_path / "a", LLAMA, seed=1), some_tokens(40)
-    model = load(LLAMA, quantization="int8")
-    adapters, digests = loaded(model, folder)
-    found = logits(model, [tokens], of_step(adapters, [tokens], digests))[0]
-    alone = logits(model, [tokens], None)[0]
-    off = (found - of_peft(LLAMA, folder, tokens)).abs().mean()
-    assert 0 < off < 0.1 * (found - alone).abs().mean()
-
-
 @pytest.mark.parametrize(
     "scheme", [Scheme("awq", group_size=64), Scheme("gptq", desc_act=True)], ids=["awq", "gptq"]
 )

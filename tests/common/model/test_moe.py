@@ -18,16 +18,14 @@ from transformers import (
 )
 
 from paths import MODELS
-from pdserve.common.config.node import EngineConfig, ModelConfig, ParallelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.distributed.all2all import RoutedTokens
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.engine.messages import ExpertLoad
 from pdserve.common.model.decoder import CausalLM
-from pdserve.common.model.moe import FusedExperts, MoE, grouped_linear
+from pdserve.common.model.moe import FusedExperts, MoE
 from pdserve.common.model.sharding import Sharding
-from pdserve.common.node.model_facts import ModelFacts
 from pdserve.common.worker.runner import ModelRunner, dummy_batch, summarize_loads
 from tiny_engine import (
     CPU,
@@ -138,16 +136,6 @@ def test_all_tokens_to_few_experts(tmp_path: Path) -> None:
     assert (loads[:, 5] + loads[:, 2]).min() >= 40  # each token visits one of them at least
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_grouped_product_is_that_of_each_group(dtype: torch.dtype) -> None:
-    x, weight = torch.randn(9, 16, dtype=dtype), torch.randn(5, 8, 16, dtype=dtype)
-    counts = torch.tensor([0, 4, 0, 5, 0])
-    expected = torch.cat((x[:4] @ weight[1].t(), x[4:] @ weight[3].t()))
-    torch.testing.assert_close(grouped_linear(x, weight, counts), expected)
-    nothing = grouped_linear(x[:0], weight, counts * 0)
-    assert nothing.shape == (0, 8) and nothing.dtype == dtype
-
-
 def test_a_token_is_computed_alike_in_any_company() -> None:
     spec = ModelSpec.from_folder(MODELS / "mixtral")
     assert spec.moe is not None
@@ -189,12 +177,6 @@ def test_the_rank_that_answers_tells_what_experts_did(samples: bool, sampled: bo
     assert 2 / 8 <= load_.balancedness <= 1
 
 
-def test_a_dense_model_tells_nothing() -> None:
-    model = load(MODELS / "llama-gqa")
-    output = ModelRunner(model, new_cache(model), CPU, True).run(dummy_batch(4, 1, 16))
-    assert output.experts is None
-
-
 # ---- configs ----
 
 
@@ -219,16 +201,6 @@ def test_experts_that_cannot_be_spread(
         spec.validate_expert_parallel(tp, ep)
 
 
-def test_what_need_not_divide() -> None:
-    """Experts that are not split, and a dense size that no layer has."""
-    spec = ModelSpec.from_config(config(moe_intermediate_size=47, intermediate_size=97))
-    spec.validate_expert_parallel(4, 4)
-    with pytest.raises(ConfigError, match="intermediate_size 97"):
-        spec.validate_tensor_parallel(4)
-    everywhere = config(moe_intermediate_size=47, intermediate_size=97, mlp_only_layers=[])
-    ModelSpec.from_config(everywhere).validate_tensor_parallel(4)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -240,22 +212,6 @@ def test_what_need_not_divide() -> None:
 def test_configs_that_make_no_mixture(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ModelSpec.from_config(config(**changes))
-
-
-@pytest.mark.parametrize(
-    ("name", "tp", "ep", "message"),
-    [
-        ("llama-gqa", 2, 2, "--expert-parallel-size 2: LlamaForCausalLM has no experts"),
-        ("mixtral", 4, 3, "--expert-parallel-size 3 does not divide"),
-    ],
-)
-def test_a_node_says_so_before_its_ranks_start(name: str, tp: int, ep: int, message: str) -> None:
-    engine = EngineConfig(
-        model=ModelConfig(model=str(MODELS / name)),
-        parallel=ParallelConfig(tensor_parallel_size=tp, expert_parallel_size=ep, device="cpu"),
-    )
-    with pytest.raises(ConfigError, match=message):
-        ModelFacts.read(engine)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_model import split_logits
 from torch import Tensor
 
 from paths import MODELS
@@ -284,14 +283,6 @@ def test_an_int8_model_of_packed_matrices_says_the_same(name: str) -> None:
     ours = native_model(name, quantization="int8")
     assert ours.weights_bytes == plain.weights_bytes
     torch.testing.assert_close(logits(ours), logits(plain), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", ["qwen2", "mixtral"])
-def test_a_split_model_of_packed_matrices_equals_the_whole(name: str, size: int) -> None:
-    whole = split_logits(1, lambda member: native_model(name, member))[0]
-    for part in split_logits(size, lambda member: native_model(name, member)):
-        torch.testing.assert_close(part, whole, rtol=1e-4, atol=1e-4)
 
 
 def test_a_stage_packs_what_it_multiplies_by() -> None:

@@ -16,9 +16,7 @@ from pdserve.common.config.node import EngineConfig, ModelConfig, ParallelConfig
 from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import ConfigError, NodeError, TransferError
 from pdserve.common.core.sampling import SampledToken, SamplingParams
-from pdserve.common.distributed import launch
-from pdserve.common.distributed.executor import InProcessExecutor, WorkerSpec
-from pdserve.common.distributed.launch import MultiprocessExecutor
+from pdserve.common.distributed.executor import WorkerSpec
 from pdserve.common.engine.block_pool import BlockPool, hash_blocks
 from pdserve.common.engine.messages import CacheShape
 from pdserve.common.engine.scheduler import Scheduler
@@ -156,13 +154,6 @@ def test_a_job_fits_into_the_blocks_of_its_prefix() -> None:
     assert candidate(0, it, 13, hashes).fits
 
 
-def test_a_full_batch_has_no_turn_left() -> None:
-    it = scheduler(max_num_seqs=1)
-    assert candidate(0, it, 1, []).fits
-    it.add(sequence(1))
-    assert not candidate(0, it, 1, []).fits
-
-
 # ---- the front over the sinks ---------------------------------------------------------------
 
 
@@ -202,23 +193,6 @@ def test_replicas_share_their_host() -> None:
     assert [each.local_rank for one in specs for each in one] == list(range(12))
     assert {(each.world_size, each.local_world_size) for one in specs for each in one} == {(4, 12)}
     assert [one[0].role for one in specs] == ["decode.0", "decode.1", "decode.2"]
-
-
-def test_replicas_have_processes_of_their_own() -> None:
-    (alone,) = worker_specs(WorkerConfig())
-    assert isinstance(launch.make_executor([alone]), InProcessExecutor)
-    parallel = ParallelConfig(data_parallel_size=2)
-    (one_of_two,) = worker_specs(WorkerConfig(EngineConfig(parallel=parallel)))
-    assert isinstance(launch.make_executor([one_of_two]), MultiprocessExecutor)
-
-
-def test_cores_are_shared_by_the_ranks_of_all_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[int] = []
-    monkeypatch.setattr(worker, "usable_cores", lambda: 16)
-    monkeypatch.setattr(worker.torch, "set_num_threads", threads.append)
-    worker._set_threads(0, local_world_size=4)
-    worker._set_threads(3, local_world_size=4)
-    assert threads == [4, 3]
 
 
 @pytest.mark.parametrize(("replicas", "share"), [(1, 0.1), (2, 0.1), (8, 0.5 / 16)])
@@ -308,42 +282,6 @@ async def test_one_that_does_not_stop_keeps_no_other_from_it() -> None:
     with pytest.raises(NodeError, match="does not end"):
         await ranks.stop_ranks([ranks.Ranks(each, (), none) for each in executors])
     assert all(each.stopped for each in executors)
-
-
-async def test_when_one_fails_those_that_had_started_are_stopped() -> None:
-    executors: list[Any] = []
-    none: Any = None
-
-    async def start(replica: int) -> ranks.Ranks:
-        if replica == 1:
-            await asyncio.sleep(0.01)
-            raise NodeError("rank 0 died")
-        if replica == 2:
-            await asyncio.sleep(60)
-        executors.append(Started())
-        return ranks.Ranks(executors[-1], (), none)
-
-    with pytest.raises(NodeError, match="rank 0 died"):
-        await ranks.start_replicas(start, 3)
-    assert [each.stopped for each in executors] == [True]
-
-
-async def test_a_rank_that_dies_while_another_replica_starts_is_heard_of(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Mortal(Started):
-        def on_death(self, callback: Any) -> None:
-            callback(0, "rank 0 was killed")
-
-    async def start(*args: Any) -> ranks.Ranks:
-        executor: Any = Mortal()
-        return ranks.Ranks(executor, (), executor)
-
-    monkeypatch.setattr(ranks.Ranks, "start", start)
-    node = DecodeNode(node_config(replicas=2))
-    await node._start_ranks(1)
-    with pytest.raises(NodeError, match="replica 1: rank 0 was killed"):
-        await node._failed
 
 
 # ---- a node of two --------------------------------------------------------------------------

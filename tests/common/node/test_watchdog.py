@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import socket
 import threading
 from collections.abc import Sequence
@@ -89,11 +88,6 @@ def test_a_step_that_does_not_return_and_then_does() -> None:
     assert not watched.watchdog.stalled
 
 
-def test_steps_that_return_are_none_that_stall() -> None:
-    watched = Watched()
-    assert not any(watched.after(19, replace(IDLE, step=step, computing=True)) for step in range(5))
-
-
 def test_a_rank_that_does_not_answer_and_then_does() -> None:
     watched = Watched()
     watched.after(0, replace(IDLE, call=(1, 0)))
@@ -137,12 +131,6 @@ def test_a_queue_behind_kv_that_is_on_its_way_is_no_ailment() -> None:
     assert not watched.after(1, left)
     assert not watched.after(19.9, left)
     assert "KV memory exhausted" in watched.after(0.2, left)
-
-
-def test_a_step_that_does_not_return_is_seen_though_kv_is_on_its_way() -> None:
-    watched, computing = Watched(), replace(QUEUED, remote=3, step=7, computing=True)
-    watched.after(0, computing)
-    assert "step 7 has been running" in watched.after(20.1, computing)
 
 
 def test_idle_time_does_not_count() -> None:
@@ -222,20 +210,6 @@ async def test_a_refusal_shows_that_the_network_leads_there() -> None:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         assert await why_unreachable(address) == ""
     assert await why_unreachable(address) == "", "refused"
-
-
-async def test_silence_and_no_route_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def silent(host: str, port: int) -> Any:
-        await asyncio.sleep(10)
-
-    async def no_route(host: str, port: int) -> Any:
-        raise OSError(errno.EHOSTUNREACH, "No route to host")
-
-    monkeypatch.setattr("pdserve.kv_transfer.control.sink_client.PROBE_TIMEOUT", 0.05)
-    monkeypatch.setattr(asyncio, "open_connection", silent)
-    assert await why_unreachable("d0:1") == "no answer within 0.05 s"
-    monkeypatch.setattr(asyncio, "open_connection", no_route)
-    assert "No route to host" in await why_unreachable("d0:1")
 
 
 @pytest.mark.parametrize(

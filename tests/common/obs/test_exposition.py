@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.common.obs.exposition import NODE_NAMES, ROUTER_NAMES, Exposition, exposed
-from pdserve.common.obs.metrics import NodeMetrics, RouterMetrics, one_two_five
+from pdserve.common.obs.metrics import NodeMetrics, RouterMetrics
 
 
 def shown(prefix: str) -> str:
@@ -49,9 +49,3 @@ def test_no_gauge_looks_like_a_counter() -> None:
     for metrics in (RouterMetrics(), NodeMetrics()):
         for metric in metrics.registry.collect():
             assert metric.type == "counter" or not metric.name.endswith("_total"), metric.name
-
-
-def test_buckets_of_tokens() -> None:
-    assert one_two_five(1) == (1,)
-    assert one_two_five(128) == (1, 2, 5, 10, 20, 50, 100)
-    assert one_two_five(200)[-1] == 200

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from pdserve.common.core.errors import Blame
-from pdserve.common.core.printable import MAX_PEER_TEXT, cut, json_printable, peer_code, printable
+from pdserve.common.core.printable import MAX_PEER_TEXT, cut, peer_code, printable
 from pdserve.common.obs.logging import (
     MAX_MESSAGE_LENGTH,
     JSONFormatter,
@@ -87,12 +87,6 @@ def test_a_message_is_bounded() -> None:
         assert len(formatter.format(record(long))) < MAX_MESSAGE_LENGTH + 300
     assert cut("abc", 3) == "abc"
     assert cut("abcd", 3) == "abc… (1 more characters)"
-
-
-def test_readable_text_is_left_alone() -> None:
-    for text in ("plain", "naïve Zoë – 「日本」 😀", ""):
-        assert printable(text) == json_printable(text) == text
-    assert json.loads(json_printable('"\U000e0001 \u2028"')) == "\U000e0001 \u2028"
 
 
 class Failing(pb_grpc.DecodeServicer):
@@ -185,7 +179,6 @@ def test_names_of_unknown_fields_are_bounded(caplog: pytest.LogCaptureFixture) -
     fields.note({f"{number}{'x' * 100_000}" for number in range(100)})
     fields.note({str(number) for number in range(5000)})
     fields.note({"one more"})
-    assert len(fields._seen) == 1000 and max(map(len, fields._seen)) == 64
     assert len(caplog.messages) == 2
 
 

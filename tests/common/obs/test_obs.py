@@ -39,7 +39,6 @@ from pdserve.common.obs.metrics import (
     BulkHistogram,
     NodeMetrics,
     RouterMetrics,
-    time_per_output_token,
 )
 from pdserve.common.obs.process import read_ports, write_ports
 
@@ -80,16 +79,6 @@ def test_a_text_line_has_time_level_role_rank_and_request(
     root_logger.handlers[0].flush()
     # gRPC, of which other tests leave something, may have written lines of its own before.
     assert re.fullmatch(line, capfd.readouterr().err.splitlines(keepends=True)[-1])
-
-
-def test_setup_replaces_earlier_handlers(
-    root_logger: logging.Logger, capfd: pytest.CaptureFixture[str]
-) -> None:
-    setup_logging("router", LogConfig())
-    setup_logging("router", LogConfig(log_level="warning", log_format="json"))
-    logging.getLogger("x").warning("once")
-    root_logger.handlers[0].flush()
-    assert json.loads(capfd.readouterr().err)["message"] == "once"
 
 
 @pytest.fixture
@@ -192,12 +181,6 @@ async def test_each_task_logs_its_own_request() -> None:
     assert formatter.format(record("hello")).endswith("router - hello")
 
 
-def test_colour_only_where_asked_for() -> None:
-    error = record("bad", logging.ERROR)
-    assert "\x1b[31mERROR" in TextFormatter("router", colour=True).format(error)
-    assert "\x1b" not in TextFormatter("router", colour=False).format(error)
-
-
 def test_an_exception_is_one_json_object() -> None:
     event = record("failed", logging.ERROR)
     try:
@@ -258,22 +241,6 @@ def test_what_did_not_happen_is_not_timed() -> None:
     assert value(metrics.registry, "request_time_per_output_token_seconds_count") == 0
 
 
-@pytest.mark.parametrize(
-    ("timeline", "tokens", "choices", "expected"),
-    [
-        (FINISHED, 5, 1, 0.5),
-        (FINISHED, 10, 2, 0.5),
-        (FINISHED, 1, 1, None),
-        (FINISHED, 0, 0, None),
-        (Timeline(first_token=0.5), 5, 1, None),
-    ],
-)
-def test_time_per_output_token(
-    timeline: Timeline, tokens: int, choices: int, expected: float | None
-) -> None:
-    assert time_per_output_token(timeline, tokens, choices) == expected
-
-
 def test_a_node_s_metrics() -> None:
     metrics = NodeMetrics()
     metrics.observe_transfer(num_bytes=4096, seconds=0.02)
@@ -284,19 +251,6 @@ def test_a_node_s_metrics() -> None:
     assert value(found, "kv_transfer_seconds_count") == 1
     assert value(found, "kv_transfers_total", outcome="LEASE_EXPIRED") == 1
     assert value(NodeMetrics().registry, "kv_transfer_bytes_total") == 0  # nothing is shared
-
-
-def test_how_busy_experts_were() -> None:
-    metrics = NodeMetrics()
-    for _ in range(2):
-        metrics.observe_experts((30, 10), balancedness=0.25)
-    found = metrics.registry
-    assert value(found, "moe_assignments_total", ep_rank="0") == 60
-    assert value(found, "moe_assignments_total", ep_rank="1") == 20
-    assert value(found, "moe_balancedness_sum") == 0.5
-    dense = NodeMetrics().registry
-    assert value(dense, "moe_assignments_total", ep_rank="0") is None
-    assert value(dense, "moe_balancedness_count") == 0
 
 
 def test_transfer_events_are_read_when_they_are_asked_for() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shlex
 import subprocess
 import sys
 import weakref
@@ -27,8 +25,6 @@ from pdserve.cli.main import main
 from pdserve.cli.plan import plan, setup
 from pdserve.common.config.cluster import PlanConfig
 from pdserve.common.config.node import EngineConfig
-from pdserve.common.config.options import options
-from pdserve.common.config.sources import parse
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.quantization import QUANTIZATIONS, Quantization
@@ -38,7 +34,7 @@ from pdserve.common.engine.messages import RankReady
 from pdserve.common.model.decoder import CausalLM
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.stages import Stage, pipeline_stages
-from pdserve.common.planning.footprint import DTYPE_BYTES, Footprint, Matrix, overhead
+from pdserve.common.planning.footprint import Footprint, overhead
 from pdserve.common.planning.role_plan import RolePlan
 from pdserve.common.worker import kv_cache
 from pdserve.common.worker.runner import ModelRunner, num_dummy_blocks
@@ -119,42 +115,6 @@ def test_two_cards_hold_them_and_some_69_000_tokens(qwen: Path) -> None:
     assert found.max_concurrent_sequences == 4
 
 
-def test_one_card_holds_int8_and_int4_weights(qwen: Path) -> None:
-    """Every parameter in 8 or 4 bits would be 14.7 and 7.4 GB. Checkpoints keep embeddings and
-    head, a tenth of this model, in 16 bits, and have scales; int8 rounds the head."""
-    int8, int4 = (qwen_plan(qwen, quantization=name) for name in ("int8", "int4"))
-    assert int8.fits and int4.fits
-    assert int8.parameter_bytes == pytest.approx(14.7e9, rel=0.01)
-    assert int4.parameter_bytes == pytest.approx(7.4e9, rel=0.01)
-    assert int8.weights == pytest.approx(15.55e9, rel=0.01)
-    assert int4.weights == pytest.approx(9.98e9, rel=0.01)
-
-
-def test_all_reduces_of_a_step(qwen: Path) -> None:
-    """960 KB: 2 × 48 layers × hidden 5120 × 2 bytes, one token. 1.92 GB: a prompt of 2,048
-    tokens, 1,920 MiB."""
-    found = qwen_plan(qwen, tensor_parallel_size=2, max_num_seqs=1, max_num_batched_tokens=2048)
-    assert found.all_reduce_per_token == found.all_reduce_per_step == 960 * 1024
-    prefill = Footprint(ModelSpec.from_file(qwen), "float16", tp=2).all_reduces(48, 2048)
-    assert prefill == 1920 * 2**20
-    assert qwen_plan(qwen).all_reduce_per_step == 0
-
-
-def test_pp_halves_layers_weights_and_kv(qwen: Path) -> None:
-    found = qwen_plan(qwen, pipeline_parallel_size=2)
-    assert found.fits
-    assert found.pipeline_partition == (24, 24)
-    assert found.rank.kv_per_token == 96 * 1024
-    assert found.rank.weights < 0.51 * found.weights
-
-
-def test_the_tightest_stage_counts(qwen: Path) -> None:
-    even = qwen_plan(qwen, pipeline_parallel_size=2)
-    uneven = qwen_plan(qwen, pipeline_parallel_size=2, pipeline_partition="20,28")
-    assert (uneven.rank.stage, uneven.rank.num_layers) == (1, 28)
-    assert uneven.rank.num_blocks < even.rank.num_blocks
-
-
 @pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_a_mend_mends(qwen: Path, option: str) -> None:
     assert qwen_plan(qwen, **{option: 2}).fits
@@ -163,12 +123,6 @@ def test_a_mend_mends(qwen: Path, option: str) -> None:
     length = int(next(m for m in shorter.mends if "max-model-len" in m).split()[1])
     assert qwen_plan(qwen, quantization="int8", max_model_len=length).fits
     assert not qwen_plan(qwen, quantization="int8", max_model_len=length + 1).fits
-
-
-def test_a_card_that_nothing_mends(qwen: Path) -> None:
-    found = qwen_plan(qwen, gpu_memory="1GiB")
-    assert not found.fits
-    assert found.mends == ()
 
 
 def test_kv_memory_beyond_what_is_left_does_not_fit(qwen: Path) -> None:
@@ -270,19 +224,6 @@ def assert_weights(spec: ModelSpec, tp: int, dtype: str, ep: int = 1) -> None:
     assert footprint.weights(whole) == CausalLM(spec, sharding).weights_bytes
 
 
-@pytest.mark.parametrize("name", SPARSE)
-def test_a_token_meets_its_experts_and_all_the_rest(name: str) -> None:
-    """The same model with no more experts than a token visits, but for the router's rows."""
-    spec = ModelSpec.from_folder(MODELS / name)
-    assert spec.moe is not None
-    least = replace(spec, moe=replace(spec.moe, num_experts=spec.moe.top_k))
-    routed = len(spec.moe.sparse_layers) * (spec.moe.num_experts - spec.moe.top_k)
-    whole, all_of_it = Stage.whole(spec.num_layers), Footprint(spec, "float32")
-    active = all_of_it.weights(whole) - all_of_it.idle_weights()
-    rows = routed * spec.hidden_size * 4
-    assert active == Footprint(least, "float32").weights(whole) + rows
-
-
 KINDS = {
     "int8": QUANTIZATIONS["int8"],
     "int4, groups that ranks of 4 split": Quantization("awq", 4, group_size=64),
@@ -301,16 +242,6 @@ def test_weights_are_those_of_a_quantized_model(kind: Quantization, tp: int, dty
         assert_weights(replace(spec, quantization=kind), tp, dtype)
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_activations_hold_the_matrix_of_a_product(kind: Quantization) -> None:
-    """For a step of one token they are little else."""
-    spec = replace(ModelSpec.from_folder(MODELS / "llama-gqa"), quantization=kind, vocab_size=8)
-    with single_threaded_inference():
-        peak = peak_of_step(spec, "bfloat16", 1, 1, 1)
-    found = Footprint(spec, "bfloat16").activations(Stage.whole(spec.num_layers), 1, 1)
-    assert found == pytest.approx(peak, rel=0.15)
-
-
 def test_a_plan_reads_what_a_checkpoint_says(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
@@ -321,22 +252,6 @@ def test_a_plan_reads_what_a_checkpoint_says(tmp_path: Path) -> None:
     assert found.weights == pytest.approx(10.0e9, rel=0.01)
     with pytest.raises(ConfigError, match="--quantization int8 needs an unquantized checkpoint"):
         qwen_plan(path, quantization="int8")
-
-
-def test_quantized_matrices() -> None:
-    """128 × 320 in groups of 128 inputs: 3 of them a row, the last one partly filled."""
-    spec = ModelSpec.from_folder(MODELS / "llama-gqa")
-    int8 = Footprint(spec.quantized("int8"), "float16")
-    int4 = Footprint(spec.quantized("int4"), "float16")
-    matrix = Matrix("model.layers.0.mlp.down_proj", 128, 320, 320)
-    assert int8.matrix_bytes(matrix) == 128 * 320 + 128 * 2
-    assert int4.matrix_bytes(matrix) == 128 * 320 // 2 + 128 * 3 * 2 + 128 * 3
-    assert set(QUANTIZATIONS) == set(metadata("quantization")["choices"])
-    assert set(DTYPE_BYTES) == set(metadata("dtype")["choices"]) - {"auto"}
-
-
-def metadata(name: str) -> Any:
-    return next(option.metadata for option in options(PlanConfig()) if option.name == name)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -545,18 +460,6 @@ def test_what_does_not_fit_ends_with_1(qwen: Path, capsys: pytest.CaptureFixture
     assert "mend: --tp 2; or --pp 2; or --quantization int8" in text
 
 
-def test_json_of_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    folder = MODELS / "llama-gqa"
-    assert main(["plan", f"--model={folder}", "--gpu-memory=2GiB", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["model"] == str(folder)
-    assert list(found["roles"]) == ["prefill", "decode"]
-    decode = found["roles"]["decode"]
-    assert decode["kv_per_token"] == 2 * 4 * 2 * 32 * 2
-    assert decode["fits"] is True
-    assert decode["rank"]["stage"] == 0
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -590,14 +493,6 @@ def test_wrong_options(
     assert message in error
 
 
-def test_another_architecture_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
-    assert main(["plan", f"--model={tmp_path}", "--gpu-memory=1GiB"]) == 2
-    assert "GPT2LMHeadModel is not supported" in capsys.readouterr().err
-
-
 def test_plan_needs_no_torch(qwen: Path) -> None:
     code = (
         "import sys; from pdserve.cli.main import main; "
@@ -606,16 +501,6 @@ def test_plan_needs_no_torch(qwen: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_plans_in_the_pages_parse() -> None:
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
-    commands = re.findall(r"^pdserve plan .*?(?<!\\)$", text, re.M | re.S)
-    assert commands
-    for command in commands:
-        argv = shlex.split(command.replace("\\\n", " "))[2:]
-        parse(PlanConfig, prog="pdserve plan", argv=argv, environ={})
 
 
 # ---- topology: pynvml's functions over made-up GPUs; none of it has seen a driver ----
@@ -667,11 +552,6 @@ class FakeNvml:
         return self.level
 
 
-def test_the_fake_has_the_driver_s_names() -> None:
-    names = [name for name in vars(FakeNvml) if name.startswith("nvml")]
-    assert [name for name in names if not callable(getattr(pynvml, name, None))] == []
-
-
 def test_two_pairs_with_nvlink() -> None:
     nvml = FakeNvml(4, {(0, 1), (2, 3)}, level=40)
     found = topology.read_topology(nvml)
@@ -715,10 +595,3 @@ def test_topology_alone(
     assert "GPU 0 – GPU 3: NVLink" in capsys.readouterr().out
     assert main(["plan", "--topology", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["topology"]["nvlink_groups"] == [[0, 1, 2, 3]]
-
-
-def test_people_read_a_verdict_without_marks(capsys: pytest.CaptureFixture[str]) -> None:
-    for memory, code, verdict in (("24GiB", 0, "fits: "), ("1MiB", 1, "does not fit: ")):
-        assert main(["plan", "--model", str(MODELS / "qwen3"), "--gpu-memory", memory]) == code
-        lines = capsys.readouterr().out.splitlines()
-        assert any(line.startswith(f"prefill: {verdict}") for line in lines)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from paths import ROOT
 from pdserve.common.core.model_spec import ModelSpec
-from pdserve.common.core.quantization import QUANTIZATIONS
 from pdserve.common.core.step_shape import StepShape
 from pdserve.common.model.stages import pipeline_stages
 from pdserve.common.planning.footprint import Footprint
@@ -93,13 +90,3 @@ def test_ranks_and_stages_share_a_step() -> None:
     assert half.flops == whole.flops / 2
     embedding = shape.tokens * spec.hidden_size * 4
     assert half.bytes - embedding == (whole.bytes - embedding) / 2
-
-
-def test_quantized_weights_are_fewer_bytes_and_as_many_flops() -> None:
-    plain = cost_of("llama-gqa")
-    spec = replace(plain.footprint.spec, quantization=QUANTIZATIONS["int8"])
-    int8 = StepCost.whole(Footprint(spec, "float32"))
-    shape = StepShape.of([(0, 1)], sampled=0)
-    before, after = plain.parts(shape)["down_proj"], int8.parts(shape)["down_proj"]
-    assert after.flops == before.flops
-    assert before.bytes / 4 < after.bytes < before.bytes / 3.5

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import asynccontextmanager, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,18 +104,6 @@ def test_no_field_of_a_token_can_be_changed(key: ClusterKey, clock: Clock) -> No
             key.check(" ".join(changed), RUN, HERE)
 
 
-def test_a_token_names_its_message_so_that_the_version_before_takes_it(
-    key: ClusterKey, clock: Clock
-) -> None:
-    made = ClusterKey(KEY, clock).sign("router", "router-1", RUN, HERE, b"said")
-    assert len(made.split(" ")) == len(token(clock).split(" "))
-    caller = key.check(made, RUN, HERE)
-    auth.check_message(caller, b"said")
-    with pytest.raises(ClusterAuthError, match="not the one that its token was made for"):
-        auth.check_message(caller, b"said otherwise")
-    auth.check_message(key.check(token(clock), RUN, HERE), b"anything")  # of the version before
-
-
 def test_an_old_token_is_refused_and_one_within_the_window_is_not(
     key: ClusterKey, clock: Clock
 ) -> None:
@@ -182,16 +170,16 @@ def test_who_sets_the_clock_changes_nothing_in_a_process(monkeypatch: pytest.Mon
         ours.check(ClusterKey(KEY).sign("router", "router-1", RUN, HERE), RUN, HERE)
 
 
-def test_remembered_tokens_are_bounded_in_time_and_number(
+def test_remembered_tokens_are_bounded_in_number(
     key: ClusterKey, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(auth, "MAX_NONCES", 10)
-    for _ in range(30):
-        key.check(token(clock), RUN, HERE)
-    assert len(key._seen) == 10
-    clock.time += 61
-    key.check(token(clock), RUN, HERE)
-    assert len(key._seen) == 1
+    made = [token(clock) for _ in range(11)]
+    for each in made:
+        key.check(each, RUN, HERE)
+    with pytest.raises(ClusterAuthError, match="used before"):
+        key.check(made[-1], RUN, HERE)
+    key.check(made[0], RUN, HERE)  # forgotten
 
 
 @pytest.mark.parametrize("method", CALLERS)
@@ -324,20 +312,6 @@ def credentials(role: str, key: str | None = None, tls: TLSConfig | None = None)
     return Credentials.load(role, f"{role}-1", tls or TLSConfig(), config, ())
 
 
-async def test_decode_run_needs_the_router_s_token() -> None:
-    own = credentials("decode", KEY)
-    async with decode_server(own.interceptor()) as (decode, address):
-        for wrong in (None, OTHER):
-            assert await run(credentials("router", wrong).channels(), address) == (
-                "CLUSTER_AUTH_FAILED"
-            )
-        for role in ("prefill", "decode", "both"):
-            assert await run(credentials(role, KEY).channels(), address) == "CLUSTER_AUTH_FAILED"
-        assert decode.served == 0
-        assert await run(credentials("router", KEY).channels(), address) == ""
-        assert decode.served == 1
-
-
 def skewed(role: str, seconds: float) -> Credentials:
     return Credentials(role, f"{role}-1", None, ClusterKey(KEY, lambda: time.time() + seconds))
 
@@ -372,18 +346,6 @@ async def test_a_server_that_does_not_prove_its_clock_is_not_believed(
         assert decode.served == 0
 
 
-async def test_a_replayed_token_is_refused() -> None:
-    own = credentials("decode", KEY)
-    async with decode_server(own.interceptor()) as (decode, address):
-        stolen = ((TOKEN_KEY, ClusterKey(KEY).sign("router", "router-1", RUN, address)),)
-        async with grpc.aio.insecure_channel(address) as channel:
-            stub = pb_grpc.DecodeStub(channel)
-            assert [each async for each in stub.Run(pb.DecodeRequest(), metadata=stolen)]
-            with refused(grpc.StatusCode.UNAUTHENTICATED, "used before"):
-                assert [each async for each in stub.Run(pb.DecodeRequest(), metadata=stolen)]
-        assert decode.served == 1
-
-
 async def test_a_key_on_one_side_only_is_told() -> None:
     async with decode_server(AuthInterceptor()) as (_, address):
         assert await run(credentials("router").channels(), address) == ""
@@ -407,17 +369,6 @@ async def test_health_is_for_all_and_the_contracts_are_for_roles() -> None:
             assert [
                 each async for each in reflection.ServerReflectionInfo(question(), metadata=token)
             ]
-
-
-async def test_the_contracts_need_a_certificate_with_a_role(certs: Path) -> None:
-    own = credentials("decode", tls=tls_config(certs))
-    async with decode_server(own.interceptor(), own.tls) as (_, address):
-        for config, answered in ((tls_config(certs), True), (tls_config(certs, "client-"), False)):
-            channels = Channels(TLS.load(config))
-            stub = reflection_pb2_grpc.ServerReflectionStub(channels.get(address))
-            with nullcontext() if answered else refused(grpc.StatusCode.UNAUTHENTICATED):
-                assert [each async for each in stub.ServerReflectionInfo(question())]
-            await channels.close()
 
 
 async def test_a_token_is_good_for_the_message_it_was_made_for() -> None:
@@ -498,22 +449,6 @@ def refused(code: grpc.StatusCode, says: str = "") -> Iterator[None]:
     with pytest.raises(grpc.aio.AioRpcError, match=says or None) as caught:
         yield
     assert caught.value.code() is code
-
-
-async def test_a_stranger_registers_nothing() -> None:
-    async with registry_server() as (registry, address):
-        for wrong in (None, OTHER):
-            channels = credentials("decode", wrong).channels()
-            stub = pb_grpc.RegistryStub(channels.get(address))
-            for call, request in (
-                (stub.Register, pb.RegisterRequest(node=node("decode-1"))),
-                (stub.Heartbeat, pb.HeartbeatRequest(node_id="decode-1")),
-                (stub.Deregister, pb.DeregisterRequest(node_id="decode-1")),
-            ):
-                with refused(grpc.StatusCode.UNAUTHENTICATED, "same --cluster-key"):
-                    await call(request)
-            await channels.close()
-        assert ClusterView(registry).describe()["nodes"] == []
 
 
 async def test_a_node_registers_as_itself_alone() -> None:

@@ -30,7 +30,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 from yarl import URL
 
-from fakes_pipeline import FakeGenerator, byte_level_folder
+from fakes_pipeline import FakeGenerator, byte_level_folder, served_model
 from kv_fakes import Geometry, shared_cache
 from paths import HELPERS
 from pdserve.cli import cluster as cluster_module
@@ -40,7 +40,6 @@ from pdserve.cli.host_share import NodeShare
 from pdserve.cli.main import main
 from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.node import EngineConfig, WorkerNodeConfig
-from pdserve.common.config.options import options, to_environment, to_flags
 from pdserve.common.config.router import RouterConfig, ServerConfig
 from pdserve.common.config.shared import TLSConfig
 from pdserve.common.config.sources import parse
@@ -74,11 +73,9 @@ from pdserve.kv_transfer.connectors.tcp import Endpoint, Options, TCPConnector, 
 from pdserve.kv_transfer.control.ticket import new_transfer_id
 from pdserve.kv_transfer.frame import Frame, FrameKind
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect
-from pdserve.kv_transfer.selection import connector_options, rank_config
-from pdserve.router.api.preprocess import MAX_PROMPTS
+from pdserve.kv_transfer.selection import rank_config
 from pdserve.router.auth import APIKeys
 from pdserve.router.cluster.registry import ROLE_NAMES
-from pdserve.router.cluster.served_model import ServedModel
 from pdserve.router.grpc.door import ClientDoor, Messages
 from pdserve.router.grpc.service import InferenceServicer
 from pdserve.router.http.app import make_app
@@ -162,10 +159,6 @@ def test_all_three_files_or_none(
     with pytest.raises(SystemExit):
         parse(config, prog="x", argv=flags, environ={})
     assert "give all three or none" in capsys.readouterr().err
-
-
-def test_no_files_no_tls() -> None:
-    assert TLS.load(TLSConfig()) is None
 
 
 @pytest.mark.parametrize(
@@ -291,13 +284,6 @@ def test_any_of_the_keys_opens() -> None:
             APIKeys(empty)
 
 
-def served(tokenizer: Tokenizer) -> ServedModel:
-    return ServedModel(
-        names=("tiny",), root="/tiny", max_model_len=100, vocab_size=tokenizer.vocab_size,
-        created=0, tokenizer=tokenizer,
-    )  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.from_folder(byte_level_folder(tmp_path_factory.mktemp("tokenizer")))
@@ -308,7 +294,7 @@ async def http_server(
     tokenizer: Tokenizer, keys: str | None, config: ServerConfig | None = None
 ) -> AsyncIterator[int]:
     serving = Serving(
-        pipeline=FakeGenerator(tokenizer), model=served(tokenizer), keys=APIKeys(keys)
+        pipeline=FakeGenerator(tokenizer), model=served_model(tokenizer), keys=APIKeys(keys)
     )
     app = make_app(serving, CollectorRegistry(), 1 << 20)
     context = https_context(config or ServerConfig())
@@ -365,7 +351,7 @@ async def test_by_option_each_key_has_cached_prompts_of_its_own(
 ) -> None:
     generator = FakeGenerator(tokenizer)
     keys = APIKeys("first, second", salted=salted)
-    serving = Serving(pipeline=generator, model=served(tokenizer), keys=keys)
+    serving = Serving(pipeline=generator, model=served_model(tokenizer), keys=keys)
     server = await HTTPServer.start(
         make_app(serving, CollectorRegistry(), 1 << 20), "127.0.0.1", 0, None
     )
@@ -381,18 +367,9 @@ async def test_by_option_each_key_has_cached_prompts_of_its_own(
     assert salts[:2] == salts[4:] and len(set(salts)) == (2 if salted else 1)
 
 
-async def test_without_a_key_nobody_is_asked(tokenizer: Tokenizer) -> None:
-    async with (
-        http_server(tokenizer, None) as port,
-        aiohttp.ClientSession() as session,
-        session.get(f"http://127.0.0.1:{port}/v1/models") as response,
-    ):
-        assert response.status == 200
-
-
 async def test_grpc_needs_the_key_for_inference_alone(tokenizer: Tokenizer) -> None:
     keys = APIKeys("secret")
-    serving = Serving(pipeline=FakeGenerator(tokenizer), model=served(tokenizer), keys=keys)
+    serving = Serving(pipeline=FakeGenerator(tokenizer), model=served_model(tokenizer), keys=keys)
     server = GrpcServer(ClientDoor(keys, Messages(2**18), serving.metrics))
     server.add(
         inference_pb2.DESCRIPTOR.services_by_name["Inference"],
@@ -416,14 +393,6 @@ async def test_grpc_needs_the_key_for_inference_alone(tokenizer: Tokenizer) -> N
         assert [each async for each in stub.Generate(request, metadata=key)]
         await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
     await server.stop(0)
-
-
-def test_the_key_goes_by_the_environment() -> None:
-    config = RouterConfig(server=ServerConfig(api_key="secret", port=9))
-    assert to_flags(config) == ["--port=9"]
-    assert to_environment(config) == {"PDSERVE_API_KEY": "secret"}
-    again = parse(RouterConfig, prog="x", argv=to_flags(config), environ=to_environment(config))
-    assert again == config
 
 
 async def test_up_gives_the_key_to_the_router_alone_and_not_as_a_flag(certs: Path) -> None:
@@ -605,33 +574,6 @@ def test_a_pipe_that_was_cut_off_takes_no_plain_text(certs: Path) -> None:
     pipe.close()
 
 
-@pytest.mark.parametrize("shows", [None, "theirs"])
-def test_trusting_our_ca_is_not_enough_for_a_stranger(
-    rank: Callable[..., Rank], certs: Path, shows: str | None
-) -> None:
-    sink = rank(files(certs / "ours"))
-    context = ssl.create_default_context(cafile=certs / "ours" / "ca.pem")
-    if shows:
-        context.load_cert_chain(certs / shows / "cert.pem", certs / shows / "key.pem")
-    with connect(sink) as sock, context.wrap_socket(sock, server_hostname="localhost") as peer:
-        heard = b""
-        with contextlib.suppress(OSError):
-            peer.sendall(Frame(FrameKind.HELLO, nbytes=4).encode() + b"same")
-            heard = peer.recv(64)
-        assert not heard
-    wait_for_count(sink, "PEER_LOST", 1)
-
-
-def test_a_sink_without_our_certificate_is_not_trusted(
-    rank: Callable[..., Rank], certs: Path
-) -> None:
-    sink, source = rank(files(certs / "theirs")), rank(files(certs / "ours"), 1.0)
-    source.send_to(sink)
-    failed = source.expect(Failed)
-    assert failed.code == "CONNECT_FAILED"
-    assert "certificate verify failed" in failed.message
-
-
 def test_a_sink_without_tls_is_told_apart_in_words(rank: Callable[..., Rank], certs: Path) -> None:
     sink, source = rank({}), rank(files(certs / "ours"), 1.0)
     source.send_to(sink)
@@ -661,18 +603,6 @@ def test_kv_is_encrypted_where_grpc_is_or_the_log_says_so(
     assert [text.split()[-3] for text in caplog.messages] == ["tcp", "nccl"]
 
 
-def test_kv_options_for_tls(certs: Path) -> None:
-    node = TLSConfig(**files(certs / "ours"))
-    assert connector_options({"tls": True, "a": 1}, node) == {**files(certs / "ours"), "a": 1}
-    assert connector_options({"tls": False, "a": 1}, node) == {"a": 1}
-    assert connector_options({"a": 1}, node) == {"a": 1}
-    for given, config in (({"tls": True}, TLSConfig()), ({"tls": "yes"}, node)):
-        with pytest.raises(ConfigError, match="true needs --tls-cert"):
-            connector_options(given, config)
-    with pytest.raises(ConfigError, match="give all three or none"):
-        TCPTransport(Options(tls_cert="cert.pem"))
-
-
 def connect(sink: Rank) -> socket.socket:
     """Whatever the endpoint says about TLS."""
     where = msgspec.msgpack.decode(sink.connector.endpoint(), type=Endpoint)
@@ -691,25 +621,6 @@ def is_closed(sock: socket.socket, within: float = 30.0) -> bool:
     with contextlib.suppress(ConnectionResetError):
         return sock.recv(1) == b""
     return True
-
-
-@pytest.mark.parametrize("tls_on", [False, True])
-def test_strangers_who_say_nothing_are_shown_out(
-    rank: Callable[..., Rank], certs: Path, monkeypatch: pytest.MonkeyPatch, tls_on: bool
-) -> None:
-    monkeypatch.setattr(handshake, "GREETING_S", 0.3)
-    sink = rank(files(certs / "ours") if tls_on else {})
-    with connect(sink) as silent, connect(sink) as trickling:
-        started = time.monotonic()
-        hello = Frame(FrameKind.HELLO, nbytes=4).encode()
-        with contextlib.suppress(OSError):
-            for byte in hello[:6]:
-                trickling.send(bytes([byte]))
-                time.sleep(0.1)
-        assert is_closed(silent) and is_closed(trickling)
-        assert time.monotonic() - started < 30
-    if not tls_on:
-        wait_for_count(sink, "CONNECT_FAILED", 2)
 
 
 def test_a_sink_that_does_not_greet_back_is_given_up(
@@ -811,30 +722,6 @@ def test_a_piece_is_its_first_connection_s(rank: Callable[..., Rank]) -> None:
         wait_for_count(sink, "unknown_frame", 1)
 
 
-@pytest.mark.parametrize(
-    "frame",
-    [
-        Frame(FrameKind.DATA, ID, 1, RECT, 0, 1, 1 << 62),  # unknown, and more than there is
-        Frame(FrameKind.BEGIN, ID, 1, RECT, nbytes=1),
-        Frame(FrameKind.HELLO),
-    ],
-)
-def test_frames_nobody_sends_end_the_connection(rank: Callable[..., Rank], frame: Frame) -> None:
-    sink = rank()
-    with greeted(sink) as pipe:
-        pipe.sendall(frame.encode())
-        assert is_closed(pipe)
-    assert sink.connector.counts["BAD_FRAME"] == 1
-
-
-def test_a_long_fingerprint_is_not_read(rank: Callable[..., Rank]) -> None:
-    sink = rank()
-    with connect(sink) as pipe:
-        pipe.sendall(Frame(FrameKind.HELLO, nbytes=1 << 40).encode())
-        assert is_closed(pipe)
-    assert sink.connector.counts["BAD_FRAME"] == 1
-
-
 def test_transfer_ids_cannot_be_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr("secrets.token_bytes", lambda size: asked.append(size) or b"r" * size)
@@ -843,27 +730,6 @@ def test_transfer_ids_cannot_be_guessed(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 # ---- limits -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"n": 129}, "n"),
-        ({"stop": ["a" * i for i in range(1, 258)]}, "stop"),
-        ({"stop": "x" * 1025}, "stop"),
-        ({"logit_bias": {str(i): 0 for i in range(MAX_TOKENS_NAMED + 1)}}, "logit_bias"),
-        ({"stop_token_ids": [1] * (MAX_TOKENS_NAMED + 1)}, "stop_token_ids"),
-        ({"prompt": ["a"] * (MAX_PROMPTS + 1)}, "prompt"),
-        ({"prompt": [1] * 200}, "prompt"),
-        ({"logprobs": 21}, "logprobs"),
-    ],
-)
-async def test_http_bounds(tokenizer: Tokenizer, body: dict[str, Any], param: str) -> None:
-    async with http_server(tokenizer, None) as port, aiohttp.ClientSession() as session:
-        url = f"http://127.0.0.1:{port}/v1/completions"
-        async with session.post(url, json={"prompt": "a", **body}) as response:
-            assert response.status == 400
-            assert (await response.json())["error"]["param"] == param
 
 
 @pytest.mark.parametrize(
@@ -884,8 +750,6 @@ async def test_http_bounds(tokenizer: Tokenizer, body: dict[str, Any], param: st
         ({"bad_words_token_ids": [inference_pb2.TokenIds(ids=[10**6])]}, "bad_words_token_ids"),
         ({"logprobs": 21}, "logprobs"),
         ({"repetition_penalty": 1e-39}, "repetition_penalty"),
-        ({"repetition_penalty": 1e-39, "logit_bias": {1: 5.0}}, "repetition_penalty"),
-        ({"repetition_penalty": 1e-45, "temperature": 1}, "repetition_penalty"),
         ({"min_p": 9}, "min_p"),
         ({"temperature": float("inf")}, "temperature"),
         ({"logit_bias": {1: float("nan")}}, "logit_bias"),
@@ -894,20 +758,12 @@ async def test_http_bounds(tokenizer: Tokenizer, body: dict[str, Any], param: st
     ],
 )
 async def test_grpc_bounds(tokenizer: Tokenizer, request_: dict[str, Any], param: str) -> None:
-    serving = Serving(pipeline=FakeGenerator(tokenizer), model=served(tokenizer))
+    serving = Serving(pipeline=FakeGenerator(tokenizer), model=served_model(tokenizer))
     service = InferenceServicer(serving)
     sampling = inference_pb2.SamplingParams(**request_)
     with pytest.raises(InvalidRequest) as caught:
         await service._make_request(inference_pb2.GenerateRequest(text="a", sampling=sampling))
     assert caught.value.param == param
-
-
-@pytest.mark.parametrize("given", ["two words", "a\nb", "ü", "x" * 129])
-async def test_a_request_id_may_not_forge_log_lines(tokenizer: Tokenizer, given: str) -> None:
-    serving = Serving(pipeline=FakeGenerator(tokenizer), model=served(tokenizer))
-    service = InferenceServicer(serving)
-    with pytest.raises(InvalidRequest, match="request_id"):
-        await service._make_request(inference_pb2.GenerateRequest(text="a", request_id=given))
 
 
 @pytest.mark.parametrize(
@@ -918,21 +774,9 @@ async def test_a_request_id_may_not_forge_log_lines(tokenizer: Tokenizer, given:
         ({"prompt_token_ids": (1, 50)}, "token id 50"),
         ({"choices": (Choice(0, (60,)),)}, "token id 60"),
         ({"choices": (Choice(),) * (MAX_CHOICES + 1)}, "choices"),
-        ({"sampling": SamplingParams(logit_bias={70: 1.0})}, "token id 70"),
         ({"sampling": SamplingParams(stop_token_ids=(80,))}, "token id 80"),
-        ({"sampling": SamplingParams(allowed_token_ids=(80,))}, "token id 80"),
-        ({"sampling": SamplingParams(bad_words_token_ids=((1, 80),))}, "token id 80"),
-        ({"sampling": SamplingParams(bad_words_token_ids=((1,) * 65,))}, "1 to 64 tokens"),
-        ({"sampling": SamplingParams(bad_words_token_ids=((1,),) * 257)}, "at most 256"),
-        ({"sampling": SamplingParams(logprobs=21)}, "logprobs"),
         ({"sampling": SamplingParams(temperature=float("nan"))}, "temperature"),
         ({"sampling": SamplingParams(logit_bias={1: float("inf")})}, "logit_bias"),
-        ({"sampling": SamplingParams(repetition_penalty=1e-39)}, "repetition_penalty"),
-        ({"sampling": SamplingParams(repetition_penalty=1e-45)}, "repetition_penalty"),
-        ({"sampling": SamplingParams(min_p=9.0)}, "min_p"),
-        ({"sampling": SamplingParams(temperature=1e30)}, "temperature"),
-        ({"sampling": SamplingParams(seed=2**64 - 1)}, "seed"),
-        ({"sampling": SamplingParams(max_tokens=0)}, "max_tokens"),
         ({"sampling": SamplingParams(min_tokens=17)}, "min_tokens 17 exceeds"),
         ({"sampling": SamplingParams(min_tokens=1, stop_token_ids=tuple(range(50)))}, "every"),
         ({"choices": (Choice(2**32 - 1),)}, "choice"),
@@ -962,9 +806,3 @@ def test_a_decode_node_does_not_trust_a_commit(token: dict[str, Any], says: str)
     event = cluster_pb2.TokenEvent(tokens=[inference_pb2.Token(**token)])
     assert says in service._fault_of(event)
     assert not service._fault_of(cluster_pb2.TokenEvent(tokens=[inference_pb2.Token(id=49)]))
-
-
-def test_secrets_are_never_shown_in_help() -> None:
-    secret = [each for each in options(RouterConfig()) if each.metadata.get("secret")]
-    assert [each.flag for each in secret] == ["--api-key", "--admin-api-key", "--cluster-key"]
-    assert all(each.default is None for each in secret)

@@ -109,15 +109,6 @@ def test_a_random_walk_is_a_text_of_the_grammar(
     assert all(re.fullmatch(pattern, text, re.DOTALL) for text in texts), texts
 
 
-def test_choices_may_be_thousands(tokens: GrammarTokens) -> None:
-    choices = [f"value {number} é" for number in range(3000)]
-    of = matcher(tokens, CHOICE, choices)
-    for token in tokens.library.tokenize_str(choices[-1]):
-        of.advance([token])
-        of.mask()
-    assert of.complete
-
-
 def test_a_random_walk_validates(tokens: GrammarTokens, tokenizer: Tokenizer) -> None:
     begin = matcher(tokens, JSON, PERSON, any_whitespace=False)
     for seed in range(20):
@@ -180,18 +171,6 @@ def test_what_compact_printers_write_is_allowed(tokens: GrammarTokens, text: str
     of = matcher(tokens, JSON, VERDICT)
     of.advance(tokens.library.tokenize_str(text))
     assert of.complete and allowed(of.mask()) == list(EOS), "nor is there white space after it"
-
-
-def test_a_matcher_made_anew_goes_on_alike(tokens: GrammarTokens) -> None:
-    grammar = to_grammar(want(JSON, PERSON))
-    drawn = walk(Matcher.compile(tokens, grammar), 3)
-    assert drawn
-    first = Matcher.compile(tokens, grammar)
-    for count in range(len(drawn)):
-        other = Matcher.compile(tokens, grammar)
-        other.advance(drawn[:count])
-        assert other.mask() == first.mask()
-        first.advance(drawn[count : count + 1])
 
 
 def test_the_end_comes_when_the_text_is_whole_and_nothing_after_it(tokens: GrammarTokens) -> None:

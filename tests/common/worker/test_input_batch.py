@@ -155,14 +155,6 @@ def test_a_rank_knows_what_the_scheduler_knows(stages: int, seed: int) -> None:
     assert life.scheduler.pool.num_free == 12
 
 
-def test_the_walks_preempt() -> None:
-    lives = [Life(f"{seed} 2", 2) for seed in range(8)]
-    for life in lives:
-        for _ in life.steps():
-            pass
-    assert sum(life.scheduler.num_preemptions for life in lives) > 20
-
-
 def test_words_are_completed_by_the_output_alone() -> None:
     words = BadWords([(1,), (2, 3), (4, 5, 6), (5, 7), (8, 8, 8)])
     assert words.banned() == (1,)
@@ -181,17 +173,6 @@ def test_words_are_completed_by_the_output_alone() -> None:
     new = NewSequence(SamplingParams(bad_words_token_ids=((2, 9), (3, 4))), 2, 0, (), (1, 2, 3))
     delta = SequenceDelta(0, (1, 2, 3), 0, 0, (3,), True, new)
     assert rank().apply(StepDelta(1, (delta,))).sequences[0].banned_token_ids == (4,)
-
-
-def test_the_walks_meet_bad_words() -> None:
-    met = 0
-    for seed in range(4):
-        known, life = rank(), Life(f"{seed} 1", 1)
-        for delta, running in life.steps():
-            for entry in known.apply(over_the_wire(delta)).sequences:
-                words = running[entry.seq_id].sampling.bad_words_token_ids
-                met += bool(set(entry.banned_token_ids) & {w[-1] for w in words} - {EOS, 5})
-    assert met > 20
 
 
 def test_only_the_rank_that_samples_counts_tokens() -> None:

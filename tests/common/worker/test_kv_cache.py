@@ -12,7 +12,7 @@ from pdserve.common.config.node import CacheConfig, EngineConfig, SchedulerConfi
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.engine.messages import CacheShape
 from pdserve.common.planning.kv_budget import check_num_blocks, parse_bytes, plan_num_blocks
-from pdserve.common.worker.kv_cache import KVCache, cache_bytes, dimensions
+from pdserve.common.worker.kv_cache import KVCache, cache_bytes
 
 SHAPE = CacheShape(
     layer_start=0,
@@ -88,15 +88,6 @@ def test_one_sequence_must_fit(cache: dict[str, object], flag: str) -> None:
         check_num_blocks(engine(**cache), 6, max_model_len=100)
 
 
-def test_cache_starts_as_zeros_with_the_contract_s_dimensions() -> None:
-    cache = KVCache.allocate(SHAPE, CPU)
-    assert tuple(cache.tensor.shape) == dimensions(SHAPE) == (3, 2, 5, 2, 8, 16)
-    assert cache.tensor.dtype == torch.bfloat16
-    assert cache.tensor.is_contiguous()
-    assert not cache.tensor.any()
-    cache.close()
-
-
 def test_cpu_cache_is_shared_through_its_descriptor() -> None:
     cache = KVCache.allocate(SHAPE, CPU)
     assert cache.fd is not None
@@ -117,14 +108,3 @@ def test_nobody_can_resize_the_shared_memory() -> None:
         with pytest.raises(PermissionError):
             os.ftruncate(cache.fd, size)
     cache.close()
-
-
-def test_close_closes_the_descriptor_and_keeps_the_tensor() -> None:
-    cache = KVCache.allocate(SHAPE, CPU)
-    fd = cache.fd
-    assert fd is not None
-    cache.close()
-    cache.close()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fd)
-    cache.tensor.fill_(1.0)

@@ -367,10 +367,3 @@ def test_min_tokens_yields_to_a_text_that_is_whole(
     done, _ = MaskTurns().take([banned], alone=True)
     (token,) = sample(LOGITS[:1], [done[0]])  # type: ignore[list-item]
     assert not isinstance(token, FailedRow) and token.token_id in EOS
-
-
-def test_min_tokens_yields_to_a_text_that_must_be_empty(grammars: Grammars) -> None:
-    banned = replace(row(ready(grammars, "()")), banned_token_ids=EOS)
-    done, _ = MaskTurns().take([banned], alone=True)
-    (token,) = sample(LOGITS[:1], [done[0]])  # type: ignore[list-item]
-    assert not isinstance(token, FailedRow) and token.token_id in EOS

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve.common.core.sampling import SampledToken, SamplingParams, TokenLogprobs
+from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.worker.input_batch import StepSequence, TokenCounts
 from pdserve.common.worker.logit_adjust import adjust
-from pdserve.common.worker.philox import philox4x32, uniform
-from pdserve.common.worker.sampler import FailedRow, filtered_probs, sample
+from pdserve.common.worker.philox import philox4x32
+from pdserve.common.worker.sampler import FailedRow, sample
 
 VOCAB = 32
 
@@ -42,12 +42,6 @@ def ids(logits: torch.Tensor, sequences: list[StepSequence]) -> list[int]:
     return [token.token_id for token in sample(logits, sequences)]
 
 
-def kept(logits: list[float], **params: Any) -> list[int]:
-    """The tokens that can be drawn."""
-    probs = filtered_probs(torch.tensor([logits]), [SamplingParams(**params)])
-    return probs[0].nonzero().flatten().tolist()
-
-
 # ---- random numbers ----
 
 
@@ -71,12 +65,6 @@ def test_philox_known_answers(
     counter: tuple[int, int, int, int], key: tuple[int, int], expected: tuple[int, ...]
 ) -> None:
     assert philox4x32(counter, key) == expected
-
-
-def test_uniform_is_in_range_and_keyed_by_both() -> None:
-    numbers = {uniform(seed, position) for seed in (0, 1, 2**62) for position in range(100)}
-    assert len(numbers) == 300
-    assert all(0.0 <= number < 1.0 for number in numbers)
 
 
 # ---- draws ----
@@ -136,28 +124,6 @@ def test_logits_are_not_modified() -> None:
     assert torch.equal(logits, before)
 
 
-# ---- greedy ----
-
-
-def test_greedy_takes_the_most_likely() -> None:
-    logits = random_logits(4)
-    sequences = [row(SamplingParams(temperature=0.0))] * 4
-    assert ids(logits, sequences) == logits.argmax(-1).tolist()
-
-
-def test_greedy_obeys_bias_and_bans() -> None:
-    logits = torch.tensor([[3.0, 2.0, 1.0]])
-    greedy = SamplingParams(temperature=0.0)
-    assert ids(logits, [row(greedy, banned_token_ids=(0,))]) == [1]
-    assert ids(logits, [row(SamplingParams(temperature=0.0, logit_bias={2: 5.0}))]) == [2]
-
-
-def test_ids_outside_the_vocabulary_have_no_effect() -> None:
-    logits = torch.tensor([[3.0, 2.0, 1.0]])
-    params = SamplingParams(temperature=0.0, logit_bias={99: 5.0, -1: 5.0})
-    assert ids(logits, [row(params, banned_token_ids=(-3, 77))]) == [0]
-
-
 # ---- rows that fail ----
 
 NAN, INF = math.nan, math.inf
@@ -189,16 +155,6 @@ def test_a_row_without_a_candidate_fails(params: SamplingParams) -> None:
     assert beside([-INF, -INF, -INF], row(params))[0] == nothing
 
 
-@pytest.mark.parametrize("params", [GREEDY, SamplingParams(logprobs=1), SamplingParams(top_p=0.9)])
-def test_infinite_logits_are_the_largest_and_the_least(params: SamplingParams) -> None:
-    found, _ = beside([1.0, INF, -INF], row(params))
-    assert isinstance(found, SampledToken) and found.token_id == 1
-    if found.logprobs:
-        assert found.logprobs == TokenLogprobs(0.0, ((1, 0.0),))
-    found, _ = beside([INF, INF, 5.0], row(SamplingParams(seed=9)))
-    assert isinstance(found, SampledToken) and found.token_id in (0, 1)
-
-
 @pytest.mark.parametrize("params", [{"logprobs": -1}, {"frequency_penalty": 1.0}], ids=str)
 def test_an_exception_fails_its_row_not_the_batch(params: dict[str, Any]) -> None:
     """Of whatever kind: here a value that a node would not let through, and counts of another
@@ -215,86 +171,6 @@ def test_an_exception_fails_its_row_not_the_batch(params: dict[str, Any]) -> Non
     ]
 
 
-@pytest.mark.parametrize(
-    "odd",
-    [
-        {"repetition_penalty": 1e-39},
-        {"repetition_penalty": 1e-45},
-        {"repetition_penalty": 1e-45, "temperature": 0.0},
-        {"repetition_penalty": 1e-39, "logit_bias": {1: 100.0}},
-        {"repetition_penalty": 3e38},
-        {"min_p": 9.0},
-        {"temperature": 1e-45},
-        {"temperature": 3e38, "repetition_penalty": 1e-45},
-        {"top_p": 1e-45},
-        {"logit_bias": {0: 3e38, 1: -3e38}},
-        {"presence_penalty": -3e38, "frequency_penalty": 3e38},
-    ],
-    ids=str,
-)
-def test_no_parameter_makes_a_finite_row_overflow(odd: dict[str, Any]) -> None:
-    """float32's denormals made logits infinite, these NaN, and the drawn id the vocabulary's
-    size. Such values are refused; the sampler has an answer for them nevertheless."""
-    params = SamplingParams(**odd)
-    sequences = [row(params, seed=i, prompt=(0, 1), output=(2, 1)) for i in range(32)]
-    for logits in (random_logits(32), torch.full((32, VOCAB), 3e38), -random_logits(32) * 1e37):
-        assert all(0 <= token_id < VOCAB for token_id in ids(logits, sequences))
-
-
-# ---- filters ----
-
-LOGITS = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.0625]).log().tolist()
-
-
-def test_top_k_keeps_k() -> None:
-    assert kept(LOGITS, top_k=2) == [0, 1]
-    assert kept(LOGITS, top_k=0) == [0, 1, 2, 3, 4]
-    assert kept(LOGITS, top_k=99) == [0, 1, 2, 3, 4]
-
-
-def test_top_k_keeps_ties_of_the_last() -> None:
-    assert kept(LOGITS, top_k=4) == [0, 1, 2, 3, 4]
-
-
-def test_top_p_keeps_the_fewest_that_reach_p() -> None:
-    assert kept(LOGITS, top_p=0.4) == [0]
-    assert kept(LOGITS, top_p=0.6) == [0, 1]
-    assert kept(LOGITS, top_p=0.8) == [0, 1, 2]
-    assert kept(LOGITS, top_p=1e-9) == [0]
-
-
-def test_top_p_counts_shares_of_what_top_k_left() -> None:
-    assert kept(LOGITS, top_k=2, top_p=0.6) == [0]  # 0.5 / 0.75 is enough
-
-
-def test_top_p_of_a_flat_distribution_is_wide() -> None:
-    logits = (torch.arange(5000) * 1e-4).tolist()
-    share = torch.tensor(logits).softmax(-1).flip(0).cumsum(0)
-    expected = int((share < 0.5).sum()) + 1
-    assert abs(len(kept(logits, top_p=0.5)) - expected) <= 1
-
-
-def test_min_p_is_relative_to_the_most_likely() -> None:
-    assert kept(LOGITS, min_p=0.3) == [0, 1]
-    assert kept(LOGITS, min_p=1.0) == [0]
-
-
-def test_temperature_sharpens_and_flattens() -> None:
-    def share(temperature: float) -> float:
-        probs = filtered_probs(torch.tensor([LOGITS]), [SamplingParams(temperature=temperature)])
-        return float(probs[0, 0] / probs[0, 1])
-
-    assert share(1.0) == pytest.approx(2.0, rel=1e-5)
-    assert share(0.5) == pytest.approx(4.0, rel=1e-5)
-    assert share(2.0) == pytest.approx(2.0**0.5, rel=1e-5)
-
-
-def test_a_tiny_temperature_is_greedy() -> None:
-    logits = random_logits(8)
-    sequences = [row(SamplingParams(temperature=1e-6), seed=i) for i in range(8)]
-    assert ids(logits, sequences) == logits.argmax(-1).tolist()
-
-
 # ---- penalties ----
 
 
@@ -305,53 +181,7 @@ def penalised(**params: Any) -> list[float]:
     return adjust(torch.tensor([[2.0, 2.0, -2.0, 2.0]]), [sequence], [sampling])[0].tolist()
 
 
-def test_repetition_penalty_covers_prompt_and_output() -> None:
-    assert penalised(repetition_penalty=2.0) == [1.0, 1.0, -4.0, 2.0]
-
-
-def test_presence_penalty_covers_output_once() -> None:
-    assert penalised(presence_penalty=0.5) == [2.0, 1.5, -2.5, 2.0]
-
-
-def test_frequency_penalty_counts_output() -> None:
-    assert penalised(frequency_penalty=0.5) == [2.0, 1.5, -3.0, 2.0]
-
-
-def test_bans_outweigh_bias() -> None:
-    sampling = SamplingParams(logit_bias={0: 100.0})
-    sequence = row(sampling, banned_token_ids=(0,))
-    assert adjust(torch.zeros(1, 3), [sequence], [sampling])[0].tolist() == [-torch.inf, 0.0, 0.0]
-
-
 # ---- what is allowed ----
-
-ONLY = (3, 7, 11)
-
-
-@pytest.mark.parametrize(
-    "params", [{"temperature": 0.0}, {}, {"top_k": 2}, {"top_p": 0.9}], ids=str
-)
-def test_nothing_is_drawn_but_what_is_allowed(params: dict[str, Any]) -> None:
-    logits = random_logits(64)
-    rows = [row(SamplingParams(**params, allowed_token_ids=ONLY), seed=i) for i in range(64)]
-    drawn = ids(logits, rows)
-    assert set(drawn) == set(ONLY)
-    if "temperature" in params:
-        assert drawn == [ONLY[i] for i in logits[:, ONLY].argmax(-1).tolist()]
-
-
-def test_what_is_allowed_may_be_penalised_biased_and_banned() -> None:
-    sampling = SamplingParams(
-        allowed_token_ids=(0, 1, 3), logit_bias={3: 1.0, 2: 100.0}, presence_penalty=0.5
-    )
-    sequence = row(sampling, output=(1,), banned_token_ids=(0,), vocab=4)
-    adjusted = adjust(torch.ones(1, 4), [sequence], [sampling])
-    assert adjusted[0].tolist() == [-INF, 0.5, -INF, 2.0]
-
-
-def test_only_the_row_that_says_so_is_restricted() -> None:
-    free, bound = row(GREEDY), row(SamplingParams(temperature=0.0, allowed_token_ids=(2, 77)))
-    assert ids(torch.tensor([[3.0, 2.0, 1.0]] * 3), [free, bound, free]) == [0, 2, 0]
 
 
 def test_a_row_that_may_draw_none_of_the_allowed_is_forbidden() -> None:
