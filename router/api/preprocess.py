@@ -20,8 +20,8 @@ from pdserve.common.core.parameters import MAX_CHOICES, check_range
 from pdserve.common.core.prompt_logprobs import check_size
 from pdserve.common.core.structured import StructuredOutput
 from pdserve.common.obs.logging import request_id_var
+from pdserve.router.api.compat import CompatBody, MessagesBody, ResponsesBody
 from pdserve.router.api.conversation import CostlyTemplate, Templates, render_bounded
-from pdserve.router.api.foreign import ForeignBody, MessagesBody, ResponsesBody
 from pdserve.router.api.sampling import make_choices
 from pdserve.router.api.schema import (
     SHAPES,
@@ -112,12 +112,12 @@ class Preprocessor:
         body = parse(schema, raw)
         if body.model not in self.adapters:
             self.model.check_name(body.model)
-        if not isinstance(body, ForeignBody):
+        if not isinstance(body, CompatBody):
             unknown = unknown_fields(body.model_extra or {})
             return replace(preprocess(self, body), unknown=unknown)
         unknown = unknown_fields(body.model_extra or {}, body.elsewhere())
         made = preprocess(self, as_chat(body))
-        return replace(made, body=body, texts=body.told_again(), unknown=unknown)
+        return replace(made, body=body, texts=body.echoed(), unknown=unknown)
 
 
 def parse(schema: type[BodyT], raw: bytes | bytearray) -> BodyT:
@@ -127,7 +127,7 @@ def parse(schema: type[BodyT], raw: bytes | bytearray) -> BodyT:
         raise _invalid(error) from error
 
 
-def as_chat(body: ForeignBody, messages: bool = True) -> ChatBody:
+def as_chat(body: CompatBody, messages: bool = True) -> ChatBody:
     """What asks the same of chat, if wanted without its messages.
 
     Raises:

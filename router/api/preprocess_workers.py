@@ -25,7 +25,7 @@ from pdserve.router.api.fork_server import LENGTH, Fork, ForkServer, is_stopped,
 from pdserve.router.api.grammar_compiler import Compiled
 from pdserve.router.api.preprocess import KINDS, Preprocessed, parse
 from pdserve.router.api.preprocess_worker import GRAMMAR, Ask, Head, Reply, Spec
-from pdserve.router.requests.fair_share import Turns
+from pdserve.router.requests.fair_share import FairExecutor
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ PIECE = 64 * 1024  # bytes that a piece of a body has at least, but for the last
 _heads = msgspec.msgpack.Decoder(Head)
 
 
-class Pieces:
+class BodyBuffer:
     """A body as it comes, in pieces. A block of a large body's size would be moved when it grows,
     all of it at once, and leave a hole as large."""
 
@@ -90,9 +90,9 @@ class PreprocessWorkers:
 
     def __init__(self, spec: Spec, size: int = 2) -> None:
         self._spec = msgspec.msgpack.encode(spec)
-        self._turns = Turns(size, MAX_WAITING, MAX_CLIENT_WAITING)
+        self._turns = FairExecutor(size, MAX_WAITING, MAX_CLIENT_WAITING)
         # Costly templates never hold all processes.
-        self._costly = Turns(max(1, size - 1), MAX_WAITING, MAX_CLIENT_WAITING)
+        self._costly = FairExecutor(max(1, size - 1), MAX_WAITING, MAX_CLIENT_WAITING)
         self._idle: list[_Worker] = []
         self._server: ForkServer | None = None
         self._starting = asyncio.Lock()
@@ -101,7 +101,7 @@ class PreprocessWorkers:
     async def preprocess(
         self,
         kind: str,
-        raw: Pieces,
+        raw: BodyBuffer,
         client: str = "",
         adapters: frozenset[str] = frozenset(),
         costly: bool = False,
@@ -123,7 +123,7 @@ class PreprocessWorkers:
 
     async def compile(self, structured: StructuredOutput, client: str = "") -> Compiled:
         """As `compile_apart`, in another process; raises as `preprocess`."""
-        raw = Pieces(msgspec.msgpack.encode(structured))
+        raw = BodyBuffer(msgspec.msgpack.encode(structured))
         ask = Ask(GRAMMAR, request_id=request_id_var.get())
         compiled = (await self._ask_in_turn(ask, raw, client)).reply.compiled
         assert compiled is not None
@@ -139,7 +139,7 @@ class PreprocessWorkers:
         if self._server is not None:
             await self._server.end()
 
-    async def _ask_in_turn(self, ask: Ask, raw: Pieces, client: str) -> Answer:
+    async def _ask_in_turn(self, ask: Ask, raw: BodyBuffer, client: str) -> Answer:
         # A client that leaves does not end the work, which does not take long.
         work = partial(self._turns.run, client, partial(self._ask, ask, raw))
         answer = await (self._costly.run(client, work) if ask.costly else work())
@@ -149,7 +149,7 @@ class PreprocessWorkers:
             raise _error(**answer.reply.error)
         return answer
 
-    async def _ask(self, ask: Ask, raw: Pieces) -> Answer:
+    async def _ask(self, ask: Ask, raw: BodyBuffer) -> Answer:
         keep = False
         try:
             answer = await self._ask_twice(ask, raw)
@@ -159,7 +159,7 @@ class PreprocessWorkers:
             if not keep:
                 raw.clear()
 
-    async def _ask_twice(self, ask: Ask, raw: Pieces) -> Answer:
+    async def _ask_twice(self, ask: Ask, raw: BodyBuffer) -> Answer:
         how = "ended a process, and another one when it was tried again"
         try:
             async with asyncio.timeout(_TIMEOUT):
@@ -172,7 +172,7 @@ class PreprocessWorkers:
         logger.error("preparing a body of %d bytes %s", len(raw), how)
         raise PdserveError(f"preparing the body {how}", code="PREPARATION_FAILED")
 
-    async def _try(self, ask: Ask, raw: Pieces, worker: _Worker) -> Answer:
+    async def _try(self, ask: Ask, raw: BodyBuffer, worker: _Worker) -> Answer:
         try:
             answer = await unless_stopped(worker.pid, worker.ask(ask, raw))
         except (OSError, EOFError, msgspec.DecodeError) as error:
@@ -232,15 +232,15 @@ class _Worker:
     def alive(self) -> bool:
         return self._fork.alive
 
-    async def ask(self, ask: Ask, raw: Pieces) -> Answer:
-        await self._send(Pieces(msgspec.msgpack.encode(ask)))
+    async def ask(self, ask: Ask, raw: BodyBuffer) -> Answer:
+        await self._send(BodyBuffer(msgspec.msgpack.encode(ask)))
         await self._send(raw)
         head = _heads.decode(await self._receive())
         prompts = [_ids(await self._receive()) for _ in range(head.num_prompts)]
         texts = [(await self._receive()).decode() for _ in range(head.num_texts)]
         return Answer(head.reply, tuple(prompts), tuple(texts))
 
-    async def _send(self, data: Pieces) -> None:
+    async def _send(self, data: BodyBuffer) -> None:
         writer = self._fork.writer
         writer.write(LENGTH.pack(len(data)))
         for piece in data:

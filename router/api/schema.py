@@ -104,9 +104,14 @@ TableBody: Any = create_model("TableBody", __base__=Body, **FIELDS)
 
 
 class GenerationBody(TableBody):
-    """What completions and chat have in common: the table of `common/core/parameters.py`."""
+    """The parameters that completions and chat share: the table of `common/core/parameters.py`."""
 
     stream_options: StreamOptions | None = None
+
+    def given(self, **renamed: Any) -> dict[str, Any]:
+        """The parameters by name, as `AppState.make_request` takes them; `renamed` are those that
+        an endpoint names otherwise."""
+        return {name: getattr(self, name) for name in FIELDS} | renamed
 
 
 class CompletionBody(GenerationBody):

@@ -8,7 +8,6 @@ from typing import Any
 
 from pdserve.common.core.errors import InvalidRequest
 from pdserve.common.core.structured import ConstraintKind, StructuredOutput
-from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.router.api.schema import GenerationBody
 
 _ANY_OBJECT = {"type": "object"}
@@ -33,7 +32,7 @@ def structured_of(body: GenerationBody) -> StructuredOutput | None:
         each
         for each in (
             _of_response_format(body.response_format),
-            _of_structured_outputs(body.structured_outputs),
+            from_structured_outputs(body.structured_outputs),
             *(_of_guided(body, kind) for kind in ConstraintKind),
         )
         if each is not None
@@ -66,12 +65,11 @@ def _of_response_format(given: Mapping[str, Any] | None) -> StructuredOutput | N
             )
 
 
-def _of_structured_outputs(given: Mapping[str, Any] | None) -> StructuredOutput | None:
-    return None if given is None else _of_parameters(given)
-
-
-def _of_parameters(given: Mapping[str, Any]) -> StructuredOutput:
-    """vLLM's `StructuredOutputsParams`; a null is absent there, too."""
+def from_structured_outputs(given: Mapping[str, Any] | None) -> StructuredOutput | None:
+    """The constraint in vLLM's `StructuredOutputsParams`; a null is absent there, too. Raises as
+    `structured_of`."""
+    if given is None:
+        return None
     name = "structured_outputs"
     present = {key: value for key, value in given.items() if value is not None}
     kinds = {each.value for each in ConstraintKind} | {"json_object"}
@@ -102,23 +100,6 @@ def _of_guided(body: GenerationBody, kind: ConstraintKind) -> StructuredOutput |
     if value is None:
         return None
     return _make(kind, value, name, whitespace_pattern=body.guided_whitespace_pattern)
-
-
-def structured_fields(message: pb.StructuredOutputs) -> dict[str, Any]:
-    """gRPC's message as `structured_outputs` of a body."""
-    fields: dict[str, Any] = {
-        "disable_any_whitespace": message.disable_any_whitespace,
-        "whitespace_pattern": message.whitespace_pattern or None,
-    }
-    if (kind := message.WhichOneof("constraint")) is not None:
-        value = getattr(message, kind)
-        fields[kind] = list(value.texts) if kind == "choice" else value
-    return fields
-
-
-def structured_from_pb(message: pb.StructuredOutputs) -> StructuredOutput:
-    """Raises InvalidRequest as `structured_of`."""
-    return _of_parameters(structured_fields(message))
 
 
 def _make(kind: ConstraintKind, value: Any, param: str, **options: Any) -> StructuredOutput:

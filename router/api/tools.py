@@ -40,10 +40,8 @@ class AnswerPlan:
     def shows_special_tokens(self, auto: type[ToolParser] | None) -> bool:
         return self.tool_choice == AUTO and auto is not None and auto.shows_special_tokens
 
-    def parser(self, auto: type[ToolParser] | None) -> AnswerParser | None:
-        """Of one choice; `auto` reads what the model writes unasked."""
-        if self.tool_choice == NONE and self.thinking is None:
-            return None
+    def parser(self, auto: type[ToolParser] | None) -> AnswerParser:
+        """A parser for one choice; `auto` reads what the model writes unasked."""
         kinds = {
             AUTO: BareCallParser if self.bare else auto,
             REQUIRED: RequiredParser,

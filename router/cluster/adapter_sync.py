@@ -31,7 +31,7 @@ from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.status import from_rpc_error
-from pdserve.router.cluster.adapters import Adapter, Adapters
+from pdserve.router.cluster.adapters import Adapter, ServedAdapters
 from pdserve.router.cluster.node_client import protocol_error
 from pdserve.router.cluster.registry import Node, Registry
 from pdserve.router.cluster.served_model import ServedModel
@@ -52,7 +52,7 @@ class AdapterSync:
         config: LoRAConfig,
         folder: str | None,
         model: ServedModel,
-        adapters: Adapters,
+        adapters: ServedAdapters,
         registry: Registry,
         channels: Channels,
     ) -> None:

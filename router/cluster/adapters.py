@@ -28,7 +28,7 @@ class Adapter:
     created: int = field(default_factory=lambda: int(time.time()))  # Unix time, seconds
 
 
-class Adapters:
+class ServedAdapters:
     """Those that are served, and those that only requests under way still have."""
 
     def __init__(self, adapters: Iterable[Adapter] = ()) -> None:
@@ -89,7 +89,7 @@ def _counted(users: Counter[Adapter], adapter: Adapter | None) -> Iterator[None]
 class AdaptersCollector(Collector):
     """As vLLM shows them: one series, whose labels say which ones are at work now."""
 
-    def __init__(self, adapters: Adapters, max_loras: int) -> None:
+    def __init__(self, adapters: ServedAdapters, max_loras: int) -> None:
         self._adapters = adapters
         self._max_loras = max_loras
 
@@ -109,7 +109,7 @@ class AdaptersCollector(Collector):
         yield gauge
 
 
-def read_adapters(config: LoRAConfig, model: ServedModel) -> Adapters:
+def read_adapters(config: LoRAConfig, model: ServedModel) -> ServedAdapters:
     """Of --lora-modules.
 
     Raises:
@@ -122,4 +122,4 @@ def read_adapters(config: LoRAConfig, model: ServedModel) -> Adapters:
         path = str(Path(path).resolve())
         file = read_adapter(path, ModelSpec.from_folder(model.root), config.max_lora_rank)
         found.append(Adapter(name, path, file.digest))
-    return Adapters(found)
+    return ServedAdapters(found)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from itertools import count
 from time import monotonic
 from typing import TypeVar
@@ -20,10 +21,23 @@ from pdserve.common.core.errors import Unavailable
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.router.cluster.cluster_view import ClusterView
 from pdserve.router.cluster.registry import ROLE_NAMES, Node
-from pdserve.router.requests.request_state import RequestState
 
 T = TypeVar("T")
 Policy = Callable[[Sequence[Node]], Node]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementRequest:
+    """What placement must know about a request."""
+
+    request_id: str
+    num_tokens: int  # tokens to prefill
+    adapter: str  # digest of its LoRA adapter; empty: it has none
+    version: str | None  # fingerprint of the nodes that made its tokens so far; None: it has none
+    avoid: Collection[str]  # ids of nodes that have failed it
+    local_prefill: bool  # its KV should not travel any more
+    last_chance: Callable[[str], bool]  # as `Retries.last_chance`
+    waiting: Callable[[], AbstractContextManager[float]]  # as `Deadline.waiting`
 
 
 class RoundRobin:
@@ -57,7 +71,7 @@ def make_policy(name: str) -> Policy:
     return RoundRobin() if name == "round-robin" else least_load
 
 
-class Placement:
+class NodeSelector:
     """Policy and patience over what may be used."""
 
     def __init__(self, config: RoutingConfig, view: ClusterView) -> None:
@@ -67,7 +81,7 @@ class Placement:
         self._decode_policy = make_policy(config.decode_policy)
         self._both_policy = make_policy(config.decode_policy)
 
-    async def decode(self, request: RequestState) -> tuple[Node, bool]:
+    async def decode(self, request: PlacementRequest) -> tuple[Node, bool]:
         """A decode node or one of both roles, and whether it is to compute the prompt, too. Waits
         for one as long as the request's deadline allows.
 
@@ -76,7 +90,7 @@ class Placement:
         """
         return await self._wait_for(lambda: self._find_decode(request), request)
 
-    async def prefill(self, request: RequestState, decode: Node) -> Node | None:
+    async def prefill(self, request: PlacementRequest, decode: Node) -> Node | None:
         """A prefill node for blocks that `decode` holds already; waits as `decode` does. None:
         another attempt is better, for only other decode nodes have a prefill node left, or the
         KV should not travel.
@@ -86,25 +100,25 @@ class Placement:
         """
 
         def find() -> tuple[Node | None] | None:
-            if request.retries.local_prefill:
+            if request.local_prefill:
                 return (None,)
             prefills = _adapted(self._view.usable(pb.ROLE_PREFILL), request)
             if fitting := [node for node in prefills if self._view.can_hand_over(node, decode)]:
                 if not (fitting := _isolated(fitting, request, "prefill")):
                     return None
-                return (self._prefill_policy(_without(fitting, request.retries.avoid) or fitting),)
+                return (self._prefill_policy(_without(fitting, request.avoid) or fitting),)
             return (None,) if self._find_decode(request) is not None else None
 
         (found,) = await self._wait_for(find, request)
         return found
 
-    def _find_decode(self, request: RequestState) -> tuple[Node, bool] | None:
+    def _find_decode(self, request: PlacementRequest) -> tuple[Node, bool] | None:
         """A request that has begun stays with its version, and does not wait for a prefill node:
         a decode node can compute it, too."""
-        view, avoid = self._view, request.retries.avoid
+        view, avoid = self._view, request.avoid
         decodes, boths = self._able(pb.ROLE_DECODE, request), self._able(pb.ROLE_BOTH, request)
         short = request.num_tokens < self._config.local_prefill_threshold
-        if short or request.retries.local_prefill:
+        if short or request.local_prefill:
             return self._pick(decodes, boths, avoid, local_prefill=True)
         prefills = _adapted(view.usable(pb.ROLE_PREFILL), request)
         for some in (_without(prefills, avoid), prefills):
@@ -113,10 +127,10 @@ class Placement:
                 return self._pick(paired, boths, avoid)
         if paired or boths:
             return self._pick(paired, boths, avoid)
-        alone = [node for node in decodes if request.begun or view.must_prefill(node)]
+        alone = [node for node in decodes if request.version or view.must_prefill(node)]
         return self._pick(alone, [], avoid, local_prefill=True)
 
-    def _able(self, role: int, request: RequestState) -> list[Node]:
+    def _able(self, role: int, request: PlacementRequest) -> list[Node]:
         usable = _adapted(self._view.usable(role), request)
         nodes = _isolated(usable, request, ROLE_NAMES[role])
         return [node for node in nodes if request.version in (None, node.info.fingerprint)]
@@ -143,10 +157,10 @@ class Placement:
         )
         return node, local_prefill or node.info.role == pb.ROLE_BOTH
 
-    async def _wait_for(self, find: Callable[[], T | None], request: RequestState) -> T:
+    async def _wait_for(self, find: Callable[[], T | None], request: PlacementRequest) -> T:
         if (found := find()) is not None:
             return found
-        with request.deadline.waiting() as until:
+        with request.waiting() as until:
             while (found := find()) is None:
                 # Wake up now and then: a breaker that may be tried again announces nothing.
                 patience = min(0.5, until - monotonic())
@@ -157,13 +171,13 @@ class Placement:
                         await self._view.registry.wait_for_change()
         return found
 
-    def _why_none(self, request: RequestState) -> str:
+    def _why_none(self, request: PlacementRequest) -> str:
         ready, reason = self._view.ready()
         if not ready:
             return reason
-        if request.begun:
+        if request.version:
             return "no usable node is of the version that began this"
-        if request.request.adapter is not None:
+        if request.adapter:
             return "no usable nodes have the adapter"
         return "the nodes left are kept for a request that has failed on others"
 
@@ -172,15 +186,14 @@ def _without(nodes: Sequence[Node], avoid: Collection[str]) -> list[Node]:
     return [node for node in nodes if node.id not in avoid]
 
 
-def _adapted(nodes: Sequence[Node], request: RequestState) -> list[Node]:
+def _adapted(nodes: Sequence[Node], request: PlacementRequest) -> list[Node]:
     """Those that have its adapter, if it has one."""
-    adapter = request.request.adapter
-    return [node for node in nodes if adapter is None or adapter.digest in node.adapters]
+    return [node for node in nodes if not request.adapter or request.adapter in node.adapters]
 
 
-def _isolated(nodes: Sequence[Node], request: RequestState, role: str) -> list[Node]:
+def _isolated(nodes: Sequence[Node], request: PlacementRequest, role: str) -> list[Node]:
     """Those without another request of which one more death would be the end, if this is one: a
     request that kills nodes must not be the end of those that were beside it each time."""
     free = ("", request.request_id)
-    last_chance = request.retries.last_chance(role)
+    last_chance = request.last_chance(role)
     return [node for node in nodes if not last_chance or node.last_chance in free]

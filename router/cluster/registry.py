@@ -24,8 +24,7 @@ from pdserve.common.core.errors import (
     Unavailable,
 )
 from pdserve.common.rpc.pb import cluster_pb2 as pb
-from pdserve.router.cluster.flows import Flows
-from pdserve.router.cluster.health import AwakeClock, CircuitBreaker, LinkBreakers
+from pdserve.router.cluster.health import AwakeClock, CircuitBreaker, Flows, LinkBreakers
 
 logger = logging.getLogger(__name__)
 

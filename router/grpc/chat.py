@@ -10,9 +10,9 @@ from google.protobuf.json_format import MessageToDict, SerializeToJsonError
 from pdserve.common.core.errors import InvalidRequest
 from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import inference_pb2 as pb
+from pdserve.router.api.chat import ChatChoices
+from pdserve.router.api.parsers.parser import CallArguments, CallStart, Content, Reasoning
 from pdserve.router.api.preprocess import MAX_CONTAINERS, Structure
-from pdserve.router.api.structured import structured_fields
-from pdserve.router.http.chat import ChatChoices
 from pdserve.router.requests.generation import TextDelta
 
 _MODES = {pb.TOOL_MODE_NONE: "none", pb.TOOL_MODE_AUTO: "auto", pb.TOOL_MODE_REQUIRED: "required"}
@@ -69,24 +69,32 @@ def answer(request_id: str, update: TextDelta, choices: ChatChoices | None) -> p
     if choices is None:
         response.text = update.text
         return response
-    for chunk in choices.chunks(update.choice, update):
-        delta = chunk["delta"]
-        response.text += delta.get("content") or ""
-        response.reasoning += delta.get("reasoning_content") or ""
-        response.tool_calls.extend(map(_call, delta.get("tool_calls", ())))
-        if chunk["finish_reason"] == "tool_calls":
-            response.finish_reason = pb.FINISH_REASON_TOOL_CALLS
+    events, finish_reason = choices.parse(update)
+    for event in events:
+        match event:
+            case Content(text):
+                response.text += text
+            case Reasoning(text):
+                response.reasoning += text
+            case CallStart(index, call_id, name):
+                response.tool_calls.add(index=index, id=call_id, name=name)
+            case CallArguments(index, text):
+                response.tool_calls.add(index=index, arguments=text)
+    if finish_reason == "tool_calls":
+        response.finish_reason = pb.FINISH_REASON_TOOL_CALLS
     return response
 
 
-def _call(call: dict[str, Any]) -> pb.ToolCall:
-    function = call["function"]
-    return pb.ToolCall(
-        index=call["index"],
-        id=call.get("id", ""),
-        name=function.get("name", ""),
-        arguments=function.get("arguments", ""),
-    )
+def structured_fields(message: pb.StructuredOutputs) -> dict[str, Any]:
+    """The message as `structured_outputs` of a JSON body."""
+    fields: dict[str, Any] = {
+        "disable_any_whitespace": message.disable_any_whitespace,
+        "whitespace_pattern": message.whitespace_pattern or None,
+    }
+    if (kind := message.WhichOneof("constraint")) is not None:
+        value = getattr(message, kind)
+        fields[kind] = list(value.texts) if kind == "choice" else value
+    return fields
 
 
 def _message(message: pb.Message) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from pdserve.common.core.request import is_plain_id, new_request_id
 from pdserve.common.http.connection import connection_of
 from pdserve.common.obs.logging import request_id_var
 from pdserve.common.obs.tracing import PARENT, plain_parent
-from pdserve.router.api.foreign import MessagesBody, ResponsesBody
+from pdserve.router.api.app_state import AppState
+from pdserve.router.api.compat import MessagesBody, ResponsesBody
 from pdserve.router.api.schema import (
     ChatBody,
     CompletionBody,
@@ -24,7 +25,7 @@ from pdserve.router.api.schema import (
     UnloadLoRABody,
 )
 from pdserve.router.cluster.adapter_sync import AdapterSync
-from pdserve.router.http import chat, completions, info, lora, messages, openapi, responses, ui
+from pdserve.router.http import chat, completions, info, messages, openapi, responses
 from pdserve.router.http.cors import CORS
 from pdserve.router.http.encoding import (
     as_typed,
@@ -33,19 +34,18 @@ from pdserve.router.http.encoding import (
     http_error_response,
     stopping,
 )
-from pdserve.router.http.info import REGISTRY
+from pdserve.router.http.info import ADAPTERS, REGISTRY
 from pdserve.router.http.openapi import ROOT_PATH, Handler, Route
-from pdserve.router.http.request import BODIES, SERVING, Bodies, authorization_of
-from pdserve.router.requests.arrival import Arrival, arrival_var
-from pdserve.router.serving import Serving
+from pdserve.router.http.request import BODIES, STATE, Bodies, authorization_of
+from pdserve.router.requests.stages import RequestArrival, arrival_var
 
 REQUEST_ID = "X-Request-Id"  # the name under which a client knows its request
 _UI = tuple(
     Route(
-        "GET", ui.path_of(name), ui.ui_file, "The cluster as a page", answer=ui.type_of(name),
+        "GET", info.path_of(name), info.ui_file, "The cluster as a page", answer=info.type_of(name),
         open=True,
     )
-    for name in sorted(ui.FILES)
+    for name in sorted(info.UI_FILES)
 )  # fmt: skip
 ROUTES = (
     Route(
@@ -106,11 +106,11 @@ ROUTES = (
 )  # fmt: skip
 LORA_ROUTES = (
     Route(
-        "POST", "/v1/load_lora_adapter", lora.load_adapter, "An adapter becomes a model",
+        "POST", "/v1/load_lora_adapter", info.load_adapter, "An adapter becomes a model",
         LoadLoRABody, operators=True,
     ),
     Route(
-        "POST", "/v1/unload_lora_adapter", lora.unload_adapter, "And is none any more",
+        "POST", "/v1/unload_lora_adapter", info.unload_adapter, "And is none any more",
         UnloadLoRABody, operators=True,
     ),
 )  # fmt: skip
@@ -130,7 +130,7 @@ ALLOWED = web.AppKey("cors", CORS)
 
 
 def make_app(
-    serving: Serving,
+    state: AppState,
     registry: Collector,
     max_body_size: int,
     bodies: Bodies | None = None,
@@ -139,7 +139,7 @@ def make_app(
     with_ui: bool = True,
     adapters: AdapterSync | None = None,
 ) -> web.Application:
-    """The API over `serving`, also under `root_path`. Bodies of more than `max_body_size` bytes
+    """The API over `state`, also under `root_path`. Bodies of more than `max_body_size` bytes
     get 413. With `adapters` clients may load some."""
     app = web.Application(
         client_max_size=max_body_size,
@@ -147,14 +147,14 @@ def make_app(
             *(_identify, _answer_errors, _check_origin, _track, _preflight, _authenticate)
         ],
     )
-    app[SERVING] = serving
+    app[STATE] = state
     app[BODIES] = bodies or Bodies(max_body_size)
     app[REGISTRY] = registry
     app[TRAFFIC] = Traffic()
     app[ALLOWED] = cors or CORS()
     routes = tuple(route for route in ROUTES if with_ui or route not in _UI)
     if adapters is not None:
-        app[lora.ADAPTERS] = adapters
+        app[ADAPTERS] = adapters
         routes += LORA_ROUTES
     app[openapi.ROUTES] = routes
     app[ROOT_PATH] = root_path
@@ -172,7 +172,7 @@ async def _identify(request: web.Request, handler: Handler) -> web.StreamRespons
     await asyncio.sleep(0)  # as in `connection.answering`
     given = request.headers.get(REQUEST_ID, "")
     parent = plain_parent(request.headers.get(PARENT))
-    arrival_var.set(Arrival(traceparent=parent))
+    arrival_var.set(RequestArrival(traceparent=parent))
     request_id_var.set(given if is_plain_id(given) else new_request_id("req"))
     return await handler(request)
 
@@ -215,7 +215,7 @@ def _is_anthropic(request: web.Request) -> bool:
 def _count(request: web.Request, error: PdserveError) -> None:
     """A request for tokens that came to nothing, perhaps before it was one."""
     if request.method == hdrs.METH_POST and _path(request).startswith("/v1/"):
-        request.app[SERVING].metrics.observe_error(error)
+        request.app[STATE].metrics.observe_error(error)
 
 
 @web.middleware
@@ -260,7 +260,7 @@ async def _preflight(request: web.Request, handler: Handler) -> web.StreamRespon
 @web.middleware
 async def _authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
     if _path(request) not in _OPEN_PATHS:
-        request.app[SERVING].keys.check(authorization_of(request))
+        request.app[STATE].keys.check(authorization_of(request))
     return await handler(request)
 
 
@@ -269,7 +269,7 @@ def _for_operators(handler: Handler) -> Handler:
     leads around it."""
 
     async def checked(request: web.Request) -> web.StreamResponse:
-        request.app[SERVING].keys.check_operator(authorization_of(request))
+        request.app[STATE].keys.check_operator(authorization_of(request))
         return await handler(request)
 
     return checked

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -18,9 +17,6 @@ from pdserve.common.obs.logging import request_id_var
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-MUCH = 256  # deltas
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -32,12 +28,6 @@ _MESSAGES = {
     405: "this path does not take that method",
     413: "the request body is too large",
 }
-
-
-async def made(num_deltas: int, make: Callable[[], T]) -> T:
-    """What becomes of so many deltas. Of many thousand tokens, or their log-probabilities, it takes
-    up to seconds: a thread makes it."""
-    return make() if num_deltas < MUCH else await asyncio.to_thread(make)
 
 
 def json_response(

@@ -4,30 +4,34 @@ and how slowly they may come."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import zlib
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, nullcontext
 from time import monotonic
 from typing import Any
 
 from aiohttp import hdrs, web
 
-from pdserve.common.core.errors import Overloaded, Unavailable
-from pdserve.common.core.parameters import PARAMETERS
+from pdserve.common.core.errors import InvalidRequest, Overloaded, Unavailable
 from pdserve.common.http.connection import connection_of
 from pdserve.common.http.server import ask_for_body
+from pdserve.router.api.app_state import SMALL, AppState
+from pdserve.router.api.auth import HEADER as AUTHORIZATION
 from pdserve.router.api.preprocess import Preprocessed
-from pdserve.router.api.preprocess_workers import Pieces
-from pdserve.router.api.schema import GenerationBody
-from pdserve.router.auth import HEADER as AUTHORIZATION
-from pdserve.router.http.inflate import COMPRESSED, IDENTITY, Inflater
-from pdserve.router.requests.arrival import Arrival, arrival_var
+from pdserve.router.api.preprocess_workers import BodyBuffer
 from pdserve.router.requests.fair_share import FairShare
-from pdserve.router.serving import SMALL, Serving
+from pdserve.router.requests.stages import RequestArrival, arrival_var
 
 TIMELINE_HEADER = "X-PDServe-Timeline"
 MAX_WAITING = 256  # bodies; of one that waits a connection holds READ_AHEAD twice, and a read
 GRACE = 20.0  # seconds a body may take
 RATE = 128 * 1024  # and a second more for so many bytes
+IDENTITY = frozenset({"", "identity"})
+COMPRESSED = frozenset({"gzip", "deflate"})
+STEP = 64 * 1024  # bytes that one step inflates to, at most: a fraction of a millisecond
+MAX_MEMBERS = 1024  # of one gzip body; each costs a step, however small it is
+_INPUT = 16 * 1024  # compressed bytes at a time: each step copies what is left of them
+_GZIP, _ZLIB, _RAW = 31, 15, -15  # zlib's `wbits`
 
 
 class Bodies:
@@ -40,7 +44,7 @@ class Bodies:
         self._timeout = timeout
 
     @asynccontextmanager
-    async def reading(self, request: web.Request, client: str) -> AsyncIterator[Pieces]:
+    async def reading(self, request: web.Request, client: str) -> AsyncIterator[BodyBuffer]:
         """The body's bytes, while they may be held.
 
         Raises:
@@ -77,11 +81,11 @@ class Bodies:
             ) from None
 
 
-async def _read(request: web.Request, limit: int) -> Pieces:
+async def _read(request: web.Request, limit: int) -> BodyBuffer:
     encoding, connection = encoding_of(request), connection_of(request)
     inflater = None if encoding in IDENTITY else Inflater(encoding)
     start = asyncio.get_running_loop().time() + GRACE
-    raw, received = Pieces(), 0
+    raw, received = BodyBuffer(), 0
     try:
         with nullcontext() if connection is None else connection.reading():
             async with asyncio.timeout_at(start) as timeout:
@@ -106,13 +110,13 @@ def encoding_of(request: web.Request) -> str:
     return ", ".join(request.headers.getall(hdrs.CONTENT_ENCODING, ())).strip().lower()
 
 
-SERVING = web.AppKey("serving", Serving)
+STATE = web.AppKey("state", AppState)
 BODIES = web.AppKey("bodies", Bodies)
 
 
 def client_of(request: web.Request) -> str:
     """Who sent it, for its share of this server."""
-    return request.app[SERVING].keys.client(authorization_of(request), request.remote)
+    return request.app[STATE].keys.client(authorization_of(request), request.remote)
 
 
 def authorization_of(request: web.Request) -> str | None:
@@ -122,7 +126,7 @@ def authorization_of(request: web.Request) -> str | None:
 
 
 async def preprocess(request: web.Request, kind: str) -> Preprocessed[Any]:
-    """The JSON body, as `Serving.preprocess` says.
+    """The JSON body, as `AppState.preprocess` says.
 
     Raises:
         PdserveError: it is wrong, or there is no room for it.
@@ -132,10 +136,10 @@ async def preprocess(request: web.Request, kind: str) -> Preprocessed[Any]:
         raise web.HTTPUnsupportedMediaType(text="the Content-Type must be application/json")
     if encoding_of(request) not in IDENTITY | COMPRESSED:
         raise web.HTTPUnsupportedMediaType(text="the Content-Encoding must be gzip or deflate")
-    client, arrival = client_of(request), arrival_var.get() or Arrival()
+    client, arrival = client_of(request), arrival_var.get() or RequestArrival()
     async with request.app[BODIES].reading(request, client) as raw:
         arrival.read = monotonic()
-        done = await request.app[SERVING].preprocess(kind, raw, client)
+        done = await request.app[STATE].preprocess(kind, raw, client)
     asked = request.headers.get(TIMELINE_HEADER, "").lower() in ("1", "true")
     arrival.operation = "text_completion" if kind == "completion" else "chat"
     arrival.wants_timeline = asked or bool(getattr(done.body, "timeline", False))
@@ -146,8 +150,56 @@ def _is_json(content_type: str) -> bool:
     return content_type == "application/json" or content_type.endswith("+json")
 
 
-def given_by(body: GenerationBody, **renamed: Any) -> dict[str, Any]:
-    """The parameters in a body by name, as `Serving.make_request` takes them; `renamed` are those
-    that an endpoint names otherwise."""
-    given = {each.name: getattr(body, each.name) for each in PARAMETERS.values() if each.http}
-    return given | renamed
+# ---- compressed bodies --------------------------------------------------------------------------
+
+
+class Inflater:
+    """One body. `deflate` is zlib's format or, as some clients send it, the bare stream; gzip may
+    have several members, one after another. Nothing else may follow."""
+
+    def __init__(self, encoding: str) -> None:
+        self._encoding = encoding
+        self._stream: Any = None  # zlib's; None before the first byte and between members
+        self._members = 0
+
+    def steps(self, data: bytes) -> Iterator[bytes]:
+        """The next compressed bytes as pieces of up to STEP bytes, some of them empty. A piece is
+        inflated when it is asked for.
+
+        Raises:
+            InvalidRequest: they are broken.
+        """
+        for start in range(0, len(data), _INPUT):
+            yield from self._inflate(data[start : start + _INPUT])
+
+    def end(self) -> None:
+        """Raises InvalidRequest: the stream is cut off."""
+        if self._stream is not None:
+            raise self._error("it ends too early")
+
+    def _inflate(self, data: bytes) -> Iterator[bytes]:
+        is_more = bool(data)
+        while is_more:
+            stream = self._stream = self._stream or self._begin(data)
+            try:
+                piece = stream.decompress(data, STEP)
+            except zlib.error:
+                raise self._error("it is broken") from None
+            yield piece
+            # Of input that is used up, output may be left.
+            data = stream.unconsumed_tail
+            is_more = bool(data) or len(piece) == STEP
+            if stream.eof:
+                data, self._stream = stream.unused_data, None
+                is_more = bool(data)
+
+    def _begin(self, data: bytes) -> Any:
+        self._members += 1
+        if self._members > (MAX_MEMBERS if self._encoding == "gzip" else 1):
+            raise self._error("too much follows its end")
+        if self._encoding == "gzip":
+            return zlib.decompressobj(_GZIP)
+        return zlib.decompressobj(_ZLIB if data[0] & 0xF == 8 else _RAW)  # RFC 1950: its method
+
+    def _error(self, what: str) -> InvalidRequest:
+        return InvalidRequest(f"the body cannot be read as {self._encoding}: {what}")

@@ -131,7 +131,7 @@ class FairShare:
             del self._queues[client]
 
 
-class Turns:
+class FairExecutor:
     """Work of which so many pieces are done at once, and so many may wait: clients take turns."""
 
     def __init__(self, size: int, max_waiting: int, max_client_waiting: int) -> None:

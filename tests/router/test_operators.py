@@ -25,13 +25,13 @@ from pdserve.common.rpc.pb import inference_pb2, inference_pb2_grpc
 from pdserve.common.rpc.server import GrpcServer
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.offline.local import with_keys
-from pdserve.router.auth import APIKeys
+from pdserve.router.api.app_state import AppState
+from pdserve.router.api.auth import APIKeys
 from pdserve.router.cluster.adapter_sync import AdapterSync
 from pdserve.router.cluster.served_model import ServedModel
 from pdserve.router.grpc.service import InferenceServicer
 from pdserve.router.http.app import make_app
 from pdserve.router.http.server import HTTPServer
-from pdserve.router.serving import Serving
 
 OPERATORS_PATHS = {
     "/v1/cluster": "GET",
@@ -79,7 +79,7 @@ async def serve(folder: Path, keys: APIKeys, root_path: str = "") -> AsyncIterat
             names=("tiny",), root="/tiny", max_model_len=100, vocab_size=VOCAB_SIZE, created=0,
             tokenizer=tokenizer,
         )  # fmt: skip
-        serving = Serving(pipeline=cluster.pipeline, model=model, keys=keys)
+        serving = AppState(pipeline=cluster.pipeline, model=model, keys=keys)
         no_adapters = cast(AdapterSync, object())  # bodies without a name do not come so far
         registry = CollectorRegistry()
         app = make_app(serving, registry, 1 << 16, root_path=root_path, adapters=no_adapters)

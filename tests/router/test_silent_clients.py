@@ -29,6 +29,7 @@ from pdserve.common.http.connection import Connection, Crowd, Limits
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc as pb_grpc
 from pdserve.common.text.tokenizer import Tokenizer
+from pdserve.router.api.app_state import AppState
 from pdserve.router.cluster.served_model import ServedModel
 from pdserve.router.grpc.service import InferenceServicer
 from pdserve.router.http import request as request_module
@@ -36,7 +37,6 @@ from pdserve.router.http.app import make_app
 from pdserve.router.http.server import HTTPServer
 from pdserve.router.requests import generation as generation_module
 from pdserve.router.requests.generation import GenerationRequest, GenerationStats, TextDelta, merge
-from pdserve.router.serving import Serving
 
 MODEL = MODELS / "llama-gqa"
 PIECE = "x" * 50_000
@@ -83,7 +83,7 @@ def served_model(folder: Path) -> ServedModel:
 
 @asynccontextmanager
 async def serving(folder: Path, talker: Talker, **limits: float) -> AsyncIterator[HTTPServer]:
-    serving = Serving(pipeline=talker, model=served_model(folder))
+    serving = AppState(pipeline=talker, model=served_model(folder))
     app = make_app(serving, CollectorRegistry(), 2**20)
     server = await HTTPServer.start(app, "127.0.0.1", 0, limits=Limits(**limits))
     try:
@@ -214,7 +214,7 @@ async def test_a_grpc_client_that_does_not_read_is_cancelled(
     caplog.set_level("INFO")
     server = grpc.aio.server()
     talker = Talker(400)
-    service = InferenceServicer(Serving(pipeline=talker, model=served_model(tmp_path)), timeout)
+    service = InferenceServicer(AppState(pipeline=talker, model=served_model(tmp_path)), timeout)
     pb_grpc.add_InferenceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

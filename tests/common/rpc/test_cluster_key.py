@@ -40,7 +40,7 @@ from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.server import AuthInterceptor, GrpcServer
 from pdserve.common.rpc.status import from_rpc_error
 from pdserve.common.rpc.tls import TLS
-from pdserve.router.auth import APIKeys
+from pdserve.router.api.auth import APIKeys
 from pdserve.router.cluster import registry as registry_module
 from pdserve.router.cluster.cluster_view import ClusterView
 from pdserve.router.cluster.registry import Registry

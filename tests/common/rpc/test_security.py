@@ -76,15 +76,15 @@ from pdserve.kv_transfer.frame import Frame, Kind
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect
 from pdserve.kv_transfer.pipe import recv_bytes
 from pdserve.kv_transfer.rank.transfer_rank import connector_options, rank_config
+from pdserve.router.api.app_state import AppState
+from pdserve.router.api.auth import APIKeys
 from pdserve.router.api.preprocess import MAX_PROMPTS
-from pdserve.router.auth import APIKeys
 from pdserve.router.cluster.registry import ROLE_NAMES
 from pdserve.router.cluster.served_model import ServedModel
 from pdserve.router.grpc.door import ClientDoor, Messages
 from pdserve.router.grpc.service import InferenceServicer
 from pdserve.router.http.app import make_app
 from pdserve.router.http.server import HTTPServer, https_context
-from pdserve.router.serving import Serving
 
 GEOMETRY = Geometry()
 RECT = Rect(0, GEOMETRY.layers, 0, GEOMETRY.heads)
@@ -308,7 +308,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 async def http_server(
     tokenizer: Tokenizer, keys: str | None, config: ServerConfig | None = None
 ) -> AsyncIterator[int]:
-    serving = Serving(
+    serving = AppState(
         pipeline=FakeGenerator(tokenizer), model=served(tokenizer), keys=APIKeys(keys)
     )
     app = make_app(serving, CollectorRegistry(), 1 << 20)
@@ -366,7 +366,7 @@ async def test_by_option_each_key_has_cached_prompts_of_its_own(
 ) -> None:
     generator = FakeGenerator(tokenizer)
     keys = APIKeys("first, second", salted=salted)
-    serving = Serving(pipeline=generator, model=served(tokenizer), keys=keys)
+    serving = AppState(pipeline=generator, model=served(tokenizer), keys=keys)
     server = await HTTPServer.start(
         make_app(serving, CollectorRegistry(), 1 << 20), "127.0.0.1", 0, None
     )
@@ -393,7 +393,7 @@ async def test_without_a_key_nobody_is_asked(tokenizer: Tokenizer) -> None:
 
 async def test_grpc_needs_the_key_for_inference_alone(tokenizer: Tokenizer) -> None:
     keys = APIKeys("secret")
-    serving = Serving(pipeline=FakeGenerator(tokenizer), model=served(tokenizer), keys=keys)
+    serving = AppState(pipeline=FakeGenerator(tokenizer), model=served(tokenizer), keys=keys)
     server = GrpcServer(ClientDoor(keys, Messages(2**18), serving.metrics))
     server.add(
         inference_pb2.DESCRIPTOR.services_by_name["Inference"],
@@ -895,7 +895,7 @@ async def test_http_bounds(tokenizer: Tokenizer, body: dict[str, Any], param: st
     ],
 )
 async def test_grpc_bounds(tokenizer: Tokenizer, request_: dict[str, Any], param: str) -> None:
-    serving = Serving(pipeline=FakeGenerator(tokenizer), model=served(tokenizer))
+    serving = AppState(pipeline=FakeGenerator(tokenizer), model=served(tokenizer))
     service = InferenceServicer(serving)
     sampling = inference_pb2.SamplingParams(**request_)
     with pytest.raises(InvalidRequest) as caught:
@@ -905,7 +905,7 @@ async def test_grpc_bounds(tokenizer: Tokenizer, request_: dict[str, Any], param
 
 @pytest.mark.parametrize("given", ["two words", "a\nb", "ü", "x" * 129])
 async def test_a_request_id_may_not_forge_log_lines(tokenizer: Tokenizer, given: str) -> None:
-    serving = Serving(pipeline=FakeGenerator(tokenizer), model=served(tokenizer))
+    serving = AppState(pipeline=FakeGenerator(tokenizer), model=served(tokenizer))
     service = InferenceServicer(serving)
     with pytest.raises(InvalidRequest, match="request_id"):
         await service._make_request(inference_pb2.GenerateRequest(text="a", request_id=given))

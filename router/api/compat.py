@@ -36,7 +36,7 @@ SAME = (
 _SameBody: Any = create_model("_SameBody", __base__=Body, **{name: FIELDS[name] for name in SAME})
 
 
-class ForeignBody(_SameBody):
+class CompatBody(_SameBody):
     """What asks for a chat in other words."""
 
     sent_as: ClassVar[Mapping[str, str]] = {}  # by chat's name the path of a field here
@@ -59,7 +59,7 @@ class ForeignBody(_SameBody):
         """Chat's other fields, but for the messages; they may have any type yet."""
         raise NotImplementedError
 
-    def told_again(self) -> tuple[str, ...]:
+    def echoed(self) -> tuple[str, ...]:
         """JSON of what answers repeat of it, however long."""
         return ()
 
@@ -88,7 +88,7 @@ class TextOptions(_Options):
     verbosity: str | None = None
 
 
-class ResponsesBody(ForeignBody):
+class ResponsesBody(CompatBody):
     """POST /v1/responses. Nothing is stored."""
 
     sent_as: ClassVar[Mapping[str, str]] = {
@@ -127,7 +127,7 @@ class ResponsesBody(ForeignBody):
             fields["response_format"] = {"type": kind, **({kind: rest} if rest else {})}
         return {name: value for name, value in fields.items() if value is not None}
 
-    def told_again(self) -> tuple[str, ...]:
+    def echoed(self) -> tuple[str, ...]:
         return tuple(
             msgspec.json.encode(each).decode() for each in (self.instructions, self.tools or [])
         )
@@ -206,7 +206,7 @@ class AnthropicChoice(_Options):
     disable_parallel_tool_use: bool | None = None
 
 
-class MessagesBody(ForeignBody):
+class MessagesBody(CompatBody):
     """POST /v1/messages, and its count_tokens."""
 
     messages: Objects
