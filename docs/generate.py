@@ -35,7 +35,7 @@ from pdserve.common.obs.metrics import NodeMetrics, RouterMetrics
 from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.status import STATUS
 from pdserve.kv_transfer.control.protocol import SINK, SOURCE
-from pdserve.router.api.unsupported import UNSUPPORTED, WITHOUT_EFFECT
+from pdserve.router.api.schema import UNSUPPORTED, WITHOUT_EFFECT
 from pdserve.router.cluster.adapters import AdaptersCollector, ServedAdapters
 from pdserve.router.cluster.registry import Registry
 from pdserve.router.http.encoding import error_body

@@ -20,8 +20,8 @@ from pdserve.router.api.auth import APIKeys
 from pdserve.router.api.conversation import CostlyTemplate, Templates
 from pdserve.router.api.grammar_compiler import Compiled, GrammarCompiler, compile_here
 from pdserve.router.api.parsers.tool_parser import ToolParser
-from pdserve.router.api.preprocess import Preprocessed, Preprocessor
-from pdserve.router.api.preprocess_workers import BodyBuffer, PreprocessWorkers
+from pdserve.router.api.preprocess import BodyBuffer, Preprocessed, Preprocessor
+from pdserve.router.api.preprocess_workers import PreprocessWorkers
 from pdserve.router.api.sampling import make_choices, make_sampling, make_stop
 from pdserve.router.cluster.adapters import ServedAdapters
 from pdserve.router.cluster.served_model import ServedModel

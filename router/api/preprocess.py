@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, Generic, TypeVar, cast
@@ -35,6 +35,7 @@ from pdserve.router.api.schema import (
     Message,
     TokenizeBody,
     UnloadLoRABody,
+    unknown_fields,
 )
 from pdserve.router.api.structured import structured_of
 from pdserve.router.api.tools import (
@@ -45,7 +46,6 @@ from pdserve.router.api.tools import (
     with_calls,
     with_thought,
 )
-from pdserve.router.api.unsupported import unknown_fields
 from pdserve.router.cluster.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -56,10 +56,43 @@ MAX_BODY_CHOICES = 4096  # prompts × n
 MAX_CONTAINERS = 2**16  # lists and objects
 MAX_VALUES = 2**21
 _SMALL = 64 * 1024  # bytes that cannot exceed either by much
+PIECE = 64 * 1024  # bytes that a piece of a body has at least, but for the last
 # One that is never closed ends with the body: every escaped quote in it would be tried else.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 
 BodyT = TypeVar("BodyT", bound=Body)
+
+
+class BodyBuffer:
+    """A body as it arrives, in pieces. One block would be moved as a whole when it grows, and would
+    leave a hole of its size in memory."""
+
+    def __init__(self, whole: bytes = b"") -> None:
+        self._pieces: list[bytearray] = []
+        self._size = 0
+        self.add(whole)
+
+    def __len__(self) -> int:
+        """Bytes."""
+        return self._size
+
+    def __iter__(self) -> Iterator[bytearray]:
+        return iter(self._pieces)
+
+    def add(self, data: bytes) -> None:
+        self._size += len(data)
+        if self._pieces and len(self._pieces[-1]) < PIECE:
+            self._pieces[-1] += data
+        else:
+            self._pieces.append(bytearray(data))
+
+    def whole(self) -> bytes:
+        return b"".join(self._pieces)
+
+    def clear(self) -> None:
+        """Frees the pieces, even while a refusal's traceback holds this object."""
+        self._pieces.clear()
+        self._size = 0
 
 
 @dataclass(frozen=True, slots=True)

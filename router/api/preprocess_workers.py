@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +22,7 @@ from pdserve.common.core.structured import StructuredOutput
 from pdserve.common.obs.logging import request_id_var
 from pdserve.router.api.fork_server import LENGTH, Fork, ForkServer, is_stopped, unless_stopped
 from pdserve.router.api.grammar_compiler import Compiled
-from pdserve.router.api.preprocess import KINDS, Preprocessed, parse
+from pdserve.router.api.preprocess import KINDS, BodyBuffer, Preprocessed, parse
 from pdserve.router.api.preprocess_worker import GRAMMAR, Ask, Head, Reply, Spec
 from pdserve.router.requests.fair_share import FairExecutor
 
@@ -35,41 +34,8 @@ _MODULE = "pdserve.router.api.preprocess_worker"
 _TIMEOUT = 60.0  # seconds one body may take
 _RESTART_PAUSE = 0.5  # seconds: a host without memory kills the next one, too
 _MAX_FRAME = 2**30  # bytes of a reply
-PIECE = 64 * 1024  # bytes that a piece of a body has at least, but for the last
 
 _heads = msgspec.msgpack.Decoder(Head)
-
-
-class BodyBuffer:
-    """A body as it comes, in pieces. A block of a large body's size would be moved when it grows,
-    all of it at once, and leave a hole as large."""
-
-    def __init__(self, whole: bytes = b"") -> None:
-        self._pieces: list[bytearray] = []
-        self._size = 0
-        self.add(whole)
-
-    def __len__(self) -> int:
-        """Bytes."""
-        return self._size
-
-    def add(self, data: bytes) -> None:
-        self._size += len(data)
-        if self._pieces and len(self._pieces[-1]) < PIECE:
-            self._pieces[-1] += data
-        else:
-            self._pieces.append(bytearray(data))
-
-    def whole(self) -> bytes:
-        return b"".join(self._pieces)
-
-    def clear(self) -> None:
-        """Frees them, whoever still knows this, as a refusal's traceback does."""
-        self._pieces.clear()
-        self._size = 0
-
-    def __iter__(self) -> Iterator[bytearray]:
-        return iter(self._pieces)
 
 
 @dataclass(frozen=True, slots=True)

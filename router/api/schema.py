@@ -6,6 +6,8 @@ field may be null, which means absent: clients send that.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -20,6 +22,7 @@ from pydantic import (
 )
 from typing_extensions import TypeAliasType
 
+from pdserve.common.core.errors import InvalidRequest
 from pdserve.common.core.parameters import PARAMETERS, Kind, Parameter
 
 
@@ -226,3 +229,86 @@ class UnloadLoRABody(Body):
 
 class DetokenizeBody(Body):
     tokens: TokenIds
+
+
+# ---- fields that no schema has ------------------------------------------------------------------
+#
+# OpenAI, Anthropic or vLLM define these fields, and no schema has them. To ignore one would answer
+# another question than the client asked, so it is refused. A field that no API defines is ignored,
+# and logged.
+
+# By name, the values that ask for nothing, as null does.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    # OpenAI
+    "audio": (),
+    "background": (False,),
+    "conversation": (),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "include": ([], ["reasoning.encrypted_content"]),
+    "max_tool_calls": (),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "previous_response_id": (),
+    "prompt": (),
+    "reasoning_effort": (),
+    "service_tier": ("auto", "default", "standard_only"),
+    "store": (False,),
+    "top_logprobs": (0,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    # Anthropic
+    "container": (),
+    "context_management": (),
+    "mcp_servers": ([],),
+    "output_config": ({},),
+    "output_format": (),
+    # vLLM
+    "early_stopping": (False,),
+    "echo": (False,),
+    "enable_response_messages": (False,),
+    "include_reasoning": (True,),
+    "kv_transfer_params": ({},),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "previous_input_messages": ([],),
+    "prompt_embeds": (),
+    "repetition_detection": (),
+    "request_id": (),
+    "return_token_strs": (False,),
+    "structural_tag": (),
+    "thinking_token_budget": (),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+}
+# Fields that change no answer.
+WITHOUT_EFFECT = frozenset({
+    "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+    "spaces_between_special_tokens",
+})  # fmt: skip
+ONE_CHOICE = (("n", 1), ("best_of", 1))
+
+
+def unknown_fields(
+    extra: Mapping[str, Any],
+    elsewhere: Collection[str] = frozenset(),
+    sent_as: Mapping[str, str] = MappingProxyType({}),
+) -> frozenset[str]:
+    """The fields, of those that a body's schema lacks, that no API defines. `elsewhere` are fields
+    of other endpoints; `sent_as` has a field's path in the client's body, by its name here.
+
+    Raises:
+        InvalidRequest: a field asks for something that this server does not do.
+    """
+    for name, value in extra.items():
+        if value is None:
+            continue
+        if name in UNSUPPORTED and value not in UNSUPPORTED[name]:
+            sent = sent_as.get(name, name)
+            raise InvalidRequest(f"{sent} is not supported", param=sent)
+        if name in elsewhere and value is not False and (name, value) not in ONE_CHOICE:
+            raise InvalidRequest(f"{name} is not supported by this endpoint", param=name)
+    return frozenset(extra) - UNSUPPORTED.keys() - WITHOUT_EFFECT

@@ -25,8 +25,7 @@ from pdserve.common.rpc.pb import inference_pb2_grpc
 from pdserve.common.rpc.status import serving as answering
 from pdserve.router.api.app_state import DEFAULT_MAX_TOKENS, INLINE, AppState
 from pdserve.router.api.chat import ChatChoices, make_chat
-from pdserve.router.api.preprocess import failed
-from pdserve.router.api.preprocess_workers import BodyBuffer
+from pdserve.router.api.preprocess import BodyBuffer, failed
 from pdserve.router.api.structured import from_structured_outputs
 from pdserve.router.grpc.chat import answer, chat_fields, structured_fields
 from pdserve.router.grpc.door import client_of, details, message_done, metadata_of

@@ -17,8 +17,7 @@ from pdserve.common.http.connection import connection_of
 from pdserve.common.http.server import ask_for_body
 from pdserve.router.api.app_state import SMALL, AppState
 from pdserve.router.api.auth import HEADER as AUTHORIZATION
-from pdserve.router.api.preprocess import Preprocessed
-from pdserve.router.api.preprocess_workers import BodyBuffer
+from pdserve.router.api.preprocess import BodyBuffer, Preprocessed
 from pdserve.router.requests.fair_share import FairShare
 from pdserve.router.requests.stages import RequestArrival, arrival_var
 

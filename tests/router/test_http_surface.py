@@ -20,7 +20,7 @@ from paths import MODELS
 from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.router.api.sampling import make_sampling
-from pdserve.router.api.unsupported import UNSUPPORTED, WITHOUT_EFFECT
+from pdserve.router.api.schema import UNSUPPORTED, WITHOUT_EFFECT
 from pdserve.router.cluster.served_model import load_served_model
 from pdserve.router.http.app import ROUTES
 

@@ -31,9 +31,15 @@ from pdserve.common.core.errors import (
 from pdserve.router.api import preprocess as preprocess_module
 from pdserve.router.api import preprocess_workers as workers_module
 from pdserve.router.api.app_state import INLINE, AppState
-from pdserve.router.api.preprocess import MAX_CONTAINERS, MAX_PROMPTS, Preprocessor
+from pdserve.router.api.preprocess import (
+    MAX_CONTAINERS,
+    MAX_PROMPTS,
+    PIECE,
+    BodyBuffer,
+    Preprocessor,
+)
 from pdserve.router.api.preprocess_worker import Spec
-from pdserve.router.api.preprocess_workers import PIECE, BodyBuffer, PreprocessWorkers
+from pdserve.router.api.preprocess_workers import PreprocessWorkers
 from pdserve.router.cluster.served_model import ServedModel, load_served_model
 from pdserve.router.http import request as request_module
 from pdserve.router.http.request import Bodies

@@ -28,9 +28,9 @@ from pdserve.router.api import fork_server
 from pdserve.router.api import preprocess_workers as workers_module
 from pdserve.router.api.app_state import INLINE, SMALL, AppState
 from pdserve.router.api.conversation import BOUNDS
-from pdserve.router.api.preprocess import MAX_CONTAINERS, Preprocessor
+from pdserve.router.api.preprocess import MAX_CONTAINERS, BodyBuffer, Preprocessor
 from pdserve.router.api.preprocess_worker import Spec
-from pdserve.router.api.preprocess_workers import BodyBuffer, PreprocessWorkers
+from pdserve.router.api.preprocess_workers import PreprocessWorkers
 from pdserve.router.cluster.served_model import ServedModel, load_served_model
 from processes import alive, command
 
