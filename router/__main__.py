@@ -1,4 +1,4 @@
-"""`python -m pdserve.router`: the router alone, on any host."""
+"""`python -m pdserve.router`: starts a router on its own."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the router until a signal; returns the exit code: 2 when it cannot start as
-    configured."""
+    """Runs the router until a signal and returns the exit code; 2 means a wrong configuration."""
     config = parse(
         RouterConfig,
         prog="pdserve router",
@@ -51,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _resolve_model(config: ModelConfig) -> ModelConfig:
-    """The folder that is meant, made ready. For the embedded one that needs torch, so who does it
-    is named here, not imported."""
+    """Resolves the model's folder. The embedded model needs torch, so that the function is named
+    here, not imported."""
     resolved: ModelConfig = import_string("pdserve.demo_model.embedded:resolve_model")(config)
     return resolved
 

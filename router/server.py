@@ -48,14 +48,14 @@ from pdserve.router.requests.trace import RequestTraces
 
 logger = logging.getLogger(__name__)
 
-_HOUSEKEEPING = 1.0  # seconds, at most
-_MIN_CONNECTIONS = 64  # over HTTP, however few files the process may open
-_GRPC_GRACE = 1.0  # seconds gRPC calls in flight get after the drain
+_HOUSEKEEPING = 1.0  # seconds between two rounds, at most
+_MIN_CONNECTIONS = 64  # HTTP's, however few files the process may open
+_GRPC_GRACE = 1.0  # seconds that gRPC calls in flight get after the drain
 
 
 async def serve(config: RouterConfig, stopping: Callable[[], None] = lambda: None) -> int:
-    """Runs the router until a signal; returns the exit code. `stopping` is called when serving is
-    over.
+    """Runs the router until a signal and returns the exit code. Calls `stopping` when it has
+    stopped serving.
 
     Raises:
         ConfigError: the model or a certificate cannot be read, or an address cannot be bound.
@@ -70,7 +70,7 @@ async def serve(config: RouterConfig, stopping: Callable[[], None] = lambda: Non
 
 
 class RouterServer:
-    """What a router is made of, and its life."""
+    """The router's parts, and their start and stop."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
@@ -124,8 +124,8 @@ class RouterServer:
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def _inference_server(self) -> GrpcServer:
-        # A client's message: a prompt that fits the window, as token ids or as text, and no more
-        # than over HTTP.
+        # A client's message may have a prompt that fits the window, as token ids or as text, and no
+        # more bytes than over HTTP.
         config, routing, state = self._config.server, self._config.routing, self._state
         limit = min(config.max_body_size, max(MAX_NBYTES, 8 * self._model.max_model_len))
         messages = Messages(limit, routing.queue_timeout, routing.max_client_share)
@@ -203,8 +203,8 @@ class RouterServer:
         await asyncio.to_thread(self._tracer.close)
 
     async def _keep_house(self, period: float) -> None:
-        """gRPC health follows /ready; requests on silent nodes move, nodes silent for long are
-        forgotten, and so are the connections to nodes that left."""
+        """Sets gRPC's health to /ready's, moves requests off silent nodes, forgets nodes that are
+        silent for long, and closes the connections to nodes that left."""
         while True:
             await self._grpc.set_healthy(self._pipeline.ready()[0])
             self._registry.sweep()
@@ -216,7 +216,7 @@ class RouterServer:
 
 
 class PipelineCollector(Collector):
-    """The router's present state, read when it is scraped."""
+    """Metrics that are read from the router's state when it is scraped."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline

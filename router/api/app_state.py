@@ -32,7 +32,7 @@ from pdserve.router.requests.pipeline import Pipeline
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MAX_TOKENS = 16  # of a completion
+DEFAULT_MAX_TOKENS = 16  # for a completion
 INLINE = 4 * 1024  # bytes of a body that takes less than a few milliseconds
 SMALL = 64 * 1024  # bytes of a body that a thread may take
 THREADS = 4  # that take bodies at the same time
@@ -102,7 +102,7 @@ class AppState:
         """Preprocesses a JSON body of one of `preprocess.KINDS`; `raw` is used up.
 
         Raises:
-            PdserveError: as `Preprocessor.preprocess`, or there is no room for it.
+            PdserveError: as `Preprocessor.preprocess`, or too many bodies wait.
         """
         result = await self._preprocess(kind, raw, client)
         self.unknown_fields.note(set(result.unknown))
@@ -148,12 +148,12 @@ class AppState:
         batch: Batch,
         model: str | None = None,
     ) -> GenerationRequest:
-        """`given` are the client's parameters by name; one that is None or missing is absent.
-        `model`: which one is asked for.
+        """Builds a generation. `given` are the client's parameters by name; None means absent.
+        `model` is the name that the client asked for.
 
         Raises:
             InvalidRequest: a value is out of range.
-            ModelNotFound: there is no such model, any more.
+            ModelNotFound: there is no such model, or it has been unloaded since.
         """
         if (adapter := self.adapters.find(model)) is None:
             self.model.check_name(model)

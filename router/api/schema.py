@@ -1,7 +1,7 @@
-"""Request bodies, as OpenAI and vLLM word them.
+"""The schemas of request bodies, with the fields of OpenAI's and vLLM's APIs.
 
-Only types are checked here; ranges are checked where gRPC's are (`router/api/sampling.py`). Every
-field may be null, which means absent: clients send that.
+A schema checks types only; `router/api/sampling.py` checks ranges, for gRPC, too. Every field may
+be null, which means absent: clients send that.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ def _no_boolean(value: Any) -> Any:
     return value
 
 
-# Also as text, and whole numbers with a point: clients send that.
+# Clients send numbers as text, too, and whole numbers with a point.
 Integer = Annotated[int, Strict(False), BeforeValidator(_no_boolean)]
 Number = Annotated[float, Strict(False), BeforeValidator(_no_boolean)]
-# A long list of the wrong type would otherwise give as long a list of errors.
+# Without FailFast a long list of the wrong type would give as long a list of errors.
 Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
 TokenIds = TypeAliasType("TokenIds", Annotated[list[int], FailFast()])
 Prompts = TypeAliasType("Prompts", Annotated[list[TokenIds], FailFast()])
 
 TOOL_NAME = r"^[A-Za-z0-9_.-]{1,128}$"
 
-# What to say of a field that takes several shapes, when it has none of them.
+# The types that a field takes, where there are several, for the error message.
 SHAPES = {
     "prompt": "a string, a list of strings, token ids or a list of lists of token ids",
     "stop": "a string or a list of strings",
@@ -56,7 +56,7 @@ SHAPES = {
 
 
 class Body(BaseModel):
-    """Fields we do not know are kept in `model_extra`, to be logged, and otherwise ignored."""
+    """Fields that the schema lacks are in `model_extra`; see `unknown_fields`."""
 
     model_config = ConfigDict(
         strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=(), frozen=True
@@ -88,18 +88,18 @@ TYPES: dict[Kind, Any] = {
 }
 
 
-def _said(each: Parameter) -> dict[str, Any]:
-    """A row's bounds and meaning in words of JSON Schema."""
+def _json_schema(each: Parameter) -> dict[str, Any]:
+    """A parameter's bounds and meaning in JSON Schema."""
     numbers = {"minimum": each.low, "maximum": each.high} if each.kind in NUMBERS else {}
     lists = {"maxItems": each.most} if each.most and each.kind is not Kind.BIASES else {}
     texts = {"maxLength": each.longest} if each.longest else {}
-    said = {**numbers, **lists, **texts, "description": each.meaning}
-    return {name: value for name, value in said.items() if value not in (None, "")}
+    found = {**numbers, **lists, **texts, "description": each.meaning}
+    return {name: value for name, value in found.items() if value not in (None, "")}
 
 
 NUMBERS = (Kind.INTEGER, Kind.NUMBER)
 FIELDS: dict[str, Any] = {
-    each.name: (TYPES[each.kind] | None, Field(None, json_schema_extra=_said(each)))
+    each.name: (TYPES[each.kind] | None, Field(None, json_schema_extra=_json_schema(each)))
     for each in PARAMETERS.values()
     if each.http
 }
@@ -126,8 +126,8 @@ class CompletionBody(GenerationBody):
 
     @property
     def prompt_top(self) -> int | None:
-        """Of the most likely tokens in the place of each of the prompt's so many are needed; None:
-        nothing of the prompt."""
+        """The number of most likely tokens that the answer needs for each token of the prompt;
+        None: the prompt's log-probabilities are not needed."""
         echoed = self.logprobs if self.echo else None
         asked = [each for each in (echoed, self.prompt_logprobs) if each is not None]
         return max(asked, default=None)
@@ -141,7 +141,7 @@ class TextPart(BaseModel):
 
 
 class _Part(BaseModel):
-    """Of tools and calls. Other fields go to the chat template as they are."""
+    """A part of a message or tool. Fields that it lacks go to the chat template as they are."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -179,8 +179,6 @@ class ToolCall(_Part):
 
 
 class Message(_Part):
-    """One turn."""
-
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[TextPart] | None = None
     tool_calls: list[ToolCall] | None = None
@@ -192,7 +190,7 @@ Tools = TypeAliasType("Tools", Annotated[list[Tool], FailFast()])
 
 
 class ChatTemplateBody(Body):
-    """What says how messages become a prompt."""
+    """Fields that control how messages become a prompt."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

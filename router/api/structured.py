@@ -1,4 +1,4 @@
-"""What a client wants the text to be, in any of the words there are for it, as one constraint."""
+"""Reads the constraint on an answer's text from any of the fields that clients have for it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _OPTIONS = {
 
 
 def structured_of(body: GenerationBody) -> StructuredOutput | None:
-    """The constraint of a body; None: any text.
+    """The constraint in a body; None: any text is allowed.
 
     Raises:
-        InvalidRequest: it is none that can be kept, or there are several; `param` names the field.
+        InvalidRequest: a constraint is wrong, or there are several; `param` names the field.
     """
     if body.guided_decoding_backend not in (None, *_BACKENDS):
         raise _wrong("guided_decoding_backend", f"must be one of {', '.join(_BACKENDS)}")
@@ -76,7 +76,10 @@ def from_structured_outputs(given: Mapping[str, Any] | None) -> StructuredOutput
     if unknown := sorted(present.keys() - kinds - _OPTIONS):
         raise _wrong(f"{name}.{unknown[0][:64]}", "is not known")
     if present.get("disable_additional_properties"):
-        raise _wrong(f"{name}.disable_additional_properties", "is not supported: say so per object")
+        raise _wrong(
+            f"{name}.disable_additional_properties",
+            "is not supported: set additionalProperties in each object",
+        )
     if present.get("json_object") is False:
         del present["json_object"]
     chosen = sorted(present.keys() & kinds)
@@ -95,7 +98,7 @@ def from_structured_outputs(given: Mapping[str, Any] | None) -> StructuredOutput
 
 
 def _of_guided(body: GenerationBody, kind: ConstraintKind) -> StructuredOutput | None:
-    """`guided_json` and its kin, vLLM's words until 0.11."""
+    """`guided_json` and the like, vLLM's fields until 0.11."""
     value = getattr(body, name := f"guided_{kind}", None)
     if value is None:
         return None
@@ -119,7 +122,7 @@ def _of_choices(kind: ConstraintKind, value: Any, param: str, **options: Any) ->
 
 
 def _of_object(kind: ConstraintKind, value: Any, param: str, **options: Any) -> StructuredOutput:
-    """An object, or the JSON text of one, which stays as it is."""
+    """Takes an object, or the JSON text of one, which stays as it is."""
     if isinstance(value, dict):
         return StructuredOutput.of_json(kind, value, param, **options)
     made = _of_text(kind, value, param, **options)

@@ -1,4 +1,4 @@
-"""Chats over gRPC: asked as over HTTP, answered in typed messages as any other request."""
+"""Converts chats over gRPC: their messages to chat's JSON body, their answer to typed responses."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _SHARED = ("max_tokens", "truncate_prompt_tokens", "prompt_logprobs")
 
 
 def chat_fields(chat: pb.Chat, given: dict[str, Any]) -> dict[str, Any]:
-    """Those of the JSON body that asks for the same; `given`: the sampling parameters.
+    """The fields of the JSON body for the same chat; `given` has the sampling parameters.
 
     Raises:
-        InvalidRequest: a tool's parameters, or the template's, are no JSON, or too large; or there
-            are too many messages and tools.
+        InvalidRequest: the parameters of a tool or of the template are no JSON, or are too large;
+            or there are too many messages and tools.
     """
-    # Before they become Python's objects; of messages of two bytes each these are the slow part.
+    # First, because Python's objects are much larger than messages of two bytes.
     if len(chat.messages) + len(chat.tools) > MAX_CONTAINERS:
         raise InvalidRequest(f"a chat has at most {MAX_CONTAINERS} messages and tools")
     body: dict[str, Any] = {name: given[name] for name in _SHARED if name in given}
@@ -49,7 +49,7 @@ def chat_fields(chat: pb.Chat, given: dict[str, Any]) -> dict[str, Any]:
     body["continue_final_message"] = chat.continue_final_message
     try:
         body["chat_template_kwargs"] = MessageToDict(chat.chat_template_kwargs)
-    except (SerializeToJsonError, ValueError) as error:  # a number that JSON has not
+    except (SerializeToJsonError, ValueError) as error:  # JSON has no such number
         param = "chat_template_kwargs"
         raise InvalidRequest(f"{param}: {error}", param=param) from error
     if "structured_outputs" in given:
@@ -58,7 +58,7 @@ def chat_fields(chat: pb.Chat, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def answer(request_id: str, update: TextDelta, choices: ChatChoices | None) -> pb.GenerateResponse:
-    """What is new of a choice; of a chat's thought, text and calls apart."""
+    """The response for one delta; a chat's has text, reasoning and calls apart."""
     response = pb.GenerateResponse(
         request_id=request_id,
         index=update.choice,

@@ -1,4 +1,4 @@
-"""What comes before a client's gRPC call is answered: its API key, then room for its message."""
+"""Admits a client's gRPC call: checks its API key, then waits for room for its message."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from pdserve.router.api.auth import APIKeys
 from pdserve.router.requests.fair_share import FairShare
 
 INFERENCE = "/pdserve.v1.Inference/"
-# Bytes: parameters at their bounds, and a prompt as long as most windows.
+# Bytes; enough for parameters at their bounds and a prompt as long as most windows.
 MAX_NBYTES = 2**18
 HELD = 16  # messages of MAX_NBYTES; parsed, one may be 45 times as large
-MAX_WAITING = 4096  # calls; of each gRPC holds its metadata and the first 16 KiB of its message
+MAX_WAITING = 4096  # calls; for each gRPC holds metadata and the first 16 KiB of a message
 
 DOMAIN = "pdserve"
 RETRY_DELAY = 1.0  # seconds, where the error names none
@@ -47,18 +47,18 @@ _held: ContextVar[Callable[[], None]] = ContextVar("held")
 
 
 def message_done() -> None:
-    """The current call needs its message no more: others may be read. Its handler lets go of it."""
+    """Releases the room that the current call's message holds. The handler must have dropped it."""
     if (release := _held.get(None)) is not None:
         release()
 
 
 class Messages:
-    """The clients' messages: from their first byte until they have become requests they are held,
-    a bounded number of bytes of them; other calls wait with theirs unread."""
+    """Bounds the bytes that clients' messages hold, from their first byte until they have become
+    requests. Other calls wait, with their messages unread."""
 
     def __init__(self, limit: int, timeout: float = 30.0, share: float = 0.75) -> None:
-        """`limit`: bytes of one message; `timeout`: seconds that a call waits, `share`: how much
-        of the room one client may take."""
+        """`limit`: bytes of one message; `timeout`: seconds that a call may wait; `share`: the part
+        of the room that one client may take."""
         self._limit = limit
         self._timeout = timeout
         self._room = FairShare(max(2 * limit, HELD * MAX_NBYTES), share)
@@ -66,13 +66,13 @@ class Messages:
 
     @asynccontextmanager
     async def reading(self, client: str, context: Context) -> AsyncIterator[bytes]:
-        """The message, while it may be held: until `message_done`, or the end of the context.
+        """Reads the message and holds its bytes until `message_done` or the end of the context.
 
         Raises:
             InvalidRequest, DeadlineExceeded: as `read_message`.
             Overloaded, Unavailable: too many messages are being read already.
         """
-        held = self._limit  # it may have as many: its length comes with it
+        held = self._limit  # until the message is there, its length is not known
 
         def release(rest: int = 0) -> None:
             nonlocal held
@@ -98,7 +98,7 @@ class Messages:
                 await self._room.acquire(client, self._limit)
         except TimeoutError:
             raise Unavailable(
-                f"the message could not be read within {self._timeout:g} s: others are large, too",
+                f"the message was not read within {self._timeout:g} s: other large ones come first",
                 code="QUEUE_TIMEOUT",
                 retry_after=2.0,
             ) from None
@@ -107,7 +107,7 @@ class Messages:
 
 
 class ClientDoor(Door):
-    """Refuses calls without a key before their message is read, and lets the others' in."""
+    """Refuses calls without a key before their message is read, and admits the others."""
 
     def __init__(self, keys: APIKeys, messages: Messages, metrics: RouterMetrics) -> None:
         self._keys = keys
@@ -140,7 +140,7 @@ class ClientDoor(Door):
 
 
 def client_of(keys: APIKeys, context: Context) -> str:
-    """Who calls, for shares of this server."""
+    """The client's name, as `APIKeys.client` has it."""
     # "ipv4:127.0.0.1:5000", "ipv6:%5B::1%5D:5000", "unix:…"
     address = unquote(context.peer()).partition(":")[2].rpartition(":")[0].strip("[]")
     return keys.client(metadata_of(context, AUTHORIZATION), address)
@@ -155,7 +155,7 @@ def metadata_of(context: Context, key: str) -> str | None:
 
 
 def details(error: PdserveError, request: Message | None = None) -> Sequence[Message]:
-    """`request`: what was asked, whose fields may be wrong."""
+    """The details of an error; `request` resolves the path of a wrong field."""
     about = {"blame": str(error.blame), "retryable": str(error.retryable).lower()}
     found: list[Message] = [ErrorInfo(reason=error.code, domain=DOMAIN, metadata=about)]
     if isinstance(error, RequestError) and error.param is not None and request is not None:
@@ -174,8 +174,7 @@ def details(error: PdserveError, request: Message | None = None) -> Sequence[Mes
 
 
 def _path(param: str, request: Message) -> str:
-    """From the request to the field that `param` names as HTTP does, where it may be one of its
-    parts'."""
+    """The path from the gRPC request to the field that HTTP calls `param`."""
     first = re.split(r"[.\[]", param, maxsplit=1)[0]
     if first not in request.DESCRIPTOR.fields_by_name:
         if first == "tokens" and isinstance(request, pb.DetokenizeRequest):

@@ -1,4 +1,4 @@
-"""The gRPC API: the same generations as over HTTP, without JSON."""
+"""The gRPC API: it serves the same generations as HTTP, without JSON."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ Write = Callable[[pb.GenerateResponse], Awaitable[None]]
 
 logger = logging.getLogger(__name__)
 
-MAX_ENTRIES = 2**15  # of a prompt's log-probabilities in one message: clients take 4 MiB
+MAX_ENTRIES = 2**15  # a prompt's log-probabilities in one message; clients take 4 MiB
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    """`pdserve.v1.Inference`, for calls that a `ClientDoor` has let in."""
+    """`pdserve.v1.Inference`, for calls that a `ClientDoor` has admitted."""
 
     def __init__(self, state: AppState, write_timeout: float = 30.0) -> None:
         self._state = state
@@ -64,7 +64,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             self._counted(),
         ):
             if is_plain_id(request.request_id):
-                request_id_var.set(request.request_id)  # a refusal's, too
+                request_id_var.set(request.request_id)  # errors carry it, too
             arrival_var.set(
                 RequestArrival(
                     read=monotonic(),
@@ -78,7 +78,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             public_id = request.request_id or generation.request_id
             request_id_var.set(public_id)
             prompt = generation.prompt_token_ids if request.return_token_ids else ()
-            del request  # it may be much larger than what it asks
+            del request  # it may be much larger than the generation
             message_done()
             async with aclosing(merge([self._state.pipeline.generate(generation)])) as updates:
                 async for batch in updates:
@@ -108,7 +108,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     @asynccontextmanager
     async def _writing(self, context: Context) -> AsyncIterator[Write]:
-        """What writes a response: it waits while the client is behind, but not for ever."""
+        """Yields a function that writes a response; it waits for a slow client, within a bound."""
         first: asyncio.Future[None] | None = None
 
         async def write(response: pb.GenerateResponse) -> None:
@@ -121,15 +121,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     else:
                         await context.write(response)
             except TimeoutError:
-                logger.info("%s took nothing for %.0f s", context.peer(), self._write_timeout)
+                logger.info("%s did not read for %.0f s", context.peer(), self._write_timeout)
                 raise Cancelled("the client did not read", code="CLIENT_TOO_SLOW") from None
 
         try:
             yield write
         except Cancelled:
-            # It learns of this when it reads again; until then nothing but the call is kept. The
-            # first write has the call's headers: gRPC would send them twice, and so fail to end the
-            # call, if that were cancelled half-way.
+            # The client gets the error when it reads again; until then only the call is kept. The
+            # first write has the call's headers: if it were cancelled half-way, gRPC would send
+            # them twice, and so fail to end the call.
             if first is not None:
                 await asyncio.wait([first])
             raise
@@ -177,7 +177,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _make_request(
         self, request: pb.GenerateRequest, client: str = ""
     ) -> tuple[GenerationRequest, ChatChoices | None]:
-        """And of a chat what its choices are made of."""
+        """The generation, and for a chat the parser of its choices."""
         if request.request_id and not is_plain_id(request.request_id):
             raise InvalidRequest("request_id must be a word of ASCII", param="request_id")
         self._state.response_model(request.model or None)
@@ -227,13 +227,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _body(
         self, request: Message, fields: Callable[[], dict[str, Any]], client: str
     ) -> BodyBuffer:
-        """The JSON body that asks the same; of a large message a thread makes it, at its client's
-        turn."""
+        """The JSON body for the same request. A thread makes it from a large message; clients take
+        turns."""
 
         def make() -> bytes:
             try:
                 return encode(fields())
-            except (RecursionError, UnicodeError, OverflowError) as error:  # of values in it
+            except (RecursionError, UnicodeError, OverflowError) as error:  # the values cause them
                 raise failed(error) from error
 
         if request.ByteSize() <= INLINE:
@@ -257,7 +257,7 @@ def _given(request: pb.GenerateRequest, sampling: Mapping[str, Any]) -> dict[str
 
 
 def _outline(request: pb.GenerateRequest) -> pb.GenerateRequest:
-    """Which prompt it has, for the paths of wrong fields; without what is in it."""
+    """The request's kind of prompt without its contents, for the paths of wrong fields."""
     outline = pb.GenerateRequest()
     match request.WhichOneof("prompt"):
         case "text":
@@ -270,7 +270,7 @@ def _outline(request: pb.GenerateRequest) -> pb.GenerateRequest:
 def _prompt_parts(
     token_ids: Sequence[int], found: PromptLogprobs
 ) -> Iterator[tuple[Sequence[int], PromptLogprobs | None]]:
-    """The first token, then the others in parts of MAX_ENTRIES at most."""
+    """Splits a prompt's log-probabilities: the first token, then parts of MAX_ENTRIES at most."""
     yield token_ids[:1], None
     for part in found.split(max(1, MAX_ENTRIES // (1 + found.num_top))):
         yield token_ids[part.start : part.start + len(part)], part

@@ -1,4 +1,4 @@
-"""JSON, and errors as OpenAI words them:
+"""JSON responses, and errors in OpenAI's format:
 `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def error_response(error: PdserveError) -> web.Response:
 
 
 def http_error_response(error: web.HTTPException) -> web.Response:
-    """aiohttp's own errors: unknown path, wrong method, too large a body, …"""
+    """The response for aiohttp's own errors: unknown path, wrong method, too large a body, …"""
     message = _MESSAGES.get(error.status) or error.text or HTTPStatus(error.status).phrase
     body = _body(error.status, message, None, code_of(error).lower())
     allow = error.headers.get("Allow")
@@ -64,8 +64,8 @@ def http_error_response(error: web.HTTPException) -> web.Response:
 
 
 def code_of(error: web.HTTPException) -> str:
-    """As those of `PdserveError`."""
-    if error.status == RequestTooLarge.http_status:  # whose phrase is another in each Python
+    """A code like those of `PdserveError`."""
+    if error.status == RequestTooLarge.http_status:  # its phrase depends on Python's version
         return RequestTooLarge.default_code
     return HTTPStatus(error.status).phrase.upper().replace(" ", "_")
 
@@ -79,7 +79,7 @@ def as_typed(error: Exception) -> PdserveError:
 
 
 def stopping() -> Unavailable:
-    """What clients are told while this process ends: another router may serve them."""
+    """The error for requests while this process ends: another router may serve them."""
     return Unavailable("the server is shutting down", code="SHUTTING_DOWN")
 
 

@@ -1,4 +1,4 @@
-"""Endpoints beside the generations: what this server is, tokens alone, adapters, and the page."""
+"""Endpoints beside the generations: the model, tokens, the cluster, adapters, and the page."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ADAPTERS = web.AppKey("adapters", AdapterSync)
 
 
 async def tokenize(request: web.Request) -> web.Response:
-    """As vLLM's; so is `detokenize`."""
+    """Answers like vLLM's /tokenize."""
     (tokens,) = (await preprocess(request, "tokenize")).prompts
     max_model_len = request.app[STATE].model.max_model_len
     return json_response(
@@ -54,23 +54,23 @@ async def get_model(request: web.Request) -> web.Response:
 
 
 async def get_timelines(request: web.Request) -> web.Response:
-    """By the X-Request-Id or the id of the answer. To a client there are only its own."""
+    """Finds requests by X-Request-Id or by the answer's id. A client sees its own only."""
     name, pipeline = request.match_info["request_id"], request.app[STATE].pipeline
     if not (found := pipeline.timelines.find(name, _whose(request))):
         raise RequestNotFound(
-            f"neither a request at work nor one of the last that ended is {printable(name, 128)!r}"
+            f"no request in flight and none of the last ones has the id {printable(name, 128)!r}"
         )
     return json_response({"object": "list", "data": found})
 
 
 def _whose(request: web.Request) -> str | None:
-    """The client whose requests are shown; None: an operator sees all."""
+    """The client whose requests to show; None: an operator sees all."""
     is_operator = request.app[STATE].keys.is_operator(authorization_of(request))
     return None if is_operator else client_of(request)
 
 
 async def list_timelines(request: web.Request) -> web.Response:
-    """The last requests in short, `?limit=` of them. To a client there are only its own."""
+    """Lists the last requests, `?limit=` of them. A client sees its own only."""
     given = request.query.get("limit", str(DEFAULT_LISTED))
     if not given.isascii() or not given.isdigit() or not 1 <= int(given[:9]) <= MAX_LISTED:
         raise InvalidRequest(f"limit must be a number from 1 to {MAX_LISTED}", param="limit")
@@ -80,14 +80,14 @@ async def list_timelines(request: web.Request) -> web.Response:
 
 
 async def health(request: web.Request) -> web.Response:
-    """This process lives; whether it can serve is /ready."""
+    """Answers while this process lives; /ready says whether it can serve."""
     return web.Response()
 
 
 async def ready(request: web.Request) -> web.Response:
     is_ready, reason = request.app[STATE].pipeline.ready()
     if not is_ready:
-        # Asked for all the time while a cluster starts: an answer, not a failure to log.
+        # Not raised: probes ask all the time while a cluster starts, and the log need not have it.
         return error_response(Unavailable(reason, code="NOT_READY"))
     return json_response({"status": "ready"})
 
@@ -102,7 +102,7 @@ async def cluster(request: web.Request) -> web.Response:
 
 
 async def targets(request: web.Request) -> web.Response:
-    """Where the nodes' metrics are, as Prometheus' HTTP service discovery reads it."""
+    """Lists the nodes' metrics addresses for Prometheus' HTTP service discovery."""
     nodes = request.app[STATE].pipeline.cluster()["nodes"]
     return json_response(
         [
@@ -114,7 +114,7 @@ async def targets(request: web.Request) -> web.Response:
 
 
 async def load(request: web.Request) -> web.Response:
-    """Under vLLM's name."""
+    """Answers like vLLM's /load."""
     return json_response({"server_load": request.app[STATE].pipeline.load()})
 
 
@@ -181,7 +181,7 @@ _UI_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 
 
 def path_of(name: str) -> str:
-    """The path at which a file is; `index.html` is the page itself."""
+    """The path that serves a file; `index.html` is the page itself."""
     return "/ui" if name == "index.html" else f"/ui/{name}"
 
 

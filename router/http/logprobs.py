@@ -46,11 +46,11 @@ def chat_logprobs(
 
 
 class CompletionLogprobs:
-    """`/v1/completions`: parallel lists. One object per choice: it counts text
-    offsets, in characters of the text that the client gets."""
+    """The log-probabilities of one choice of a completion, as parallel lists. It counts text
+    offsets in characters of the text that the client gets."""
 
     def __init__(self, tokenizer: Tokenizer, body: CompletionBody, echo: str = "") -> None:
-        """`echo` is the text of the prompt, if that comes before the answer's."""
+        """`echo` is the prompt's text, if the answer begins with it."""
         self._tokenizer = tokenizer
         self._body = body
         self._echo = echo
@@ -63,7 +63,7 @@ class CompletionLogprobs:
         prompt: Sequence[int] = (),
         scored: PromptLogprobs | None = None,
     ) -> dict[str, list[Any]]:
-        """Of more tokens; and before them of the `prompt`, if it is echoed and `scored`."""
+        """The lists for more tokens; before them the `prompt`'s, if it is echoed and `scored`."""
         echoed = scored if self._body.echo else None
         offsets = [self._offsets.push(token.token_id) for token in tokens]
         if echoed is not None:
@@ -104,8 +104,8 @@ class CompletionLogprobs:
 
 
 def _echo_offsets(tokenizer: Tokenizer, prompt: Sequence[int], text: str) -> list[int]:
-    """Where each token of a prompt begins in its text, as it was given or is made of them. Tokens
-    that the tokenizer puts before a text (a BOS) are at its begin."""
+    """The offset of each of a prompt's tokens in its text, be that the client's or the decoded one.
+    Tokens that the tokenizer puts before a text (a BOS) are at offset 0."""
     decoded = tokenizer.decode(prompt, skip_special_tokens=False)
     is_its_end = decoded.endswith(text)
     offsets = TextOffsets(tokenizer, skip_special_tokens=not is_its_end)
@@ -116,7 +116,8 @@ def _echo_offsets(tokenizer: Tokenizer, prompt: Sequence[int], text: str) -> lis
 def prompt_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], found: PromptLogprobs, num_top: int
 ) -> msgspec.Raw:
-    """JSON: for each token by their ids itself and the most likely ones; null for the first."""
+    """vLLM's JSON: for each token, by id, the token itself and the most likely ones; null for the
+    first. It may have hundreds of thousands of entries."""
     texts: dict[int, str] = {}
 
     def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic's clients ask."""
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pdserve.router.http.events import ServerEvent, respond_as
 from pdserve.router.http.request import STATE, client_of, preprocess
 from pdserve.router.requests.generation import GenerationStats
 
-REQUEST_ID = "Request-Id"  # the name under which Anthropic's clients know their request
+REQUEST_ID = "Request-Id"  # has the id by which Anthropic's clients know their request
 STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERRORS = {
     401: "authentication_error",
@@ -49,14 +49,14 @@ async def count_tokens(request: web.Request) -> web.StreamResponse:
 
 
 def as_anthropic(refusal: web.Response) -> web.Response:
-    """The same refusal as Anthropic words it."""
+    """The same error in Anthropic's format."""
     assert isinstance(refusal.body, bytes)
     refusal.body = msgspec.json.encode(_error(msgspec.json.decode(refusal.body), refusal.status))
     return refusal
 
 
 def _error(body: dict[str, Any], status: int) -> dict[str, Any]:
-    """`body` is the error's as OpenAI words it."""
+    """Converts an error in OpenAI's format."""
     kind = _ERRORS.get(status, "api_error" if status >= 500 else "invalid_request_error")
     return {
         "type": "error",
@@ -153,7 +153,7 @@ class MessagesFormat:
 
 
 def _object(arguments: str) -> Any:
-    """A call that was cut short has no whole object."""
+    """The arguments of a call; empty if it was cut short."""
     try:
         given = json.loads(arguments)
     except (ValueError, RecursionError):

@@ -1,5 +1,5 @@
-"""HTTP requests: who sends them, and their bodies: how many bytes of them are held at once, whose,
-and how slowly they may come."""
+"""Reads HTTP requests: their client and their body. It bounds the bytes that bodies hold, fairly
+between clients, and how slowly a body may come."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from pdserve.router.requests.fair_share import FairShare
 from pdserve.router.requests.stages import RequestArrival, arrival_var
 
 TIMELINE_HEADER = "X-PDServe-Timeline"
-MAX_WAITING = 256  # bodies; of one that waits a connection holds READ_AHEAD twice, and a read
-GRACE = 20.0  # seconds a body may take
-RATE = 128 * 1024  # and a second more for so many bytes
+MAX_WAITING = 256  # bodies; a connection that waits holds READ_AHEAD twice, and a read
+GRACE = 20.0  # seconds that a body may take,
+RATE = 128 * 1024  # and one second more for each of so many bytes
 IDENTITY = frozenset({"", "identity"})
 COMPRESSED = frozenset({"gzip", "deflate"})
 STEP = 64 * 1024  # bytes that one step inflates to, at most: a fraction of a millisecond
-MAX_MEMBERS = 1024  # of one gzip body; each costs a step, however small it is
-_INPUT = 16 * 1024  # compressed bytes at a time: each step copies what is left of them
+MAX_MEMBERS = 1024  # in one gzip body; each costs a step, however small it is
+_INPUT = 16 * 1024  # compressed bytes at a time, as each step copies the rest of them
 _GZIP, _ZLIB, _RAW = 31, 15, -15  # zlib's `wbits`
 
 
 class Bodies:
-    """Two bodies of the largest size are held at once, from their first byte until they are
-    preprocessed; others wait with their clients."""
+    """Holds as many bytes as two bodies of the largest size have, from a body's first byte until it
+    is preprocessed; other bodies wait at their clients."""
 
     def __init__(self, max_body_size: int, timeout: float = 30.0, share: float = 0.75) -> None:
         self._max_body_size = max_body_size
@@ -44,19 +44,19 @@ class Bodies:
 
     @asynccontextmanager
     async def reading(self, request: web.Request, client: str) -> AsyncIterator[BodyBuffer]:
-        """The body's bytes, while they may be held.
+        """Reads the body; the context holds its bytes.
 
         Raises:
             web.HTTPRequestEntityTooLarge: it has, or inflates to, more than --max-body-size.
-            InvalidRequest: it is compressed, and broken.
-            web.HTTPRequestTimeout: it comes drop by drop.
+            InvalidRequest: its compressed stream is broken.
+            web.HTTPRequestTimeout: it comes too slowly.
             Overloaded, Unavailable: too many bodies are being read already.
         """
         size = request.content_length
         if size is not None and size > self._max_body_size:
             raise web.HTTPRequestEntityTooLarge(self._max_body_size, size)
         if size is None or encoding_of(request) not in IDENTITY:
-            size = self._max_body_size  # nobody knows
+            size = self._max_body_size  # its size is not known
         if size <= SMALL:
             yield await _read(request, size)
             return
@@ -74,7 +74,7 @@ class Bodies:
                 await self._held.acquire(client, size)
         except TimeoutError:
             raise Unavailable(
-                f"the body could not be read within {self._timeout:g} s: others are large, too",
+                f"the body was not read within {self._timeout:g} s: other large ones come first",
                 code="QUEUE_TIMEOUT",
                 retry_after=2.0,
             ) from None
@@ -96,7 +96,7 @@ async def _read(request: web.Request, limit: int) -> BodyBuffer:
                         raw.add(piece)
                         if (size := max(received, len(raw))) > limit:
                             raise web.HTTPRequestEntityTooLarge(limit, size)
-                        await asyncio.sleep(0)  # what is there comes without a pause otherwise
+                        await asyncio.sleep(0)  # bytes that are there come without a pause
     except TimeoutError:
         raise web.HTTPRequestTimeout(text="the body comes too slowly") from None
     if inflater is not None:
@@ -105,7 +105,7 @@ async def _read(request: web.Request, limit: int) -> BodyBuffer:
 
 
 def encoding_of(request: web.Request) -> str:
-    """Its Content-Encoding; of several, all of them."""
+    """The Content-Encoding; several are joined."""
     return ", ".join(request.headers.getall(hdrs.CONTENT_ENCODING, ())).strip().lower()
 
 
@@ -114,22 +114,22 @@ BODIES = web.AppKey("bodies", Bodies)
 
 
 def client_of(request: web.Request) -> str:
-    """Who sent it, for its share of this server."""
+    """The client's name, as `APIKeys.client` has it."""
     return request.app[STATE].keys.client(authorization_of(request), request.remote)
 
 
 def authorization_of(request: web.Request) -> str | None:
-    """The key as OpenAI's clients show it; Anthropic's have a header of their own."""
+    """The key as OpenAI's clients send it; Anthropic's have a header of their own."""
     own = request.headers.get("X-Api-Key")
     return request.headers.get(AUTHORIZATION) or (own and f"Bearer {own}")
 
 
 async def preprocess(request: web.Request, kind: str) -> Preprocessed[Any]:
-    """The JSON body, as `AppState.preprocess` says.
+    """Reads and preprocesses a JSON body, as `AppState.preprocess` does.
 
     Raises:
-        PdserveError: it is wrong, or there is no room for it.
-        web.HTTPException: it cannot be read.
+        PdserveError: the body is wrong, or too many bodies wait.
+        web.HTTPException: the body cannot be read.
     """
     if "Content-Type" in request.headers and not _is_json(request.content_type):
         raise web.HTTPUnsupportedMediaType(text="the Content-Type must be application/json")
@@ -153,8 +153,8 @@ def _is_json(content_type: str) -> bool:
 
 
 class Inflater:
-    """One body. `deflate` is zlib's format or, as some clients send it, the bare stream; gzip may
-    have several members, one after another. Nothing else may follow."""
+    """Inflates one body step by step: a megabyte of gzip may hold a gigabyte. `deflate` is zlib's
+    format or, as some clients send it, the bare stream; gzip may have several members."""
 
     def __init__(self, encoding: str) -> None:
         self._encoding = encoding
@@ -162,11 +162,10 @@ class Inflater:
         self._members = 0
 
     def steps(self, data: bytes) -> Iterator[bytes]:
-        """The next compressed bytes as pieces of up to STEP bytes, some of them empty. A piece is
-        inflated when it is asked for.
+        """Inflates the next bytes lazily, into pieces of up to STEP bytes; some may be empty.
 
         Raises:
-            InvalidRequest: they are broken.
+            InvalidRequest: the stream is broken.
         """
         for start in range(0, len(data), _INPUT):
             yield from self._inflate(data[start : start + _INPUT])
@@ -185,7 +184,7 @@ class Inflater:
             except zlib.error:
                 raise self._error("it is broken") from None
             yield piece
-            # Of input that is used up, output may be left.
+            # Output may be left when the input is used up.
             data = stream.unconsumed_tail
             is_more = bool(data) or len(piece) == STEP
             if stream.eof:

@@ -32,15 +32,17 @@ async def create_response(request: web.Request) -> web.StreamResponse:
 
 
 class ResponsesFormat:
-    """Output items in the order in which they come; one is open at a time."""
+    """Output items in the order in which they come; the last one may be open."""
 
     def __init__(self, model: str, chat: ChatRequest, body: ResponsesBody) -> None:
         instructions, tools = map(msgspec.Raw, chat.echoed)
-        self._items: list[Item] = []  # the last one may be open
-        self._stem = token_hex(10)  # of their ids, which sort as they come: some clients sort them
+        self._items: list[Item] = []
+        # The stem of the items' ids; ids sort in order of the items, because some clients sort
+        # them.
+        self._stem = token_hex(10)
         self._open = False
         self._reason: str | None = None
-        self._number = 0  # of the next event
+        self._number = 0  # the next event's
         self._response: dict[str, Any] = {
             "id": chat.generation.request_id,
             "object": "response",
@@ -95,16 +97,16 @@ class ResponsesFormat:
         return [self._event(f"response.{response['status']}", response=response)]
 
     def error(self, error: PdserveError) -> Iterator[ServerEvent]:
-        said = error_body(error)["error"]
-        told = {name: said[name] for name in ("code", "message")}
-        failed = {**self._response, "status": "failed", "error": told, "output": self._items}
-        yield self._event("error", **told, param=said["param"])
+        body = error_body(error)["error"]
+        reason = {name: body[name] for name in ("code", "message")}
+        failed = {**self._response, "status": "failed", "error": reason, "output": self._items}
+        yield self._event("error", **reason, param=body["param"])
         yield self._event("response.failed", response=failed)
 
     # ---- items ------------------------------------------------------------------------------
 
     def _text(self, kind: str, text: str) -> Iterator[ServerEvent]:
-        """Of a message, or of a thought before it."""
+        """The events for more text of a message, or of reasoning."""
         words = "output_text" if kind == "message" else "reasoning_text"
         if not (self._open and self._items[-1]["type"] == kind):
             yield from self._close()
@@ -164,7 +166,7 @@ class ResponsesFormat:
                 "input_tokens": stats.prompt_tokens,
                 "input_tokens_details": {
                     "cached_tokens": stats.cached_tokens,
-                    "cache_write_tokens": 0,  # clients ask for none: all prompts are cached
+                    "cache_write_tokens": 0,  # clients ask for no write: all prompts are cached
                 },
                 "output_tokens": stats.completion_tokens,
                 "output_tokens_details": {"reasoning_tokens": 0},
