@@ -77,7 +77,7 @@ class _Options(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
 
-# ---- OpenAI's Responses -------------------------------------------------------------------------
+# ---- OpenAI's Responses ----------------------------------------------------------------------
 
 
 class TextFormat(_Options):
@@ -198,7 +198,7 @@ def _texts(content: Any, param: str) -> Any:
     return "".join(part["text"] for part in content)
 
 
-# ---- Anthropic's Messages -----------------------------------------------------------------------
+# ---- Anthropic's Messages --------------------------------------------------------------------
 
 
 class AnthropicChoice(_Options):

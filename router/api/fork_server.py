@@ -211,7 +211,7 @@ class ForkServer:
         self._control.close()
 
 
-# ---- in the fork server --------------------------------------------------------------------------
+# ---- in the fork server ----------------------------------------------------------------------
 
 Work = Callable[[socket.socket], None]
 """A worker's main function; it serves its connection until that ends."""

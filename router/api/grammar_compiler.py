@@ -94,7 +94,7 @@ class GrammarCompiler:
         return compiled
 
 
-# ---- where it is compiled -----------------------------------------------------------------------
+# ---- where it is compiled --------------------------------------------------------------------
 
 
 def compile_here(structured: StructuredOutput, model: ServedModel) -> Compiled:

@@ -236,7 +236,7 @@ def failed(error: BaseException) -> PdserveError:
     return PdserveError(f"preparing the body failed; {log}", code="PREPARATION_FAILED")
 
 
-# ---- completions ----------------------------------------------------------------------------
+# ---- completions -----------------------------------------------------------------------------
 
 Preprocess = Callable[[Preprocessor, Any], Preprocessed[Any]]
 
@@ -304,7 +304,7 @@ def check_generation(body: GenerationBody) -> StructuredOutput | None:
     return structured_of(body)
 
 
-# ---- chat -----------------------------------------------------------------------------------
+# ---- chat ------------------------------------------------------------------------------------
 
 
 def _chat(preprocessor: Preprocessor, body: ChatBody) -> Preprocessed[Any]:
@@ -340,7 +340,7 @@ def _render(preprocessor: Preprocessor, body: ChatTemplateBody, messages: list[M
     return render_bounded(tokenizer, preprocessor.chat, body, messages, templates)
 
 
-# ---- tokens alone ---------------------------------------------------------------------------
+# ---- tokens alone ----------------------------------------------------------------------------
 
 
 def _tokenize(preprocessor: Preprocessor, body: TokenizeBody) -> Preprocessed[Any]:

@@ -229,7 +229,7 @@ class DetokenizeBody(Body):
     tokens: TokenIds
 
 
-# ---- fields that no schema has ------------------------------------------------------------------
+# ---- fields that no schema has ---------------------------------------------------------------
 #
 # OpenAI, Anthropic or vLLM define these fields, and no schema has them. To ignore one would answer
 # another question than the client asked, so it is refused. A field that no API defines is ignored,

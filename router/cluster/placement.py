@@ -1,9 +1,9 @@
-"""Placement: which nodes a request runs on, now or as soon as there are some.
+"""Placement: selects the nodes that a request runs on, and waits until there are some.
 
-The decode node is chosen first, among those that pair with some prefill node. The prefill node
-is chosen when the decode node's ticket is there, in `prefill`, whether it is the first one or
-takes over. Either counts as loaded from the moment it is chosen. A node of both roles stands beside
-the decode nodes: what is placed there computes its prompt there.
+The decode node is selected first, among those that pair with some prefill node. `prefill` selects
+the prefill node when the decode node's ticket is there, whether it is the first one or takes over.
+Either counts as loaded from then on. A node of both roles competes with the decode nodes; it
+computes the prompts of the requests that are placed on it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PlacementRequest:
 
 
 class RoundRobin:
-    """Every node in turn, in the order of their ids."""
+    """Takes the nodes in turn, in the order of their ids."""
 
     def __init__(self) -> None:
         self._turn = count()
@@ -52,9 +52,9 @@ class RoundRobin:
 
 
 def least_load(nodes: Sequence[Node]) -> Node:
-    """The node with the fewest tokens to prefill, then the fewest requests, of this router for
-    each of its replicas; among equals the one that reports the fewest waiting tokens for each,
-    then the most free blocks on one."""
+    """The node with the fewest tokens to prefill, then the fewest requests, of this router and per
+    replica; among equals the one that reports the fewest waiting tokens per replica, then the most
+    free blocks on one."""
     return min(
         nodes,
         key=lambda node: (
@@ -72,7 +72,7 @@ def make_policy(name: str) -> Policy:
 
 
 class NodeSelector:
-    """Policy and patience over what may be used."""
+    """Selects among the usable nodes by a policy for each role."""
 
     def __init__(self, config: RoutingConfig, view: ClusterView) -> None:
         self._config = config
@@ -82,21 +82,21 @@ class NodeSelector:
         self._both_policy = make_policy(config.decode_policy)
 
     async def decode(self, request: PlacementRequest) -> tuple[Node, bool]:
-        """A decode node or one of both roles, and whether it is to compute the prompt, too. Waits
-        for one as long as the request's deadline allows.
+        """A decode node or one of both roles, and whether it computes the prompt, too. Waits for
+        one as long as the request's deadline allows.
 
         Raises:
-            Unavailable: none came.
+            Unavailable: no node came.
         """
         return await self._wait_for(lambda: self._find_decode(request), request)
 
     async def prefill(self, request: PlacementRequest, decode: Node) -> Node | None:
-        """A prefill node for blocks that `decode` holds already; waits as `decode` does. None:
-        another attempt is better, for only other decode nodes have a prefill node left, or the
+        """A prefill node for blocks that `decode` has reserved; waits as `decode` does. None:
+        another attempt is better, because only other decode nodes have a prefill node left, or the
         KV should not travel.
 
         Raises:
-            Unavailable: none came.
+            Unavailable: no node came.
         """
 
         def find() -> tuple[Node | None] | None:
@@ -113,8 +113,8 @@ class NodeSelector:
         return found
 
     def _find_decode(self, request: PlacementRequest) -> tuple[Node, bool] | None:
-        """A request that has begun stays with its version, and does not wait for a prefill node:
-        a decode node can compute it, too."""
+        """A request that has tokens stays with its version, and does not wait for a prefill node: a
+        decode node can compute it, too."""
         view, avoid = self._view, request.avoid
         decodes, boths = self._able(pb.ROLE_DECODE, request), self._able(pb.ROLE_BOTH, request)
         short = request.num_tokens < self._config.local_prefill_threshold
@@ -142,9 +142,9 @@ class NodeSelector:
         avoid: Collection[str],
         local_prefill: bool = False,
     ) -> tuple[Node, bool] | None:
-        """The policy's choice of each kind, and of these two the one with fewer requests of this
-        router, then with more free blocks: tokens to prefill do not compare, since a decode node's
-        are elsewhere."""
+        """Takes the policy's choice of each kind, and of these two the node with fewer requests of
+        this router, then with more free blocks. Tokens to prefill do not compare: a decode node's
+        are on its prefill nodes."""
         fresh = _without(decodes, avoid), _without(boths, avoid)
         kinds = fresh if any(fresh) else (decodes, boths)
         policies = self._decode_policy, self._both_policy
@@ -162,7 +162,7 @@ class NodeSelector:
             return found
         with request.waiting() as until:
             while (found := find()) is None:
-                # Wake up now and then: a breaker that may be tried again announces nothing.
+                # Look again from time to time: a breaker that may be tried again does not notify.
                 patience = min(0.5, until - monotonic())
                 if patience <= 0:
                     raise Unavailable(self._why_none(request), code="NO_NODE", retry_after=2.0)
@@ -176,10 +176,10 @@ class NodeSelector:
         if not ready:
             return reason
         if request.version:
-            return "no usable node is of the version that began this"
+            return "no usable node has the version that began this request"
         if request.adapter:
             return "no usable nodes have the adapter"
-        return "the nodes left are kept for a request that has failed on others"
+        return "the remaining nodes are reserved for a request that has failed on others"
 
 
 def _without(nodes: Sequence[Node], avoid: Collection[str]) -> list[Node]:
@@ -187,13 +187,13 @@ def _without(nodes: Sequence[Node], avoid: Collection[str]) -> list[Node]:
 
 
 def _adapted(nodes: Sequence[Node], request: PlacementRequest) -> list[Node]:
-    """Those that have its adapter, if it has one."""
+    """The nodes that have the request's adapter, if it has one."""
     return [node for node in nodes if not request.adapter or request.adapter in node.adapters]
 
 
 def _isolated(nodes: Sequence[Node], request: PlacementRequest, role: str) -> list[Node]:
-    """Those without another request of which one more death would be the end, if this is one: a
-    request that kills nodes must not be the end of those that were beside it each time."""
+    """For a request that one more death of a node would end: the nodes without another such
+    request. A request that kills nodes must not end those that ran beside it each time."""
     free = ("", request.request_id)
     last_chance = request.last_chance(role)
     return [node for node in nodes if not last_chance or node.last_chance in free]

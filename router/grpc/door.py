@@ -151,7 +151,7 @@ def metadata_of(context: Context, key: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-# ---- `google.rpc.Status`, for clients that do not read our metadata ------------------------------
+# ---- `google.rpc.Status`, for clients that do not read our metadata --------------------------
 
 
 def details(error: PdserveError, request: Message | None = None) -> Sequence[Message]:

@@ -144,7 +144,7 @@ def adapter_card(model: ServedModel, adapter: Adapter) -> dict[str, Any]:
     return {**_card(model, adapter.name), **own}
 
 
-# ---- LoRA adapters, as vLLM takes them -----------------------------------------------------------
+# ---- LoRA adapters, as vLLM takes them -------------------------------------------------------
 
 
 async def load_adapter(request: web.Request) -> web.Response:
@@ -161,7 +161,7 @@ async def unload_adapter(request: web.Request) -> web.Response:
     return json_response({"id": body.lora_name, "object": "model", "deleted": True})
 
 
-# ---- /ui: a page that shows the cluster at work and talks to it ----------------------------------
+# ---- /ui: a page that shows the cluster at work and talks to it ------------------------------
 #
 # Every client gets the files; the page asks for an API key where there is one. What nodes and the
 # model say is text to it: it runs no code but its own, and asks no other host.

@@ -149,7 +149,7 @@ def _is_json(content_type: str) -> bool:
     return content_type == "application/json" or content_type.endswith("+json")
 
 
-# ---- compressed bodies --------------------------------------------------------------------------
+# ---- compressed bodies -----------------------------------------------------------------------
 
 
 class Inflater:

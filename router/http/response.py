@@ -180,7 +180,7 @@ def timeline_of(stats: Iterable[GenerationStats]) -> dict[str, Any]:
     return {"pdserve": {"timeline": asdict(last.receipt())}}
 
 
-# ---- OpenAI's completions and chat --------------------------------------------------------------
+# ---- OpenAI's completions and chat -----------------------------------------------------------
 
 
 class ChoiceWriter(Protocol):
@@ -255,7 +255,7 @@ class OpenAIWriter:
             best |= {prompt * n + place: deltas[i] for place, i in enumerate(ranked[:n])}
         return best
 
-    # ---- as a stream ------------------------------------------------------------------------
+    # ---- as a stream -------------------------------------------------------------------------
 
     def begin(self) -> bytes:
         return b""

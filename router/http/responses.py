@@ -103,7 +103,7 @@ class ResponsesFormat:
         yield self._event("error", **reason, param=body["param"])
         yield self._event("response.failed", response=failed)
 
-    # ---- items ------------------------------------------------------------------------------
+    # ---- items -------------------------------------------------------------------------------
 
     def _text(self, kind: str, text: str) -> Iterator[ServerEvent]:
         """The events for more text of a message, or of reasoning."""

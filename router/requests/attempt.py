@@ -78,7 +78,7 @@ class Attempt:
         self._stream: DecodeStream
         self._decode_use: InFlight
 
-    # ---- the path, top to bottom ------------------------------------------------------------
+    # ---- the path, top to bottom -------------------------------------------------------------
 
     async def run(self) -> None:
         """Returns when every choice has finished.
@@ -297,7 +297,7 @@ class Attempt:
         self._state.take(event, "prefill", self._version)
         self._first = token
 
-    # ---- its nodes --------------------------------------------------------------------------
+    # ---- its nodes ---------------------------------------------------------------------------
 
     def _in_flight(self, node: Node, prefills: bool) -> InFlight:
         state = self._state

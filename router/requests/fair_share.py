@@ -79,7 +79,7 @@ class FairShare:
             del self._held_by[client]
         self._grant()
 
-    # ---- inside -----------------------------------------------------------------------------
+    # ---- inside ------------------------------------------------------------------------------
 
     def _fits(self, client: str, amount: int) -> bool:
         """A client that holds nothing may exceed its limit with one single piece."""

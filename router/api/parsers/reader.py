@@ -108,7 +108,7 @@ class Reader:
             sink("".join([*space, self.take(len(match[0]))]))
             space.clear()
 
-    # ---- JSON, as models write it ----
+    # ---- JSON, as models write it ------------------------------------------------------------
 
     def value(self, sink: Sink) -> Step[bool]:
         """Reads one value; returns false if it has no end. This looks at brackets and quotes only;

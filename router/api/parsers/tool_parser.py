@@ -46,7 +46,7 @@ class ToolParser(Parser):
         self.in_call = False  # the last call has no end yet
         self._parallel = parallel
 
-    # ---- for formats ----
+    # ---- for formats -------------------------------------------------------------------------
 
     @staticmethod
     def new_id() -> str:

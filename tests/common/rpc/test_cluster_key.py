@@ -573,7 +573,7 @@ def test_a_live_node_is_not_taken_over(caplog: pytest.LogCaptureFixture) -> None
     with pytest.raises(Unavailable) as caught:
         registry.register(node(address="6.6.6.6:1", instance="fake"), LOAD)
     assert caught.value.code == "NODE_ID_TAKEN"
-    assert "refused to register d0 at 6.6.6.6:1: that node lives, at 10.0.0.3:1" in caplog.text
+    assert "refused to register d0 at 6.6.6.6:1: a live node has this id, at 10.0.0.3:1" in caplog.text
     # Nor kept alive, slandered or sent away by whoever does not know its instance.
     assert not registry.heartbeat("d0", pb.NodeLoad(healthy=False, reason="slander"), "fake")
     registry.deregister("d0", "fake")
