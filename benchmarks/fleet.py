@@ -52,7 +52,11 @@ class Fleet:
         self.ports = {name: free_port() for name in ("http", "grpc", "registry")}
         self.pids: dict[str, int] = {}  # of those that should run
         self.drained: list[int] = []  # pids of those that were told to end
-        self._router = {"port": self.ports["http"], "grpc_port": self.ports["grpc"], **FAST}
+        self._router: dict[str, Any] = {
+            "port": self.ports["http"],
+            "grpc_port": self.ports["grpc"],
+            **FAST,
+        }
         self._router["registry_port"] = self.ports["registry"]
         self._router |= router or {}
         self._options = {"kv_lease": 3, **options}

@@ -20,7 +20,12 @@ from torch import Tensor
 AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)  # of eight outputs, those in a word from its low bits on
 
 
-MODULES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+MODULES: tuple[str, ...] = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+)
 MODULES += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 

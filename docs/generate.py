@@ -35,8 +35,8 @@ from pdserve.common.obs.metrics import NodeMetrics, RouterMetrics
 from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.status import STATUS
 from pdserve.kv_transfer.control.protocol import SINK, SOURCE
-from pdserve.router.api.unsupported import UNSUPPORTED, WITHOUT_EFFECT
-from pdserve.router.cluster.adapters import Adapters, AdaptersCollector
+from pdserve.router.api.schema import UNSUPPORTED, WITHOUT_EFFECT
+from pdserve.router.cluster.adapters import AdaptersCollector, ServedAdapters
 from pdserve.router.cluster.registry import Registry
 from pdserve.router.http.encoding import error_body
 from pdserve.router.requests.pipeline import Pipeline
@@ -222,7 +222,7 @@ def router_metrics() -> Iterator[str]:
     # Nothing is asked of it but its queue's length, so it needs no tokenizer.
     pipeline = Pipeline(RoutingConfig(), registry, None, Channels(), metrics)  # type: ignore[arg-type]
     metrics.registry.register(PipelineCollector(pipeline))
-    metrics.registry.register(AdaptersCollector(Adapters(), 1))
+    metrics.registry.register(AdaptersCollector(ServedAdapters(), 1))
     return _metric_table(metrics.registry, ROUTER_NAMES)
 
 

@@ -1,4 +1,4 @@
-"""`python -m pdserve.router`: the router alone, on any host."""
+"""`python -m pdserve.router`: starts a router on its own."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the router until a signal; returns the exit code: 2 when it cannot start as
-    configured."""
+    """Runs the router until a signal and returns the exit code; 2 means a wrong configuration."""
     config = parse(
         RouterConfig,
         prog="pdserve router",

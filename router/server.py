@@ -22,10 +22,11 @@ from pdserve.common.rpc.auth import ROUTER, new_node_id
 from pdserve.common.rpc.channels import Credentials
 from pdserve.common.rpc.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from pdserve.common.rpc.server import GrpcServer
+from pdserve.router.api.app_state import AppState
+from pdserve.router.api.auth import APIKeys
 from pdserve.router.api.parsers.tool_parser import tool_parser
 from pdserve.router.api.preprocess_worker import Spec
 from pdserve.router.api.preprocess_workers import PreprocessWorkers
-from pdserve.router.auth import APIKeys
 from pdserve.router.cluster.adapter_sync import AdapterSync
 from pdserve.router.cluster.adapters import AdaptersCollector, read_adapters
 from pdserve.router.cluster.registry import Registry
@@ -44,23 +45,22 @@ from pdserve.router.http.request import Bodies
 from pdserve.router.http.server import HTTPServer, https_context
 from pdserve.router.requests.pipeline import Pipeline
 from pdserve.router.requests.trace import RequestTraces
-from pdserve.router.serving import Serving
 
 logger = logging.getLogger(__name__)
 
-_HOUSEKEEPING = 1.0  # seconds, at most
-_MIN_CONNECTIONS = 64  # over HTTP, however few files the process may open
-_GRPC_GRACE = 1.0  # seconds gRPC calls in flight get after the drain
+_HOUSEKEEPING = 1.0  # seconds between two rounds, at most
+_MIN_CONNECTIONS = 64  # HTTP's, however few files the process may open
+_GRPC_GRACE = 1.0  # seconds that gRPC calls in flight get after the drain
 
 
 async def serve(config: RouterConfig, stopping: Callable[[], None] = lambda: None) -> int:
-    """Runs the router until a signal; returns the exit code. `stopping` is called when serving is
-    over.
+    """Runs the router until a signal and returns the exit code. Calls `stopping` when it has
+    stopped serving.
 
     Raises:
         ConfigError: the model or a certificate cannot be read, or an address cannot be bound.
     """
-    router = Router(config)
+    router = RouterServer(config)
     await router.start()
     try:
         return await router.run_until_stopped()
@@ -69,8 +69,8 @@ async def serve(config: RouterConfig, stopping: Callable[[], None] = lambda: Non
         await router.stop()
 
 
-class Router:
-    """What a router is made of, and its life."""
+class RouterServer:
+    """The router's parts, and their start and stop."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
@@ -99,7 +99,7 @@ class Router:
         chat = config.chat
         spec = Spec(asdict(config.model), asdict(config.log), asdict(chat))
         self._workers = PreprocessWorkers(spec)
-        self._serving = Serving(
+        self._state = AppState(
             pipeline=self._pipeline,
             model=model,
             metrics=metrics,
@@ -117,23 +117,23 @@ class Router:
         )
         by_clients = self._sync if server.runtime_lora_dir is not None else None
         self._app = make_app(
-            *(self._serving, shown, limit, bodies, cors, root_path, server.ui, by_clients)
+            *(self._state, shown, limit, bodies, cors, root_path, server.ui, by_clients)
         )
         self._grpc = self._inference_server()
         self._registrations = self._registry_server()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def _inference_server(self) -> GrpcServer:
-        # A client's message: a prompt that fits the window, as token ids or as text, and no more
-        # than over HTTP.
-        config, routing, serving = self._config.server, self._config.routing, self._serving
+        # A client's message may have a prompt that fits the window, as token ids or as text, and no
+        # more bytes than over HTTP.
+        config, routing, state = self._config.server, self._config.routing, self._state
         limit = min(config.max_body_size, max(MAX_NBYTES, 8 * self._model.max_model_len))
         messages = Messages(limit, routing.queue_timeout, routing.max_client_share)
-        server = GrpcServer(ClientDoor(serving.keys, messages, serving.metrics), limit)
+        server = GrpcServer(ClientDoor(state.keys, messages, state.metrics), limit)
         server.add(
             inference_pb2.DESCRIPTOR.services_by_name["Inference"],
             inference_pb2_grpc.add_InferenceServicer_to_server,
-            InferenceServicer(serving, config.write_timeout),
+            InferenceServicer(state, config.write_timeout),
         )
         server.server.add_generic_rpc_handlers((ElsewhereRegistry(),))
         return server
@@ -203,8 +203,8 @@ class Router:
         await asyncio.to_thread(self._tracer.close)
 
     async def _keep_house(self, period: float) -> None:
-        """gRPC health follows /ready; requests on silent nodes move, nodes silent for long are
-        forgotten, and so are the connections to nodes that left."""
+        """Sets gRPC's health to /ready's, moves requests off silent nodes, forgets nodes that are
+        silent for long, and closes the connections to nodes that left."""
         while True:
             await self._grpc.set_healthy(self._pipeline.ready()[0])
             self._registry.sweep()
@@ -216,7 +216,7 @@ class Router:
 
 
 class PipelineCollector(Collector):
-    """The router's present state, read when it is scraped."""
+    """Metrics that are read from the router's state when it is scraped."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline

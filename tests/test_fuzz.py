@@ -55,10 +55,10 @@ from pdserve.kv_transfer.frame import HEADER_NBYTES, Frame, FrameKind
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect, plan
 from pdserve.kv_transfer.rank.digester import Digester
 from pdserve.kv_transfer.rank.worker_connector import WorkerConnector
+from pdserve.router.api.app_state import AppState
 from pdserve.router.grpc.service import InferenceServicer
 from pdserve.router.http.app import make_app
 from pdserve.router.http.server import HTTPServer
-from pdserve.router.serving import Serving
 
 settings.register_profile(
     "fuzz",
@@ -479,7 +479,7 @@ CHATS = st.builds(
     | st.builds(inference_pb2.GenerateRequest, chat=CHATS, sampling=SAMPLING)
 )  # fmt: skip
 def test_requests_over_grpc(tokenizer: Tokenizer, request_: inference_pb2.GenerateRequest) -> None:
-    serving = Serving(pipeline=FakeGenerator(tokenizer), model=served_model(tokenizer))
+    serving = AppState(pipeline=FakeGenerator(tokenizer), model=served_model(tokenizer))
     service = InferenceServicer(serving)
     with contextlib.suppress(RequestError):
         asyncio.run(service._make_request(request_))
@@ -499,7 +499,7 @@ def site(tokenizer: Tokenizer) -> Iterator[http.client.HTTPConnection]:
         return asyncio.run_coroutine_threadsafe(work, loop).result(60)
 
     async def start() -> HTTPServer:
-        serving = Serving(pipeline=FakeGenerator(tokenizer), model=served_model(tokenizer))
+        serving = AppState(pipeline=FakeGenerator(tokenizer), model=served_model(tokenizer))
         return await HTTPServer.start(
             make_app(serving, CollectorRegistry(), 1 << 20), "127.0.0.1", 0
         )

@@ -1,5 +1,5 @@
-"""Work that a client's input may make endless, in a child of this process with bounds of its own:
-whatever becomes of the child, this process goes on."""
+"""Runs work that a client's input may make endless: in a child process with bounds of its own.
+However the child ends, this process goes on."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    result: bytes | None  # None: the child came to nothing, or took more than its bounds
+    result: bytes | None  # None: the child failed, or exceeded its bounds
     seconds: float  # of CPU
 
 
 def run_apart(work: Callable[[], bytes], bounds: Bounds) -> Outcome:
-    """What comes of `work`. The calling process must have a single thread that holds locks.
+    """Runs `work` in a child; only one thread of the calling process may hold locks.
 
     Raises:
         Unavailable: the host is too busy for it, or has too little memory.
@@ -50,7 +50,7 @@ def run_apart(work: Callable[[], bytes], bounds: Bounds) -> Outcome:
     _, status, usage = os.wait4(child, 0)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGALRM, signal.SIGKILL):
         raise Unavailable(
-            f"preparing the body came to nothing within {bounds.wall_seconds} s: this host is busy",
+            f"the host is too busy: preparing the body did not end within {bounds.wall_seconds} s",
             code="PREPARATION_FAILED",
             retry_after=2.0,
         )
@@ -59,7 +59,8 @@ def run_apart(work: Callable[[], bytes], bounds: Bounds) -> Outcome:
 
 
 def _read(pipe: int, child: int, deadline: float) -> bytes:
-    """All that the child writes. One that was stopped, and so misses its own alarm, is killed."""
+    """Everything that the child writes. A stopped child misses its own alarm, so it is killed
+    here."""
     parts: list[bytes] = []
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
@@ -73,7 +74,7 @@ def _read(pipe: int, child: int, deadline: float) -> bytes:
 
 
 def _work_and_exit(work: Callable[[], bytes], bounds: Bounds, pipe: int) -> None:
-    """The child's life. The timers' signals end it wherever it is."""
+    """The child's main function. The signals of its timers end it at any point."""
     status = 1
     try:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -85,7 +86,7 @@ def _work_and_exit(work: Callable[[], bytes], bounds: Bounds, pipe: int) -> None
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + bounds.memory, hard))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a library's last words
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libraries write there as they fail
         result = work()
         signal.setitimer(signal.ITIMER_PROF, 0)
         with open(pipe, "wb") as file:

@@ -1,4 +1,4 @@
-"""Messages to the text a model reads, through its chat template."""
+"""Renders messages into the prompt's text, with the model's chat template."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from pdserve.router.api.apart import Bounds, run_apart
 from pdserve.router.api.parsers.reader import decode
 from pdserve.router.api.schema import ChatTemplateBody, Message, TextPart, Tool
 
-# An honest conversation of 30 MB takes a part of these.
+# An honest conversation of 30 MB takes a fraction of these.
 BOUNDS = Bounds(cpu_seconds=2.0, memory=512 * 2**20)
-# What a template is given in a request and cannot multiply by much: numbers up to so many, texts of
-# so many characters, so many values of a list or an object.
+# A template cannot make much of values within these bounds: the size of a number, the characters of
+# a text, the values of a list or an object.
 _NUMBER, _LONG, _MANY = 2**16, 1024, 64
 
 Templates = Literal["here", "elsewhere", "apart"]
-"""Where a template is rendered that may take any time: here without bounds, in another process, or
-in a child of this one."""
+"""Where to render a template that may take any time: here without bounds, in another process, or in
+a child of this one."""
 
 
 class CostlyTemplate(Exception):
-    """Another process is to render it."""
+    """Another process must render the template."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rendered:
-    """What a child says."""
+    """The result in a child process."""
 
     text: str = ""
     error: tuple[str, str, str | None] | None = None  # message, code, param of an InvalidRequest
@@ -47,11 +47,11 @@ def render_bounded(
     messages: list[Message],
     templates: Templates,
 ) -> str:
-    """As `render`.
+    """Calls `render`, within bounds if the template may take any time.
 
     Raises:
-        CostlyTemplate: the template may take any time, and that is for another process.
-        InvalidRequest: also when it took more than BOUNDS.
+        CostlyTemplate: another process must do it.
+        InvalidRequest: as `render`, or it took more than BOUNDS.
     """
     if templates == "here" or not _may_be_costly(config, body):
         return render(tokenizer, config, body, messages)
@@ -79,9 +79,9 @@ def _try(
 
 
 def _may_be_costly(config: ChatConfig, body: ChatTemplateBody) -> bool:
-    """A client's own template, or the server's with values that it may multiply."""
+    """True for a client's own template, and for the server's with large values."""
     if body.chat_template is not None:
-        return config.trust_request_chat_template  # else it is refused
+        return config.trust_request_chat_template  # otherwise `render` refuses it
     return not _is_slight(body.chat_template_kwargs)
 
 
@@ -102,10 +102,10 @@ def _is_slight(value: Any) -> bool:
 def render(
     tokenizer: Tokenizer, config: ChatConfig, body: ChatTemplateBody, messages: list[Message]
 ) -> str:
-    """The conversation as the model reads it.
+    """The conversation as text.
 
     Raises:
-        InvalidRequest: no messages, or the template refuses them.
+        InvalidRequest: there are no messages, or the template refuses them.
     """
     if not messages:
         raise InvalidRequest("messages is an empty list", param="messages")
@@ -139,8 +139,8 @@ def text_of(message: Message) -> str:
 
 
 def _as_template_message(message: Message, as_parts: bool) -> dict[str, Any]:
-    """As templates want it: OpenAI's newer name for `system` is in none of them, arguments of
-    calls are objects, and what a model thought is under one of its two names."""
+    """The message as templates take it: `developer` becomes `system`, the arguments of calls are
+    objects, and reasoning has one of its two names."""
     given = message.model_dump(exclude_none=True)
     if reasoning := given.pop("reasoning", None):
         given.setdefault("reasoning_content", reasoning)
@@ -158,7 +158,7 @@ def _as_template_message(message: Message, as_parts: bool) -> dict[str, Any]:
 
 
 def _as_object(arguments: str | dict[str, Any] | None) -> Any:
-    """What a model once wrote may be no JSON: then it stays as it is."""
+    """Parses the arguments of a call. A model may have written no JSON: then they stay text."""
     if not arguments:
         return {}
     if isinstance(arguments, str):
@@ -168,9 +168,9 @@ def _as_object(arguments: str | dict[str, Any] | None) -> Any:
 
 
 def _as_template_tool(tool: Tool) -> dict[str, Any]:
-    """Without what is for the server alone. No parameters are an empty list of them: templates
-    look into it."""
+    """The tool without `strict`, which is for the server. Templates read `parameters`, so that a
+    tool without any gets an empty object."""
     given = tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}})
-    told = {name: value for name, value in given["function"].items() if value is not None}
-    told.setdefault("parameters", {"type": "object", "properties": {}})
-    return given | {"function": told}
+    function = {name: value for name, value in given["function"].items() if value is not None}
+    function.setdefault("parameters", {"type": "object", "properties": {}})
+    return given | {"function": function}

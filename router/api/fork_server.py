@@ -1,13 +1,13 @@
-"""Processes that are forked from one which has loaded everything: a new one is there in
-milliseconds and shares the loaded pages, however the last one ended.
+"""A process that loads everything once and forks workers. A new worker starts within milliseconds
+and shares the loaded pages, however the last one ended.
 
     this process ── spec ──▶ fork server           loads what its workers need, once
-                 ◀── its process id ──             and is ready
+                 ◀── its process id ──             is ready
                  ── 0, a connection ──▶            forks a worker, which serves the connection
                  ◀── the worker's process id ──
                  ── a worker's process id ──▶      kills it
 
-A worker ends with the fork server, and that with this process.
+A worker ends with the fork server, and the fork server ends with this process.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LENGTH = struct.Struct("!Q")  # of the spec, which follows it
+LENGTH = struct.Struct("!Q")  # bytes that follow
 _PID = struct.Struct("!i")  # a negative one is an errno
 _FORK = 0
-START_TIMEOUT = 60.0  # seconds until it has loaded everything
+START_TIMEOUT = 60.0  # seconds to load everything
 FORK_TIMEOUT = 20.0  # seconds a busy host may take for a fork
 STOP_TIMEOUT = 2.0  # seconds a killed process may take to end
-LOOK_PERIOD = 1.0  # seconds between two looks at a process that owes an answer
-FROZEN_LOOKS = 4  # in a row at which it was stopped, after which it is given up
+LOOK_PERIOD = 1.0  # seconds between two checks of a process that owes an answer
+FROZEN_LOOKS = 4  # checks in a row that find it stopped, after which it is given up
 
 
 class FrozenError(ConnectionError):
-    """A process that owes an answer was stopped, as by SIGSTOP, and is given up."""
+    """A process that owes an answer is stopped, for instance by SIGSTOP."""
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped it. One that waits for a busy host's CPU or disk is not."""
+    """Whether a signal has stopped the process. Waiting for CPU or disk does not count."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
     return False
 
 
 async def unless_stopped(pid: int, work: Coroutine[Any, Any, T]) -> T:
-    """What comes of the work that waits for this process.
+    """Awaits work that needs an answer from this process.
 
     Raises:
-        FrozenError: the process stands still.
+        FrozenError: the process is stopped.
     """
     task, seen = asyncio.create_task(work), 0
     try:
@@ -73,7 +73,7 @@ async def unless_stopped(pid: int, work: Coroutine[Any, Any, T]) -> T:
 
 
 class Fork:
-    """A worker as this process sees it."""
+    """A worker, seen from this process."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Fork:
         return not self.reader.at_eof() and self.reader.exception() is None
 
     async def end(self) -> None:
-        """Kills it; returns when it is gone. One that cannot be killed so ends with its server."""
+        """Kills the worker and waits until it is gone; if that fails, ends its server, too."""
         self._server.kill(self.pid)
         try:
             async with asyncio.timeout(STOP_TIMEOUT):
@@ -101,25 +101,25 @@ class Fork:
         except TimeoutError:
             await self._server.end()
         except ConnectionError:
-            pass  # it had not read all it was sent
+            pass  # it had not read everything
         finally:
             self.writer.transport.abort()
 
 
 class ForkServer:
-    """This process's end."""
+    """The fork server, seen from this process."""
 
     def __init__(self, process: asyncio.subprocess.Process, control: socket.socket) -> None:
         self._process = process
         self._control = control
-        self._turn = asyncio.Lock()  # one answer is waited for at a time
+        self._turn = asyncio.Lock()  # one caller waits for an answer at a time
 
     @classmethod
     async def start(cls, module: str, spec: bytes) -> ForkServer:
         """Runs `python -m module FD`, which calls `serve`.
 
         Raises:
-            OSError: the host has no room for a process, or this one does not come to life.
+            OSError: the host has no room for a process, or the process does not start.
         """
         with ExitStack() as opened:
             ours, theirs = socket.socketpair()
@@ -132,7 +132,7 @@ class ForkServer:
                 stdin=asyncio.subprocess.DEVNULL,
                 # The work of one worker is one thread's: clients share the cores.
                 env=helper_environment({"TOKENIZERS_PARALLELISM": "false"}),
-                # Ctrl-C in a terminal is for this process, which ends its own itself.
+                # Ctrl-C in a terminal is for this process alone, which ends its children itself.
                 start_new_session=True,
             )
             server = cls(process, ours)
@@ -153,10 +153,10 @@ class ForkServer:
         await self._process.wait()
 
     async def fork(self) -> Fork:
-        """A new worker.
+        """Forks a worker.
 
         Raises:
-            OSError: the host has no room for one, or the server is gone or stands still.
+            OSError: the host has no room for it, or the server is gone or stopped.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -169,12 +169,12 @@ class ForkServer:
         return Fork(self, pid, reader, writer)
 
     def kill(self, pid: int) -> None:
-        """The server does it: it knows which of its numbers still name its own workers."""
-        with suppress(OSError):  # it is gone, or stands still: then it is ended
+        """Asks the server to kill it: the server knows which process ids are still its workers'."""
+        with suppress(OSError):  # a server that is gone or stopped has been ended
             self._control.send(_PID.pack(pid))
 
     async def end(self) -> None:
-        """Kills it, and with it its workers; returns when it is gone."""
+        """Kills the server and with it its workers; returns when it is gone."""
         self._give_up()
         with suppress(TimeoutError):
             async with asyncio.timeout(STOP_TIMEOUT):
@@ -193,7 +193,7 @@ class ForkServer:
                     socket.send_fds(self._control, [_PID.pack(_FORK)], [connection.fileno()])
                     pid = await self._answer()
             except BaseException:
-                self._give_up()  # its answer would be taken for the next one's
+                self._give_up()  # a late answer would be taken for the next one's
                 raise
         if pid < 0:
             raise OSError(-pid, os.strerror(-pid))
@@ -211,18 +211,19 @@ class ForkServer:
         self._control.close()
 
 
-# ---- in the fork server --------------------------------------------------------------------------
+# ---- in the fork server ----------------------------------------------------------------------
 
 Work = Callable[[socket.socket], None]
-"""A worker's life: serves its connection until that ends."""
+"""A worker's main function; it serves its connection until that ends."""
 
 
 def serve(control: socket.socket, load: Callable[[bytes], Work]) -> int:
-    """`load` makes of the spec what workers do. Returns when the other end is gone."""
+    """Serves requests to fork; `load` turns the spec into the workers' main function. Returns when
+    the other end is gone."""
     (size,) = LENGTH.unpack(_exactly(control, LENGTH.size))
     work = load(_exactly(control, size))
     gc.collect()
-    gc.freeze()  # a collection in a worker writes to no page that others share
+    gc.freeze()  # so that a collection in a worker writes to no shared page
     children: set[int] = set()
     signal.signal(signal.SIGCHLD, lambda *_: _reap(children))
     control.sendall(_PID.pack(os.getpid()))
@@ -243,7 +244,7 @@ def serve(control: socket.socket, load: Callable[[bytes], Work]) -> int:
 
 
 def _fork(connection: socket.socket, control: socket.socket, work: Work) -> int:
-    """The worker's process id, or why there is none."""
+    """The worker's process id, or a negative errno."""
     assert threading.active_count() == 1, "a lock that another thread holds would stay held"
     parent = os.getpid()
     try:
@@ -278,7 +279,7 @@ def _reap(children: set[int]) -> None:
 
 @contextmanager
 def _children_stay() -> Iterator[None]:
-    """Meanwhile no number of a child that has ended can become another process's."""
+    """Keeps the process id of a child that has ended from being used again."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     try:
         yield
@@ -287,7 +288,7 @@ def _children_stay() -> Iterator[None]:
 
 
 def _exactly(control: socket.socket, size: int) -> bytes:
-    """Unbuffered: what follows comes with descriptors."""
+    """Reads so many bytes without buffering, because descriptors come with the next ones."""
     data = bytearray()
     while len(data) < size:
         if not (piece := control.recv(size - len(data))):

@@ -1,11 +1,11 @@
-"""Constraints are compiled before a request goes on, where a hostile one hurts nobody.
+"""Compiles constraints before their requests reach a node, in processes of their own.
 
-    router ── StructuredOutput ──▶ preprocess worker ── fork ──▶ compiles it, dies
-           ◀── grammar, or why there is none ──
+    router ── StructuredOutput ──▶ preprocess worker ── fork ──▶ compiles it, ends
+           ◀── grammar, or an error ──
 
 A constraint of a few kilobytes may take minutes and gigabytes to compile, or overflow the stack of
-what compiles it. So a process of its own does it, with as much CPU time and memory as an honest one
-needs a part of; nodes compile only what has come through here, within the same.
+its compiler. A child process compiles it within bounds that are several times an honest one's need;
+nodes compile only the constraints that passed here, within the same bounds.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from pdserve.common.text.grammar import GrammarError, GrammarTokens, check_gramm
 from pdserve.router.api.apart import Bounds, run_apart
 from pdserve.router.cluster.served_model import ServedModel
 
-# Nodes rely on these: there it takes as long again.
+# Nodes rely on these bounds: they compile the constraint again.
 BOUNDS = Bounds(cpu_seconds=0.5, memory=512 * 2**20)
 logger = logging.getLogger(__name__)
 
-MAX_KNOWN = 64  # verdicts, each of some 100 KiB at most
+MAX_KNOWN = 64  # remembered outcomes, each of some 100 KiB at most
 
 _ANY_OBJECT = '{"type":"object"}'
 
@@ -41,10 +41,10 @@ Turn = tuple[StructuredOutput, str]
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A verdict."""
+    """The outcome for one constraint."""
 
     grammar: str = ""
-    error: str = ""  # not empty: there is no grammar
+    error: str = ""  # if not empty, there is no grammar
     seconds: float = 0.0  # of CPU
 
 
@@ -52,27 +52,27 @@ _replies = msgspec.msgpack.Decoder(Compiled)
 
 
 class GrammarCompiler:
-    """The router's: remembers verdicts."""
+    """Compiles each constraint once and remembers the outcome."""
 
     def __init__(
         self,
         compile: Callable[[StructuredOutput, str], Awaitable[Compiled]],
         observe: Callable[[float], None],
     ) -> None:
-        """`compile` has one compiled, for a client; `observe` is told how long each took."""
+        """`compile` compiles a constraint for a client; `observe` gets the seconds it took."""
         self._compile = compile
         self._observe = observe
         self._known: OrderedDict[StructuredOutput, Compiled] = OrderedDict()
-        # Of what is being compiled, and for whom: a client waits for the verdict it has asked for,
-        # but not for another's, whose turn may come late.
+        # Locks by constraint and client: a client waits for its own compilation, but not for that
+        # of another client, whose turn may come late.
         self._turns: WeakValueDictionary[Turn, asyncio.Lock] = WeakValueDictionary()
 
     async def __call__(self, structured: StructuredOutput, client: str) -> str:
-        """The grammar for nodes.
+        """The grammar that nodes take.
 
         Raises:
-            InvalidRequest: there is none for it; `param` is the field the client gave it in.
-            PdserveError: nobody could be asked.
+            InvalidRequest: the constraint has no grammar; `param` names the client's field.
+            PdserveError: no process could compile it.
         """
         turn = self._turns.setdefault((structured, client), asyncio.Lock())
         async with turn:
@@ -88,17 +88,17 @@ class GrammarCompiler:
     async def _ask(self, structured: StructuredOutput, client: str) -> Compiled:
         is_any_object = structured.kind is ConstraintKind.JSON and structured.text == _ANY_OBJECT
         if is_any_object and structured.whitespace_pattern is None:
-            return Compiled(to_grammar(structured))  # harmless
+            return Compiled(to_grammar(structured))  # needs no bounds
         compiled = await self._compile(structured, client)
         self._observe(compiled.seconds)
         return compiled
 
 
-# ---- where it is compiled -----------------------------------------------------------------------
+# ---- where it is compiled --------------------------------------------------------------------
 
 
 def compile_here(structured: StructuredOutput, model: ServedModel) -> Compiled:
-    """Without any bound of time or memory."""
+    """Compiles in this process, without bounds of time or memory."""
     start = process_time()
     try:
         tokens = _tokens(model)
@@ -110,7 +110,7 @@ def compile_here(structured: StructuredOutput, model: ServedModel) -> Compiled:
         return Compiled(error=error.message, seconds=process_time() - start)
     except GrammarError as error:
         return Compiled(error=f"{structured.param} is not supported: {error}")
-    except BaseException as error:  # a panic of the library is no Exception
+    except BaseException as error:  # the library's panics are no Exceptions
         if not is_defect(error) or isinstance(error, MemoryError):
             raise
         logger.error("compiling %s failed", structured.param, exc_info=error)
@@ -118,9 +118,9 @@ def compile_here(structured: StructuredOutput, model: ServedModel) -> Compiled:
 
 
 def compile_apart(structured: StructuredOutput, model: ServedModel) -> Compiled:
-    """In a child of this process, which must have a single thread."""
+    """Compiles in a child of this process, which must have a single thread."""
     with suppress(GrammarError):
-        _tokens(model)  # once, for all children
+        _tokens(model)  # once for all children
     outcome = run_apart(lambda: msgspec.msgpack.encode(compile_here(structured, model)), BOUNDS)
     if outcome.result is not None:
         return _replies.decode(outcome.result)

@@ -1,13 +1,13 @@
-"""A request's body to what is asked: parsed, checked, as token ids. The costly part of a request,
-so it runs wherever its size says: on the event loop, on a thread or in a process of its own.
-Nothing here does I/O.
+"""Preprocesses a request's body: parses, checks and tokenizes it. This is the costly part of a
+request, so that its size decides where it runs: on the event loop, on a thread or in a process of
+its own. Nothing here does I/O.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, Generic, TypeVar, cast
@@ -20,8 +20,8 @@ from pdserve.common.core.parameters import MAX_CHOICES, check_range
 from pdserve.common.core.prompt_logprobs import check_size
 from pdserve.common.core.structured import StructuredOutput
 from pdserve.common.obs.logging import request_id_var
+from pdserve.router.api.compat import CompatBody, MessagesBody, ResponsesBody
 from pdserve.router.api.conversation import CostlyTemplate, Templates, render_bounded
-from pdserve.router.api.foreign import ForeignBody, MessagesBody, ResponsesBody
 from pdserve.router.api.sampling import make_choices
 from pdserve.router.api.schema import (
     SHAPES,
@@ -35,6 +35,7 @@ from pdserve.router.api.schema import (
     Message,
     TokenizeBody,
     UnloadLoRABody,
+    unknown_fields,
 )
 from pdserve.router.api.structured import structured_of
 from pdserve.router.api.tools import (
@@ -45,56 +46,89 @@ from pdserve.router.api.tools import (
     with_calls,
     with_thought,
 )
-from pdserve.router.api.unsupported import unknown_fields
 from pdserve.router.cluster.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 
-MAX_PROMPTS = 1024  # of one body; each waits for a slot of its own
+MAX_PROMPTS = 1024  # in one body; each waits for a slot of its own
 MAX_BODY_CHOICES = 4096  # prompts × n
 # A few bytes of JSON become objects of a hundred times their size: bounds before it is parsed.
 MAX_CONTAINERS = 2**16  # lists and objects
 MAX_VALUES = 2**21
 _SMALL = 64 * 1024  # bytes that cannot exceed either by much
-# One that is never closed ends with the body: every escaped quote in it would be tried else.
+PIECE = 64 * 1024  # bytes that a piece of a body has at least, but for the last
+# A string without an end takes the rest of the body; else each of its escaped quotes is tried.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 
 BodyT = TypeVar("BodyT", bound=Body)
 
 
+class BodyBuffer:
+    """A body as it arrives, in pieces. One block would be moved as a whole when it grows, and would
+    leave a hole of its size in memory."""
+
+    def __init__(self, whole: bytes = b"") -> None:
+        self._pieces: list[bytearray] = []
+        self._size = 0
+        self.add(whole)
+
+    def __len__(self) -> int:
+        """Bytes."""
+        return self._size
+
+    def __iter__(self) -> Iterator[bytearray]:
+        return iter(self._pieces)
+
+    def add(self, data: bytes) -> None:
+        self._size += len(data)
+        if self._pieces and len(self._pieces[-1]) < PIECE:
+            self._pieces[-1] += data
+        else:
+            self._pieces.append(bytearray(data))
+
+    def whole(self) -> bytes:
+        return b"".join(self._pieces)
+
+    def clear(self) -> None:
+        """Frees the pieces, even while a refusal's traceback holds this object."""
+        self._pieces.clear()
+        self._size = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Preprocessed(Generic[BodyT]):
-    """What a body asks. `body` may lack what became of it: prompts, messages, a template."""
+    """A body and what was made of it. From another process `body` comes without its prompts,
+    messages and template."""
 
     body: BodyT
     prompts: Sequence[Sequence[int]]  # token ids
-    # Of the prompts where they are echoed, of the tokens, or what an answer tells again.
+    # The prompts' texts if they are echoed; a text of `detokenize`; or `CompatBody.echoed`.
     texts: Sequence[str] = ()
-    structured: StructuredOutput | None = None  # what the answer must be,
+    structured: StructuredOutput | None = None  # the constraint on the answer
     answer: AnswerPlan = field(default_factory=AnswerPlan)
-    unknown: frozenset[str] = field(default_factory=frozenset)  # fields no schema has
-    grammar: str = ""  # and what becomes of it
+    unknown: frozenset[str] = field(default_factory=frozenset)  # fields that no schema has
+    grammar: str = ""  # the compiled constraint
 
 
 @dataclass(frozen=True, slots=True)
 class Preprocessor:
-    """The model whose tokens and templates they are, and the server's way with chats."""
+    """Preprocesses bodies for one model, with the server's settings for chats."""
 
     model: ServedModel
     chat: ChatConfig = field(default_factory=ChatConfig)
-    adapters: frozenset[str] = frozenset()  # that are models by name
+    adapters: frozenset[str] = frozenset()  # names of adapters, which are models, too
     templates: Templates = "here"  # where costly ones are rendered
 
     def preprocess(self, kind: str, raw: bytes | bytearray) -> Preprocessed[Any]:
         """`kind` is one of `KINDS`; `raw` may be any bytes.
 
         Raises:
-            InvalidRequest: no JSON, a field of the wrong type or out of range, or too long a
-                prompt.
+            InvalidRequest: it is no JSON, a field has the wrong type or is out of range, or a
+                prompt is too long.
             ModelNotFound: it names another model; then nothing has been tokenized.
             RequestTooLarge: it takes too much memory.
             PdserveError: a defect, which is logged.
-            CostlyTemplate: another process is to do it.
+            CostlyTemplate: another process must do it.
         """
         try:
             return self._preprocess(kind, raw)
@@ -112,12 +146,12 @@ class Preprocessor:
         body = parse(schema, raw)
         if body.model not in self.adapters:
             self.model.check_name(body.model)
-        if not isinstance(body, ForeignBody):
+        if not isinstance(body, CompatBody):
             unknown = unknown_fields(body.model_extra or {})
             return replace(preprocess(self, body), unknown=unknown)
         unknown = unknown_fields(body.model_extra or {}, body.elsewhere())
         made = preprocess(self, as_chat(body))
-        return replace(made, body=body, texts=body.told_again(), unknown=unknown)
+        return replace(made, body=body, texts=body.echoed(), unknown=unknown)
 
 
 def parse(schema: type[BodyT], raw: bytes | bytearray) -> BodyT:
@@ -127,11 +161,11 @@ def parse(schema: type[BodyT], raw: bytes | bytearray) -> BodyT:
         raise _invalid(error) from error
 
 
-def as_chat(body: ForeignBody, messages: bool = True) -> ChatBody:
-    """What asks the same of chat, if wanted without its messages.
+def as_chat(body: CompatBody, messages: bool = True) -> ChatBody:
+    """Chat's body for the same request; without its messages if `messages` is false.
 
     Raises:
-        InvalidRequest: chat cannot be asked so.
+        InvalidRequest: chat has no equivalent.
     """
     fields = body.same() | body.parameters() | {"messages": body.conversation() if messages else []}
     try:
@@ -143,13 +177,13 @@ def as_chat(body: ForeignBody, messages: bool = True) -> ChatBody:
 
 
 def _invalid(error: ValidationError) -> InvalidRequest:
-    """The first thing pydantic found wrong; `param` is a path such as `messages[0].role`."""
+    """The first of pydantic's errors; `param` is a path such as `messages[0].role`."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     if first["type"] == "json_invalid":
         return InvalidRequest(f"the body is not valid JSON: {first['msg']}", code="INVALID_JSON")
     if not first["loc"]:
         return InvalidRequest("the body must be a JSON object", code="INVALID_JSON")
-    # Inside a field of several shapes pydantic goes on with its own name of the shape.
+    # Inside a field of several types pydantic's path goes on with its own name of the type.
     steps = list(takewhile(lambda step: not _is_shape(step), first["loc"]))
     param = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)[1:]
     if len(steps) < len(first["loc"]) and steps[-1] in SHAPES:
@@ -162,17 +196,17 @@ def _is_shape(step: int | str) -> bool:
 
 
 class Structure:
-    """Counts the containers and values of JSON texts before they are parsed, outside strings, and
-    no further than it must."""
+    """Counts the containers and values of JSON texts before they are parsed, and stops at the
+    bounds."""
 
     def __init__(self, name: str, param: str | None = None) -> None:
-        """Of one text, or of several together: `name` and `param` are for the refusal."""
+        """Counts one text, or several together; `name` and `param` are for the error."""
         self._name = name
         self._param = param
         self._containers = self._values = 0
 
     def check(self, raw: bytes | bytearray) -> None:
-        """Raises InvalidRequest: there are too many."""
+        """Raises InvalidRequest: there are too many values."""
         end = 0
         for string in _STRING.finditer(raw):
             self._count(raw, end, string.start())
@@ -192,17 +226,17 @@ class Structure:
 
 
 def failed(error: BaseException) -> PdserveError:
-    """The typed error for what preparing a body ended in."""
+    """The typed error for an exception in preprocessing."""
     if isinstance(error, MemoryError):
         return RequestTooLarge("preparing the body takes too much memory")
-    if isinstance(error, (RecursionError, UnicodeError, OverflowError)):  # of the values in it
+    if isinstance(error, (RecursionError, UnicodeError, OverflowError)):  # the values cause them
         return InvalidRequest(f"the body cannot be prepared: {error}")
     logger.error("preparing a body failed", exc_info=error)
     log = f"its log entry is under request id {request_id_var.get()}"
     return PdserveError(f"preparing the body failed; {log}", code="PREPARATION_FAILED")
 
 
-# ---- completions ----------------------------------------------------------------------------
+# ---- completions -----------------------------------------------------------------------------
 
 Preprocess = Callable[[Preprocessor, Any], Preprocessed[Any]]
 
@@ -214,7 +248,7 @@ def _completion(preprocessor: Preprocessor, body: CompletionBody) -> Preprocesse
     if body.best_of is not None:
         check_range("best_of", body.best_of, make_choices(body.n), MAX_CHOICES)
         if body.stream and body.best_of > make_choices(body.n):
-            raise InvalidRequest("the best are known at the end: no stream", param="best_of")
+            raise InvalidRequest("best_of cannot be streamed", param="best_of")
     if body.logprobs is not None:
         check_range("logprobs", body.logprobs, 0, preprocessor.model.max_logprobs)
     prompts = [_ids(preprocessor.model, body, one) for one in _prompts(body)]
@@ -224,7 +258,9 @@ def _completion(preprocessor: Preprocessor, body: CompletionBody) -> Preprocesse
     if not body.echo:
         return Preprocessed(body, prompts, structured=structured)
     given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    if isinstance(given[0], str) and body.truncate_prompt_tokens is None:  # the client's own
+    if (
+        isinstance(given[0], str) and body.truncate_prompt_tokens is None
+    ):  # as the client wrote them
         return Preprocessed(body, prompts, given, structured)
     decode = preprocessor.model.tokenizer.decode
     texts = [decode(ids, skip_special_tokens=False) for ids in prompts]
@@ -232,7 +268,7 @@ def _completion(preprocessor: Preprocessor, body: CompletionBody) -> Preprocesse
 
 
 def _prompts(body: CompletionBody) -> Sequence[str | list[int]]:
-    """Counted before anything is made of them."""
+    """The prompts, counted before anything is made of them."""
     prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt]
@@ -260,15 +296,15 @@ def _truncated(model: ServedModel, body: GenerationBody, token_ids: Sequence[int
 
 
 def check_generation(body: GenerationBody) -> StructuredOutput | None:
-    """What completions and chat have in common; returns what the answer must be."""
+    """Checks the fields that completions and chat share; returns the constraint on the answer."""
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true", param="stream_options")
     if body.stream and body.prompt_logprobs is not None:
-        raise InvalidRequest("prompt_logprobs are not in streams", param="prompt_logprobs")
+        raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
     return structured_of(body)
 
 
-# ---- chat -----------------------------------------------------------------------------------
+# ---- chat ------------------------------------------------------------------------------------
 
 
 def _chat(preprocessor: Preprocessor, body: ChatBody) -> Preprocessed[Any]:
@@ -298,13 +334,13 @@ def _chat(preprocessor: Preprocessor, body: ChatBody) -> Preprocessed[Any]:
 def _render(preprocessor: Preprocessor, body: ChatTemplateBody, messages: list[Message]) -> str:
     arguments = Structure("the text of tool calls' arguments", "messages")
     for call in (call for message in messages for call in message.tool_calls or ()):
-        if isinstance(text := call.function.arguments, str):  # of JSON, which is parsed
+        if isinstance(text := call.function.arguments, str):  # JSON that is parsed
             arguments.check(text.encode())
     tokenizer, templates = preprocessor.model.tokenizer, preprocessor.templates
     return render_bounded(tokenizer, preprocessor.chat, body, messages, templates)
 
 
-# ---- tokens alone ---------------------------------------------------------------------------
+# ---- tokens alone ----------------------------------------------------------------------------
 
 
 def _tokenize(preprocessor: Preprocessor, body: TokenizeBody) -> Preprocessed[Any]:
@@ -324,7 +360,7 @@ def _detokenize(preprocessor: Preprocessor, body: DetokenizeBody) -> Preprocesse
     return Preprocessed(body, (), [preprocessor.model.tokenizer.decode(token_ids, False)])
 
 
-def _as_it_is(preprocessor: Preprocessor, body: Body) -> Preprocessed[Any]:
+def _no_prompt(preprocessor: Preprocessor, body: Body) -> Preprocessed[Any]:
     return Preprocessed(body, ())
 
 
@@ -335,6 +371,6 @@ KINDS: dict[str, tuple[type[Body], Preprocess]] = {
     "messages": (MessagesBody, _chat),
     "tokenize": (TokenizeBody, _tokenize),
     "detokenize": (DetokenizeBody, _detokenize),
-    "load_lora": (LoadLoRABody, _as_it_is),
-    "unload_lora": (UnloadLoRABody, _as_it_is),
+    "load_lora": (LoadLoRABody, _no_prompt),
+    "unload_lora": (UnloadLoRABody, _no_prompt),
 }

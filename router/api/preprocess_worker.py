@@ -1,14 +1,14 @@
-"""A process that preprocesses large bodies, so that the router's own neither stops nor swells.
+"""A process that preprocesses large bodies, so that the router's own neither blocks nor grows.
 
-    router ── what is asked, raw body ──▶ worker   preprocesses it
-           ◀── what it asks, or a typed error ──
+    router ── Ask, raw body ──▶ worker             preprocesses it
+           ◀── Head: the reply, or a typed error ──
            ◀── the token ids of each prompt, then each text ──
-           ── GRAMMAR, a constraint ──▶            compiles it in a child
-           ◀── grammar, or an error ──
+           ── Ask of GRAMMAR, a constraint ──▶     compiles it in a child
+           ◀── Head: the grammar, or an error ──
 
-Frames are eight bytes of length and as many bytes. Whatever is wrong with a body is answered. A
-worker, which `fork_server` forks, ends with its router. The router ends it when a body has cost it
-much memory, which only the end of a process gives back.
+A frame is eight bytes of length and as many bytes. Every body gets a reply, however wrong it is.
+`fork_server` forks workers; they end with the router. The router ends a worker when a body has
+cost it much memory, because only the end of a process gives that back.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from pdserve.router.api.preprocess import Preprocessed, Preprocessor, failed
 from pdserve.router.api.tools import AnswerPlan
 from pdserve.router.cluster.served_model import load_served_model
 
-GRAMMAR = "grammar"  # what is asked beside the kinds of bodies
-MAX_MEMORY = 2 * 2**30  # bytes of data; a body that needs more kills this process only
-NICENESS = 5  # of small requests, and of nodes on the same host, nobody waits for a large body
-KEEP_MEMORY = 512 * 2**20  # bytes at its peak, above which the process ends after its answer
-MAX_FIELDS = 64 * 1024  # bytes of JSON that are neither prompt, nor messages, nor template
+GRAMMAR = "grammar"  # asks for a compiled constraint
+MAX_MEMORY = 2 * 2**30  # bytes of data; a body that needs more ends this process only
+NICENESS = 5  # so that small requests, and nodes on this host, do not wait for a large body
+KEEP_MEMORY = 512 * 2**20  # bytes at the peak, above which the process ends after its reply
+MAX_FIELDS = 64 * 1024  # bytes of JSON beside prompt, messages and template
 _CONSUMED = {
     "prompt", "messages", "input", "instructions", "system", "tokens",
     "chat_template", "chat_template_kwargs", "documents", "tools", "response_format",
@@ -63,9 +63,11 @@ _PLACEHOLDERS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    model: dict[str, Any]  # fields of ModelConfig
-    log: dict[str, Any]  # of LogConfig
-    chat: dict[str, Any]  # of ChatConfig
+    """The fields of three configurations."""
+
+    model: dict[str, Any]  # ModelConfig
+    log: dict[str, Any]  # LogConfig
+    chat: dict[str, Any]  # ChatConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,26 +75,26 @@ class Ask:
     """The frame before a body."""
 
     kind: str
-    adapters: frozenset[str] = frozenset()  # that are models by name now
+    adapters: frozenset[str] = frozenset()  # names that are models now
     request_id: str | None = None  # for the log
-    costly: bool = False  # render a template that may take any time, in a child with bounds
+    costly: bool = False  # render the template in a child with bounds
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer or an error; `last`: ask another process next time."""
+    """The preprocessed body, or an error."""
 
-    last: bool = False
+    last: bool = False  # ask another process next time
     costly: bool = False  # ask again with `Ask.costly`
-    body: bytes = b""  # JSON, without what has become token ids or text
-    # Arrays of 32 bits, and UTF-8: frames of their own.
+    body: bytes = b""  # JSON, without the fields that have become token ids or text
+    # These are frames of their own: arrays of 32 bits, and UTF-8.
     prompts: tuple[bytes, ...] = ()
     texts: tuple[bytes, ...] = ()
     structured: StructuredOutput | None = None
     answer: AnswerPlan = field(default_factory=AnswerPlan)
     unknown: tuple[str, ...] = ()
     compiled: Compiled | None = None
-    error: dict[str, Any] | None = None  # the class's name and the arguments of a PdserveError
+    error: dict[str, Any] | None = None  # a PdserveError's class name and arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,7 @@ def _work(preprocessor: Preprocessor, log: LogConfig, connection: socket.socket)
 
 
 def frames_of(preprocessor: Preprocessor, ask: Ask, raw: bytes) -> list[bytes]:
-    """The reply to a body, whatever that is."""
+    """The frames of the reply; every body has one."""
     request_id_var.set(ask.request_id)
     templates: Templates = "apart" if ask.costly else "elsewhere"
     asked = replace(preprocessor, adapters=ask.adapters, templates=templates)
@@ -178,7 +180,7 @@ def answer(preprocessor: Preprocessor, kind: str, raw: bytes | bytearray) -> Rep
 
 
 def _fields(kind: str, preprocessed: Preprocessed[Any]) -> bytes:
-    """The body's other fields; those no schema has are left out."""
+    """JSON of the body's other fields, without those that no schema has."""
     known = set(type(preprocessed.body).model_fields) - _CONSUMED
     rest = preprocessed.body.model_dump(mode="json", include=known, exclude_none=True)
     fields = msgspec.json.encode({**rest, **_PLACEHOLDERS.get(kind, {})})
@@ -188,7 +190,7 @@ def _fields(kind: str, preprocessed: Preprocessed[Any]) -> bytes:
 
 
 def _peak_memory() -> int:
-    """Of this process alone: `ru_maxrss` begins at that of the one which started it."""
+    """Bytes at this process's own peak; `ru_maxrss` starts at its parent's."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 

@@ -1,7 +1,7 @@
-"""The processes that preprocess large bodies (`preprocess_worker`): the router's end.
+"""The router's pool of processes that preprocess large bodies (`preprocess_worker`).
 
-One that dies costs its body a second try in a fresh one, and nothing else; a body that ends two is
-refused. One that a signal has stopped counts as dead after a few seconds.
+If a process dies, its body gets a second try in a fresh one; a body that ends two processes is
+refused. A process that a signal has stopped counts as dead after a few seconds.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,57 +22,24 @@ from pdserve.common.core.structured import StructuredOutput
 from pdserve.common.obs.logging import request_id_var
 from pdserve.router.api.fork_server import LENGTH, Fork, ForkServer, is_stopped, unless_stopped
 from pdserve.router.api.grammar_compiler import Compiled
-from pdserve.router.api.preprocess import KINDS, Preprocessed, parse
+from pdserve.router.api.preprocess import KINDS, BodyBuffer, Preprocessed, parse
 from pdserve.router.api.preprocess_worker import GRAMMAR, Ask, Head, Reply, Spec
-from pdserve.router.requests.fair_share import Turns
+from pdserve.router.requests.fair_share import FairExecutor
 
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 256  # bodies, whose bytes `router/http/request.py` bounds
 _MODULE = "pdserve.router.api.preprocess_worker"
 _TIMEOUT = 60.0  # seconds one body may take
-_RESTART_PAUSE = 0.5  # seconds: a host without memory kills the next one, too
-_MAX_FRAME = 2**30  # bytes of a reply
-PIECE = 64 * 1024  # bytes that a piece of a body has at least, but for the last
+_RESTART_PAUSE = 0.5  # seconds; a host without memory would kill the next one, too
+_MAX_FRAME = 2**30  # bytes
 
 _heads = msgspec.msgpack.Decoder(Head)
 
 
-class Pieces:
-    """A body as it comes, in pieces. A block of a large body's size would be moved when it grows,
-    all of it at once, and leave a hole as large."""
-
-    def __init__(self, whole: bytes = b"") -> None:
-        self._pieces: list[bytearray] = []
-        self._size = 0
-        self.add(whole)
-
-    def __len__(self) -> int:
-        """Bytes."""
-        return self._size
-
-    def add(self, data: bytes) -> None:
-        self._size += len(data)
-        if self._pieces and len(self._pieces[-1]) < PIECE:
-            self._pieces[-1] += data
-        else:
-            self._pieces.append(bytearray(data))
-
-    def whole(self) -> bytes:
-        return b"".join(self._pieces)
-
-    def clear(self) -> None:
-        """Frees them, whoever still knows this, as a refusal's traceback does."""
-        self._pieces.clear()
-        self._size = 0
-
-    def __iter__(self) -> Iterator[bytearray]:
-        return iter(self._pieces)
-
-
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """A reply with the frames behind it."""
+class ReceivedReply:
+    """A reply with the frames that follow it."""
 
     reply: Reply
     prompts: tuple[array[int], ...]
@@ -81,17 +47,17 @@ class Answer:
 
 
 class DiedError(Exception):
-    """A process ended, or stood still, before it had answered."""
+    """A process ended, or was stopped, before its reply."""
 
 
 class PreprocessWorkers:
-    """Starts its processes when they are needed, and a new one for each that ends."""
+    """Starts processes when they are needed; clients take turns."""
 
     def __init__(self, spec: Spec, size: int = 2) -> None:
         self._spec = msgspec.msgpack.encode(spec)
-        self._turns = Turns(size, MAX_WAITING)
-        # Costly templates never hold all processes.
-        self._costly = Turns(max(1, size - 1), MAX_WAITING)
+        self._turns = FairExecutor(size, MAX_WAITING)
+        # Costly templates never occupy all processes.
+        self._costly = FairExecutor(max(1, size - 1), MAX_WAITING)
         self._idle: list[_Worker] = []
         self._server: ForkServer | None = None
         self._starting = asyncio.Lock()
@@ -100,17 +66,18 @@ class PreprocessWorkers:
     async def preprocess(
         self,
         kind: str,
-        raw: Pieces,
+        raw: BodyBuffer,
         client: str = "",
         adapters: frozenset[str] = frozenset(),
         costly: bool = False,
     ) -> Preprocessed[Any]:
-        """As `Preprocessor.preprocess`, in another process; clients take turns. `raw` is used up.
-        `costly`: its template is known to be.
+        """Calls `Preprocessor.preprocess` in another process; `raw` is used up. `costly`: the
+        template may take any time.
 
         Raises:
             Overloaded: too many bodies wait.
-            PdserveError: also when two processes died of this body, or it takes too long.
+            PdserveError: as `Preprocessor.preprocess`, or two processes died of this body, or it
+                takes too long.
         """
         ask = Ask(kind, adapters, request_id_var.get(), costly)
         answer = await self._ask_in_turn(ask, raw, client)
@@ -121,8 +88,8 @@ class PreprocessWorkers:
         )
 
     async def compile(self, structured: StructuredOutput, client: str = "") -> Compiled:
-        """As `compile_apart`, in another process; raises as `preprocess`."""
-        raw = Pieces(msgspec.msgpack.encode(structured))
+        """Calls `compile_apart` in another process; raises as `preprocess`."""
+        raw = BodyBuffer(msgspec.msgpack.encode(structured))
         ask = Ask(GRAMMAR, request_id=request_id_var.get())
         compiled = (await self._ask_in_turn(ask, raw, client)).reply.compiled
         assert compiled is not None
@@ -138,8 +105,8 @@ class PreprocessWorkers:
         if self._server is not None:
             await self._server.end()
 
-    async def _ask_in_turn(self, ask: Ask, raw: Pieces, client: str) -> Answer:
-        # A client that leaves does not end the work, which does not take long.
+    async def _ask_in_turn(self, ask: Ask, raw: BodyBuffer, client: str) -> ReceivedReply:
+        # The work goes on when its client leaves; it does not take long.
         work = partial(self._turns.run, client, partial(self._ask, ask, raw))
         answer = await (self._costly.run(client, work) if ask.costly else work())
         if answer.reply.costly:
@@ -148,17 +115,17 @@ class PreprocessWorkers:
             raise _error(**answer.reply.error)
         return answer
 
-    async def _ask(self, ask: Ask, raw: Pieces) -> Answer:
+    async def _ask(self, ask: Ask, raw: BodyBuffer) -> ReceivedReply:
         keep = False
         try:
             answer = await self._ask_twice(ask, raw)
-            keep = answer.reply.costly  # it is asked again
+            keep = answer.reply.costly  # the body is sent again
             return answer
         finally:
             if not keep:
                 raw.clear()
 
-    async def _ask_twice(self, ask: Ask, raw: Pieces) -> Answer:
+    async def _ask_twice(self, ask: Ask, raw: BodyBuffer) -> ReceivedReply:
         how = "ended a process, and another one when it was tried again"
         try:
             async with asyncio.timeout(_TIMEOUT):
@@ -171,7 +138,7 @@ class PreprocessWorkers:
         logger.error("preparing a body of %d bytes %s", len(raw), how)
         raise PdserveError(f"preparing the body {how}", code="PREPARATION_FAILED")
 
-    async def _try(self, ask: Ask, raw: Pieces, worker: _Worker) -> Answer:
+    async def _try(self, ask: Ask, raw: BodyBuffer, worker: _Worker) -> ReceivedReply:
         try:
             answer = await unless_stopped(worker.pid, worker.ask(ask, raw))
         except (OSError, EOFError, msgspec.DecodeError) as error:
@@ -188,7 +155,7 @@ class PreprocessWorkers:
         return answer
 
     async def _worker(self) -> _Worker:
-        """An idle one, if it works: it may have been killed, as by a host without memory."""
+        """An idle worker that is alive, or a fresh one: the host may have killed an idle one."""
         while self._idle:
             if (worker := self._idle.pop()).alive and not is_stopped(worker.pid):
                 return worker
@@ -197,7 +164,7 @@ class PreprocessWorkers:
 
     async def _fresh(self) -> _Worker:
         """Raises Unavailable: the host has no room for a process."""
-        with suppress(OSError):  # of a fork server that is gone or stands still
+        with suppress(OSError):  # the fork server is gone or stopped
             return _Worker(await (await self._fork_server()).fork())
         try:
             return _Worker(await (await self._fork_server()).fork())
@@ -214,10 +181,10 @@ class PreprocessWorkers:
             return self._server
 
     async def _keep(self, server: ForkServer) -> None:
-        """Replaces it when it ends, so that no body has to wait for that."""
+        """Replaces the fork server when it ends, so that no body has to wait for that."""
         await server.ended()
         await asyncio.sleep(_RESTART_PAUSE)
-        with suppress(OSError):  # the next body says so
+        with suppress(OSError):  # the next body meets the same error
             await self._fork_server()
 
 
@@ -231,21 +198,21 @@ class _Worker:
     def alive(self) -> bool:
         return self._fork.alive
 
-    async def ask(self, ask: Ask, raw: Pieces) -> Answer:
-        await self._send(Pieces(msgspec.msgpack.encode(ask)))
+    async def ask(self, ask: Ask, raw: BodyBuffer) -> ReceivedReply:
+        await self._send(BodyBuffer(msgspec.msgpack.encode(ask)))
         await self._send(raw)
         head = _heads.decode(await self._receive())
         prompts = [_ids(await self._receive()) for _ in range(head.num_prompts)]
         texts = [(await self._receive()).decode() for _ in range(head.num_texts)]
-        return Answer(head.reply, tuple(prompts), tuple(texts))
+        return ReceivedReply(head.reply, tuple(prompts), tuple(texts))
 
-    async def _send(self, data: Pieces) -> None:
+    async def _send(self, data: BodyBuffer) -> None:
         writer = self._fork.writer
         writer.write(LENGTH.pack(len(data)))
         for piece in data:
             writer.write(piece)
             await writer.drain()
-            await asyncio.sleep(0)  # a worker that reads as fast makes no pause
+            await asyncio.sleep(0)  # `drain` does not pause if the worker reads as fast
 
     async def _receive(self) -> bytes:
         reader = self._fork.reader

@@ -1,4 +1,4 @@
-"""Client input to sampling parameters: one validation for HTTP and gRPC."""
+"""Turns a client's parameters into `SamplingParams`: one validation for HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ STOP, BAD_WORDS = PARAMETERS["stop"], PARAMETERS["bad_words"]
 
 
 def make_sampling(given: Mapping[str, Any], model: ServedModel, max_tokens: int) -> SamplingParams:
-    """Validated parameters of what a client has given, by name; others in it are not looked at.
-    None and what is missing take the default, and a random seed.
+    """Validated sampling parameters. `given` has the client's by name; other names in it are
+    ignored. A missing one, or None, takes the default; a missing seed is drawn at random.
 
     Raises:
         InvalidRequest: a value is out of range; `param` names it.
@@ -51,7 +51,7 @@ def make_sampling(given: Mapping[str, Any], model: ServedModel, max_tokens: int)
 
 @lru_cache(maxsize=32)  # the prompts of a body have the same, and so have a client's requests
 def _encode_words(model: ServedModel, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    """Each word as it begins a text and as it follows a space: mostly other tokens."""
+    """The tokens of each word at the start of a text and after a space, which mostly differ."""
     sequences: dict[tuple[int, ...], None] = {}
     longest = PARAMETERS["bad_words_token_ids"].longest
     for word in words:
@@ -71,10 +71,10 @@ def _encode_words(model: ServedModel, words: tuple[str, ...]) -> tuple[tuple[int
 def _for_nodes(parameter: Parameter, value: Any) -> Any:
     """The value as SamplingParams holds it."""
     if isinstance(value, Collection) and not isinstance(value, str):
-        parameter.check_count(value)  # before anything is made of them: they may be millions
+        parameter.check_count(value)  # first: there may be millions
     if parameter.kind is Kind.TOKEN_IDS:
         return tuple(value)
-    if parameter.kind is Kind.TOKEN_ID_LISTS:  # over HTTP lists, over gRPC messages
+    if parameter.kind is Kind.TOKEN_ID_LISTS:  # lists over HTTP, messages over gRPC
         return tuple(tuple(getattr(each, "ids", each)) for each in value)
     if parameter.kind is Kind.BIASES:
         try:

@@ -1,11 +1,13 @@
-"""Request bodies, as OpenAI and vLLM word them.
+"""The schemas of request bodies, with the fields of OpenAI's and vLLM's APIs.
 
-Only types are checked here; ranges are checked where gRPC's are (`router/api/sampling.py`). Every
-field may be null, which means absent: clients send that.
+A schema checks types only; `router/api/sampling.py` checks ranges, for gRPC, too. Every field may
+be null, which means absent: clients send that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -20,6 +22,7 @@ from pydantic import (
 )
 from typing_extensions import TypeAliasType
 
+from pdserve.common.core.errors import InvalidRequest
 from pdserve.common.core.parameters import PARAMETERS, Kind, Parameter
 
 
@@ -29,17 +32,17 @@ def _no_boolean(value: Any) -> Any:
     return value
 
 
-# Also as text, and whole numbers with a point: clients send that.
+# Clients send numbers as text, too, and whole numbers with a point.
 Integer = Annotated[int, Strict(False), BeforeValidator(_no_boolean)]
 Number = Annotated[float, Strict(False), BeforeValidator(_no_boolean)]
-# A long list of the wrong type would otherwise give as long a list of errors.
+# Without FailFast a long list of the wrong type would give as long a list of errors.
 Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
 TokenIds = TypeAliasType("TokenIds", Annotated[list[int], FailFast()])
 Prompts = TypeAliasType("Prompts", Annotated[list[TokenIds], FailFast()])
 
 TOOL_NAME = r"^[A-Za-z0-9_.-]{1,128}$"
 
-# What to say of a field that takes several shapes, when it has none of them.
+# The types that a field takes, where there are several, for the error message.
 SHAPES = {
     "prompt": "a string, a list of strings, token ids or a list of lists of token ids",
     "stop": "a string or a list of strings",
@@ -53,7 +56,7 @@ SHAPES = {
 
 
 class Body(BaseModel):
-    """Fields we do not know are kept in `model_extra`, to be logged, and otherwise ignored."""
+    """Fields that the schema lacks are in `model_extra`; see `unknown_fields`."""
 
     model_config = ConfigDict(
         strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=(), frozen=True
@@ -85,18 +88,18 @@ TYPES: dict[Kind, Any] = {
 }
 
 
-def _said(each: Parameter) -> dict[str, Any]:
-    """A row's bounds and meaning in words of JSON Schema."""
+def _json_schema(each: Parameter) -> dict[str, Any]:
+    """A parameter's bounds and meaning in JSON Schema."""
     numbers = {"minimum": each.low, "maximum": each.high} if each.kind in NUMBERS else {}
     lists = {"maxItems": each.most} if each.most and each.kind is not Kind.BIASES else {}
     texts = {"maxLength": each.longest} if each.longest else {}
-    said = {**numbers, **lists, **texts, "description": each.meaning}
-    return {name: value for name, value in said.items() if value not in (None, "")}
+    found = {**numbers, **lists, **texts, "description": each.meaning}
+    return {name: value for name, value in found.items() if value not in (None, "")}
 
 
 NUMBERS = (Kind.INTEGER, Kind.NUMBER)
 FIELDS: dict[str, Any] = {
-    each.name: (TYPES[each.kind] | None, Field(None, json_schema_extra=_said(each)))
+    each.name: (TYPES[each.kind] | None, Field(None, json_schema_extra=_json_schema(each)))
     for each in PARAMETERS.values()
     if each.http
 }
@@ -104,9 +107,14 @@ TableBody: Any = create_model("TableBody", __base__=Body, **FIELDS)
 
 
 class GenerationBody(TableBody):
-    """What completions and chat have in common: the table of `common/core/parameters.py`."""
+    """The parameters that completions and chat share: the table of `common/core/parameters.py`."""
 
     stream_options: StreamOptions | None = None
+
+    def given(self, **renamed: Any) -> dict[str, Any]:
+        """The parameters by name, as `AppState.make_request` takes them; `renamed` are those that
+        an endpoint names otherwise."""
+        return {name: getattr(self, name) for name in FIELDS} | renamed
 
 
 class CompletionBody(GenerationBody):
@@ -118,8 +126,8 @@ class CompletionBody(GenerationBody):
 
     @property
     def prompt_top(self) -> int | None:
-        """Of the most likely tokens in the place of each of the prompt's so many are needed; None:
-        nothing of the prompt."""
+        """The number of most likely tokens that the answer needs for each token of the prompt;
+        None: the prompt's log-probabilities are not needed."""
         echoed = self.logprobs if self.echo else None
         asked = [each for each in (echoed, self.prompt_logprobs) if each is not None]
         return max(asked, default=None)
@@ -133,7 +141,7 @@ class TextPart(BaseModel):
 
 
 class _Part(BaseModel):
-    """Of tools and calls. Other fields go to the chat template as they are."""
+    """A part of a message or tool. Fields that it lacks go to the chat template as they are."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -171,8 +179,6 @@ class ToolCall(_Part):
 
 
 class Message(_Part):
-    """One turn."""
-
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[TextPart] | None = None
     tool_calls: list[ToolCall] | None = None
@@ -184,7 +190,7 @@ Tools = TypeAliasType("Tools", Annotated[list[Tool], FailFast()])
 
 
 class ChatTemplateBody(Body):
-    """What says how messages become a prompt."""
+    """Fields that control how messages become a prompt."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -221,3 +227,86 @@ class UnloadLoRABody(Body):
 
 class DetokenizeBody(Body):
     tokens: TokenIds
+
+
+# ---- fields that no schema has ---------------------------------------------------------------
+#
+# OpenAI, Anthropic or vLLM define these fields, and no schema has them. To ignore one would answer
+# another question than the client asked, so it is refused. A field that no API defines is ignored,
+# and logged.
+
+# By name, the values that ask for nothing, as null does.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    # OpenAI
+    "audio": (),
+    "background": (False,),
+    "conversation": (),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "include": ([], ["reasoning.encrypted_content"]),
+    "max_tool_calls": (),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "previous_response_id": (),
+    "prompt": (),
+    "reasoning_effort": (),
+    "service_tier": ("auto", "default", "standard_only"),
+    "store": (False,),
+    "top_logprobs": (0,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    # Anthropic
+    "container": (),
+    "context_management": (),
+    "mcp_servers": ([],),
+    "output_config": ({},),
+    "output_format": (),
+    # vLLM
+    "early_stopping": (False,),
+    "echo": (False,),
+    "enable_response_messages": (False,),
+    "include_reasoning": (True,),
+    "kv_transfer_params": ({},),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "previous_input_messages": ([],),
+    "prompt_embeds": (),
+    "repetition_detection": (),
+    "request_id": (),
+    "return_token_strs": (False,),
+    "structural_tag": (),
+    "thinking_token_budget": (),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+}
+# Fields that change no answer.
+WITHOUT_EFFECT = frozenset({
+    "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+    "spaces_between_special_tokens",
+})  # fmt: skip
+ONE_CHOICE = (("n", 1), ("best_of", 1))
+
+
+def unknown_fields(
+    extra: Mapping[str, Any],
+    elsewhere: Collection[str] = frozenset(),
+    sent_as: Mapping[str, str] = MappingProxyType({}),
+) -> frozenset[str]:
+    """The fields, of those that a body's schema lacks, that no API defines. `elsewhere` are fields
+    of other endpoints; `sent_as` has a field's path in the client's body, by its name here.
+
+    Raises:
+        InvalidRequest: a field asks for something that this server does not do.
+    """
+    for name, value in extra.items():
+        if value is None:
+            continue
+        if name in UNSUPPORTED and value not in UNSUPPORTED[name]:
+            sent = sent_as.get(name, name)
+            raise InvalidRequest(f"{sent} is not supported", param=sent)
+        if name in elsewhere and value is not False and (name, value) not in ONE_CHOICE:
+            raise InvalidRequest(f"{name} is not supported by this endpoint", param=name)
+    return frozenset(extra) - UNSUPPORTED.keys() - WITHOUT_EFFECT

@@ -1,4 +1,4 @@
-"""What a client wants the text to be, in any of the words there are for it, as one constraint."""
+"""Reads the constraint on an answer's text from any of the fields that clients have for it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 from pdserve.common.core.errors import InvalidRequest
 from pdserve.common.core.structured import ConstraintKind, StructuredOutput
-from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.router.api.schema import GenerationBody
 
 _ANY_OBJECT = {"type": "object"}
@@ -20,10 +19,10 @@ _OPTIONS = {
 
 
 def structured_of(body: GenerationBody) -> StructuredOutput | None:
-    """The constraint of a body; None: any text.
+    """The constraint in a body; None: any text is allowed.
 
     Raises:
-        InvalidRequest: it is none that can be kept, or there are several; `param` names the field.
+        InvalidRequest: a constraint is wrong, or there are several; `param` names the field.
     """
     if body.guided_decoding_backend not in (None, *_BACKENDS):
         raise _wrong("guided_decoding_backend", f"must be one of {', '.join(_BACKENDS)}")
@@ -33,7 +32,7 @@ def structured_of(body: GenerationBody) -> StructuredOutput | None:
         each
         for each in (
             _of_response_format(body.response_format),
-            _of_structured_outputs(body.structured_outputs),
+            from_structured_outputs(body.structured_outputs),
             *(_of_guided(body, kind) for kind in ConstraintKind),
         )
         if each is not None
@@ -66,19 +65,21 @@ def _of_response_format(given: Mapping[str, Any] | None) -> StructuredOutput | N
             )
 
 
-def _of_structured_outputs(given: Mapping[str, Any] | None) -> StructuredOutput | None:
-    return None if given is None else _of_parameters(given)
-
-
-def _of_parameters(given: Mapping[str, Any]) -> StructuredOutput:
-    """vLLM's `StructuredOutputsParams`; a null is absent there, too."""
+def from_structured_outputs(given: Mapping[str, Any] | None) -> StructuredOutput | None:
+    """The constraint in vLLM's `StructuredOutputsParams`; a null is absent there, too. Raises as
+    `structured_of`."""
+    if given is None:
+        return None
     name = "structured_outputs"
     present = {key: value for key, value in given.items() if value is not None}
     kinds = {each.value for each in ConstraintKind} | {"json_object"}
     if unknown := sorted(present.keys() - kinds - _OPTIONS):
         raise _wrong(f"{name}.{unknown[0][:64]}", "is not known")
     if present.get("disable_additional_properties"):
-        raise _wrong(f"{name}.disable_additional_properties", "is not supported: say so per object")
+        raise _wrong(
+            f"{name}.disable_additional_properties",
+            "is not supported: set additionalProperties in each object",
+        )
     if present.get("json_object") is False:
         del present["json_object"]
     chosen = sorted(present.keys() & kinds)
@@ -97,28 +98,11 @@ def _of_parameters(given: Mapping[str, Any]) -> StructuredOutput:
 
 
 def _of_guided(body: GenerationBody, kind: ConstraintKind) -> StructuredOutput | None:
-    """`guided_json` and its kin, vLLM's words until 0.11."""
+    """`guided_json` and the like, vLLM's fields until 0.11."""
     value = getattr(body, name := f"guided_{kind}", None)
     if value is None:
         return None
     return _make(kind, value, name, whitespace_pattern=body.guided_whitespace_pattern)
-
-
-def structured_fields(message: pb.StructuredOutputs) -> dict[str, Any]:
-    """gRPC's message as `structured_outputs` of a body."""
-    fields: dict[str, Any] = {
-        "disable_any_whitespace": message.disable_any_whitespace,
-        "whitespace_pattern": message.whitespace_pattern or None,
-    }
-    if (kind := message.WhichOneof("constraint")) is not None:
-        value = getattr(message, kind)
-        fields[kind] = list(value.texts) if kind == "choice" else value
-    return fields
-
-
-def structured_from_pb(message: pb.StructuredOutputs) -> StructuredOutput:
-    """Raises InvalidRequest as `structured_of`."""
-    return _of_parameters(structured_fields(message))
 
 
 def _make(kind: ConstraintKind, value: Any, param: str, **options: Any) -> StructuredOutput:
@@ -138,7 +122,7 @@ def _of_choices(kind: ConstraintKind, value: Any, param: str, **options: Any) ->
 
 
 def _of_object(kind: ConstraintKind, value: Any, param: str, **options: Any) -> StructuredOutput:
-    """An object, or the JSON text of one, which stays as it is."""
+    """Takes an object, or the JSON text of one, which stays as it is."""
     if isinstance(value, dict):
         return StructuredOutput.of_json(kind, value, param, **options)
     made = _of_text(kind, value, param, **options)

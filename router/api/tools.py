@@ -1,4 +1,4 @@
-"""The tools of a request: whether they are right, and what to look for in the answer."""
+"""The tools of a request: checks them, and plans how to parse the answer."""
 
 from __future__ import annotations
 
@@ -18,32 +18,30 @@ from pdserve.router.api.parsers.tool_parser import ToolParser, tool_parser
 from pdserve.router.api.schema import ChatBody, NamedTool, Tool
 
 MAX_TOOLS = 128
-# Keywords of JSON Schema whose value has schemas by names of the client's; and those with none.
+# Keywords of JSON Schema whose value has schemas by the client's names; keywords without schemas.
 _BY_NAME = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
 _NO_SCHEMAS = {"const", "enum", "default", "examples"}
 _NAMES = {"$id", "$anchor", "$dynamicAnchor", "$recursiveAnchor"}
-_OF_ROOTS = "x-guidance"  # llguidance's own keyword
+_OF_ROOTS = "x-guidance"  # llguidance's own keyword, for a schema's root alone
 NONE, AUTO, REQUIRED, NAMED = "none", "auto", "required", "named"
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """What an answer has beside text."""
+    """How to parse an answer: its tool calls and its reasoning."""
 
     tool_choice: str = NONE
-    tool_names: tuple[str, ...] = ()  # that may be called
+    tool_names: tuple[str, ...] = ()  # tools that may be called
     parallel: bool = True
-    bare: bool = False  # under `auto`: one schema makes it a call or a text
-    thinking: bool | None = None  # whether it begins with a thought; None: it has none
-    opening: Opening = field(default_factory=Opening)  # where its text is held to a grammar
+    bare: bool = False  # under `auto`: one schema makes the answer a call or a text
+    thinking: bool | None = None  # whether it begins with reasoning; None: it has no reasoning
+    opening: Opening = field(default_factory=Opening)  # where its text follows a grammar
 
     def shows_special_tokens(self, auto: type[ToolParser] | None) -> bool:
         return self.tool_choice == AUTO and auto is not None and auto.shows_special_tokens
 
-    def parser(self, auto: type[ToolParser] | None) -> AnswerParser | None:
-        """Of one choice; `auto` reads what the model writes unasked."""
-        if self.tool_choice == NONE and self.thinking is None:
-            return None
+    def parser(self, auto: type[ToolParser] | None) -> AnswerParser:
+        """A parser for one choice; `auto` reads what the model writes unasked."""
         kinds = {
             AUTO: BareCallParser if self.bare else auto,
             REQUIRED: RequiredParser,
@@ -57,7 +55,7 @@ class AnswerPlan:
 
 
 def plan_tools(body: ChatBody, config: ChatConfig) -> AnswerPlan:
-    """Raises InvalidRequest: a tool is wrong, or `tool_choice` is not one of them."""
+    """Raises InvalidRequest: a tool is wrong, or `tool_choice` names none of them."""
     tools = check_tools(body.tools or [])
     choice, names = _choice(body, config, tools)
     return AnswerPlan(choice, names, body.parallel_tool_calls is not False)
@@ -66,8 +64,8 @@ def plan_tools(body: ChatBody, config: ChatConfig) -> AnswerPlan:
 def with_thought(
     plan: AnswerPlan, body: ChatBody, config: ChatConfig, prompt: str, tokens: Tokenizer, held: bool
 ) -> AnswerPlan:
-    """And whether the answer to `prompt` begins with a thought. `held`: the text after it is held
-    to a grammar, which must know where it begins."""
+    """Adds whether the answer to `prompt` begins with reasoning. `held`: the text after it follows
+    a grammar, which must know where the text begins."""
     if config.reasoning_parser is None:
         return plan
     continued = text_of(body.messages[-1]) if body.continue_final_message else None
@@ -87,11 +85,12 @@ def with_calls(
     config: ChatConfig,
     tokens: Tokenizer,
 ) -> tuple[AnswerPlan, StructuredOutput]:
-    """As OpenAI has it: under `auto` an answer is either calls or a text as `structured` wants it.
-    A token tells them apart, or else the schema is that of a call or of the text.
+    """Allows calls beside a constraint: as in OpenAI's API an answer under `auto` is either calls
+    or a text that `structured` allows. A token distinguishes them, or else the schema allows
+    either.
 
     Raises:
-        InvalidRequest: calls cannot be told from such a text.
+        InvalidRequest: the model's calls cannot be distinguished from such a text.
     """
     if plan.tool_choice != AUTO:
         return plan, structured
@@ -111,8 +110,8 @@ def with_calls(
 
 
 def forced_calls(body: ChatBody, plan: AnswerPlan) -> StructuredOutput | None:
-    """What the answer must be where a call is, whatever a text would have to be; None: it need not
-    be one.
+    """The constraint that makes the answer a call; it replaces that on a text. None: the answer
+    need not be a call.
 
     Raises:
         InvalidRequest: tools are too large, or cannot be put side by side.
@@ -128,7 +127,7 @@ def forced_calls(body: ChatBody, plan: AnswerPlan) -> StructuredOutput | None:
 
 
 def _schemas(body: ChatBody, plan: AnswerPlan) -> dict[str, Any]:
-    """Of the arguments, by the names of tools that may be called."""
+    """The schemas of the arguments, by the names of tools that may be called."""
     return {
         tool.function.name: {"type": "object", **(tool.function.parameters or {})}
         for tool in body.tools or ()
@@ -137,13 +136,13 @@ def _schemas(body: ChatBody, plan: AnswerPlan) -> dict[str, Any]:
 
 
 def _call_or(structured: StructuredOutput, schemas: dict[str, Any]) -> StructuredOutput:
-    """A text as `structured` wants it, or one call instead."""
+    """The constraint that allows a text as in `structured`, or one call instead."""
     calls, moved = _calls(schemas)
     try:
         text = {key: value for key, value in json.loads(structured.text).items() if key != "$id"}
         if _OF_ROOTS in text:
             raise InvalidRequest(
-                f"{structured.param} has {_OF_ROOTS}, which is not kept beside tools",
+                f"{structured.param} has {_OF_ROOTS}, which tools exclude",
                 param=structured.param,
             )
         moved["text"] = _moved(text, "#/$defs/text")
@@ -163,15 +162,15 @@ def _call_or(structured: StructuredOutput, schemas: dict[str, Any]) -> Structure
 
 
 def _list_of_calls(schemas: dict[str, Any], parallel: bool) -> dict[str, Any]:
-    """A JSON schema."""
+    """The JSON schema of a list of calls."""
     calls, moved = _calls(schemas)
     most = {} if parallel else {"maxItems": 1}
     return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": moved}
 
 
 def _calls(schemas: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """A schema of each call, and what they refer to: those of the tools, moved into one with all
-    that these refer to."""
+    """A schema for each call, and the `$defs` that they refer to: the tools' own schemas, each
+    moved with everything in it."""
     calls = [
         {
             "type": "object",
@@ -196,10 +195,10 @@ def _calls(schemas: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _moved(part: Any, root: str) -> Any:
-    """A schema, or a list of them, whose own references begin at `root`.
+    """A schema, or a list of them, with its references rewritten to begin at `root`.
 
     Raises:
-        ValueError: it names a part of itself (the keyword) otherwise than by its place.
+        ValueError: it names a part of itself by a keyword, not by its place.
     """
     if isinstance(part, list):
         return [_moved(each, root) for each in part]
@@ -239,7 +238,7 @@ def check_tools(tools: list[Tool]) -> list[Tool]:
 
 
 def _choice(body: ChatBody, config: ChatConfig, tools: list[Tool]) -> tuple[str, tuple[str, ...]]:
-    """What is to be done, and with which tools."""
+    """The tool choice, and the names of the tools that may be called."""
     names = tuple(tool.function.name for tool in tools)
     choice = body.tool_choice or (AUTO if names else NONE)
     if choice == NONE:

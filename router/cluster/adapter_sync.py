@@ -1,5 +1,5 @@
-"""Nodes get the adapters that are served here: each is told all of them, when it registers and
-whenever they change, until it has them. A client's new adapter is served once every node has it."""
+"""Sends the served adapters to nodes: all of them to each node, when it registers and after each
+change, until the node has them. A client's new adapter is served once every node has it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.status import from_rpc_error
-from pdserve.router.cluster.adapters import Adapter, Adapters
+from pdserve.router.cluster.adapters import Adapter, ServedAdapters
 from pdserve.router.cluster.node_client import protocol_error
 from pdserve.router.cluster.registry import Node, Registry
 from pdserve.router.cluster.served_model import ServedModel
@@ -41,22 +41,22 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SET_TIMEOUT = 120.0  # seconds a node may take to read its adapters
-RETRY = 5.0  # seconds after which a node that could not is asked again
+RETRY = 5.0  # seconds until another try after a node failed
 
 
 class AdapterSync:
-    """`keep` is to run as long as the router does."""
+    """`keep` must run as long as the router does."""
 
     def __init__(
         self,
         config: LoRAConfig,
         folder: str | None,
         model: ServedModel,
-        adapters: Adapters,
+        adapters: ServedAdapters,
         registry: Registry,
         channels: Channels,
     ) -> None:
-        """`folder` is --runtime-lora-dir: what clients load must be in it."""
+        """`folder` is --runtime-lora-dir: clients may load adapters in it."""
         self._config = config
         self._folder = Path(folder or ".").resolve()
         self._model = model
@@ -66,17 +66,18 @@ class AdapterSync:
         self._loading = asyncio.Lock()  # one adapter at a time
         self._work: asyncio.Task[Adapter] | None = None
         self._asking: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by node
-        self._failed: dict[str, tuple[float, frozenset[str], str]] = {}  # when, of what, why
+        # By node: time, wanted digests and reason of its last failure.
+        self._failed: dict[str, tuple[float, frozenset[str], str]] = {}
 
-    # ---- for clients ------------------------------------------------------------------------
+    # ---- for clients -------------------------------------------------------------------------
 
     async def load(self, name: str, path: str, in_place: bool) -> Adapter:
-        """Once it has begun, also when the client does not wait for it.
+        """Loads an adapter on every node. Once begun, this goes on when the client leaves.
 
         Raises:
-            InvalidRequest: it cannot be served, here or on a node. Nothing has changed then.
-            Unavailable: requests still have what is in its place, or no node answers. One that does
-                not while others do is told later.
+            InvalidRequest: the adapter cannot be served, here or on a node; nothing has changed.
+            Unavailable: requests still use the adapters in its place, or no node answers. If only
+                some nodes do not answer, they get it later.
         """
         await self._loading.acquire()
         self._work = asyncio.create_task(self._load(name, path, in_place))
@@ -92,15 +93,15 @@ class AdapterSync:
         await self._load_everywhere(adapter)
         self._adapters.add(adapter)
         self._registry.notify()
-        logger.info("adapter %s is served: %s from %s", name, adapter.digest, adapter.path)
+        logger.info("serving adapter %s: %s from %s", name, adapter.digest, adapter.path)
         return adapter
 
     def _refuse_one_more(self) -> NoReturn:
         limit = self._config.max_loras
         if len({each.digest for each in self._adapters.served()}) < limit:
             raise _in_use(
-                f"adapters that are unloaded still have requests; with them there are "
-                f"{limit}, as many as --max-loras allows"
+                f"requests still use unloaded adapters; with them there are {limit}, as many as "
+                "--max-loras allows"
             )
         raise InvalidRequest(
             f"{limit} adapters are loaded, as many as --max-loras allows: unload one (it goes when "
@@ -108,13 +109,13 @@ class AdapterSync:
         )
 
     def unload(self, name: str) -> None:
-        """What requests have of it goes on.
+        """Requests in flight keep the adapter.
 
         Raises:
-            ModelNotFound: there is none by that name.
+            ModelNotFound: there is no adapter of that name.
         """
         self._adapters.remove(name)
-        logger.info("adapter %s is served no more", printable(name, 128))
+        logger.info("unloaded adapter %s", printable(name, 128))
 
     def _check_name(self, name: str, in_place: bool) -> None:
         if not is_plain_id(name):
@@ -141,8 +142,8 @@ class AdapterSync:
             spec = ModelSpec.from_folder(self._model.root)
             file = read_adapter(path, spec, self._config.max_lora_rank)
         except ConfigError as error:
-            told = error.message.replace(str(path), given)
-            raise InvalidRequest(f"lora_path: {told}", param="lora_path") from error
+            message = error.message.replace(str(path), given)
+            raise InvalidRequest(f"lora_path: {message}", param="lora_path") from error
         except (OSError, ValueError, RuntimeError) as error:  # no path at all, or links in a circle
             raise InvalidRequest("lora_path is no path of a folder", param="lora_path") from error
         return Adapter(name, str(path), file.digest)
@@ -159,7 +160,7 @@ class AdapterSync:
         for node, failed in zip(nodes, failures, strict=True):
             if adapter.digest in failed:
                 reason = f"{node.id}: {failed[adapter.digest]}"
-                # What nobody here wants leaves a full node, unless another router's jobs have it.
+                # A full node drops adapters that no router wants, unless jobs still use them.
                 others = node.adapters - self._adapters.wanted().keys()
                 if others and len(node.adapters) >= self._config.max_loras:
                     raise _in_use(reason)
@@ -170,28 +171,28 @@ class AdapterSync:
             )
             raise Unavailable("; ".join(reasons), code="NO_NODE", retry_after=2.0)
 
-    # ---- for nodes --------------------------------------------------------------------------
+    # ---- for nodes ---------------------------------------------------------------------------
 
     async def keep(self) -> None:
-        """Tells nodes that register, or could not before, for ever."""
-        telling: dict[str, asyncio.Task[object]] = {}
+        """Sends adapters to nodes that register, or that failed before; never returns."""
+        sending: dict[str, asyncio.Task[object]] = {}
         try:
-            await self._keep(telling)
+            await self._keep(sending)
         finally:
-            for task in telling.values():
+            for task in sending.values():
                 task.cancel()
             if self._work is not None:
                 self._work.cancel()
 
-    async def _keep(self, telling: dict[str, asyncio.Task[object]]) -> None:
+    async def _keep(self, sending: dict[str, asyncio.Task[object]]) -> None:
         while True:
-            for node_id in [node_id for node_id, task in telling.items() if task.done()]:
-                telling.pop(node_id).result()
+            for node_id in [node_id for node_id, task in sending.items() if task.done()]:
+                sending.pop(node_id).result()
             for node in self._registry.nodes():
-                if node.id not in telling and self._lacks(node):
-                    telling[node.id] = asyncio.create_task(self._sync(node))
+                if node.id not in sending and self._lacks(node):
+                    sending[node.id] = asyncio.create_task(self._sync(node))
             present = {node.id for node in self._registry.nodes()}
-            for node_id in (self._failed.keys() | self._asking.keys()) - present - telling.keys():
+            for node_id in (self._failed.keys() | self._asking.keys()) - present - sending.keys():
                 self._failed.pop(node_id, None)
                 self._asking.pop(node_id, None)
             with suppress(TimeoutError):
@@ -208,15 +209,15 @@ class AdapterSync:
         return what != wanted or monotonic() - when >= RETRY
 
     async def _sync(self, node: Node, new: Adapter | None = None) -> dict[str, str]:
-        """Why a node does not have some of those that are wanted, or that are `new`, by digest;
-        under no digest, why none."""
+        """Sends a node the wanted adapters and the `new` one. Returns the reasons, by digest, why
+        it lacks some; an empty digest stands for all."""
         async with self._asking[node.id]:
             wanted = self._adapters.wanted()
             if new is not None:
                 wanted[new.digest] = new.path
             failures: dict[str, str] = {}
             try:
-                if not self._registry.is_alive(node):  # it was when this began to wait for its turn
+                if not self._registry.is_alive(node):  # it may have died while this waited
                     raise NodeError("it does not answer", code="PEER_SILENT")
                 response = await _unless_lost(node, self._ask(node, wanted))
                 node.adapters = frozenset(response.digests)
@@ -228,7 +229,7 @@ class AdapterSync:
             except PdserveError as error:
                 failures[""] = error.message
             if not failures and wanted.keys() - node.adapters:
-                failures[""] = "it does not have all that it was told"
+                failures[""] = "it does not have all adapters that it was sent"
             self._note(node, frozenset(wanted), failures)
         self._registry.notify()
         return failures
@@ -263,8 +264,8 @@ def _in_use(reason: str) -> Unavailable:
 
 
 async def _unless_lost(node: Node, work: Coroutine[Any, Any, T]) -> T:
-    """Raises PdserveError, as `work` does, also when the node stands still: that breaks no
-    connection."""
+    """Awaits `work`; raises PdserveError as `work` does, or when the node is lost: a host that
+    stands still breaks no connection."""
     task = asyncio.ensure_future(work)
     lost: list[PdserveError] = []
 
@@ -277,7 +278,7 @@ async def _unless_lost(node: Node, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.wait((task,))
         if lost:
             raise lost[0]
-        if task.cancelled():  # by its channel, which is closed when the node has left
+        if task.cancelled():  # its channel is closed when the node has left
             raise NodeError(f"{node.id} has left", code="PEER_LOST", blame=Blame(node.role))
         return task.result()
     finally:

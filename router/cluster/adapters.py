@@ -1,5 +1,5 @@
-"""LoRA adapters as clients know them: models by name, of which each request keeps the one that it
-began with, whatever the name comes to mean. Nodes know digests alone."""
+"""The LoRA adapters that clients use as models, by name. A request keeps the adapter that it began
+with, even if the name gets another one. Nodes know adapters by digest."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from pdserve.router.cluster.served_model import ServedModel
 @dataclass(frozen=True, slots=True)
 class Adapter:
     name: str
-    path: str  # of its folder
-    digest: str  # of what it computes
+    path: str  # its folder
+    digest: str  # identifies what it computes
     created: int = field(default_factory=lambda: int(time.time()))  # Unix time, seconds
 
 
-class Adapters:
-    """Those that are served, and those that only requests under way still have."""
+class ServedAdapters:
+    """The served adapters, and unloaded ones that requests in flight still use."""
 
     def __init__(self, adapters: Iterable[Adapter] = ()) -> None:
         self._served = {each.name: each for each in adapters}
-        self._in_use: Counter[Adapter] = Counter()  # by how many requests
-        self._running: Counter[Adapter] = Counter()  # by how many of them that have a place
+        self._in_use: Counter[Adapter] = Counter()  # requests that use each adapter
+        self._running: Counter[Adapter] = Counter()  # those of them that have a slot
 
     def served(self) -> list[Adapter]:
         return list(self._served.values())
@@ -46,7 +46,7 @@ class Adapters:
         return self._served.get(name or "")
 
     def add(self, adapter: Adapter) -> None:
-        """Also in the place of one by the same name."""
+        """Replaces an adapter of the same name."""
         self._served[adapter.name] = adapter
 
     def remove(self, name: str) -> None:
@@ -55,20 +55,20 @@ class Adapters:
             raise ModelNotFound(f"The adapter `{name}` is not loaded.", param="lora_name")
 
     def using(self, adapter: Adapter | None) -> AbstractContextManager[None]:
-        """While a request has it, nodes are to have it."""
+        """Inside, a request uses the adapter, and nodes must have it."""
         return _counted(self._in_use, adapter)
 
     def running(self, adapter: Adapter | None) -> AbstractContextManager[None]:
-        """Inside `using`: the request waits for no place any more."""
+        """Inside, the request has a slot."""
         return _counted(self._running, adapter)
 
     def at_work(self) -> tuple[list[str], list[str]]:
-        """Names of those that requests have which run, and which wait."""
+        """The names of adapters of running requests, and of waiting ones."""
         waiting = {each.name for each in self._in_use - self._running}
         return sorted({each.name for each in self._running}), sorted(waiting)
 
     def wanted(self) -> dict[str, str]:
-        """What nodes are to have: folders by digest."""
+        """The adapters that nodes must have: folders by digest."""
         return {each.digest: each.path for each in (*self._in_use, *self._served.values())}
 
 
@@ -87,9 +87,9 @@ def _counted(users: Counter[Adapter], adapter: Adapter | None) -> Iterator[None]
 
 
 class AdaptersCollector(Collector):
-    """As vLLM shows them: one series, whose labels say which ones are at work now."""
+    """vLLM's metric of adapters: one series, whose labels name those at work now."""
 
-    def __init__(self, adapters: Adapters, max_loras: int) -> None:
+    def __init__(self, adapters: ServedAdapters, max_loras: int) -> None:
         self._adapters = adapters
         self._max_loras = max_loras
 
@@ -109,11 +109,11 @@ class AdaptersCollector(Collector):
         yield gauge
 
 
-def read_adapters(config: LoRAConfig, model: ServedModel) -> Adapters:
-    """Of --lora-modules.
+def read_adapters(config: LoRAConfig, model: ServedModel) -> ServedAdapters:
+    """Reads --lora-modules.
 
     Raises:
-        ConfigError: one of them cannot be served.
+        ConfigError: an adapter cannot be served.
     """
     found = []
     for name, path in config.modules.items():
@@ -122,4 +122,4 @@ def read_adapters(config: LoRAConfig, model: ServedModel) -> Adapters:
         path = str(Path(path).resolve())
         file = read_adapter(path, ModelSpec.from_folder(model.root), config.max_lora_rank)
         found.append(Adapter(name, path, file.digest))
-    return Adapters(found)
+    return ServedAdapters(found)

@@ -1,4 +1,4 @@
-"""Which nodes and pairs may be given a request now, and why the others may not."""
+"""Decides which nodes and pairs may get a request now, and why the others may not."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.router.cluster.health import BreakerState
 from pdserve.router.cluster.registry import ROLE_NAMES, Node, Registry
 
-MAX_REASONS = 4  # that a sentence gives
-MAX_PAIRINGS = 4096  # that `/v1/cluster` lists: of 512 nodes of each role there are 262,144
-STAND_IN_AFTER = 3.0  # seconds without a prefill node, one of which may be about to come back
+MAX_REASONS = 4  # in one sentence
+MAX_PAIRINGS = 4096  # in `/v1/cluster`: 512 nodes of each role have 262,144
+STAND_IN_AFTER = 3.0  # seconds without a prefill node; one may be about to come back
 
 
 class ClusterView:
-    """The registry, as placement, `/ready`, `/v1/cluster` and the metrics see it."""
+    """The registry's view for placement, `/ready`, `/v1/cluster` and the metrics."""
 
     def __init__(self, registry: Registry) -> None:
         self.registry = registry
 
-    # ---- what may be used -------------------------------------------------------------------
+    # ---- usable nodes and pairs --------------------------------------------------------------
 
     def usable(self, role: int) -> list[Node]:
-        """Nodes of a role that may be given a request now."""
+        """Nodes of a role that may get a request now."""
         return [node for node in self._nodes(role) if self._why_unusable(node) is None]
 
     def can_hand_over(self, prefill: Node, decode: Node) -> bool:
-        """Whether these two fit, and reach each other as far as is known."""
+        """Whether these two fit, and their link is not broken."""
         return can_pair(prefill, decode) and self.registry.links.allows(prefill.id, decode.id)
 
     def pairs(self) -> list[tuple[Node, Node]]:
-        """Those that may be given a request now."""
+        """Pairs that may get a request now."""
         return list(self._pairs())
 
     def _pairs(self) -> Iterator[tuple[Node, Node]]:
@@ -46,10 +46,10 @@ class ClusterView:
         return product(self.usable(pb.ROLE_PREFILL), self.usable(pb.ROLE_DECODE))
 
     def must_prefill(self, decode: Node) -> bool:
-        """Whether a decode node stands in for its prefill nodes, none of which can serve it now: at
-        once while one lives (its link is cut, or it is sick), else when none has been heard of for
-        `STAND_IN_AFTER`. A decode node whose prefill nodes have all left in order, or have not come
-        yet, waits for them."""
+        """Whether a decode node must prefill, because no prefill node can serve it now: at once
+        while one is alive (its link is broken, or it is unhealthy), else when the last one has been
+        silent for `STAND_IN_AFTER`. A decode node waits for prefill nodes that have all
+        deregistered, or have not registered yet."""
         if any(self.can_hand_over(node, decode) for node in self.usable(pb.ROLE_PREFILL)):
             return False
         fitting = [node for node in self._nodes(pb.ROLE_PREFILL) if can_pair(node, decode)]
@@ -61,7 +61,7 @@ class ClusterView:
         return bool(heard) and self.registry.now() - max(heard) >= STAND_IN_AFTER
 
     def ready(self) -> tuple[bool, str]:
-        """Whether a new request could be served now; the reason when not, or what is amiss."""
+        """Whether a new request could be served now, and the reason if not, or a remark."""
         if any(starmap(self.can_hand_over, self._usable_pairs())):
             return True, "ok"
         both, apart = self._nodes(pb.ROLE_BOTH), self._nodes(pb.ROLE_PREFILL, pb.ROLE_DECODE)
@@ -73,10 +73,10 @@ class ClusterView:
         reasons += [self._why_missing(pb.ROLE_BOTH)] if both else []
         return False, "; ".join(reasons)
 
-    # ---- why not ----------------------------------------------------------------------------
+    # ---- reasons -----------------------------------------------------------------------------
 
     def unusable_reasons(self, role: int) -> list[str]:
-        """For each registered node of a role that may not be given a request now."""
+        """The reasons why registered nodes of a role may not get a request now."""
         reasons = [(node.id, self._why_unusable(node)) for node in self._nodes(role)]
         return [f"{node_id}: {reason}" for node_id, reason in reasons if reason is not None]
 
@@ -102,7 +102,7 @@ class ClusterView:
         return f"no prefill node pairs with a decode node ({'; '.join(reasons)})"
 
     def _why_missing(self, *roles: int) -> str:
-        """Why some of these roles have no node that may be used."""
+        """The reasons why some of these roles have no usable node."""
         missing = [role for role in roles if not self.usable(role)]
         what = " and ".join(f"no usable {ROLE_NAMES[role]} node" for role in missing)
         why = [text for role in missing for text in self.unusable_reasons(role)]
@@ -111,10 +111,10 @@ class ClusterView:
     def _nodes(self, *roles: int) -> list[Node]:
         return [node for node in self.registry.nodes() if node.info.role in roles]
 
-    # ---- what is shown ----------------------------------------------------------------------
+    # ---- /v1/cluster and the metrics ---------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
-        """All nodes and the pairs in use, MAX_PAIRINGS of them, for `/v1/cluster`."""
+        """All nodes and up to MAX_PAIRINGS usable pairs, for `/v1/cluster`."""
         unpaired = self._unpaired()
         return {
             "nodes": [self._describe(node, unpaired) for node in self.registry.nodes()],
@@ -126,7 +126,7 @@ class ClusterView:
         }
 
     def _flows(self) -> list[dict[str, Any]]:
-        """What has gone between nodes that are registered."""
+        """The transfers between registered nodes."""
         present = {node.id for node in self.registry.nodes()}
         return [
             {"prefill": pair[0], "decode": pair[1], **asdict(flow)}
@@ -140,8 +140,8 @@ class ClusterView:
         return Counter((node.role, self._state(node, unpaired)) for node in self.registry.nodes())
 
     def _unpaired(self) -> dict[str, str]:
-        """Prefill and decode nodes that fit none of the other role, of which there are some: why,
-        by id."""
+        """The reasons, by id, why prefill and decode nodes fit no registered node of the other
+        role."""
         prefills, decodes = self._kinds(pb.ROLE_PREFILL), self._kinds(pb.ROLE_DECODE)
         if not (prefills and decodes):
             return {}
@@ -156,7 +156,7 @@ class ClusterView:
         return why
 
     def _kinds(self, role: int) -> list[list[Node]]:
-        """The nodes of a role; those that pair with the same ones together."""
+        """The nodes of a role, grouped by the nodes that they pair with."""
         kinds: dict[tuple[str, ...], list[Node]] = {}
         for node in self._nodes(role):
             kinds.setdefault((node.info.fingerprint, *node.info.kv_connectors), []).append(node)
@@ -172,7 +172,7 @@ class ClusterView:
         return "unpaired" if node.id in unpaired else "ready"
 
     def _reason(self, node: Node, unpaired: Mapping[str, str]) -> str:
-        """Why it is in its state, or what is wrong though it may be used."""
+        """The reason for the node's state, or what is wrong though it is usable."""
         why = node.unreachable or self._why_unusable(node) or unpaired.get(node.id)
         why = why or node.load.reason
         if not node.skew:
@@ -204,23 +204,23 @@ class ClusterView:
 
 
 def _described(node: Node) -> dict[str, Any]:
-    """What it says of itself, which is not written anew for each that asks: that takes 0.1 ms."""
+    """The node's own description as JSON. It is kept, because making it takes 0.1 ms."""
     if node.described is None or node.described[0] is not node.info:
         info = MessageToDict(node.info, preserving_proto_field_name=True)
         info["role"] = node.role
-        info.pop("instance", None)  # a secret between the node and this router
+        info.pop("instance", None)  # only the node and this router may know it
         node.described = node.info, info
     return node.described[1]
 
 
 def can_pair(prefill: Node, decode: Node) -> bool:
-    """Whether KV of one is KV of the other, and a connector both have can carry it."""
+    """Whether both nodes have the same KV layout and a connector in common."""
     same_kv = prefill.info.fingerprint == decode.info.fingerprint
     return same_kv and not set(prefill.info.kv_connectors).isdisjoint(decode.info.kv_connectors)
 
 
 def mismatch(prefill: Node, decode: Node) -> str:
-    """In which respects two nodes differ that do not pair."""
+    """The differences between two nodes that do not pair."""
     ours, theirs = prefill.info.fingerprint_parts, decode.info.fingerprint_parts
     differences = [
         f"{part} {ours.get(part)} ≠ {theirs.get(part)}"

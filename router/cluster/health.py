@@ -1,27 +1,29 @@
-"""What keeps requests from nodes that fail: circuit breakers, and the clock that silence is
-measured by."""
+"""The health of nodes and of the links between them: circuit breakers, the clock that measures
+silence, and what each link has carried."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from enum import StrEnum
+from math import isfinite
 from time import monotonic
 
 STANDSTILL = 1.0  # seconds without a turn of the event loop, after which calls may have ended
-AFTER_STANDSTILL = 3.0  # seconds, awake, in which it shows which ones
+AFTER_STANDSTILL = 3.0  # seconds, awake, in which the ends of these calls show
 TICK, LONGEST_GAP = 0.1, 0.3  # seconds
 
 
 class AwakeClock:
-    """Seconds, without those in which this process did not run.
+    """A clock in seconds that stops while this process does not run.
 
-    A router that was stopped, or whose host was, wakes up to heartbeats that wait in its sockets;
-    by the real clock it would take every node for silent before it has read them. Whoever uses
-    this clock asks it more often than every `longest_gap` seconds while the process runs, as
-    `run` does: a longer gap was no running. The same goes for an event loop that something has
-    blocked: what came meanwhile is read a little at each of its turns, however late they are.
+    A router that was stopped, or whose host was, wakes up to heartbeats that wait in its sockets.
+    By the real clock every node would be silent before the router has read them. Something must
+    read this clock more often than every `longest_gap` seconds while the process runs, as `run`
+    does: in a longer gap it did not run. The same holds for an event loop that was blocked: each
+    of its turns reads a little of what came meanwhile.
     """
 
     def __init__(
@@ -32,7 +34,7 @@ class AwakeClock:
         self._asked = real()
         self._slept = 0.0
         self._ticks = False
-        self._woke = float("-inf")  # by this clock, from the last standstill
+        self._woke = float("-inf")  # when the last standstill ended, by this clock
 
     def __call__(self) -> float:
         now = self._real()
@@ -44,27 +46,27 @@ class AwakeClock:
         return now - self._slept
 
     async def run(self) -> None:
-        """Asks it often enough, for ever."""
+        """Reads the clock often enough; never returns."""
         while True:
             self()
             self._ticks = True
             await asyncio.sleep(TICK)
 
     def stood_still(self) -> bool:
-        """Whether the process does not run again for long. Its peers may have given it up, and its
-        own timers are over, though nothing was late but itself. Only `run` can tell."""
+        """Whether a standstill has just ended. Peers may have given this process up, and its timers
+        have expired, though only the process itself was late. This needs `run`."""
         return self() - self._woke < AFTER_STANDSTILL
 
 
 class BreakerState(StrEnum):
     CLOSED = "closed"  # requests pass
-    OPEN = "open"  # none do, until the cool-down is over
+    OPEN = "open"  # no request passes until the cool-down is over
     HALF_OPEN = "half_open"  # one trial is under way
 
 
 class CircuitBreaker:
-    """Opens after failures in a row; after a rest one request is the trial. The node's own
-    failures count; a client's mistakes must not be recorded here."""
+    """Opens after failures in a row; after the cool-down one request is the trial. Only the node's
+    own failures count, not a client's mistakes."""
 
     def __init__(self, max_failures: int, cooldown: float, now: Callable[[], float]) -> None:
         self._max_failures = max_failures
@@ -88,7 +90,7 @@ class CircuitBreaker:
         return not self._trial and self._now() - self._opened_at >= self._cooldown
 
     def begun(self) -> None:
-        """A request was sent; on an open breaker it is the trial."""
+        """Notes that a request was sent; on an open breaker it is the trial."""
         self._trial = self._opened_at is not None
 
     def succeeded(self) -> None:
@@ -102,7 +104,7 @@ class CircuitBreaker:
             self._opened_at = self._now()
 
     def undecided(self) -> None:
-        """The request ended without a word about the node (its client left)."""
+        """Notes that a request ended and says nothing about the node, as when its client left."""
         self._trial = False
 
 
@@ -110,11 +112,11 @@ LINK_COOLDOWN, LINK_COOLDOWN_MAX = 1.0, 30.0  # seconds
 
 
 class LinkBreakers:
-    """Which prefill and decode nodes do not reach each other, though the router reaches both.
+    """Breakers of links between prefill and decode nodes that the router reaches both.
 
-    Nobody is to blame and both nodes serve in other pairs. After a while, longer after each
-    failure, one request tries a broken link again; an old one is forgotten. Links are pairs of
-    node ids.
+    A broken link counts against neither node: both serve in other pairs. After a cool-down, longer
+    after each failure, one request tries the link again; an old failure is forgotten. Links are
+    pairs of node ids.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
@@ -127,7 +129,7 @@ class LinkBreakers:
         return link is None or self._now() >= link.until
 
     def begun(self, prefill: str, decode: str) -> None:
-        """A request is given to the pair; to one that was broken as its trial."""
+        """Notes that a request uses the link; on a broken link it is the trial."""
         if (link := self._broken.get((prefill, decode))) is not None:
             link.until = self._now() + link.cooldown
 
@@ -135,7 +137,7 @@ class LinkBreakers:
         self._broken.pop((prefill, decode), None)
 
     def failed(self, prefill: str, decode: str) -> None:
-        """Failures of requests that were under way together count once."""
+        """Notes a failure; failures of requests that ran at the same time count once."""
         self._forget()
         link = self._broken.setdefault((prefill, decode), _BrokenLink())
         if link.failed_at + link.cooldown <= self._now():
@@ -153,3 +155,42 @@ class _BrokenLink:
         self.cooldown = LINK_COOLDOWN / 2
         self.failed_at = float("-inf")
         self.until = 0.0
+
+
+MAX_FLOWS = 1024  # links; the ones used last are kept
+
+
+@dataclass(slots=True)
+class Flow:
+    transfers: int = 0
+    bytes: int = 0
+    seconds: float = 0.0  # that sending took; each of several transfers at the same time counts
+
+
+class Flows:
+    """Counts what each link has carried; links are pairs of node ids."""
+
+    def __init__(self) -> None:
+        self._flows: dict[tuple[str, str], Flow] = {}  # in order of last use
+
+    def landed(self, prefill: str, decode: str, num_bytes: int) -> None:
+        """Notes a complete transfer."""
+        flow = self._of(prefill, decode)
+        flow.transfers += 1
+        flow.bytes += num_bytes
+
+    def sent(self, prefill: str, decode: str, seconds: float) -> None:
+        """Notes the duration that the prefill node reports; it may be any number."""
+        if isfinite(seconds) and seconds > 0:
+            self._of(prefill, decode).seconds += seconds
+
+    def items(self) -> Iterator[tuple[tuple[str, str], Flow]]:
+        yield from self._flows.items()
+
+    def _of(self, prefill: str, decode: str) -> Flow:
+        pair = prefill, decode
+        flow = self._flows.pop(pair, None) or Flow()
+        self._flows[pair] = flow
+        if len(self._flows) > MAX_FLOWS:
+            del self._flows[next(iter(self._flows))]
+        return flow

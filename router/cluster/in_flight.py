@@ -1,4 +1,4 @@
-"""One request on one node: the load it is, and what its end says of the node."""
+"""Accounts for one request on one node: its load, and the consequences of its end for the node."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import TracebackType
 from pdserve.common.core.errors import PdserveError, TransferError
 from pdserve.router.cluster.registry import Node, Registry
 
-# A node that says so, or that did not answer, gets nothing until its next heartbeat.
+# After one of these errors a node gets no request until its next heartbeat.
 LOST_CODES = frozenset(
     {
         "PEER_LOST",
@@ -19,9 +19,9 @@ LOST_CODES = frozenset(
         "ENGINE_STALLED",
     }
 )
-# Of transfers: the link between two nodes, not either of them.
+# A transfer's errors that are the link's between two nodes, and neither node's.
 LINK_CODES = frozenset({"PEER_LOST", "CONNECT_FAILED", "LEASE_EXPIRED", "NO_COMMON_CONNECTOR"})
-# Another request may do well there.
+# The node can serve other requests after these errors.
 SOUND_CODES = frozenset({"SEQUENCE_FAILED", "ADAPTER_NOT_LOADED"})
 
 
@@ -32,13 +32,13 @@ class InFlight:
     def __init__(
         self, registry: Registry, node: Node, prefill_tokens: int = 0, last_chance: str = ""
     ) -> None:
-        """`prefill_tokens`: so many are to be prefilled. `last_chance`: the request's id, when one
-        more death of a node would be its end (`Retries.last_chance`)."""
+        """`prefill_tokens`: tokens to prefill. `last_chance`: the request's id, if one more death
+        of a node would end it (`Retries.last_chance`)."""
         self._registry = registry
         self._node = node
         self._prefill_tokens = prefill_tokens
         self._last_chance = last_chance
-        self.first_in_line = False  # when it failed, it was the next to be prefilled
+        self.first_in_line = False  # it was the next to be prefilled when it failed
 
     def __enter__(self) -> InFlight:
         node = self._node
@@ -64,16 +64,16 @@ class InFlight:
         self._node.in_flight -= 1
 
     def progressed(self) -> None:
-        """The node has made a token: nothing more is to prefill, a breaker's trial is over, and
+        """Notes a token of the node: the prompt is prefilled, a breaker's trial has succeeded, and
         the request does not kill this node."""
         self._prefilled()
         self._survived()
         self._node.breaker.succeeded()
 
     def failed(self, error: PdserveError) -> None:
-        """A call to the node ended so. Only a failure that is the node's own counts: not one of
-        the network between two nodes, of a sequence, or of another node. A node that was not
-        there is not used until its next heartbeat."""
+        """Notes the error of a call to the node. Only the node's own failures count against it: not
+        those of the network between two nodes, of a sequence, or of another node. A node that did
+        not answer is not used until its next heartbeat."""
         node = self._node
         self.first_in_line = next(iter(node.prefilling), None) is self
         on_link = isinstance(error, TransferError) and error.code in LINK_CODES

@@ -152,7 +152,7 @@ class NodeStream(Generic[EventT]):
             raise self._protocol_error(f"the stream has no {field!r}")
         return getattr(event, field)
 
-    # ---- inside -----------------------------------------------------------------------------
+    # ---- inside ------------------------------------------------------------------------------
 
     @contextmanager
     def _typed_errors(self) -> Iterator[None]:

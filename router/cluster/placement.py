@@ -1,16 +1,17 @@
-"""Placement: which nodes a request runs on, now or as soon as there are some.
+"""Placement: selects the nodes that a request runs on, and waits until there are some.
 
-The decode node is chosen first, among those that pair with some prefill node. The prefill node
-is chosen when the decode node's ticket is there, in `prefill`, whether it is the first one or
-takes over. Either counts as loaded from the moment it is chosen. A node of both roles stands beside
-the decode nodes: what is placed there computes its prompt there.
+The decode node is selected first, among those that pair with some prefill node. `prefill` selects
+the prefill node when the decode node's ticket is there, whether it is the first one or takes over.
+Either counts as loaded from then on. A node of both roles competes with the decode nodes; it
+computes the prompts of the requests that are placed on it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from itertools import count
 from time import monotonic
 from typing import TypeVar
@@ -20,14 +21,27 @@ from pdserve.common.core.errors import Unavailable
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.router.cluster.cluster_view import ClusterView
 from pdserve.router.cluster.registry import ROLE_NAMES, Node
-from pdserve.router.requests.request_state import RequestState
 
 T = TypeVar("T")
 Policy = Callable[[Sequence[Node]], Node]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementRequest:
+    """What placement must know about a request."""
+
+    request_id: str
+    num_tokens: int  # tokens to prefill
+    adapter: str  # digest of its LoRA adapter; empty: it has none
+    version: str | None  # fingerprint of the nodes that made its tokens so far; None: it has none
+    avoid: Collection[str]  # ids of nodes that have failed it
+    local_prefill: bool  # its KV should not travel any more
+    last_chance: Callable[[str], bool]  # as `Retries.last_chance`
+    waiting: Callable[[], AbstractContextManager[float]]  # as `Deadline.waiting`
+
+
 class RoundRobin:
-    """Every node in turn, in the order of their ids."""
+    """Takes the nodes in turn, in the order of their ids."""
 
     def __init__(self) -> None:
         self._turn = count()
@@ -38,9 +52,9 @@ class RoundRobin:
 
 
 def least_load(nodes: Sequence[Node]) -> Node:
-    """The node with the fewest tokens to prefill, then the fewest requests, of this router for
-    each of its replicas; among equals the one that reports the fewest waiting tokens for each,
-    then the most free blocks on one."""
+    """The node with the fewest tokens to prefill, then the fewest requests, of this router and per
+    replica; among equals the one that reports the fewest waiting tokens per replica, then the most
+    free blocks on one."""
     return min(
         nodes,
         key=lambda node: (
@@ -57,8 +71,8 @@ def make_policy(name: str) -> Policy:
     return RoundRobin() if name == "round-robin" else least_load
 
 
-class Placement:
-    """Policy and patience over what may be used."""
+class NodeSelector:
+    """Selects among the usable nodes by a policy for each role."""
 
     def __init__(self, config: RoutingConfig, view: ClusterView) -> None:
         self._config = config
@@ -67,44 +81,44 @@ class Placement:
         self._decode_policy = make_policy(config.decode_policy)
         self._both_policy = make_policy(config.decode_policy)
 
-    async def decode(self, request: RequestState) -> tuple[Node, bool]:
-        """A decode node or one of both roles, and whether it is to compute the prompt, too. Waits
-        for one as long as the request's deadline allows.
+    async def decode(self, request: PlacementRequest) -> tuple[Node, bool]:
+        """A decode node or one of both roles, and whether it computes the prompt, too. Waits for
+        one as long as the request's deadline allows.
 
         Raises:
-            Unavailable: none came.
+            Unavailable: no node came.
         """
         return await self._wait_for(lambda: self._find_decode(request), request)
 
-    async def prefill(self, request: RequestState, decode: Node) -> Node | None:
-        """A prefill node for blocks that `decode` holds already; waits as `decode` does. None:
-        another attempt is better, for only other decode nodes have a prefill node left, or the
+    async def prefill(self, request: PlacementRequest, decode: Node) -> Node | None:
+        """A prefill node for blocks that `decode` has reserved; waits as `decode` does. None:
+        another attempt is better, because only other decode nodes have a prefill node left, or the
         KV should not travel.
 
         Raises:
-            Unavailable: none came.
+            Unavailable: no node came.
         """
 
         def find() -> tuple[Node | None] | None:
-            if request.retries.local_prefill:
+            if request.local_prefill:
                 return (None,)
             prefills = _adapted(self._view.usable(pb.ROLE_PREFILL), request)
             if fitting := [node for node in prefills if self._view.can_hand_over(node, decode)]:
                 if not (fitting := _isolated(fitting, request, "prefill")):
                     return None
-                return (self._prefill_policy(_without(fitting, request.retries.avoid) or fitting),)
+                return (self._prefill_policy(_without(fitting, request.avoid) or fitting),)
             return (None,) if self._find_decode(request) is not None else None
 
         (found,) = await self._wait_for(find, request)
         return found
 
-    def _find_decode(self, request: RequestState) -> tuple[Node, bool] | None:
-        """A request that has begun stays with its version, and does not wait for a prefill node:
-        a decode node can compute it, too."""
-        view, avoid = self._view, request.retries.avoid
+    def _find_decode(self, request: PlacementRequest) -> tuple[Node, bool] | None:
+        """A request that has tokens stays with its version, and does not wait for a prefill node: a
+        decode node can compute it, too."""
+        view, avoid = self._view, request.avoid
         decodes, boths = self._able(pb.ROLE_DECODE, request), self._able(pb.ROLE_BOTH, request)
         short = request.num_tokens < self._config.local_prefill_threshold
-        if short or request.retries.local_prefill:
+        if short or request.local_prefill:
             return self._pick(decodes, boths, avoid, local_prefill=True)
         prefills = _adapted(view.usable(pb.ROLE_PREFILL), request)
         for some in (_without(prefills, avoid), prefills):
@@ -113,10 +127,10 @@ class Placement:
                 return self._pick(paired, boths, avoid)
         if paired or boths:
             return self._pick(paired, boths, avoid)
-        alone = [node for node in decodes if request.begun or view.must_prefill(node)]
+        alone = [node for node in decodes if request.version or view.must_prefill(node)]
         return self._pick(alone, [], avoid, local_prefill=True)
 
-    def _able(self, role: int, request: RequestState) -> list[Node]:
+    def _able(self, role: int, request: PlacementRequest) -> list[Node]:
         usable = _adapted(self._view.usable(role), request)
         nodes = _isolated(usable, request, ROLE_NAMES[role])
         return [node for node in nodes if request.version in (None, node.info.fingerprint)]
@@ -128,9 +142,9 @@ class Placement:
         avoid: Collection[str],
         local_prefill: bool = False,
     ) -> tuple[Node, bool] | None:
-        """The policy's choice of each kind, and of these two the one with fewer requests of this
-        router, then with more free blocks: tokens to prefill do not compare, since a decode node's
-        are elsewhere."""
+        """Takes the policy's choice of each kind, and of these two the node with fewer requests of
+        this router, then with more free blocks. Tokens to prefill do not compare: a decode node's
+        are on its prefill nodes."""
         fresh = _without(decodes, avoid), _without(boths, avoid)
         kinds = fresh if any(fresh) else (decodes, boths)
         policies = self._decode_policy, self._both_policy
@@ -143,12 +157,12 @@ class Placement:
         )
         return node, local_prefill or node.info.role == pb.ROLE_BOTH
 
-    async def _wait_for(self, find: Callable[[], T | None], request: RequestState) -> T:
+    async def _wait_for(self, find: Callable[[], T | None], request: PlacementRequest) -> T:
         if (found := find()) is not None:
             return found
-        with request.deadline.waiting() as until:
+        with request.waiting() as until:
             while (found := find()) is None:
-                # Wake up now and then: a breaker that may be tried again announces nothing.
+                # Look again from time to time: a breaker that may be tried again does not notify.
                 patience = min(0.5, until - monotonic())
                 if patience <= 0:
                     raise Unavailable(self._why_none(request), code="NO_NODE", retry_after=2.0)
@@ -157,30 +171,29 @@ class Placement:
                         await self._view.registry.wait_for_change()
         return found
 
-    def _why_none(self, request: RequestState) -> str:
+    def _why_none(self, request: PlacementRequest) -> str:
         ready, reason = self._view.ready()
         if not ready:
             return reason
-        if request.begun:
-            return "no usable node is of the version that began this"
-        if request.request.adapter is not None:
+        if request.version:
+            return "no usable node has the version that began this request"
+        if request.adapter:
             return "no usable nodes have the adapter"
-        return "the nodes left are kept for a request that has failed on others"
+        return "the remaining nodes are reserved for a request that has failed on others"
 
 
 def _without(nodes: Sequence[Node], avoid: Collection[str]) -> list[Node]:
     return [node for node in nodes if node.id not in avoid]
 
 
-def _adapted(nodes: Sequence[Node], request: RequestState) -> list[Node]:
-    """Those that have its adapter, if it has one."""
-    adapter = request.request.adapter
-    return [node for node in nodes if adapter is None or adapter.digest in node.adapters]
+def _adapted(nodes: Sequence[Node], request: PlacementRequest) -> list[Node]:
+    """The nodes that have the request's adapter, if it has one."""
+    return [node for node in nodes if not request.adapter or request.adapter in node.adapters]
 
 
-def _isolated(nodes: Sequence[Node], request: RequestState, role: str) -> list[Node]:
-    """Those without another request of which one more death would be the end, if this is one: a
-    request that kills nodes must not be the end of those that were beside it each time."""
+def _isolated(nodes: Sequence[Node], request: PlacementRequest, role: str) -> list[Node]:
+    """For a request that one more death of a node would end: the nodes without another such
+    request. A request that kills nodes must not end those that ran beside it each time."""
     free = ("", request.request_id)
-    last_chance = request.retries.last_chance(role)
+    last_chance = request.last_chance(role)
     return [node for node in nodes if not last_chance or node.last_chance in free]

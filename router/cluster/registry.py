@@ -1,7 +1,7 @@
-"""Which nodes there are, and which of them are alive: membership and liveness.
+"""Membership and liveness of nodes.
 
-A node is judged by what this router sees on its own calls to it. What one node says of another
-concerns the link between the two (`LinkBreakers`): neither is worse for it.
+The router judges a node by its own calls to it. If one node reports a failure of another, only the
+link between them counts as broken (`LinkBreakers`).
 """
 
 from __future__ import annotations
@@ -24,18 +24,17 @@ from pdserve.common.core.errors import (
     Unavailable,
 )
 from pdserve.common.rpc.pb import cluster_pb2 as pb
-from pdserve.router.cluster.flows import Flows
-from pdserve.router.cluster.health import AwakeClock, CircuitBreaker, LinkBreakers
+from pdserve.router.cluster.health import AwakeClock, CircuitBreaker, Flows, LinkBreakers
 
 logger = logging.getLogger(__name__)
 
-# Registered at a time, lost ones included until they are forgotten; and new ones, which is enough
-# for a big cluster that comes back at once and stops a node that dies and returns for ever.
+# Registered nodes, including lost ones until they are forgotten. New nodes have a rate, enough for
+# a big cluster that comes back at once; it slows a node down that dies and returns endlessly.
 MAX_NODES = 1024
 NEW_NODES_BURST, NEW_NODES_PER_S = 256, 32.0
-MAX_SKEW = 10.0  # seconds; at WINDOW_S of `rpc.auth` calls are refused at first
-MAX_GONE = 64  # versions of prefill nodes of which it is known that there were some
-# What becomes of calls while the router that made them stands still.
+MAX_SKEW = 10.0  # seconds; beyond WINDOW_S of `rpc.auth` calls are refused at first
+MAX_GONE = 64  # versions whose lost prefill nodes are remembered
+# Errors of calls that a standstill of this router may cause.
 BY_STANDSTILL = frozenset(
     {"PEER_LOST", "UNREACHABLE", "PEER_SILENT", "TOKEN_STREAM_LOST", "LEASE_EXPIRED"}
 )
@@ -48,31 +47,31 @@ ROLE_NAMES: dict[int, str] = {
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One registered node, as this router sees it."""
+    """One registered node and its state at this router."""
 
     info: pb.NodeInfo
     load: pb.NodeLoad
     last_seen: float
     breaker: CircuitBreaker
-    # ---- this router's requests on it: kept by `InFlight`
+    # ---- this router's requests on it; `InFlight` writes these
     in_flight: int = 0
-    # Tokens that it still has to prefill for each of them, in order of arrival.
+    # Tokens that it still has to prefill for each request, in order of arrival.
     prefilling: dict[object, int] = field(default_factory=dict)
     prefill_tokens: int = 0  # their sum
-    prompt_tokens: int = 0  # tokens of prompts that it has prefilled
-    cached_tokens: int = 0  # of them those that were in its prefix cache
-    adapters: frozenset[str] = frozenset()  # digests of the LoRA adapters that it has
+    prompt_tokens: int = 0  # tokens of the prompts that it has prefilled
+    cached_tokens: int = 0  # those of them that were in its prefix cache
+    adapters: frozenset[str] = frozenset()  # digests of its LoRA adapters
     last_chance: str = ""  # id of the request that has its last chance here
-    # What to call when the node is lost: a stalled host breaks no connection.
+    # Called when the node is lost, because a stalled host breaks no connection.
     on_lost: set[Callable[[PdserveError], None]] = field(default_factory=set)
     clock: AwakeClock = field(default_factory=AwakeClock)  # the registry's
-    # ---- liveness: kept by `Registry`
-    lost: bool = False  # a call found nobody there since the last heartbeat
+    # ---- liveness; `Registry` writes these
+    lost: bool = False  # a call has failed since the last heartbeat
     silent: bool = False  # its heartbeats, or its answers, have stopped
-    skew: float = 0.0  # seconds by which its clock is ahead of this host's, if by too many
-    unreachable: str = ""  # why it does not answer us, though its heartbeats may come
-    last_answer: float = 0.0  # when it did last
-    # ---- `info` as JSON, once it was asked for: kept by `ClusterView`
+    skew: float = 0.0  # seconds by which its clock is ahead of this host's, if too many
+    unreachable: str = ""  # why it does not answer, though its heartbeats may come
+    last_answer: float = 0.0  # the time of its last answer
+    # ---- `info` as JSON; `ClusterView` writes it
     described: tuple[pb.NodeInfo, dict[str, Any]] | None = None
 
     @property
@@ -85,30 +84,29 @@ class Node:
 
     @property
     def replicas(self) -> int:
-        """Those that share its load; a node of an older version does not say and has one."""
+        """The replicas that share its load; a node of an older version has one."""
         return max(1, self.info.data_parallel_size)
 
     @property
     def last_heard(self) -> float:
-        """When it was last seen to serve: its heartbeats may come though it does not answer."""
+        """The time when it last served: its heartbeats may come though it does not answer."""
         return min(self.last_seen, self.last_answer) if self.unreachable else self.last_seen
 
     @property
     def clock_off(self) -> str:
-        """How, and what to do; empty: it is not."""
+        """Its clock's difference, and what to do; empty if the clock is right."""
         if not self.skew:
             return ""
         way = "ahead of" if self.skew > 0 else "behind"
         return f"its clock is {abs(self.skew):.0f} s {way} the router's: set the clocks (NTP)"
 
     def excused(self, error: PdserveError) -> PdserveError:
-        """What the failure of a call to it is: nothing that it did, where this router has just
-        stood still."""
+        """The error of a call to it, or another one if a standstill of this router explains it."""
         between_nodes = isinstance(error, TransferError) and error.code != "LEASE_EXPIRED"
         if error.code not in BY_STANDSTILL or between_nodes or not self.clock.stood_still():
             return error
         return NodeError(
-            f"this router had stood still: {error.message}",
+            f"this router stood still: {error.message}",
             code="ROUTER_STOOD_STILL",
             blame=Blame.NETWORK,
         )
@@ -120,31 +118,32 @@ class Node:
 
 
 class Registry:
-    """Nodes by id. A node whose heartbeats stop is not used, and forgotten after ten
-    time-outs; when it comes back it registers again."""
+    """Nodes by id. A node whose heartbeats stop is not used, and is forgotten after ten time-outs;
+    when it comes back it registers again."""
 
     def __init__(self, config: RoutingConfig, now: Callable[[], float] | None = None) -> None:
-        """`sweep` is to be called four times in each `--heartbeat-timeout`."""
+        """Call `sweep` four times in each `--heartbeat-timeout`."""
         self._config = config
         self.clock = AwakeClock()
         self.now = now = now or self.clock
         self._nodes: dict[str, Node] = {}
-        self._leaving: list[Node] = []  # deregistered; what they have goes on
+        self._leaving: list[Node] = []  # deregistered nodes with requests in flight
         self._changed = asyncio.Event()
-        self._room_for_new = float(NEW_NODES_BURST)  # a token bucket, as of `_filled_at`
+        self._room_for_new = float(NEW_NODES_BURST)  # a token bucket, filled at `_filled_at`
         self._filled_at = now()
         self.links = LinkBreakers(now)
-        # By fingerprint: when the last one was heard of that was lost and is forgotten.
+        # By fingerprint: when a lost and forgotten prefill node was last heard of.
         self.gone_prefills: dict[str, float] = {}
         self.flows = Flows()
 
-    # ---- what nodes say of themselves -------------------------------------------------------
+    # ---- reports of nodes about themselves ---------------------------------------------------
 
     def register(self, info: pb.NodeInfo, load: pb.NodeLoad) -> None:
-        """
+        """Adds the node, or renews what it says about itself.
+
         Raises:
-            Unavailable: NODE_ID_TAKEN, another process has this id, and lives elsewhere.
-            Overloaded: too many nodes, or too many new ones at once.
+            Unavailable: NODE_ID_TAKEN, another live process has this id.
+            Overloaded: too many nodes are registered, or too many new ones at once.
         """
         known = self._nodes.get(info.node_id)
         if known is not None and known.info.instance == info.instance:
@@ -185,15 +184,15 @@ class Registry:
         self._room_for_new -= 1
 
     def _replace(self, known: Node, info: pb.NodeInfo) -> None:
-        """By another process with its id: at the same address the older one cannot be there any
-        more; elsewhere it must have fallen silent."""
+        """Gives the id to another process. At the same address the older process must be gone; at
+        another address it must have fallen silent."""
         if self.is_alive(known) and known.info.address != info.address:
             logger.warning(
-                "refused to register %s at %s: that node lives, at %s",
+                "refused to register %s at %s: a live node has this id, at %s",
                 info.node_id, info.address, known.info.address,
             )  # fmt: skip
             raise Unavailable(
-                f"{info.node_id} is a node that lives elsewhere: end it, or wait until it is lost",
+                f"a live node has the id {info.node_id}: stop it, or wait until it is lost",
                 code="NODE_ID_TAKEN",
             )
         logger.warning(
@@ -204,7 +203,7 @@ class Registry:
         self._end_requests(known, "PEER_LOST", "was replaced by a new process")
 
     def heartbeat(self, node_id: str, load: pb.NodeLoad, instance: str = "") -> bool:
-        """False: the node is unknown and must register."""
+        """Returns false if the node is unknown and must register."""
         node = self._nodes.get(node_id)
         if node is None or node.info.instance != instance:
             return False
@@ -216,8 +215,8 @@ class Registry:
         return True
 
     def clock_shown(self, node_id: str, time_s: float) -> None:
-        """The node's clock showed this Unix time when it sent what has just come. It matters to
-        nothing: who is refused for its time learns the other's (`rpc.auth`)."""
+        """Compares the Unix time of a message that has just come. The result is for people only:
+        peers correct refused times themselves (`rpc.auth`)."""
         node, skew = self._nodes.get(node_id), time_s - time.time()
         if node is None or not time_s or not isfinite(skew) or self.clock.stood_still():
             return
@@ -228,7 +227,7 @@ class Registry:
             logger.info("%s: its clock agrees with the router's again", node.id)
 
     def deregister(self, node_id: str, instance: str = "") -> None:
-        """The node drains: what it has goes on, and it gets no new requests."""
+        """The node drains: its requests go on, and it gets no new ones."""
         node = self._nodes.get(node_id)
         if node is not None and node.info.instance == instance:
             del self._nodes[node_id]
@@ -237,10 +236,10 @@ class Registry:
                 self.gone_prefills.pop(node.info.fingerprint, None)
             logger.info("%s deregistered", node_id)
 
-    # ---- what this router sees of them ------------------------------------------------------
+    # ---- observations of this router ---------------------------------------------------------
 
     def answered(self, node: Node) -> None:
-        """It answers calls of this router."""
+        """Notes that a node has answered a call."""
         node.last_answer = self.now()
         if node.unreachable:
             logger.info("%s can be reached again", node.id)
@@ -248,8 +247,8 @@ class Registry:
             self.notify()
 
     def unanswered(self, node: Node, reason: str, refused: bool) -> None:
-        """It did not; `refused`: there is no connection at all, so that there is no point in
-        waiting as long as for a heartbeat."""
+        """Notes that a node has not answered; `refused`: there is no connection at all, so that
+        waiting as long as for a heartbeat is useless."""
         late = self.now() - node.last_answer > self._config.heartbeat_timeout
         refused = refused and not self.clock.stood_still()
         if not node.unreachable and (refused or late):
@@ -259,13 +258,13 @@ class Registry:
             self._fell_silent(node)
 
     def lacks_adapter(self, node: Node, digest: str) -> None:
-        """Another router had it drop that one: it is to be told again."""
+        """Notes that a node lacks an adapter, which another router had it drop."""
         node.adapters -= {digest}
         self.notify()
 
     def sweep(self) -> None:
-        """Ends what is in flight on nodes that have fallen silent; drops those that have been
-        silent for long."""
+        """Ends the requests on nodes that have fallen silent; forgets nodes that have been silent
+        for long."""
         for node in self.nodes():
             if not node.silent and self.now() - node.last_seen > self._config.heartbeat_timeout:
                 self._fell_silent(node)
@@ -286,7 +285,7 @@ class Registry:
 
     def _fell_silent(self, node: Node) -> None:
         node.silent = True
-        logger.warning("%s is silent; its requests go elsewhere", node.id)
+        logger.warning("%s is silent; its requests move to other nodes", node.id)
         self._end_requests(node, "PEER_SILENT", "is silent")
 
     def _end_requests(self, node: Node, code: str, why: str) -> None:
@@ -294,14 +293,14 @@ class Registry:
         for on_lost in list(node.on_lost):
             on_lost(error)
 
-    # ---- who is there -----------------------------------------------------------------------
+    # ---- who is there ------------------------------------------------------------------------
 
     def nodes(self) -> list[Node]:
         return list(self._nodes.values())
 
     def connected(self) -> list[Node]:
-        """Those that are registered, or leave and still have requests of this router: the latter
-        send no heartbeats any more."""
+        """Registered nodes, and leaving ones that still have requests of this router; the latter
+        send no heartbeats."""
         self._leaving = [node for node in self._leaving if node.in_flight]
         return self.nodes() + self._leaving
 
@@ -314,6 +313,6 @@ class Registry:
         await self._changed.wait()
 
     def notify(self) -> None:
-        """Whoever waits for a node looks again."""
+        """Wakes up the requests that wait for a node."""
         self._changed.set()
         self._changed = asyncio.Event()

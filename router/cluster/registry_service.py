@@ -1,4 +1,4 @@
-"""The registry over gRPC: nodes register at a port of its own, and are probed by health checks."""
+"""The registry over gRPC, at a port of its own, and the health checks that probe nodes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RegistryService(pb_grpc.RegistryServicer):
-    """Nodes of another model are refused: the router could not tokenize for them."""
+    """Registers nodes. It refuses nodes of another model, because the router cannot tokenize for
+    them."""
 
     def __init__(self, registry: Registry, model: str, heartbeat_interval: float) -> None:
         self._registry = registry
@@ -80,7 +81,7 @@ class RegistryService(pb_grpc.RegistryServicer):
 
 
 class ElsewhereRegistry(grpc.GenericRpcHandler):  # type: ignore[type-arg]
-    """At the port of clients: tells a node that was given it where nodes register."""
+    """Answers nodes that call the clients' port with the name of the right one."""
 
     def service(self, details: grpc.HandlerCallDetails) -> Any:
         if not details.method.startswith("/pdserve.v1.Registry/"):
@@ -91,12 +92,12 @@ class ElsewhereRegistry(grpc.GenericRpcHandler):  # type: ignore[type-arg]
 async def _elsewhere(requests: Any, context: Context) -> None:
     await context.abort(
         grpc.StatusCode.UNIMPLEMENTED,
-        "nodes do not register at this port: name the router's --registry-port (8002) in --router",
+        "nodes do not register at this port: give the router's --registry-port (8002) in --router",
     )
 
 
 def check_shape(node: pb.NodeInfo) -> None:
-    """Raises InvalidRequest for what no node says of itself, be it too long or not to be shown."""
+    """Raises InvalidRequest: a field is missing, malformed or too long."""
     if node.role not in ROLE_NAMES or not node.node_id or not node.address:
         raise InvalidRequest("a node must state its id, role and address")
     if not _NODE_ID.fullmatch(node.node_id):
@@ -130,14 +131,14 @@ def check_shape(node: pb.NodeInfo) -> None:
 
 
 def _cut(load: pb.NodeLoad) -> None:
-    """The reason is shown to clients."""
+    """Cuts the reason, which clients see."""
     load.reason = printable(load.reason, MAX_REASON_LENGTH)
 
 
 async def probe_nodes(registry: Registry, channels: Channels, period: float) -> None:
-    """Asks every node for its health, for ever; what it answers does not matter here. Heartbeats
-    show the way from a node to here; a name that no longer resolves or a one-way cut shows only
-    on the way there, and no client's request has to find out."""
+    """Calls every node's health check; only whether it answers matters. Never returns. Heartbeats
+    show that a node reaches the router; this shows that the router reaches the node, so that no
+    client's request has to find out."""
     while True:
         async with asyncio.TaskGroup() as group:
             for node in registry.connected():

@@ -1,4 +1,4 @@
-"""The model behind the API, as far as the router must know it."""
+"""The served model, as far as the router must know it: names, window and tokenizer, no weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pdserve.common.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 _PIECE = 64 * 1024  # characters
-# What a checkpoint's generation_config.json may say of sampling, as vLLM reads it.
+# Sampling defaults that vLLM reads from a checkpoint's generation_config.json.
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -27,23 +27,23 @@ _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 class ServedModel:
     """Name, window and tokenizer, and the checks that need them."""
 
-    names: tuple[str, ...]  # by which clients may ask for it
+    names: tuple[str, ...]  # clients may use any of them
     root: str  # path of the checkpoint
     max_model_len: int
     vocab_size: int  # rows of the model's embedding; may exceed the tokenizer's
     created: int  # Unix time, seconds
     tokenizer: Tokenizer
     max_logprobs: int = MAX_LOGPROBS
-    # Of sampling parameters, by name.
+    # Sampling parameters by name.
     defaults: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def name(self) -> str:
-        """That of answers."""
+        """The name in answers."""
         return self.names[0]
 
     def check_name(self, name: str | None) -> None:
-        """Raises ModelNotFound for another model's name; none means this one."""
+        """Raises ModelNotFound for another model's name; None means this model."""
         if name is not None and name not in self.names:
             raise ModelNotFound(
                 f"The model `{name}` does not exist. This server has `{self.name}`.", param="model"
@@ -55,7 +55,7 @@ class ServedModel:
         return tuple(token_ids)
 
     def check_prompt(self, token_ids: Sequence[int], param: str) -> tuple[int, ...]:
-        """As `check_ids`, but what cannot fit the window by far is not looked at."""
+        """Calls `check_ids`, but first refuses a prompt that is much longer than the window."""
         if len(token_ids) > 2 * self.max_model_len:
             raise self._too_long(param, f"the {param} has {len(token_ids)} tokens")
         return self.check_ids(token_ids, param)
@@ -63,8 +63,8 @@ class ServedModel:
     def fit_max_tokens(
         self, prompt_tokens: int, requested: int | None, default: int | None, param: str
     ) -> int:
-        """How many tokens may be generated: what was requested, or `default` (None = no limit)
-        as far as the window allows.
+        """The number of tokens to generate: what was requested, or `default` (None = no limit) as
+        far as the window allows.
 
         Raises:
             InvalidRequest: the prompt is empty, or it and the request exceed the window.
@@ -90,8 +90,8 @@ class ServedModel:
     def truncate(
         self, token_ids: Sequence[int], most: int | None, max_tokens: int | None
     ) -> Sequence[int]:
-        """The last of a prompt's tokens, if the client wants no more of them: `most`, or with -1 as
-        many as leave room for `max_tokens`."""
+        """The last `most` of a prompt's tokens; None takes all, -1 as many as leave room for
+        `max_tokens`."""
         if most is None:
             return token_ids
         if most == -1:
@@ -105,11 +105,11 @@ class ServedModel:
         return token_ids[-most:]
 
     def encode(self, text: str, param: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Token ids of a text. One that cannot fit the window is refused before it costs much:
-        encoding takes about a microsecond and 250 bytes of memory a character.
+        """Token ids of a text. Encoding takes about a microsecond and 250 bytes of memory a
+        character, so that a text that cannot fit the window is refused first.
 
         Raises:
-            InvalidRequest: it is too long.
+            InvalidRequest: the text is too long.
         """
         if len(text) > self.max_model_len * self.tokenizer.max_token_chars:
             raise self._too_long(param, f"the {param} has {len(text)} characters")
@@ -118,8 +118,8 @@ class ServedModel:
         return self.tokenizer.encode(text, add_special_tokens)
 
     def _check_pieces(self, text: str, param: str) -> None:
-        """Encodes piece by piece, while that may come to fit. A cut adds tokens, but it does not
-        double them."""
+        """Encodes piece by piece and stops when the text cannot fit. Cuts add tokens, but do not
+        double their number."""
         num_tokens = 0
         for start in range(0, len(text), _PIECE):
             num_tokens += len(self.tokenizer.encode(text[start : start + _PIECE], False))
@@ -136,7 +136,7 @@ class ServedModel:
 
 
 def load_served_model(config: ModelConfig) -> ServedModel:
-    """Name, window and tokenizer of the model; no weights."""
+    """Loads name, window and tokenizer of the model, and no weights."""
     assert config.model is not None, "main resolves the embedded model"
     folder = Path(config.model)
     spec = ModelSpec.from_folder(folder)
@@ -155,7 +155,8 @@ def load_served_model(config: ModelConfig) -> ServedModel:
 
 
 def _load_tokenizer(config: ModelConfig, folder: Path, spec: ModelSpec) -> Tokenizer:
-    """The checkpoint's. Dummy weights need none: a config.json alone is enough for them."""
+    """Loads the checkpoint's tokenizer. Dummy weights need none: a config.json is enough for
+    them."""
     missing = not (folder / "tokenizer.json").is_file()
     if config.load_format == "dummy" and config.tokenizer is None and missing:
         logger.warning("%s has no tokenizer.json: every byte of a text is a token", folder)
@@ -167,7 +168,7 @@ def _load_tokenizer(config: ModelConfig, folder: Path, spec: ModelSpec) -> Token
 
 
 def _load_template(given: str) -> str:
-    """Of `--chat-template`.
+    """Reads `--chat-template`.
 
     Raises:
         ConfigError: it is neither a file nor a template.
@@ -181,10 +182,10 @@ def _load_template(given: str) -> str:
 
 
 def _load_defaults(config: ModelConfig, folder: Path) -> dict[str, Any]:
-    """Of `--generation-config`.
+    """Reads the sampling defaults of `--generation-config`.
 
     Raises:
-        ConfigError: the file cannot be read, or has a value that no request may have.
+        ConfigError: the file cannot be read, or has a value that is out of range.
     """
     if config.generation_config == "vllm":
         return {}

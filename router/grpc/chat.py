@@ -1,4 +1,4 @@
-"""Chats over gRPC: asked as over HTTP, answered in typed messages as any other request."""
+"""Converts chats over gRPC: their messages to chat's JSON body, their answer to typed responses."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from google.protobuf.json_format import MessageToDict, SerializeToJsonError
 from pdserve.common.core.errors import InvalidRequest
 from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import inference_pb2 as pb
+from pdserve.router.api.chat import ChatChoices
+from pdserve.router.api.parsers.parser import CallArguments, CallStart, Content, Reasoning
 from pdserve.router.api.preprocess import MAX_CONTAINERS, Structure
-from pdserve.router.api.structured import structured_fields
-from pdserve.router.http.chat import ChatChoices
 from pdserve.router.requests.generation import TextDelta
 
 _MODES = {pb.TOOL_MODE_NONE: "none", pb.TOOL_MODE_AUTO: "auto", pb.TOOL_MODE_REQUIRED: "required"}
@@ -20,13 +20,13 @@ _SHARED = ("max_tokens", "truncate_prompt_tokens", "prompt_logprobs")
 
 
 def chat_fields(chat: pb.Chat, given: dict[str, Any]) -> dict[str, Any]:
-    """Those of the JSON body that asks for the same; `given`: the sampling parameters.
+    """The fields of the JSON body for the same chat; `given` has the sampling parameters.
 
     Raises:
-        InvalidRequest: a tool's parameters, or the template's, are no JSON, or too large; or there
-            are too many messages and tools.
+        InvalidRequest: the parameters of a tool or of the template are no JSON, or are too large;
+            or there are too many messages and tools.
     """
-    # Before they become Python's objects; of messages of two bytes each these are the slow part.
+    # First, because Python's objects are much larger than messages of two bytes.
     if len(chat.messages) + len(chat.tools) > MAX_CONTAINERS:
         raise InvalidRequest(f"a chat has at most {MAX_CONTAINERS} messages and tools")
     body: dict[str, Any] = {name: given[name] for name in _SHARED if name in given}
@@ -49,7 +49,7 @@ def chat_fields(chat: pb.Chat, given: dict[str, Any]) -> dict[str, Any]:
     body["continue_final_message"] = chat.continue_final_message
     try:
         body["chat_template_kwargs"] = MessageToDict(chat.chat_template_kwargs)
-    except (SerializeToJsonError, ValueError) as error:  # a number that JSON has not
+    except (SerializeToJsonError, ValueError) as error:  # JSON has no such number
         param = "chat_template_kwargs"
         raise InvalidRequest(f"{param}: {error}", param=param) from error
     if "structured_outputs" in given:
@@ -58,7 +58,7 @@ def chat_fields(chat: pb.Chat, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def answer(request_id: str, update: TextDelta, choices: ChatChoices | None) -> pb.GenerateResponse:
-    """What is new of a choice; of a chat's thought, text and calls apart."""
+    """The response for one delta; a chat's has text, reasoning and calls apart."""
     response = pb.GenerateResponse(
         request_id=request_id,
         index=update.choice,
@@ -69,24 +69,32 @@ def answer(request_id: str, update: TextDelta, choices: ChatChoices | None) -> p
     if choices is None:
         response.text = update.text
         return response
-    for chunk in choices.chunks(update.choice, update):
-        delta = chunk["delta"]
-        response.text += delta.get("content") or ""
-        response.reasoning += delta.get("reasoning_content") or ""
-        response.tool_calls.extend(map(_call, delta.get("tool_calls", ())))
-        if chunk["finish_reason"] == "tool_calls":
-            response.finish_reason = pb.FINISH_REASON_TOOL_CALLS
+    events, finish_reason = choices.parse(update)
+    for event in events:
+        match event:
+            case Content(text):
+                response.text += text
+            case Reasoning(text):
+                response.reasoning += text
+            case CallStart(index, call_id, name):
+                response.tool_calls.add(index=index, id=call_id, name=name)
+            case CallArguments(index, text):
+                response.tool_calls.add(index=index, arguments=text)
+    if finish_reason == "tool_calls":
+        response.finish_reason = pb.FINISH_REASON_TOOL_CALLS
     return response
 
 
-def _call(call: dict[str, Any]) -> pb.ToolCall:
-    function = call["function"]
-    return pb.ToolCall(
-        index=call["index"],
-        id=call.get("id", ""),
-        name=function.get("name", ""),
-        arguments=function.get("arguments", ""),
-    )
+def structured_fields(message: pb.StructuredOutputs) -> dict[str, Any]:
+    """The message as `structured_outputs` of a JSON body."""
+    fields: dict[str, Any] = {
+        "disable_any_whitespace": message.disable_any_whitespace,
+        "whitespace_pattern": message.whitespace_pattern or None,
+    }
+    if (kind := message.WhichOneof("constraint")) is not None:
+        value = getattr(message, kind)
+        fields[kind] = list(value.texts) if kind == "choice" else value
+    return fields
 
 
 def _message(message: pb.Message) -> dict[str, Any]:

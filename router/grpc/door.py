@@ -1,60 +1,76 @@
-"""What comes before a client's gRPC call is answered: its API key, then room for its message."""
+"""Admits a client's gRPC call: checks its API key, then waits for room for its message."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from typing import Any
 from urllib.parse import unquote
 
-from pdserve.common.core.errors import PdserveError, Unauthenticated, Unavailable
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RequestInfo, RetryInfo
+
+from pdserve.common.core.errors import (
+    PdserveError,
+    RequestError,
+    Unauthenticated,
+    Unavailable,
+)
+from pdserve.common.core.printable import cut_bytes
+from pdserve.common.obs.logging import request_id_var
 from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.common.rpc.auth import REFLECTION
+from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.receive import Context, read_message, reading_first, refuse
 from pdserve.common.rpc.reflection import Reflection
 from pdserve.common.rpc.server import Door
-from pdserve.router.auth import HEADER as AUTHORIZATION
-from pdserve.router.auth import APIKeys
-from pdserve.router.grpc.details import details
+from pdserve.common.rpc.status import MAX_MESSAGE
+from pdserve.router.api.auth import HEADER as AUTHORIZATION
+from pdserve.router.api.auth import APIKeys
 from pdserve.router.requests.fair_share import FairShare
 
 INFERENCE = "/pdserve.v1.Inference/"
-# Bytes: parameters at their bounds, and a prompt as long as most windows.
+# Bytes; enough for parameters at their bounds and a prompt as long as most windows.
 MAX_NBYTES = 2**18
 HELD = 16  # messages of MAX_NBYTES; parsed, one may be 45 times as large
-MAX_WAITING = 4096  # calls; of each gRPC holds its metadata and the first 16 KiB of its message
+MAX_WAITING = 4096  # calls; for each gRPC holds metadata and the first 16 KiB of a message
+
+DOMAIN = "pdserve"
+RETRY_DELAY = 1.0  # seconds, where the error names none
 
 _held: ContextVar[Callable[[], None]] = ContextVar("held")
 
 
 def message_done() -> None:
-    """The current call needs its message no more: others may be read. Its handler lets go of it."""
+    """Releases the room that the current call's message holds. The handler must have dropped it."""
     if (release := _held.get(None)) is not None:
         release()
 
 
 class Messages:
-    """The clients' messages: from their first byte until they have become requests they are held,
-    a bounded number of bytes of them; other calls wait with theirs unread."""
+    """Bounds the bytes that clients' messages hold, from their first byte until they have become
+    requests. Other calls wait, with their messages unread."""
 
     def __init__(self, limit: int, timeout: float = 30.0, share: float = 0.75) -> None:
-        """`limit`: bytes of one message; `timeout`: seconds that a call waits, `share`: how much
-        of the room one client may take."""
+        """`limit`: bytes of one message; `timeout`: seconds that a call may wait; `share`: the part
+        of the room that one client may take."""
         self._limit = limit
         self._timeout = timeout
         self._room = FairShare(max(2 * limit, HELD * MAX_NBYTES), share)
 
     @asynccontextmanager
     async def reading(self, client: str, context: Context) -> AsyncIterator[bytes]:
-        """The message, while it may be held: until `message_done`, or the end of the context.
+        """Reads the message and holds its bytes until `message_done` or the end of the context.
 
         Raises:
             InvalidRequest, DeadlineExceeded: as `read_message`.
             Overloaded, Unavailable: too many messages are being read already.
         """
-        held = self._limit  # it may have as many: its length comes with it
+        held = self._limit  # until the message is there, its length is not known
 
         def release(rest: int = 0) -> None:
             nonlocal held
@@ -78,14 +94,14 @@ class Messages:
                 await self._room.acquire(client, self._limit)
         except TimeoutError:
             raise Unavailable(
-                f"the message could not be read within {self._timeout:g} s: others are large, too",
+                f"the message was not read within {self._timeout:g} s: other large ones come first",
                 code="QUEUE_TIMEOUT",
                 retry_after=2.0,
             ) from None
 
 
 class ClientDoor(Door):
-    """Refuses calls without a key before their message is read, and lets the others' in."""
+    """Refuses calls without a key before their message is read, and admits the others."""
 
     def __init__(self, keys: APIKeys, messages: Messages, metrics: RouterMetrics) -> None:
         self._keys = keys
@@ -118,7 +134,7 @@ class ClientDoor(Door):
 
 
 def client_of(keys: APIKeys, context: Context) -> str:
-    """Who calls, for shares of this server."""
+    """The client's name, as `APIKeys.client` has it."""
     # "ipv4:127.0.0.1:5000", "ipv6:%5B::1%5D:5000", "unix:…"
     address = unquote(context.peer()).partition(":")[2].rpartition(":")[0].strip("[]")
     return keys.client(metadata_of(context, AUTHORIZATION), address)
@@ -127,3 +143,40 @@ def client_of(keys: APIKeys, context: Context) -> str:
 def metadata_of(context: Context, key: str) -> str | None:
     value = dict(context.invocation_metadata() or ()).get(key)
     return value if isinstance(value, str) else None
+
+
+# ---- `google.rpc.Status`, for clients that do not read our metadata --------------------------
+
+
+def details(error: PdserveError, request: Message | None = None) -> Sequence[Message]:
+    """The details of an error; `request` resolves the path of a wrong field."""
+    about = {"blame": str(error.blame), "retryable": str(error.retryable).lower()}
+    found: list[Message] = [ErrorInfo(reason=error.code, domain=DOMAIN, metadata=about)]
+    if isinstance(error, RequestError) and error.param is not None and request is not None:
+        wrong = BadRequest.FieldViolation(
+            field=_path(error.param, request),
+            description=cut_bytes(error.message, MAX_MESSAGE),
+        )
+        found.append(BadRequest(field_violations=[wrong]))
+    if error.retryable:
+        delay = Duration()
+        delay.FromNanoseconds(int(1e9 * (error.retry_after or RETRY_DELAY)))
+        found.append(RetryInfo(retry_delay=delay))
+    if (request_id := request_id_var.get()) != "-":
+        found.append(RequestInfo(request_id=request_id))
+    return found
+
+
+def _path(param: str, request: Message) -> str:
+    """The path from the gRPC request to the field that HTTP calls `param`."""
+    first = re.split(r"[.\[]", param, maxsplit=1)[0]
+    if first not in request.DESCRIPTOR.fields_by_name:
+        if first == "tokens" and isinstance(request, pb.DetokenizeRequest):
+            return param.replace(first, "token_ids", 1)
+        if first in pb.SamplingParams.DESCRIPTOR.fields_by_name:
+            return f"sampling.{param}"
+        if first in pb.Chat.DESCRIPTOR.fields_by_name or first == "tool_choice":
+            return f"chat.{param}".replace(".function.", ".")
+        if first == "prompt" and isinstance(request, pb.GenerateRequest | pb.TokenizeRequest):
+            return request.WhichOneof("prompt") or param
+    return param

@@ -1,10 +1,10 @@
-"""The gRPC API: the same generations as over HTTP, without JSON."""
+"""The gRPC API: it serves the same generations as HTTP, without JSON."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from time import monotonic
@@ -23,22 +23,20 @@ from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc
 from pdserve.common.rpc.status import serving as answering
-from pdserve.router.api.preprocess import failed
-from pdserve.router.api.preprocess_workers import Pieces
-from pdserve.router.api.structured import structured_from_pb
-from pdserve.router.grpc.chat import answer, chat_fields
-from pdserve.router.grpc.details import details
-from pdserve.router.grpc.door import client_of, message_done, metadata_of
-from pdserve.router.http.chat import ChatChoices
+from pdserve.router.api.app_state import DEFAULT_MAX_TOKENS, INLINE, AppState
+from pdserve.router.api.chat import ChatChoices, make_chat
+from pdserve.router.api.preprocess import BodyBuffer, failed
+from pdserve.router.api.structured import from_structured_outputs
+from pdserve.router.grpc.chat import answer, chat_fields, structured_fields
+from pdserve.router.grpc.door import client_of, details, message_done, metadata_of
 from pdserve.router.requests.admission import Batch
-from pdserve.router.requests.arrival import Arrival, arrival_var
 from pdserve.router.requests.generation import (
     GenerationRequest,
     GenerationStats,
     coalesced,
     merge,
 )
-from pdserve.router.serving import DEFAULT_MAX_TOKENS, INLINE, Serving
+from pdserve.router.requests.stages import RequestArrival, arrival_var
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -46,15 +44,15 @@ Write = Callable[[pb.GenerateResponse], Awaitable[None]]
 
 logger = logging.getLogger(__name__)
 
-MAX_ENTRIES = 2**15  # of a prompt's log-probabilities in one message: clients take 4 MiB
+MAX_ENTRIES = 2**15  # a prompt's log-probabilities in one message; clients take 4 MiB
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    """`pdserve.v1.Inference`, for calls that a `ClientDoor` has let in."""
+    """`pdserve.v1.Inference`, for calls that a `ClientDoor` has admitted."""
 
-    def __init__(self, serving: Serving, write_timeout: float = 30.0) -> None:
-        self._serving = serving
-        self._model = serving.model
+    def __init__(self, state: AppState, write_timeout: float = 30.0) -> None:
+        self._state = state
+        self._model = state.model
         self._write_timeout = write_timeout
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
@@ -66,23 +64,23 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             self._counted(),
         ):
             if is_plain_id(request.request_id):
-                request_id_var.set(request.request_id)  # a refusal's, too
+                request_id_var.set(request.request_id)  # errors carry it, too
             arrival_var.set(
-                Arrival(
+                RequestArrival(
                     read=monotonic(),
                     wants_timeline=request.timeline,
                     operation="chat" if request.HasField("chat") else "text_completion",
                     traceparent=plain_parent(metadata_of(context, PARENT)),
                 )
             )
-            client = client_of(self._serving.keys, context)
+            client = client_of(self._state.keys, context)
             generation, choices = await self._make_request(request, client)
             public_id = request.request_id or generation.request_id
             request_id_var.set(public_id)
             prompt = generation.prompt_token_ids if request.return_token_ids else ()
-            del request  # it may be much larger than what it asks
+            del request  # it may be much larger than the generation
             message_done()
-            async with aclosing(merge([self._serving.pipeline.generate(generation)])) as updates:
+            async with aclosing(merge([self._state.pipeline.generate(generation)])) as updates:
                 async for batch in updates:
                     if prompt:
                         first = pb.GenerateResponse(request_id=public_id, prompt_token_ids=prompt)
@@ -105,12 +103,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         try:
             yield
         except PdserveError as error:
-            self._serving.metrics.observe_error(error)
+            self._state.metrics.observe_error(error)
             raise
 
     @asynccontextmanager
     async def _writing(self, context: Context) -> AsyncIterator[Write]:
-        """What writes a response: it waits while the client is behind, but not for ever."""
+        """Yields a function that writes a response; it waits for a slow client, within a bound."""
         first: asyncio.Future[None] | None = None
 
         async def write(response: pb.GenerateResponse) -> None:
@@ -123,15 +121,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     else:
                         await context.write(response)
             except TimeoutError:
-                logger.info("%s took nothing for %.0f s", context.peer(), self._write_timeout)
+                logger.info("%s did not read for %.0f s", context.peer(), self._write_timeout)
                 raise Cancelled("the client did not read", code="CLIENT_TOO_SLOW") from None
 
         try:
             yield write
         except Cancelled:
-            # It learns of this when it reads again; until then nothing but the call is kept. The
-            # first write has the call's headers: gRPC would send them twice, and so fail to end the
-            # call, if that were cancelled half-way.
+            # The client gets the error when it reads again; until then only the call is kept. The
+            # first write has the call's headers: if it were cancelled half-way, gRPC would send
+            # them twice, and so fail to end the call.
             if first is not None:
                 await asyncio.wait([first])
             raise
@@ -141,30 +139,30 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         async with answering(context, details=partial(details, request=request)):
-            client = client_of(self._serving.keys, context)
+            client = client_of(self._state.keys, context)
             asked: dict[str, Any] = {"model": request.model or None}
             if request.HasField("add_special_tokens"):
                 asked["add_special_tokens"] = request.add_special_tokens
             match request.WhichOneof("prompt"):
                 case "text":
-                    body = Pieces(encode({**asked, "prompt": request.text}))
+                    body = BodyBuffer(encode({**asked, "prompt": request.text}))
                 case "chat":
                     fields = partial(chat_fields, request.chat, {})
                     body = await self._body(request, lambda: asked | fields(), client)
                 case _:
                     raise InvalidRequest("give text or chat", param="prompt")
-            (ids,) = (await self._serving.preprocess("tokenize", body, client)).prompts
+            (ids,) = (await self._state.preprocess("tokenize", body, client)).prompts
         return pb.TokenizeResponse(token_ids=ids, max_model_len=self._model.max_model_len)
 
     async def Detokenize(
         self, request: pb.DetokenizeRequest, context: Context
     ) -> pb.DetokenizeResponse:
         async with answering(context, details=partial(details, request=request)):
-            client = client_of(self._serving.keys, context)
+            client = client_of(self._state.keys, context)
             asked: dict[str, Any] = {"model": request.model or None}
             tokens = request.token_ids
             body = await self._body(request, lambda: asked | {"tokens": list(tokens)}, client)
-            (text,) = (await self._serving.preprocess("detokenize", body, client)).texts
+            (text,) = (await self._state.preprocess("detokenize", body, client)).texts
         return pb.DetokenizeResponse(text=text)
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
@@ -179,10 +177,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _make_request(
         self, request: pb.GenerateRequest, client: str = ""
     ) -> tuple[GenerationRequest, ChatChoices | None]:
-        """And of a chat what its choices are made of."""
+        """The generation, and for a chat the parser of its choices."""
         if request.request_id and not is_plain_id(request.request_id):
             raise InvalidRequest("request_id must be a word of ASCII", param="request_id")
-        self._serving.answering(request.model or None)
+        self._state.response_model(request.model or None)
         given = convert.fields_set(request.sampling)
         if "grammar" in given:
             raise InvalidRequest("grammar is not for clients", param="grammar")
@@ -194,40 +192,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             given.get("max_tokens"),
         )
         if "structured_outputs" in given:
-            structured = structured_from_pb(given["structured_outputs"])
-            given["grammar"] = await self._serving.grammar(structured, client)
+            structured = from_structured_outputs(structured_fields(given["structured_outputs"]))
+            assert structured is not None, "it is given"
+            given["grammar"] = await self._state.grammar(structured, client)
         max_tokens = self._model.fit_max_tokens(
             len(token_ids), given.get("max_tokens"), DEFAULT_MAX_TOKENS, "prompt"
         )
-        return self._generation(request, given, token_ids, max_tokens, client), None
-
-    async def _chat(
-        self, request: pb.GenerateRequest, given: dict[str, Any], client: str
-    ) -> tuple[GenerationRequest, ChatChoices]:
-        serving = self._serving
-        body = await self._body(request, lambda: chat_fields(request.chat, given), client)
-        asked = await serving.preprocess("chat", body, client)
-        (token_ids,), plan = asked.prompts, asked.answer
-        given["grammar"] = asked.grammar
-        if "skip_special_tokens" not in given and plan.shows_special_tokens(serving.tool_parser):
-            given["skip_special_tokens"] = False
-        max_tokens = self._model.fit_max_tokens(
-            len(token_ids), given.get("max_tokens"), None, "messages"
-        )
-        generation = self._generation(request, given, token_ids, max_tokens, client)
-        parts = (self._model.tokenizer, asked.body, token_ids, plan, serving.tool_parser)
-        return generation, ChatChoices(*parts)
-
-    def _generation(
-        self,
-        request: pb.GenerateRequest,
-        given: dict[str, Any],
-        token_ids: Sequence[int],
-        max_tokens: int,
-        client: str,
-    ) -> GenerationRequest:
-        return self._serving.make_request(
-            {**given, "cache_salt": request.cache_salt or None, "priority": request.priority},
+        generation = self._state.make_request(
+            _given(request, given),
             # The client's id need not be unique; ours names the request on the nodes.
             request_id=new_request_id("gen"),
             prompt_token_ids=token_ids,
@@ -235,36 +207,57 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             batch=Batch(client, len(token_ids)),
             model=request.model or None,
         )
+        return generation, None
+
+    async def _chat(
+        self, request: pb.GenerateRequest, given: dict[str, Any], client: str
+    ) -> tuple[GenerationRequest, ChatChoices]:
+        body = await self._body(request, lambda: chat_fields(request.chat, given), client)
+        chat = make_chat(
+            self._state,
+            await self._state.preprocess("chat", body, client),
+            _given(request, given),
+            request_id=new_request_id("gen"),
+            max_tokens=given.get("max_tokens"),
+            client=client,
+            model=request.model or None,
+        )
+        return chat.generation, chat.choices
 
     async def _body(
         self, request: Message, fields: Callable[[], dict[str, Any]], client: str
-    ) -> Pieces:
-        """The JSON body that asks the same; of a large message a thread makes it, at its client's
-        turn."""
+    ) -> BodyBuffer:
+        """The JSON body for the same request. A thread makes it from a large message; clients take
+        turns."""
 
         def make() -> bytes:
             try:
                 return encode(fields())
-            except (RecursionError, UnicodeError, OverflowError) as error:  # of values in it
+            except (RecursionError, UnicodeError, OverflowError) as error:  # the values cause them
                 raise failed(error) from error
 
         if request.ByteSize() <= INLINE:
-            return Pieces(make())
-        return Pieces(await self._serving.threads.run(client, partial(asyncio.to_thread, make)))
+            return BodyBuffer(make())
+        return BodyBuffer(await self._state.threads.run(client, partial(asyncio.to_thread, make)))
 
     async def _prompt(self, request: pb.GenerateRequest, client: str) -> Sequence[int]:
         match request.WhichOneof("prompt"):
             case "text":
-                body = Pieces(encode({"prompt": request.text}))
-                return (await self._serving.preprocess("tokenize", body, client)).prompts[0]
+                body = BodyBuffer(encode({"prompt": request.text}))
+                return (await self._state.preprocess("tokenize", body, client)).prompts[0]
             case "token_ids":
                 return self._model.check_prompt(request.token_ids.ids, "token_ids")
             case _:
                 raise InvalidRequest("give text, token_ids or chat", param="prompt")
 
 
+def _given(request: pb.GenerateRequest, sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """The client's parameters by name, as `AppState.make_request` takes them."""
+    return {**sampling, "cache_salt": request.cache_salt or None, "priority": request.priority}
+
+
 def _outline(request: pb.GenerateRequest) -> pb.GenerateRequest:
-    """Which prompt it has, for the paths of wrong fields; without what is in it."""
+    """The request's kind of prompt without its contents, for the paths of wrong fields."""
     outline = pb.GenerateRequest()
     match request.WhichOneof("prompt"):
         case "text":
@@ -277,7 +270,7 @@ def _outline(request: pb.GenerateRequest) -> pb.GenerateRequest:
 def _prompt_parts(
     token_ids: Sequence[int], found: PromptLogprobs
 ) -> Iterator[tuple[Sequence[int], PromptLogprobs | None]]:
-    """The first token, then the others in parts of MAX_ENTRIES at most."""
+    """Splits a prompt's log-probabilities: the first token, then parts of MAX_ENTRIES at most."""
     yield token_ids[:1], None
     for part in found.split(max(1, MAX_ENTRIES // (1 + found.num_top))):
         yield token_ids[part.start : part.start + len(part)], part

@@ -1,8 +1,9 @@
-"""Which pages of other origins may use this server: `--allowed-origins` and its like.
+"""Decides which pages of other origins may use this server: `--allowed-origins` and the like.
 
-A browser sends what a page asks for from the user's own host and network, and says in `Origin`
-(which no page can change) whose page it is. Without CORS it keeps the answer from the page, but the
-request has had its effect by then: so one from a page that may not ask is refused.
+A browser sends a page's requests from the user's own host and network, and names the page's origin
+in `Origin`, which no page can change. Without CORS the browser keeps the answer from the page, but
+by then the request has had its effect. So this server refuses requests of pages that may not use
+it.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _HARMLESS = frozenset({hdrs.METH_GET, hdrs.METH_HEAD, hdrs.METH_OPTIONS})
 
 @dataclass(frozen=True, slots=True)
 class CORS:
-    """The pages of `origins` may ask, with any header by default (SDKs send their own, such as
-    `X-Stainless-Lang`), but without cookies; and this server's own pages."""
+    """Allows the pages of `origins`, and this server's own, by default with any header, because
+    SDKs send their own, such as `X-Stainless-Lang`, but without cookies."""
 
     origins: Collection[str] | None = None  # None: pages that this host serves
     methods: Collection[str] = ALL
@@ -43,7 +44,7 @@ class CORS:
 
     @classmethod
     def of(cls, config: ServerConfig) -> CORS:
-        # A stranger's page does not know a key.
+        # A foreign page does not know a key.
         default = ALL if config.api_key else None
         return cls(
             default if config.allowed_origins is None else config.allowed_origins,
@@ -54,10 +55,10 @@ class CORS:
         )
 
     def check(self, method: str, given: Mapping[str, str]) -> None:
-        """Raises PermissionDenied: a page asks, and may not."""
+        """Raises PermissionDenied: the request comes from a page that may not use this server."""
         origin = given.get(hdrs.ORIGIN)
         if origin is None:
-            # Old browsers leave it out in forms; those that know the other header never do.
+            # Old browsers omit it for forms; browsers that send the other header never do.
             is_foreign = given.get(_SITE) in ("cross-site", "same-site")
             may = method in _HARMLESS or not is_foreign or "*" in (self.origins or ())
         else:
@@ -79,10 +80,10 @@ class CORS:
         return given.get(_SITE) == "same-origin" or self._is_own(origin, given.get(hdrs.HOST, ""))
 
     def _is_own(self, origin: str, host: str) -> bool:
-        """Whether the page came from here: from the host and port that the request is for.
+        """Whether the page came from this server: from the host and port in the request.
 
-        A stranger's name may be made to lead here (DNS rebinding). To a server on loopback only
-        names of loopback lead rightly, and addresses, which are no names."""
+        DNS rebinding makes a foreign name lead here. A server on loopback therefore accepts names
+        of loopback only, and addresses, which no DNS server answers for."""
         found = _ORIGIN.fullmatch(origin)
         if found is None:
             return False
@@ -91,7 +92,7 @@ class CORS:
         return is_same and (not self.on_loopback or _is_local(found[2].lower()))
 
     def allowed(self, given: Mapping[str, str]) -> dict[str, str]:
-        """Headers of every answer to a request with the headers `given`."""
+        """The CORS headers of the answer to a request with the headers `given`."""
         origin = given.get(hdrs.ORIGIN)
         anyone = "*" in (self.origins or ())
         if anyone and not self.credentials:
@@ -105,7 +106,7 @@ class CORS:
         return headers
 
     def preflight(self, given: Mapping[str, str], methods: Collection[str]) -> dict[str, str]:
-        """Beside `allowed`, for OPTIONS of a path that takes these methods."""
+        """More headers for a preflight of a path that takes these methods."""
         asked = given.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "")
         if "*" in self.headers:  # by name: `*` does not cover Authorization
             headers = asked if 0 < len(asked) <= _MAX_NAMES else "Authorization, Content-Type"

@@ -1,14 +1,13 @@
-"""JSON, and errors as OpenAI words them:
+"""JSON responses, and errors in OpenAI's format:
 `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -18,9 +17,6 @@ from pdserve.common.obs.logging import request_id_var
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-MUCH = 256  # deltas
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -32,12 +28,6 @@ _MESSAGES = {
     405: "this path does not take that method",
     413: "the request body is too large",
 }
-
-
-async def made(num_deltas: int, make: Callable[[], T]) -> T:
-    """What becomes of so many deltas. Of many thousand tokens, or their log-probabilities, it takes
-    up to seconds: a thread makes it."""
-    return make() if num_deltas < MUCH else await asyncio.to_thread(make)
 
 
 def json_response(
@@ -66,7 +56,7 @@ def error_response(error: PdserveError) -> web.Response:
 
 
 def http_error_response(error: web.HTTPException) -> web.Response:
-    """aiohttp's own errors: unknown path, wrong method, too large a body, …"""
+    """The response for aiohttp's own errors: unknown path, wrong method, too large a body, …"""
     message = _MESSAGES.get(error.status) or error.text or HTTPStatus(error.status).phrase
     body = _body(error.status, message, None, code_of(error).lower())
     allow = error.headers.get("Allow")
@@ -74,8 +64,8 @@ def http_error_response(error: web.HTTPException) -> web.Response:
 
 
 def code_of(error: web.HTTPException) -> str:
-    """As those of `PdserveError`."""
-    if error.status == RequestTooLarge.http_status:  # whose phrase is another in each Python
+    """A code like those of `PdserveError`."""
+    if error.status == RequestTooLarge.http_status:  # its phrase depends on Python's version
         return RequestTooLarge.default_code
     return HTTPStatus(error.status).phrase.upper().replace(" ", "_")
 
@@ -89,7 +79,7 @@ def as_typed(error: Exception) -> PdserveError:
 
 
 def stopping() -> Unavailable:
-    """What clients are told while this process ends: another router may serve them."""
+    """The error for requests while this process ends: another router may serve them."""
     return Unavailable("the server is shutting down", code="SHUTTING_DOWN")
 
 

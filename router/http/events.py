@@ -1,105 +1,100 @@
-"""A chat's answer in the words of another API: whole, or as events that name their type. An API
-says only how its answers look (`Shape`); what is in one, text, thought or calls, is chat's."""
+"""A chat's answer in another API's format: whole, or as events that name their type."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable
-from contextlib import aclosing
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
-import msgspec
 from aiohttp import web
 
 from pdserve.common.core.errors import PdserveError
-from pdserve.router.http.chat import ChatRequest
-from pdserve.router.http.encoding import json_response, made
-from pdserve.router.http.request import SERVING
-from pdserve.router.http.response import extension
-from pdserve.router.http.stream import News, respond_stream, unfinished
-from pdserve.router.requests.generation import GenerationStats, TextDelta, coalesced, join, merge
+from pdserve.router.api.chat import ChatRequest
+from pdserve.router.api.parsers.parser import Event
+from pdserve.router.http.response import (
+    Answer,
+    UpdateBatch,
+    encode,
+    respond,
+    timeline_of,
+    unfinished,
+)
+from pdserve.router.requests.generation import GenerationStats, TextDelta, coalesced, join
 
-Event = dict[str, Any]  # "type" is its name
-
-
-class Shape(Protocol):
-    """One object per request."""
-
-    def whole(self, choice: dict[str, Any], stats: GenerationStats) -> dict[str, Any]:
-        """The answer, of a choice as chat words it."""
-
-    def begin(self) -> Iterable[Event]: ...
-
-    def chunk(self, choice: dict[str, Any]) -> Iterable[Event]:
-        """Of a choice in one of chat's chunks."""
-
-    def end(self, stats: GenerationStats) -> Iterable[Event]: ...
-
-    def failed(self, error: PdserveError) -> Iterable[Event]: ...
+ServerEvent = dict[str, Any]  # "type" is its name
 
 
-async def respond(request: web.Request, asked: ChatRequest, shape: Shape) -> web.StreamResponse:
+class ResponseFormat(Protocol):
+    """Writes one answer in an API's format. It gathers the answer from the events on the way."""
+
+    def begin(self) -> Iterable[ServerEvent]: ...
+
+    def event(self, event: Event) -> Iterable[ServerEvent]: ...
+
+    def finish(self, reason: str, stop_reason: str | int | None) -> Iterable[ServerEvent]:
+        """The choice is complete; both reasons are chat's."""
+
+    def end(self, stats: GenerationStats) -> Iterable[ServerEvent]: ...
+
+    def error(self, error: PdserveError) -> Iterable[ServerEvent]: ...
+
+    def whole(self, stats: GenerationStats) -> dict[str, Any]:
+        """The gathered answer, as the body of a response that is not streamed."""
+
+
+async def respond_as(
+    request: web.Request, chat: ChatRequest, format: ResponseFormat
+) -> web.StreamResponse:
     """Raises PdserveError: it failed before anything was sent."""
-    generation = request.app[SERVING].pipeline.generate(asked.generation)
-    async with aclosing(merge([generation])) as updates:
-        if asked.body.stream:
-            return await respond_stream(request, updates, _Frames(asked, shape))
-        return await _respond_whole(asked, shape, updates)
+    return await respond(request, [chat.generation], EventWriter(chat, format))
 
 
-async def _respond_whole(
-    asked: ChatRequest, shape: Shape, updates: AsyncGenerator[News, None]
-) -> web.Response:
-    deltas: list[TextDelta] = []
-    stats: GenerationStats | None = None
-    async for batch in updates:
-        for _, update in batch:
-            if isinstance(update, GenerationStats):
-                stats = update
-            elif isinstance(update, TextDelta):
-                deltas.append(update)
-    if stats is None:
-        raise unfinished()
-    last = stats
-    whole = await made(
-        len(deltas), lambda: shape.whole(asked.choices.choice(0, join(deltas)), last)
-    )
-    return json_response(whole | extension([stats]))
+class EventWriter:
+    """An `AnswerWriter` for a `ResponseFormat`."""
 
-
-class _Frames:
     last = b""
 
-    def __init__(self, asked: ChatRequest, shape: Shape) -> None:
-        self._choices = asked.choices
-        self._shape = shape
+    def __init__(self, chat: ChatRequest, format: ResponseFormat) -> None:
+        self.stream = bool(chat.body.stream)
+        self._choices = chat.choices
+        self._format = format
         self._stats: GenerationStats | None = None
 
-    def begin(self) -> bytes:
-        return _frames(self._shape.begin())
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        for _ in self._parse(join(answer.deltas[0])):
+            pass  # the format has gathered it
+        return self._format.whole(answer.stats[0])
 
-    async def told(self, news: News) -> bytes:
-        events: list[Event] = []
-        for _, update in coalesced(news):
+    def begin(self) -> bytes:
+        return _encoded(self._format.begin())
+
+    async def write(self, batch: UpdateBatch) -> bytes:
+        sent = b""
+        for _, update in coalesced(batch):
             if isinstance(update, GenerationStats):
                 self._stats = update
             elif isinstance(update, TextDelta):
-                for choice in self._choices.chunks(0, update):
-                    events += self._shape.chunk(choice)
-        return _frames(events)
+                sent += _encoded(self._parse(update))
+        return sent
 
     def end(self) -> bytes:
         if self._stats is None:
             raise unfinished()
-        *events, last = self._shape.end(self._stats)
-        return _frames([*events, last | extension([self._stats])])
+        *events, last = self._format.end(self._stats)
+        return _encoded([*events, last | timeline_of([self._stats])])
 
-    def failed(self, error: PdserveError) -> bytes:
-        return _frames(self._shape.failed(error))
+    def error(self, error: PdserveError) -> bytes:
+        return _encoded(self._format.error(error))
+
+    def _parse(self, delta: TextDelta) -> Iterator[ServerEvent]:
+        events, reason = self._choices.parse(delta)
+        for event in events:
+            yield from self._format.event(event)
+        if reason:
+            yield from self._format.finish(reason, delta.stop_reason)
 
 
-def _frames(events: Iterable[Event]) -> bytes:
-    return b"".join(map(_frame, events))
-
-
-def _frame(event: Event) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event))
+def _encoded(events: Iterable[ServerEvent]) -> bytes:
+    """Each event is encoded before the next one is made: they share objects that grow."""
+    return b"".join(
+        b"event: %b\ndata: %b\n\n" % (each["type"].encode(), encode(each)) for each in events
+    )

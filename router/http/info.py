@@ -1,8 +1,9 @@
-"""Endpoints beside the generations: what this server is, and tokens alone."""
+"""Endpoints beside the generations: the model, tokens, the cluster, adapters, and the page."""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
@@ -12,19 +13,21 @@ import pdserve
 from pdserve.common.core.errors import InvalidRequest, RequestNotFound, Unavailable
 from pdserve.common.core.printable import printable
 from pdserve.common.obs.exposition import exposed
+from pdserve.router.cluster.adapter_sync import AdapterSync
 from pdserve.router.cluster.adapters import Adapter
 from pdserve.router.cluster.served_model import ServedModel
 from pdserve.router.http.encoding import error_response, json_response
-from pdserve.router.http.request import SERVING, authorization_of, client_of, preprocess
+from pdserve.router.http.request import STATE, authorization_of, client_of, preprocess
 
 DEFAULT_LISTED, MAX_LISTED = 50, 1000  # requests
 REGISTRY = web.AppKey("registry", Collector)
+ADAPTERS = web.AppKey("adapters", AdapterSync)
 
 
 async def tokenize(request: web.Request) -> web.Response:
-    """As vLLM's; so is `detokenize`."""
+    """Answers like vLLM's /tokenize."""
     (tokens,) = (await preprocess(request, "tokenize")).prompts
-    max_model_len = request.app[SERVING].model.max_model_len
+    max_model_len = request.app[STATE].model.max_model_len
     return json_response(
         {"tokens": list(tokens), "count": len(tokens), "max_model_len": max_model_len}
     )
@@ -36,55 +39,55 @@ async def detokenize(request: web.Request) -> web.Response:
 
 
 async def list_models(request: web.Request) -> web.Response:
-    model, adapters = request.app[SERVING].model, request.app[SERVING].adapters.served()
+    model, adapters = request.app[STATE].model, request.app[STATE].adapters.served()
     cards = [_card(model, name) for name in model.names]
     cards += [adapter_card(model, each) for each in adapters]
     return json_response({"object": "list", "data": cards})
 
 
 async def get_model(request: web.Request) -> web.Response:
-    serving, name = request.app[SERVING], request.match_info["model"]
-    serving.answering(name)
-    if (adapter := serving.adapters.find(name)) is not None:
-        return json_response(adapter_card(serving.model, adapter))
-    return json_response(_card(serving.model, name))
+    state, name = request.app[STATE], request.match_info["model"]
+    state.response_model(name)
+    if (adapter := state.adapters.find(name)) is not None:
+        return json_response(adapter_card(state.model, adapter))
+    return json_response(_card(state.model, name))
 
 
 async def get_timelines(request: web.Request) -> web.Response:
-    """By the X-Request-Id or the id of the answer. To a client there are only its own."""
-    name, pipeline = request.match_info["request_id"], request.app[SERVING].pipeline
+    """Finds requests by X-Request-Id or by the answer's id. A client sees its own only."""
+    name, pipeline = request.match_info["request_id"], request.app[STATE].pipeline
     if not (found := pipeline.timelines.find(name, _whose(request))):
         raise RequestNotFound(
-            f"neither a request at work nor one of the last that ended is {printable(name, 128)!r}"
+            f"no request in flight and none of the last ones has the id {printable(name, 128)!r}"
         )
     return json_response({"object": "list", "data": found})
 
 
 def _whose(request: web.Request) -> str | None:
-    """The client whose requests are shown; None: an operator sees all."""
-    is_operator = request.app[SERVING].keys.is_operator(authorization_of(request))
+    """The client whose requests to show; None: an operator sees all."""
+    is_operator = request.app[STATE].keys.is_operator(authorization_of(request))
     return None if is_operator else client_of(request)
 
 
 async def list_timelines(request: web.Request) -> web.Response:
-    """The last requests in short, `?limit=` of them. To a client there are only its own."""
+    """Lists the last requests, `?limit=` of them. A client sees its own only."""
     given = request.query.get("limit", str(DEFAULT_LISTED))
     if not given.isascii() or not given.isdigit() or not 1 <= int(given[:9]) <= MAX_LISTED:
         raise InvalidRequest(f"limit must be a number from 1 to {MAX_LISTED}", param="limit")
-    timelines = request.app[SERVING].pipeline.timelines
+    timelines = request.app[STATE].pipeline.timelines
     recent = timelines.recent(int(given), _whose(request))
     return json_response({"object": "list", "data": recent})
 
 
 async def health(request: web.Request) -> web.Response:
-    """This process lives; whether it can serve is /ready."""
+    """Answers while this process lives; /ready says whether it can serve."""
     return web.Response()
 
 
 async def ready(request: web.Request) -> web.Response:
-    is_ready, reason = request.app[SERVING].pipeline.ready()
+    is_ready, reason = request.app[STATE].pipeline.ready()
     if not is_ready:
-        # Asked for all the time while a cluster starts: an answer, not a failure to log.
+        # Not raised: probes ask all the time while a cluster starts, and the log need not have it.
         return error_response(Unavailable(reason, code="NOT_READY"))
     return json_response({"status": "ready"})
 
@@ -95,12 +98,12 @@ async def metrics(request: web.Request) -> web.Response:
 
 
 async def cluster(request: web.Request) -> web.Response:
-    return json_response(request.app[SERVING].pipeline.cluster())
+    return json_response(request.app[STATE].pipeline.cluster())
 
 
 async def targets(request: web.Request) -> web.Response:
-    """Where the nodes' metrics are, as Prometheus' HTTP service discovery reads it."""
-    nodes = request.app[SERVING].pipeline.cluster()["nodes"]
+    """Lists the nodes' metrics addresses for Prometheus' HTTP service discovery."""
+    nodes = request.app[STATE].pipeline.cluster()["nodes"]
     return json_response(
         [
             {"targets": [node["metrics_address"]], "labels": {"job": f"pdserve-{node['role']}"}}
@@ -111,12 +114,12 @@ async def targets(request: web.Request) -> web.Response:
 
 
 async def load(request: web.Request) -> web.Response:
-    """Under vLLM's name."""
-    return json_response({"server_load": request.app[SERVING].pipeline.load()})
+    """Answers like vLLM's /load."""
+    return json_response({"server_load": request.app[STATE].pipeline.load()})
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
-    request.app[SERVING].cached.reset()
+    request.app[STATE].cache_epoch.reset()
     return web.Response()
 
 
@@ -139,3 +142,56 @@ def _card(model: ServedModel, name: str) -> dict[str, Any]:
 def adapter_card(model: ServedModel, adapter: Adapter) -> dict[str, Any]:
     own = {"created": adapter.created, "root": adapter.path, "parent": model.name}
     return {**_card(model, adapter.name), **own}
+
+
+# ---- LoRA adapters, as vLLM takes them -------------------------------------------------------
+
+
+async def load_adapter(request: web.Request) -> web.Response:
+    body = (await preprocess(request, "load_lora")).body
+    adapter = await request.app[ADAPTERS].load(
+        body.lora_name, body.lora_path, bool(body.load_inplace)
+    )
+    return json_response(adapter_card(request.app[STATE].model, adapter))
+
+
+async def unload_adapter(request: web.Request) -> web.Response:
+    body = (await preprocess(request, "unload_lora")).body
+    request.app[ADAPTERS].unload(body.lora_name)
+    return json_response({"id": body.lora_name, "object": "model", "deleted": True})
+
+
+# ---- /ui: a page that shows the cluster at work and talks to it ------------------------------
+#
+# Every client gets the files; the page asks for an API key where there is one. What nodes and the
+# model say is text to it: it runs no code but its own, and asks no other host.
+
+UI_FILES: Final = {
+    path.name: path.read_bytes() for path in Path(__file__).with_name("static").iterdir()
+}
+_UI_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",  # another release has another page
+}
+_UI_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+
+
+def path_of(name: str) -> str:
+    """The path that serves a file; `index.html` is the page itself."""
+    return "/ui" if name == "index.html" else f"/ui/{name}"
+
+
+def type_of(name: str) -> str:
+    return _UI_TYPES[Path(name).suffix]
+
+
+async def ui_file(request: web.Request) -> web.Response:
+    last = request.path.rpartition("/")[2]
+    name = last if last in UI_FILES else "index.html"
+    return web.Response(
+        body=UI_FILES[name], content_type=type_of(name), charset="utf-8", headers=_UI_HEADERS
+    )

@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic's clients ask."""
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from aiohttp import web
 
 from pdserve.common.core.errors import InvalidRequest, PdserveError
 from pdserve.common.obs.logging import request_id_var
-from pdserve.router.http.chat import begin
+from pdserve.router.api.chat import chat_from_body
+from pdserve.router.api.parsers.parser import CallArguments, CallStart, Content, Event, Reasoning
 from pdserve.router.http.encoding import error_body, json_response
-from pdserve.router.http.events import Event, respond
-from pdserve.router.http.request import SERVING, preprocess
+from pdserve.router.http.events import ServerEvent, respond_as
+from pdserve.router.http.request import STATE, client_of, preprocess
 from pdserve.router.requests.generation import GenerationStats
 
-REQUEST_ID = "Request-Id"  # the name under which Anthropic's clients know their request
+REQUEST_ID = "Request-Id"  # has the id by which Anthropic's clients know their request
 STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERRORS = {
     401: "authentication_error",
@@ -32,13 +33,14 @@ _ERRORS = {
 
 
 async def create_message(request: web.Request) -> web.StreamResponse:
-    asked, body = await begin(request, "messages", "msg")
-    if body.max_tokens is None:
+    state = request.app[STATE]
+    asked = await preprocess(request, "messages")
+    chat = chat_from_body(state, asked, client_of(request), "msg")
+    if asked.body.max_tokens is None:
         raise InvalidRequest("max_tokens must be given", param="max_tokens")
-    model = request.app[SERVING].answering(body.model)
-    generation = asked.generation
-    shape = MessageShape(generation.request_id, model, len(generation.prompt_token_ids))
-    return await respond(request, asked, shape)
+    model, generation = state.response_model(asked.body.model), chat.generation
+    format = MessagesFormat(generation.request_id, model, len(generation.prompt_token_ids))
+    return await respond_as(request, chat, format)
 
 
 async def count_tokens(request: web.Request) -> web.StreamResponse:
@@ -47,14 +49,14 @@ async def count_tokens(request: web.Request) -> web.StreamResponse:
 
 
 def as_anthropic(refusal: web.Response) -> web.Response:
-    """The same refusal as Anthropic words it."""
+    """The same error in Anthropic's format."""
     assert isinstance(refusal.body, bytes)
     refusal.body = msgspec.json.encode(_error(msgspec.json.decode(refusal.body), refusal.status))
     return refusal
 
 
 def _error(body: dict[str, Any], status: int) -> dict[str, Any]:
-    """`body` is the error's as OpenAI words it."""
+    """Converts an error in OpenAI's format."""
     kind = _ERRORS.get(status, "api_error" if status >= 500 else "invalid_request_error")
     return {
         "type": "error",
@@ -63,108 +65,100 @@ def _error(body: dict[str, Any], status: int) -> dict[str, Any]:
     }
 
 
-class MessageShape:
-    """Content blocks in the order in which they come; one is open at a time."""
+class MessagesFormat:
+    """Content blocks in the order in which they come; the last one may be open."""
 
     def __init__(self, message_id: str, model: str, input_tokens: int) -> None:
         """`input_tokens` are the prompt's; how many of them were cached is known at the end."""
+        self._blocks: list[dict[str, Any]] = []
+        self._arguments: list[str] = []  # JSON of the last tool call
+        self._open: str | None = None  # type of the open block
+        self._ending: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
         self._message: dict[str, Any] = {
             "id": message_id,
             "type": "message",
             "role": "assistant",
             "model": model,
             "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
+            **self._ending,
             "usage": _usage(input_tokens, 0, 0),
         }
-        self._open: str | None = None  # the type of the open block
-        self._index = -1
 
-    def whole(self, choice: dict[str, Any], stats: GenerationStats) -> dict[str, Any]:
-        said, content = choice["message"], []
-        if thought := said.get("reasoning_content"):
-            content.append({"type": "thinking", "thinking": thought, "signature": ""})
-        if said.get("content"):
-            content.append({"type": "text", "text": said["content"]})
-        for call in said.get("tool_calls") or ():
-            function = call["function"]
-            content.append(_tool_use(call["id"], function["name"], _object(function["arguments"])))
-        return {
-            **self._message,
-            "content": content,
-            **_ending(choice, bool(said.get("tool_calls"))),
-            "usage": _usage_of(stats),
-        }
+    def whole(self, stats: GenerationStats) -> dict[str, Any]:
+        usage = _usage_of(stats)
+        return {**self._message, "content": self._blocks, **self._ending, "usage": usage}
 
-    def begin(self) -> Iterable[Event]:
-        return [{"type": "message_start", "message": {**self._message}}]
+    def begin(self) -> Iterable[ServerEvent]:
+        return [{"type": "message_start", "message": self._message}]
 
-    def chunk(self, choice: dict[str, Any]) -> Iterator[Event]:
-        delta = choice["delta"]
-        if thought := delta.get("reasoning_content"):
-            start = {"type": "thinking", "thinking": "", "signature": ""}
-            yield from self._block("thinking", start)
-            yield self._delta({"type": "thinking_delta", "thinking": thought})
-        if text := delta.get("content"):
-            yield from self._block("text", {"type": "text", "text": ""})
-            yield self._delta({"type": "text_delta", "text": text})
-        for call in delta.get("tool_calls") or ():
-            function = call["function"]
-            if "id" in call:
+    def event(self, event: Event) -> Iterator[ServerEvent]:
+        match event:
+            case Content(text):
+                yield from self._block("text", text="")
+                self._blocks[-1]["text"] += text
+                yield self._delta("text_delta", text=text)
+            case Reasoning(text):
+                yield from self._block("thinking", thinking="", signature="")
+                self._blocks[-1]["thinking"] += text
+                yield self._delta("thinking_delta", thinking=text)
+            case CallStart(_, call_id, name):
                 yield from self._close()
-                yield from self._block("tool_use", _tool_use(call["id"], function["name"], {}))
-            if more := function.get("arguments"):
-                yield self._delta({"type": "input_json_delta", "partial_json": more})
-        if choice["finish_reason"]:
-            self._message |= _ending(choice, self._open == "tool_use")
-            yield from self._close()
+                yield from self._block("tool_use", id=call_id, name=name, input={})
+            case CallArguments(_, text):
+                self._arguments.append(text)
+                yield self._delta("input_json_delta", partial_json=text)
 
-    def end(self, stats: GenerationStats) -> Iterable[Event]:
-        ending = {name: self._message[name] for name in ("stop_reason", "stop_sequence")}
-        yield {"type": "message_delta", "delta": ending, "usage": _usage_of(stats)}
+    def finish(self, reason: str, stop_reason: str | int | None) -> Iterator[ServerEvent]:
+        """A call is no finish reason to chat where the client named the tool."""
+        called = any(block["type"] == "tool_use" for block in self._blocks)
+        if reason == "stop" and isinstance(stop_reason, str):
+            self._ending = {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
+        else:
+            reason = "tool_calls" if reason == "stop" and called else reason
+            self._ending = {"stop_reason": STOPS.get(reason, reason), "stop_sequence": None}
+        yield from self._close()
+
+    def end(self, stats: GenerationStats) -> Iterable[ServerEvent]:
+        yield {"type": "message_delta", "delta": self._ending, "usage": _usage_of(stats)}
         yield {"type": "message_stop"}
 
-    def failed(self, error: PdserveError) -> Iterable[Event]:
+    def error(self, error: PdserveError) -> Iterable[ServerEvent]:
         return [_error(error_body(error), error.http_status)]
 
-    def _block(self, kind: str, start: dict[str, Any]) -> Iterator[Event]:
+    def _block(self, kind: str, **fields: Any) -> Iterator[ServerEvent]:
+        """Opens a block, if none of this kind is open."""
         if self._open != kind:
             yield from self._close()
-            self._open, self._index = kind, self._index + 1
+            self._open = kind
+            self._blocks.append({"type": kind, **fields})
+            start = {"type": kind, **fields}
             yield {"type": "content_block_start", "index": self._index, "content_block": start}
 
-    def _delta(self, delta: dict[str, Any]) -> Event:
+    def _delta(self, kind: str, **fields: str) -> ServerEvent:
+        delta = {"type": kind, **fields}
         return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
-    def _close(self) -> Iterator[Event]:
-        if self._open is not None:
-            self._open = None
-            yield {"type": "content_block_stop", "index": self._index}
+    def _close(self) -> Iterator[ServerEvent]:
+        if self._open is None:
+            return
+        if self._open == "tool_use":
+            self._blocks[-1]["input"] = _object("".join(self._arguments))
+            self._arguments.clear()
+        self._open = None
+        yield {"type": "content_block_stop", "index": self._index}
 
-
-def _tool_use(call_id: str, name: str, given: Any) -> dict[str, Any]:
-    return {"type": "tool_use", "id": call_id, "name": name, "input": given}
+    @property
+    def _index(self) -> int:
+        return len(self._blocks) - 1
 
 
 def _object(arguments: str) -> Any:
-    """A call that was cut short has no whole object."""
+    """The arguments of a call; empty if it was cut short."""
     try:
         given = json.loads(arguments)
     except (ValueError, RecursionError):
         return {}
     return given if isinstance(given, dict) else {}
-
-
-def _ending(choice: dict[str, Any], used: bool) -> dict[str, Any]:
-    """Of chat's `finish_reason` and `stop_reason`; `used`: it ends with a call, which for chat is
-    no reason where the client named the tool."""
-    reason, stop = choice["finish_reason"], choice.get("stop_reason")
-    if reason == "stop" and isinstance(stop, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": stop}
-    if reason == "stop" and used:
-        reason = "tool_calls"
-    return {"stop_reason": STOPS.get(reason, reason), "stop_sequence": None}
 
 
 def _usage_of(stats: GenerationStats) -> dict[str, int]:

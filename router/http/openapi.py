@@ -1,4 +1,4 @@
-"""`/openapi.json` and `/docs`: what this server takes, from the bodies' own schemas."""
+"""`/openapi.json` and `/docs`: the API's description, made from the bodies' schemas."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from pdserve.router.http.encoding import json_response
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ERRORS = {
-    400: "a bad value, which `param` names",
-    401: "no API key, or another",
-    403: "for operators: another key is needed (`--admin-api-key`)",
-    404: "no such model, request or path",
+    400: "a value is wrong; `param` names it",
+    401: "the API key is missing or wrong",
+    403: "only operators may do this (`--admin-api-key`)",
+    404: "there is no such model, request or path",
     408: "the body comes too slowly",
     413: "the body is too large",
-    415: "not JSON, or in an encoding that is not known",
-    429: "too many requests wait; `Retry-After`",
-    500: "a node failed, or a defect",
-    503: "no node can serve, or the server stops; `Retry-After`",
-    504: "no progress within --request-timeout",
+    415: "the body is not JSON, or its encoding is unknown",
+    429: "too many requests wait; see `Retry-After`",
+    500: "a node failed, or the server has a defect",
+    503: "no node can serve, or the server stops; see `Retry-After`",
+    504: "the request made no progress within --request-timeout",
 }
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>pdserve {version}</title>
 <style>
@@ -35,7 +35,7 @@ body {{ font: 16px/1.5 system-ui; max-width: 60rem; margin: 2rem auto; color-sch
 td {{ vertical-align: top; padding: .1rem .8rem .1rem 0 }}
 summary {{ cursor: pointer; padding: .3rem 0 }}
 </style>
-<h1>pdserve {version}</h1><p>The same for programs: <a href="openapi.json">openapi.json</a>.</p>
+<h1>pdserve {version}</h1><p>Programs read <a href="openapi.json">openapi.json</a>.</p>
 {operations}</html>"""
 
 
@@ -47,10 +47,10 @@ class Route:
     summary: str
     body: type[BaseModel] | None = None
     answer: str = "application/json"  # content type
-    streams: bool = False  # server-sent events, where the body asks for them
+    streams: bool = False  # answers with server-sent events if the body asks for them
     open: bool = False  # needs no API key
     operators: bool = False  # needs an operator's key, as `APIKeys.check_operator` says
-    errors: Sequence[int] = ()  # beside those of every body
+    errors: Sequence[int] = ()  # statuses beside those of every body
 
 
 class ErrorDetail(BaseModel):
@@ -81,7 +81,7 @@ async def page(request: web.Request) -> web.Response:
 
 @cache
 def document(routes: tuple[Route, ...], root_path: str = "") -> dict[str, Any]:
-    """OpenAPI 3.1."""
+    """The description in OpenAPI 3.1."""
     bodies = sorted({route.body for route in routes if route.body}, key=lambda body: body.__name__)
     _, schemas = models_json_schema(
         [*((body, "validation") for body in bodies), (Error, "serialization")],
@@ -129,11 +129,11 @@ def _operation(route: Route) -> dict[str, Any]:
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         ]
     if not route.open:
-        operation["security"] = [{"key": []}, {}]  # a key, where the server has any
+        operation["security"] = [{"key": []}, {}]  # a key if the server has any
     return operation
 
 
-# ---- for people ---------------------------------------------------------------------------------
+# ---- /docs -----------------------------------------------------------------------------------
 
 
 def _page(spec: dict[str, Any]) -> str:

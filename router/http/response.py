@@ -1,4 +1,10 @@
-"""Generations to one HTTP response, whole or streamed; endpoints differ in their choices' shape."""
+"""Runs generations and answers one HTTP request with them: whole, or as server-sent events.
+
+    Pipeline.generate ─ merge ─▶ UpdateBatch ─▶ AnswerWriter ─▶ JSON, or events
+
+Each API has an `AnswerWriter`: OpenAI's completions and chat share `OpenAIWriter`, with choices of
+their own (`ChoiceWriter`); `events` has the one of the other APIs.
+"""
 
 from __future__ import annotations
 
@@ -15,196 +21,302 @@ from aiohttp import web
 
 from pdserve.common.core.errors import PdserveError
 from pdserve.common.core.prompt_logprobs import PromptLogprobs
-from pdserve.common.core.sampling import SampledToken
+from pdserve.common.http.connection import connection_of
 from pdserve.router.api.schema import GenerationBody
-from pdserve.router.http.encoding import MUCH, error_body, json_response, made
-from pdserve.router.http.request import SERVING
-from pdserve.router.http.stream import News, respond_stream, unfinished
-from pdserve.router.requests.arrival import arrival_var
+from pdserve.router.http.encoding import as_typed, error_body, json_response, stopping
+from pdserve.router.http.logprobs import logprob_of
+from pdserve.router.http.request import STATE
 from pdserve.router.requests.generation import (
     GenerationRequest,
     GenerationStats,
     TextDelta,
+    Update,
+    Updates,
     coalesced,
     join,
     merge,
     prompt_only,
 )
+from pdserve.router.requests.stages import arrival_var
 
-_encode = msgspec.json.Encoder().encode
-MIN_LOGPROB = -9999.0  # JSON has no -Infinity
+UpdateBatch = Updates[Update]  # (the prompt's index, its update), all that came together
+encode = msgspec.json.Encoder().encode
+MUCH = 256  # deltas of an answer, from which on a thread writes it
+_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # nginx would collect events otherwise
+}
 
 
-class ChoiceBuilder(Protocol):
-    """The shape of an endpoint's choices. One object per request; it may remember choices."""
+@dataclass(slots=True)
+class Answer:
+    """Everything that the generations of one request gave."""
+
+    deltas: dict[int, list[TextDelta]] = field(default_factory=dict)  # by the choice's index
+    stats: dict[int, GenerationStats] = field(default_factory=dict)  # by the prompt's index
+    prompts: dict[int, PromptLogprobs] = field(default_factory=dict)  # likewise
+
+
+class AnswerWriter(Protocol):
+    """Writes the answer to one request as its API wants it."""
+
+    last: bytes  # ends a stream, also one that failed
+
+    @property
+    def stream(self) -> bool: ...
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """The body of an answer that is not streamed. A thread may call this."""
+
+    def begin(self) -> bytes: ...
+
+    async def write(self, batch: UpdateBatch) -> bytes: ...
+
+    def end(self) -> bytes: ...
+
+    def error(self, error: PdserveError) -> bytes:
+        """The events that say why the stream ends here."""
+
+
+async def respond(
+    request: web.Request,
+    generations: Sequence[GenerationRequest],
+    writer: AnswerWriter,
+    prompts_only: bool = False,
+) -> web.StreamResponse:
+    """Runs the generations and answers.
+
+    Raises:
+        PdserveError: they failed before anything was sent.
+    """
+    sources = [request.app[STATE].pipeline.generate(each) for each in generations]
+    if prompts_only:
+        sources = [prompt_only(source) for source in sources]
+    async with aclosing(merge(sources)) as updates:
+        if writer.stream:
+            return await _stream(request, updates, writer)
+        answer = await _collect(generations, updates)
+    num_deltas = sum(map(len, answer.deltas.values()))
+    logprobs = bool(answer.prompts) or generations[0].sampling.logprobs is not None
+    if logprobs or num_deltas >= MUCH:  # it may take seconds
+        body = await asyncio.to_thread(writer.whole, answer)
+    else:
+        body = writer.whole(answer)
+    return json_response(body | timeline_of(answer.stats.values()))
+
+
+async def _collect(
+    generations: Sequence[GenerationRequest], updates: AsyncGenerator[UpdateBatch, None]
+) -> Answer:
+    answer = Answer()
+    async for batch in updates:
+        for prompt, update in batch:
+            if isinstance(update, GenerationStats):
+                answer.stats[prompt] = update
+            elif isinstance(update, PromptLogprobs):
+                answer.prompts[prompt] = update
+            else:
+                index = prompt * generations[prompt].n + update.choice
+                answer.deltas.setdefault(index, []).append(update)
+    if len(answer.stats) != len(generations):
+        raise unfinished()
+    return answer
+
+
+async def _stream(
+    request: web.Request, updates: AsyncGenerator[UpdateBatch, None], writer: AnswerWriter
+) -> web.StreamResponse:
+    """Prepares the response when the first update is there: until then an error has its own HTTP
+    status."""
+    first = await anext(updates, None)
+    if first is None:
+        raise unfinished()
+    response = web.StreamResponse(headers=_HEADERS)
+    await response.prepare(request)
+    connection = connection_of(request)
+
+    async def write(sent: bytes) -> None:
+        if connection is not None:
+            await connection.drain()
+        await response.write(sent)
+
+    try:
+        async with aclosing(_events(first, updates, writer)) as events:
+            async for sent in events:
+                if sent:
+                    await write(sent)
+    except asyncio.CancelledError:
+        if request.transport is None or request.transport.is_closing():
+            raise
+        await write(writer.error(stopping()))  # the client is there: this server stops
+    await response.write_eof(writer.last)
+    return response
+
+
+async def _events(
+    first: UpdateBatch, updates: AsyncGenerator[UpdateBatch, None], writer: AnswerWriter
+) -> AsyncGenerator[bytes, None]:
+    try:
+        yield writer.begin() + await writer.write(first)
+        async for batch in updates:
+            yield await writer.write(batch)
+        yield writer.end()
+    except Exception as error:
+        yield writer.error(as_typed(error))
+
+
+def unfinished() -> PdserveError:
+    return PdserveError("the generation ended without a result")
+
+
+def timeline_of(stats: Iterable[GenerationStats]) -> dict[str, Any]:
+    """The key `pdserve`, for clients that ask for it: the timeline of the prompt that was answered
+    last."""
+    arrival = arrival_var.get()
+    if arrival is None or not arrival.wants_timeline:
+        return {}
+    last = max(stats, key=lambda stats: stats.timeline.finished or 0.0)
+    return {"pdserve": {"timeline": asdict(last.receipt())}}
+
+
+# ---- OpenAI's completions and chat -----------------------------------------------------------
+
+
+class ChoiceWriter(Protocol):
+    """Writes the choices of one request."""
 
     object_name: ClassVar[str]
     chunk_object_name: ClassVar[str]
 
-    beside: dict[str, Any]  # the choices of an answer, or those of a stream's first event
+    beside: dict[str, Any]  # fields beside the choices of an answer, or of a stream's first chunk
 
     scored: dict[int, PromptLogprobs]
-    """By the choice's index what is to be told of its prompt, once. It may be much: on a thread."""
+    """The prompt's log-probabilities that a choice has still to show, by the choice's index."""
 
     def choice(self, index: int, whole: TextDelta) -> dict[str, Any]:
-        """A complete choice; `whole` holds all of its text and tokens."""
+        """A complete choice; `whole` has all of its text and tokens."""
 
     def chunks(self, index: int, delta: TextDelta) -> Iterable[dict[str, Any]]:
-        """The choices of the events that tell of one delta, one choice an event."""
+        """The choices of the chunks for one delta, one for each chunk."""
 
 
 @dataclass
-class Response:
-    """One response in the making."""
+class OpenAIWriter:
+    """Writes completions and chat; a chunk has one choice."""
 
     id: str
+    model: str
     body: GenerationBody
-    choices: ChoiceBuilder
-    requests: Sequence[GenerationRequest]
-    best: int | None = None  # of each prompt's choices only so many are answered
-    no_answer: bool = False  # prompts alone
-    model: str = ""
+    choices: ChoiceWriter
+    generations: Sequence[GenerationRequest]
+    best: int | None = None  # answer only so many choices of each prompt
     created: int = field(default_factory=lambda: int(time.time()))
-    stats: dict[int, GenerationStats] = field(default_factory=dict)
+    last: bytes = b"data: [DONE]\n\n"
     num_tokens: int = 0  # streamed so far
-    last: bytes = b"data: [DONE]\n\n"  # of a stream
-
-    async def respond(self, request: web.Request) -> web.StreamResponse:
-        """Runs the generations and answers.
-
-        Raises:
-            PdserveError: they failed before anything was sent.
-        """
-        serving = request.app[SERVING]
-        self.model = serving.answering(self.body.model)
-        sources = [serving.pipeline.generate(one) for one in self.requests]
-        if self.no_answer:
-            sources = [prompt_only(source) for source in sources]
-        async with aclosing(merge(sources)) as updates:
-            if self.body.stream:
-                return await respond_stream(request, updates, self)
-            return await self._respond_whole(updates)
+    stats: dict[int, GenerationStats] = field(default_factory=dict)
 
     @property
+    def stream(self) -> bool:
+        return bool(self.body.stream)
+
+    @cached_property
     def include_usage(self) -> bool:
         """Whether a stream ends with its usage."""
         options = self.body.stream_options
         return bool(options and options.include_usage)
 
-    @property
+    @cached_property
     def continuous_usage(self) -> bool:
         options = self.body.stream_options
         return bool(options and options.continuous_usage_stats and self.include_usage)
 
-    async def _respond_whole(self, updates: AsyncGenerator[News, None]) -> web.Response:
-        deltas: dict[int, list[TextDelta]] = {}
-        async for batch in updates:
-            for prompt, update in batch:
-                if isinstance(update, GenerationStats):
-                    self.stats[prompt] = update
-                elif isinstance(update, PromptLogprobs):
-                    self._scored(prompt, update)
-                else:
-                    deltas.setdefault(self._index(prompt, update), []).append(update)
-        body = self._envelope(self.choices.object_name)
-        num_deltas = sum(map(len, deltas.values()))
-        if self.choices.scored or self.requests[0].sampling.logprobs is not None:
-            num_deltas = MUCH
-        body["choices"] = await made(num_deltas, lambda: self._choices(deltas))
-        body["usage"] = self._usage()
-        return json_response(body | self.choices.beside | extension(self.stats.values()))
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        for prompt, found in answer.prompts.items():
+            self._scored(prompt, found)
+        deltas = answer.deltas if self.best is None else self._best(answer.deltas, self.best)
+        choice = self.choices.choice
+        # Each choice as JSON at once: their objects are much larger.
+        choices = [msgspec.Raw(encode(choice(i, join(deltas.pop(i))))) for i in sorted(deltas)]
+        body = self._envelope(self.choices.object_name) | {"choices": choices}
+        return body | {"usage": _usage(answer.stats)} | self.choices.beside
 
     def _best(self, deltas: dict[int, list[TextDelta]], n: int) -> dict[int, list[TextDelta]]:
-        """Of each prompt's choices the `n` whose tokens are the most likely, the best first."""
+        """The `n` choices of each prompt whose tokens are the most likely, the best first."""
 
         def likelihood(index: int) -> float:
             tokens = [logprob_of(token) for delta in deltas[index] for token in delta.tokens]
             return sum(tokens) / max(1, len(tokens))
 
         best: dict[int, list[TextDelta]] = {}
-        for prompt, request in enumerate(self.requests):
-            indices = range(prompt * request.n, (prompt + 1) * request.n)
+        for prompt, generation in enumerate(self.generations):
+            indices = range(prompt * generation.n, (prompt + 1) * generation.n)
             ranked = sorted(indices, key=likelihood, reverse=True)
             best |= {prompt * n + place: deltas[i] for place, i in enumerate(ranked[:n])}
         return best
 
-    def _choices(self, deltas: dict[int, list[TextDelta]]) -> list[msgspec.Raw]:
-        """The JSON of whole choices."""
-        if self.best is not None:
-            deltas = self._best(deltas, self.best)
-        choice = self.choices.choice
-        return [msgspec.Raw(_encode(choice(i, join(deltas.pop(i))))) for i in sorted(deltas)]
-
-    # ---- as a stream ------------------------------------------------------------------------
+    # ---- as a stream -------------------------------------------------------------------------
 
     def begin(self) -> bytes:
         return b""
 
-    async def told(self, news: News) -> bytes:
-        return _frames(await self._encoded(news))
-
-    def end(self) -> bytes:
-        usage, more = self._usage(), extension(self.stats.values())
-        if not (self.include_usage or more):
-            return b""
-        head = self._envelope(self.choices.chunk_object_name)
-        return _frames([_encode(head | {"choices": [], "usage": usage} | more)])
-
-    def failed(self, error: PdserveError) -> bytes:
-        return _frames([_encode(error_body(error))])
-
-    async def _encoded(self, batch: News) -> list[bytes]:
-        """The JSON of events; a thread encodes those that tell of a prompt."""
+    async def write(self, batch: UpdateBatch) -> bytes:
         for prompt, update in batch:
             if isinstance(update, PromptLogprobs):
                 self._scored(prompt, update)
-        if self.choices.scored:
-            return await asyncio.to_thread(self._chunks, batch)
-        return self._chunks(batch)
+        if self.choices.scored:  # there may be hundreds of thousands
+            return await asyncio.to_thread(self._write, batch)
+        return self._write(batch)
 
-    def _chunks(self, batch: News) -> list[bytes]:
+    def _write(self, batch: UpdateBatch) -> bytes:
         chunks = []
         for prompt, update in coalesced(batch):
-            if isinstance(update, PromptLogprobs):
-                continue
             if isinstance(update, GenerationStats):
                 self.stats[prompt] = update
-                continue
-            self.num_tokens += len(update.tokens)
-            for choice in self.choices.chunks(self._index(prompt, update), update):
-                chunks.append(b"%b%b%b" % (self._chunk_head, _encode(choice), self._tail()))
-        return chunks
+            elif isinstance(update, TextDelta):
+                self.num_tokens += len(update.tokens)
+                index = prompt * self.generations[prompt].n + update.choice
+                for choice in self.choices.chunks(index, update):
+                    chunks.append(b"%b%b%b" % (self._chunk_head, encode(choice), self._tail()))
+        return _events_of(chunks)
+
+    def end(self) -> bytes:
+        if len(self.stats) != len(self.generations):
+            raise unfinished()
+        more = timeline_of(self.stats.values())
+        if not (self.include_usage or more):
+            return b""
+        last = self._envelope(self.choices.chunk_object_name)
+        return _events_of([encode(last | {"choices": [], "usage": _usage(self.stats)} | more)])
+
+    def error(self, error: PdserveError) -> bytes:
+        return _events_of([encode(error_body(error))])
 
     @cached_property
     def _chunk_head(self) -> bytes:
-        """The JSON of a chunk up to its one choice: it is the same in all of them."""
-        envelope = _encode(self._envelope(self.choices.chunk_object_name))
+        """The JSON of a chunk up to its choice, which is the same for all chunks."""
+        envelope = encode(self._envelope(self.choices.chunk_object_name))
         return envelope.removesuffix(b"}") + b',"choices":['
-
-    def _tail(self) -> bytes:
-        """Of the next chunk; mostly the same."""
-        rest, self.choices.beside = self.choices.beside, {}
-        if self.continuous_usage:
-            prompt = sum(len(one.prompt_token_ids) for one in self.requests)
-            usage = _tokens(prompt, self.num_tokens)
-        elif rest:
-            usage = None
-        else:
-            return self._chunk_tail
-        if self.include_usage:
-            rest["usage"] = usage
-        return b"]," + _encode(rest)[1:]
 
     @cached_property
     def _chunk_tail(self) -> bytes:
         return b'],"usage":null}' if self.include_usage else b"]}"
 
-    def _scored(self, prompt: int, found: PromptLogprobs) -> None:
-        n = self.best or self.requests[prompt].n
-        self.choices.scored |= dict.fromkeys(range(prompt * n, (prompt + 1) * n), found)
+    def _tail(self) -> bytes:
+        """The JSON of the next chunk behind its choice, which is mostly the same."""
+        if not (self.choices.beside or self.continuous_usage):
+            return self._chunk_tail
+        rest, self.choices.beside = self.choices.beside, {}
+        if self.continuous_usage:
+            prompt = sum(len(each.prompt_token_ids) for each in self.generations)
+            rest["usage"] = _tokens(prompt, self.num_tokens)
+        elif self.include_usage:
+            rest["usage"] = None
+        return b"]," + encode(rest)[1:]
 
-    def _index(self, prompt: int, delta: TextDelta) -> int:
-        return prompt * self.requests[prompt].n + delta.choice
+    def _scored(self, prompt: int, found: PromptLogprobs) -> None:
+        n = self.best or self.generations[prompt].n
+        self.choices.scored |= dict.fromkeys(range(prompt * n, (prompt + 1) * n), found)
 
     def _envelope(self, object_name: str) -> dict[str, Any]:
         return {
@@ -214,30 +326,17 @@ class Response:
             "model": self.model,
         }
 
-    def _usage(self) -> dict[str, Any]:
-        """Sums over the prompts; a prompt counts once, however many choices share it."""
-        if len(self.stats) != len(self.requests):
-            raise unfinished()
-        prompt = sum(stats.prompt_tokens for stats in self.stats.values())
-        completion = sum(stats.completion_tokens for stats in self.stats.values())
-        cached = sum(stats.cached_tokens for stats in self.stats.values())
-        details = {"cached_tokens": cached}
-        return _tokens(prompt, completion) | {"prompt_tokens_details": details}
+
+def _events_of(chunks: Sequence[bytes]) -> bytes:
+    return b"data: " + b"\n\ndata: ".join(chunks) + b"\n\n" if chunks else b""
 
 
-def extension(stats: Iterable[GenerationStats]) -> dict[str, Any]:
-    """Our own key, for clients that ask: when things happened to the prompt that was answered last,
-    and where the time went."""
-    arrival = arrival_var.get()
-    if arrival is None or not arrival.wants_timeline:
-        return {}
-    last = max(stats, key=lambda stats: stats.timeline.finished or 0.0)
-    return {"pdserve": {"timeline": asdict(last.receipt())}}
-
-
-def _frames(events: Sequence[bytes]) -> bytes:
-    """Of the JSON of events."""
-    return b"data: " + b"\n\ndata: ".join(events) + b"\n\n" if events else b""
+def _usage(stats: dict[int, GenerationStats]) -> dict[str, Any]:
+    """Sums over the prompts; a prompt counts once, however many choices share it."""
+    prompt = sum(each.prompt_tokens for each in stats.values())
+    completion = sum(each.completion_tokens for each in stats.values())
+    cached = sum(each.cached_tokens for each in stats.values())
+    return _tokens(prompt, completion) | {"prompt_tokens_details": {"cached_tokens": cached}}
 
 
 def _tokens(prompt: int, completion: int) -> dict[str, Any]:
@@ -246,12 +345,3 @@ def _tokens(prompt: int, completion: int) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
     }
-
-
-def token_name(token_id: int, text: str, body: GenerationBody) -> str:
-    """Of a token in log-probabilities."""
-    return f"token_id:{token_id}" if body.return_tokens_as_token_ids else text
-
-
-def logprob_of(token: SampledToken) -> float:
-    return MIN_LOGPROB if token.logprobs is None else max(token.logprobs.logprob, MIN_LOGPROB)

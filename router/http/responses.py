@@ -11,11 +11,12 @@ import msgspec
 from aiohttp import web
 
 from pdserve.common.core.errors import PdserveError
-from pdserve.router.api.foreign import ResponsesBody
-from pdserve.router.http.chat import ChatRequest, begin
+from pdserve.router.api.chat import ChatRequest, chat_from_body
+from pdserve.router.api.compat import ResponsesBody
+from pdserve.router.api.parsers.parser import CallArguments, CallStart, Content, Event, Reasoning
 from pdserve.router.http.encoding import error_body
-from pdserve.router.http.events import Event, respond
-from pdserve.router.http.request import SERVING
+from pdserve.router.http.events import ServerEvent, respond_as
+from pdserve.router.http.request import STATE, client_of, preprocess
 from pdserve.router.requests.generation import GenerationStats
 
 Item = dict[str, Any]
@@ -23,24 +24,27 @@ _PLAIN = {"format": {"type": "text"}}
 
 
 async def create_response(request: web.Request) -> web.StreamResponse:
-    asked, body = await begin(request, "responses", "resp")
-    return await respond(
-        request, asked, ResponseShape(request.app[SERVING].answering(body.model), asked, body)
-    )
+    state = request.app[STATE]
+    asked = await preprocess(request, "responses")
+    chat = chat_from_body(state, asked, client_of(request), "resp")
+    model = state.response_model(asked.body.model)
+    return await respond_as(request, chat, ResponsesFormat(model, chat, asked.body))
 
 
-class ResponseShape:
-    """Output items in the order in which they come; one is open at a time."""
+class ResponsesFormat:
+    """Output items in the order in which they come; the last one may be open."""
 
-    def __init__(self, model: str, asked: ChatRequest, body: ResponsesBody) -> None:
-        instructions, tools = map(msgspec.Raw, asked.told_again)
-        self._items: list[Item] = []  # the last one may be open
-        self._stem = token_hex(10)  # of their ids, which sort as they come: some clients sort them
+    def __init__(self, model: str, chat: ChatRequest, body: ResponsesBody) -> None:
+        instructions, tools = map(msgspec.Raw, chat.echoed)
+        self._items: list[Item] = []
+        # The stem of the items' ids; ids sort in order of the items, because some clients sort
+        # them.
+        self._stem = token_hex(10)
         self._open = False
         self._reason: str | None = None
-        self._number = 0  # of the next event
+        self._number = 0  # the next event's
         self._response: dict[str, Any] = {
-            "id": asked.generation.request_id,
+            "id": chat.generation.request_id,
             "object": "response",
             "created_at": int(time.time()),
             "status": "in_progress",
@@ -56,52 +60,53 @@ class ResponseShape:
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "store": False,
-            "temperature": asked.generation.sampling.temperature,
+            "temperature": chat.generation.sampling.temperature,
             "text": body.text.model_dump(exclude_none=True) if body.text else _PLAIN,
             "tool_choice": body.tool_choice or "auto",
             "tools": tools,
-            "top_p": asked.generation.sampling.top_p,
+            "top_p": chat.generation.sampling.top_p,
             "truncation": "disabled",
             "usage": None,
             "user": body.user,
         }
 
-    def whole(self, choice: dict[str, Any], stats: GenerationStats) -> dict[str, Any]:
-        for _ in self.chunk({"delta": choice["message"], "finish_reason": choice["finish_reason"]}):
-            pass  # the same items, and nobody hears of them one by one
-        return self._ended(stats)
-
-    def begin(self) -> Iterator[Event]:
+    def begin(self) -> Iterator[ServerEvent]:
         for kind in ("created", "in_progress"):
             yield self._event(f"response.{kind}", response=self._response)
 
-    def chunk(self, choice: dict[str, Any]) -> Iterator[Event]:
-        delta = choice["delta"]
-        if thought := delta.get("reasoning_content"):
-            yield from self._text("reasoning", thought)
-        if said := delta.get("content"):
-            yield from self._text("message", said)
-        for call in delta.get("tool_calls") or ():
-            yield from self._call(call)
-        if choice["finish_reason"]:
-            self._reason = choice["finish_reason"]
-            yield from self._close()
+    def event(self, event: Event) -> Iterator[ServerEvent]:
+        match event:
+            case Content(text):
+                yield from self._text("message", text)
+            case Reasoning(text):
+                yield from self._text("reasoning", text)
+            case CallStart(_, call_id, name):
+                yield from self._close()
+                names = {"call_id": call_id, "name": name, "arguments": ""}
+                yield from self._add("function_call", "fc", names)
+            case CallArguments(_, text):
+                self._items[-1]["arguments"] += text
+                yield self._item_event("response.function_call_arguments.delta", delta=text)
 
-    def end(self, stats: GenerationStats) -> Iterable[Event]:
-        response = self._ended(stats)
+    def finish(self, reason: str, stop_reason: str | int | None) -> Iterator[ServerEvent]:
+        self._reason = reason
+        yield from self._close()
+
+    def end(self, stats: GenerationStats) -> Iterable[ServerEvent]:
+        response = self.whole(stats)
         return [self._event(f"response.{response['status']}", response=response)]
 
-    def failed(self, error: PdserveError) -> Iterator[Event]:
-        said = error_body(error)["error"]
-        told = {name: said[name] for name in ("code", "message")}
-        failed = {**self._response, "status": "failed", "error": told, "output": self._items}
-        yield self._event("error", **told, param=said["param"])
+    def error(self, error: PdserveError) -> Iterator[ServerEvent]:
+        body = error_body(error)["error"]
+        reason = {name: body[name] for name in ("code", "message")}
+        failed = {**self._response, "status": "failed", "error": reason, "output": self._items}
+        yield self._event("error", **reason, param=body["param"])
         yield self._event("response.failed", response=failed)
 
-    # ---- items ------------------------------------------------------------------------------
+    # ---- items -------------------------------------------------------------------------------
 
-    def _text(self, kind: str, text: str) -> Iterator[Event]:
-        """Of a message, or of a thought before it."""
+    def _text(self, kind: str, text: str) -> Iterator[ServerEvent]:
+        """The events for more text of a message, or of reasoning."""
         words = "output_text" if kind == "message" else "reasoning_text"
         if not (self._open and self._items[-1]["type"] == kind):
             yield from self._close()
@@ -118,17 +123,7 @@ class ResponseShape:
         extra: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
         yield self._item_event(f"response.{words}.delta", content_index=0, delta=text, **extra)
 
-    def _call(self, call: dict[str, Any]) -> Iterator[Event]:
-        function = call["function"]
-        if "id" in call:
-            yield from self._close()
-            names = {"call_id": call["id"], "name": function["name"], "arguments": ""}
-            yield from self._add("function_call", "fc", names)
-        if more := function.get("arguments"):
-            self._items[-1]["arguments"] += more
-            yield self._item_event("response.function_call_arguments.delta", delta=more)
-
-    def _add(self, kind: str, prefix: str, fields: Item) -> Iterator[Event]:
+    def _add(self, kind: str, prefix: str, fields: Item) -> Iterator[ServerEvent]:
         name = f"{prefix}-{self._stem}{len(self._items):04x}"
         item = {"id": name, "type": kind, "status": "in_progress", **fields}
         self._items.append(item)
@@ -136,7 +131,7 @@ class ResponseShape:
         added = {**item, "content": []} if "content" in item else {**item}
         yield self._item_event("response.output_item.added", item=added, named=False)
 
-    def _close(self) -> Iterator[Event]:
+    def _close(self) -> Iterator[ServerEvent]:
         if not self._open:
             return
         item, self._open = self._items[-1], False
@@ -152,15 +147,15 @@ class ResponseShape:
             yield self._item_event("response.content_part.done", content_index=0, part=part)
         yield self._item_event("response.output_item.done", item=item, named=False)
 
-    def _item_event(self, kind: str, named: bool = True, **fields: Any) -> Event:
+    def _item_event(self, kind: str, named: bool = True, **fields: Any) -> ServerEvent:
         name = {"item_id": self._items[-1]["id"]} if named else {}
         return self._event(kind, **name, output_index=len(self._items) - 1, **fields)
 
-    def _event(self, kind: str, **fields: Any) -> Event:
+    def _event(self, kind: str, **fields: Any) -> ServerEvent:
         self._number += 1
         return {"type": kind, "sequence_number": self._number - 1, **fields}
 
-    def _ended(self, stats: GenerationStats) -> dict[str, Any]:
+    def whole(self, stats: GenerationStats) -> dict[str, Any]:
         cut = self._reason == "length"
         return {
             **self._response,
@@ -171,7 +166,7 @@ class ResponseShape:
                 "input_tokens": stats.prompt_tokens,
                 "input_tokens_details": {
                     "cached_tokens": stats.cached_tokens,
-                    "cache_write_tokens": 0,  # clients ask for none: all prompts are cached
+                    "cache_write_tokens": 0,  # clients ask for no write: all prompts are cached
                 },
                 "output_tokens": stats.completion_tokens,
                 "output_tokens_details": {"reasoning_tokens": 0},

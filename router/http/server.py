@@ -23,12 +23,12 @@ from pdserve.router.http.encoding import as_typed, error_response
 
 logger = logging.getLogger(__name__)
 
-_CANCEL_TIMEOUT = 2.0  # seconds in which requests cut off by a stop may still say so
+_CANCEL_TIMEOUT = 2.0  # seconds that cancelled requests get to send their error
 
 
 @dataclass(frozen=True, slots=True)
 class HTTPServer:
-    """The router's application, listening."""
+    """The listening application."""
 
     app: web.Application
     web_server: WebServer
@@ -42,7 +42,7 @@ class HTTPServer:
         tls: ssl.SSLContext | None = None,
         limits: Limits | None = None,
     ) -> HTTPServer:
-        """Listens; port 0 takes a free one. With `tls` this is HTTPS.
+        """Listens; port 0 takes a free port. With `tls` this is HTTPS.
 
         Raises:
             ConfigError: the address cannot be bound.
@@ -59,8 +59,8 @@ class HTTPServer:
         return self.web_server.port
 
     async def stop(self, drain_timeout: float) -> None:
-        """Takes no new request, lets those in flight end for `drain_timeout` seconds, then
-        cancels them: each client is told. A second stop does no harm."""
+        """Refuses new requests, waits up to `drain_timeout` seconds for those in flight, then
+        cancels them; their clients get an error. May be called again."""
         traffic = self.app[TRAFFIC]
         traffic.draining = True
         self.web_server.listener.close()
@@ -74,14 +74,14 @@ class HTTPServer:
 
 
 def _refuse(error: Exception) -> web.Response:
-    """The answer to what never was a request."""
+    """The response to bytes that are no HTTP request."""
     response = error_response(as_typed(error))
     response.headers[REQUEST_ID] = new_request_id("req")
     return response
 
 
 def https_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """None without --ssl-certfile.
+    """The TLS context; None without --ssl-certfile.
 
     Raises:
         ConfigError: the files cannot be read or do not belong together.

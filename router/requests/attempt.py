@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
 
 from pdserve.common.core.errors import PdserveError, TransferError
 from pdserve.common.core.request import TokenEvent
@@ -15,7 +14,7 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.tokens import JobTokens
 from pdserve.router.cluster.in_flight import LINK_CODES, InFlight
 from pdserve.router.cluster.node_client import DecodeStream, NodeClient, protocol_error
-from pdserve.router.cluster.placement import Placement
+from pdserve.router.cluster.placement import NodeSelector
 from pdserve.router.cluster.registry import Node, Registry
 from pdserve.router.cluster.token_streams import TokenStreams
 from pdserve.router.requests.request_state import RequestState, bad_token
@@ -26,17 +25,6 @@ logger = logging.getLogger(__name__)
 Times = tuple[float, float, float]  # as `JobTokens.times`
 LAST_TOKENS = 5.0  # seconds that the last tokens may come after the end of `Decode.Run`
 LAST_WORD = 1.0  # seconds that the prefill node's first word may come after the last token
-
-
-@dataclass(frozen=True)
-class Means:
-    """What every attempt of a router works with."""
-
-    registry: Registry
-    channels: Channels
-    streams: TokenStreams
-    placement: Placement
-    metrics: RouterMetrics
 
 
 class AttemptFailed(Exception):
@@ -56,13 +44,25 @@ class Attempt:
     """
 
     def __init__(
-        self, means: Means, state: RequestState, decode: Node, local_prefill: bool
+        self,
+        registry: Registry,
+        channels: Channels,
+        streams: TokenStreams,
+        placement: NodeSelector,
+        metrics: RouterMetrics,
+        state: RequestState,
+        decode: Node,
+        local_prefill: bool,
     ) -> None:
-        self._means = means
+        self._registry = registry
+        self._channels = channels
+        self._streams = streams
+        self._placement = placement
+        self._metrics = metrics
         self._state = state
         self._job = convert.job_to_pb(state.job)
         self._decode = decode
-        self._decode_client = NodeClient(means.channels, decode, state.request_id)
+        self._decode_client = NodeClient(channels, decode, state.request_id)
         self._role, self._version = decode.role, decode.info.fingerprint
         self._local_prefill = local_prefill
         self._prefill: Node | None = None  # the one at work
@@ -78,7 +78,7 @@ class Attempt:
         self._stream: DecodeStream
         self._decode_use: InFlight
 
-    # ---- the path, top to bottom ------------------------------------------------------------
+    # ---- the path, top to bottom -------------------------------------------------------------
 
     async def run(self) -> None:
         """Returns when every choice has finished.
@@ -131,7 +131,7 @@ class Attempt:
         self._decode_use = use
         try:
             with (
-                self._means.streams.job(self._decode, request, self) as streamed,
+                self._streams.job(self._decode, request, self) as streamed,
                 self._decode_client.decode(request) as self._stream,
             ):
                 while (event := await self._stream.read()) is not None:
@@ -174,7 +174,7 @@ class Attempt:
         if not self._state.finished:
             stages.enter(Phase.DECODE, self._decode.id)
         if self._prefill is not None:
-            flows = self._means.registry.flows
+            flows = self._registry.flows
             flows.landed(self._prefill.id, self._decode.id, landed.bytes)
         self._decoding = True
         self._take_early()
@@ -231,7 +231,7 @@ class Attempt:
         state = self._state
         state.stages.leave(Phase.RESERVE, to=Phase.QUEUE)
         while ticket is not None:
-            self._prefill = await self._means.placement.prefill(state, self._decode)
+            self._prefill = await self._placement.prefill(state.placement, self._decode)
             if self._prefill is None:
                 raise AttemptFailed
             if await self._run_prefill(self._prefill, ticket):
@@ -243,8 +243,8 @@ class Attempt:
     async def _run_prefill(self, prefill: Node, ticket: pb.Ticket) -> bool:
         """Whether the prefill node has handed the KV over; why not has been noted."""
         request = pb.PrefillRequest(job=self._job, ticket=ticket, first_token=self._first)
-        client = NodeClient(self._means.channels, prefill, self._state.request_id)
-        links, link = self._means.registry.links, (prefill.id, self._decode.id)
+        client = NodeClient(self._channels, prefill, self._state.request_id)
+        links, link = self._registry.links, (prefill.id, self._decode.id)
         links.begun(*link)
         use = self._in_flight(prefill, prefills=True)
         state, stages = self._state, self._state.stages
@@ -261,7 +261,7 @@ class Attempt:
                 if not self._state.finished:
                     handed_off = await stream.expect("handed_off")
                     self._state.handed_off(handed_off)
-                    self._means.registry.flows.sent(*link, handed_off.transfer_s)
+                    self._registry.flows.sent(*link, handed_off.transfer_s)
                     links.succeeded(*link)
         except PdserveError as error:
             if not self._state.finished:
@@ -297,13 +297,13 @@ class Attempt:
         self._state.take(event, "prefill", self._version)
         self._first = token
 
-    # ---- its nodes --------------------------------------------------------------------------
+    # ---- its nodes ---------------------------------------------------------------------------
 
     def _in_flight(self, node: Node, prefills: bool) -> InFlight:
         state = self._state
         tokens = state.num_tokens if prefills else 0
         last_chance = state.request_id if state.retries.last_chance(node.role) else ""
-        return InFlight(self._means.registry, node, tokens, last_chance)
+        return InFlight(self._registry, node, tokens, last_chance)
 
     def _note_failure(self, error: PdserveError, node: Node, computing: bool) -> None:
         """What a node says of a transfer, or of its peer, is nobody's own failure.
@@ -312,14 +312,14 @@ class Attempt:
             PdserveError: `error`, or that the request is poison: another attempt would not help.
         """
         if error.code == "ADAPTER_NOT_LOADED":
-            self._means.registry.lacks_adapter(node, self._job.adapter)
+            self._registry.lacks_adapter(node, self._job.adapter)
         if error.blame.value == node.role and not isinstance(error, TransferError):
             self._state.retries.node_failed(error, node, computing)
         else:
             self._state.retries.transfer_failed(error, node)
             if self._prefill is not None and error.code in LINK_CODES:
-                self._means.registry.links.failed(self._prefill.id, self._decode.id)
-        self._means.metrics.migrations.labels(node.role, error.code).inc()
+                self._registry.links.failed(self._prefill.id, self._decode.id)
+        self._metrics.migrations.labels(node.role, error.code).inc()
         if node is self._decode or self._state.stages.phase in (Phase.PREFILL, Phase.HAND_OFF):
             self._state.stages.failed()
         logger.warning("%s goes on elsewhere: %s", self._state.request_id, error)

@@ -115,7 +115,7 @@ class FairShare:
             del self._held_by[client]
         self._grant()
 
-    # ---- inside -----------------------------------------------------------------------------
+    # ---- inside ------------------------------------------------------------------------------
 
     def _fits(self, client: str, amount: int) -> bool:
         """A client that holds nothing may exceed its limit with one single piece."""
@@ -175,7 +175,7 @@ class FairShare:
             del self._queues[client], self._lengths[client]
 
 
-class Turns:
+class FairExecutor:
     """Work of which so many pieces are done at once, and so many may wait: clients take turns."""
 
     def __init__(self, size: int, max_waiting: int) -> None:

@@ -25,6 +25,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import suppress
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -35,13 +36,13 @@ from pdserve.common.obs.tracing import Tracer
 from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.trace import traceparent_var
 from pdserve.common.text.tokenizer import Tokenizer
-from pdserve.router.cluster.adapters import Adapters
+from pdserve.router.cluster.adapters import ServedAdapters
 from pdserve.router.cluster.cluster_view import ClusterView
-from pdserve.router.cluster.placement import Placement
+from pdserve.router.cluster.placement import NodeSelector
 from pdserve.router.cluster.registry import Registry
 from pdserve.router.cluster.token_streams import TokenStreams
 from pdserve.router.requests.admission import Admission
-from pdserve.router.requests.attempt import Attempt, AttemptFailed, Means
+from pdserve.router.requests.attempt import Attempt, AttemptFailed
 from pdserve.router.requests.generation import GenerationRequest, GenerationStats, Update
 from pdserve.router.requests.request_state import RequestState
 from pdserve.router.requests.timelines import Timelines
@@ -62,10 +63,10 @@ class Pipeline:
         metrics: RouterMetrics,
         vocab_size: int = 2**32,
         traces: RequestTraces | None = None,
-        adapters: Adapters | None = None,
+        adapters: ServedAdapters | None = None,
     ) -> None:
         """`vocab_size`: rows of the model's embedding."""
-        self._adapters = adapters or Adapters()
+        self._adapters = adapters or ServedAdapters()
         self._traces = traces or RequestTraces(Tracer())
         self._config = config
         self._tokenizer = tokenizer
@@ -77,8 +78,8 @@ class Pipeline:
         self.timelines = Timelines(config.kept_timelines)
         self.view = ClusterView(registry)
         self.streams = TokenStreams(channels)
-        self.placement = Placement(config, self.view)
-        self._means = Means(registry, channels, self.streams, self.placement, metrics)
+        self.placement = NodeSelector(config, self.view)
+        self._attempt = partial(Attempt, registry, channels, self.streams, self.placement, metrics)
         self.admission = Admission(
             config.max_concurrent_requests,
             config.max_queued_requests,
@@ -150,10 +151,10 @@ class Pipeline:
             with self._adapters.running(request.adapter):
                 while not state.finished:
                     await state.retries.backoff(state.deadline)
-                    decode, local_prefill = await self.placement.decode(state)
+                    decode, local_prefill = await self.placement.decode(state.placement)
                     state.mark("queued")
                     with suppress(AttemptFailed):  # the next one makes what is left
-                        await Attempt(self._means, state, decode, local_prefill).run()
+                        await self._attempt(state, decode, local_prefill).run()
 
     def _trace(self, state: RequestState) -> None:
         """Begins the request's span, under which its calls to nodes are."""

@@ -18,7 +18,7 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.text.stream import TextStream
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.cluster.node_client import protocol_error
-from pdserve.router.requests.arrival import arrival_var
+from pdserve.router.cluster.placement import PlacementRequest
 from pdserve.router.requests.generation import (
     GenerationRequest,
     GenerationStats,
@@ -26,7 +26,7 @@ from pdserve.router.requests.generation import (
     TextDelta,
 )
 from pdserve.router.requests.retry import Deadline, Retries
-from pdserve.router.requests.stages import Phase, Stages
+from pdserve.router.requests.stages import Phase, Stages, arrival_var
 from pdserve.router.requests.trace import RequestTrace
 
 
@@ -94,25 +94,39 @@ class RequestState:
             tuple(Choice(index, tuple(self._outputs[index])) for index in self._open),
             request.cache_salt,
             self.timed,
-            request.adapter.digest if request.adapter is not None else "",
+            self._adapter,
             request.priority,
             request.batch.alias,
         )
 
     @property
+    def placement(self) -> PlacementRequest:
+        """What placement must know about the request now."""
+        return PlacementRequest(
+            request_id=self.request_id,
+            num_tokens=self.num_tokens,
+            adapter=self._adapter,
+            version=self.version,
+            avoid=self.retries.avoid,
+            local_prefill=self.retries.local_prefill,
+            last_chance=self.retries.last_chance,
+            waiting=self.deadline.waiting,
+        )
+
+    @property
+    def _adapter(self) -> str:
+        return self.request.adapter.digest if self.request.adapter is not None else ""
+
+    @property
     def num_tokens(self) -> int:
         """How many are to be prefilled now."""
-        return len(self.request.prompt_token_ids) + len(self._outputs[min(self._open)])
+        output = self._outputs[min(self._open)] if self._open else ()
+        return len(self.request.prompt_token_ids) + len(output)
 
     @property
     def most_events(self) -> int:
         """That nodes may send: one for each token that is wanted, and one that ends a choice."""
         return (self.request.sampling.max_tokens + 1) * self.request.n
-
-    @property
-    def begun(self) -> bool:
-        """Whether the client has a token."""
-        return self.version is not None
 
     @property
     def finished(self) -> bool:

@@ -15,12 +15,12 @@ another node is asked.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import StrEnum
 from time import monotonic
 
 from pdserve.common.core.request import Stage
-from pdserve.router.requests.arrival import Arrival
 
 ROUTER = "router"
 
@@ -48,6 +48,22 @@ _REST = {
 
 
 @dataclass(slots=True)
+class RequestArrival:
+    """How a request came to the router, in moments of the router's monotonic clock. The door that
+    reads the request sets it."""
+
+    received: float = field(default_factory=monotonic)  # the head was there
+    read: float | None = None  # the body was there, too
+    wants_timeline: bool = False
+    operation: str = "text_completion"  # OpenTelemetry's name of it
+    traceparent: str = ""  # the client's span
+
+
+arrival_var: ContextVar[RequestArrival | None] = ContextVar("arrival", default=None)
+"""The arrival of the request that the current task serves; tasks that it starts inherit it."""
+
+
+@dataclass(slots=True)
 class Span:
     """One phase of one request."""
 
@@ -61,7 +77,7 @@ class Span:
 class Stages:
     """One request's."""
 
-    def __init__(self, arrival: Arrival | None = None) -> None:
+    def __init__(self, arrival: RequestArrival | None = None) -> None:
         now = monotonic()
         self.start = now if arrival is None else arrival.received
         self.spans: list[Span] = []

@@ -12,9 +12,8 @@ from typing import Any
 from pdserve.common.core.errors import PdserveError
 from pdserve.common.core.request import Timeline
 from pdserve.common.obs.tracing import Tracer, traceparent, wall_ns
-from pdserve.router.requests.arrival import Arrival
 from pdserve.router.requests.generation import GenerationRequest, GenerationStats
-from pdserve.router.requests.stages import Stages
+from pdserve.router.requests.stages import RequestArrival, Stages
 
 
 class RequestTraces:
@@ -25,7 +24,7 @@ class RequestTraces:
         self._model_name = model_name
 
     def begin(
-        self, request: GenerationRequest, arrival: Arrival | None, stages: Stages
+        self, request: GenerationRequest, arrival: RequestArrival | None, stages: Stages
     ) -> RequestTrace | None:
         """None: nobody wants spans."""
         if not self._tracer.enabled:

@@ -227,7 +227,7 @@ def test_a_request_is_found_while_it_is_served_and_afterwards(
     assert main(["trace", "mine-1", "--url", cluster.url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["data"] == [found]
     assert main(["trace", "cmpl", "--url", cluster.url]) == 1
-    assert "neither a request at work" in capsys.readouterr().err
+    assert "no request in flight" in capsys.readouterr().err
 
 
 def test_each_prompt_of_a_body_is_found(cluster: WarmCluster) -> None:

@@ -32,7 +32,7 @@ from pdserve.common.config.router import RouterConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.plugins import import_string
 from pdserve.common.rpc.pb import inference_pb2
-from pdserve.router.api.unsupported import unknown_fields
+from pdserve.router.api.schema import unknown_fields
 from pdserve.router.http.app import LORA_ROUTES, ROUTES
 from pdserve.router.http.openapi import Route
 

@@ -21,7 +21,7 @@ from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.router.cluster import adapter_sync
 from pdserve.router.cluster.adapter_sync import AdapterSync
-from pdserve.router.cluster.adapters import Adapter, Adapters, AdaptersCollector
+from pdserve.router.cluster.adapters import Adapter, AdaptersCollector, ServedAdapters
 from pdserve.router.cluster.registry import Node, Registry
 from pdserve.router.cluster.served_model import load_served_model
 
@@ -32,7 +32,7 @@ class Sync(AdapterSync):
     """Its one node answers when it is let, and is told what is in `told`."""
 
     def __init__(self, folder: Path) -> None:
-        self.registry, self.adapters = Registry(RoutingConfig()), Adapters()
+        self.registry, self.adapters = Registry(RoutingConfig()), ServedAdapters()
         self.told: list[dict[str, str]] = []
         self.answers = asyncio.Event()
         self.error: NodeError | None = None
@@ -139,7 +139,7 @@ async def calls(behaviour: Any) -> AsyncIterator[tuple[AdapterSync, Registry, Ch
     )
     registry.register(info, pb.NodeLoad(healthy=True))
     model = load_served_model(ModelConfig(model=str(MODEL)))
-    config, adapters = LoRAConfig(enable_lora=True), Adapters([Adapter("a", "/a", "d")])
+    config, adapters = LoRAConfig(enable_lora=True), ServedAdapters([Adapter("a", "/a", "d")])
     try:
         yield AdapterSync(config, None, model, adapters, registry, channels), registry, channels
     finally:
@@ -219,7 +219,7 @@ async def test_a_place_that_will_come_free_is_no_mistake_of_the_client(folder: P
 async def test_requests_keep_what_is_served_no_more() -> None:
     """Also those that begin just after it has gone, or after another one took its name."""
     old, new = Adapter("a", "/a", "d"), Adapter("a", "/b", "e")
-    adapters = Adapters([old])
+    adapters = ServedAdapters([old])
     with adapters.using(old), adapters.using(old), adapters.using(None):
         adapters.add(new)
         assert adapters.find("a") is new and adapters.wanted() == {"d": "/a", "e": "/b"}
@@ -234,7 +234,7 @@ async def test_requests_keep_what_is_served_no_more() -> None:
 
 def test_metrics_name_those_at_work() -> None:
     a, b, again = Adapter("a", "/a", "d"), Adapter("b", "/b", "e"), Adapter("a", "/c", "f")
-    adapters = Adapters([a, b])
+    adapters = ServedAdapters([a, b])
     labels = {"max_lora": "3"}
 
     def shown() -> tuple[str, str]:

@@ -16,7 +16,7 @@ from pdserve.common.engine.block_pool import BlockPool, hash_blocks
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.engine.sequence import Sequence
 from pdserve.common.rpc.convert import job_from_pb, job_to_pb
-from pdserve.router.auth import APIKeys
+from pdserve.router.api.auth import APIKeys
 from pdserve.router.cluster.adapters import Adapter
 from pdserve.router.requests.generation import GenerationRequest
 from pdserve.router.requests.request_state import RequestState

@@ -15,10 +15,9 @@ from test_refused_bodies import BODY, KEY, answer, bomb, head, status
 
 from fakes_pipeline import byte_level_folder
 from pdserve.common.core.errors import InvalidRequest
-from pdserve.router.auth import APIKeys
-from pdserve.router.http import inflate as inflate_module
+from pdserve.router.api.auth import APIKeys
 from pdserve.router.http import request as request_module
-from pdserve.router.http.inflate import STEP, Inflater
+from pdserve.router.http.request import STEP, Inflater
 
 
 @pytest.fixture
@@ -109,7 +108,7 @@ def test_steps_are_small_and_lose_nothing(encoding: str, size: int) -> None:
 
 
 def test_the_members_of_a_gzip_body_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inflate_module, "MAX_MEMBERS", 3)
+    monkeypatch.setattr(request_module, "MAX_MEMBERS", 3)
     for count, is_taken in ((3, True), (4, False)):
         inflater = Inflater("gzip")
         if is_taken:

@@ -23,7 +23,8 @@ from pdserve.router.api.grammar_compiler import MAX_KNOWN, Compiled, GrammarComp
 from pdserve.router.api.preprocess_worker import Spec
 from pdserve.router.api.preprocess_workers import PreprocessWorkers
 from pdserve.router.api.schema import CompletionBody
-from pdserve.router.api.structured import structured_from_pb, structured_of
+from pdserve.router.api.structured import from_structured_outputs, structured_of
+from pdserve.router.grpc.chat import structured_fields
 
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
 TEXT = json.dumps(SCHEMA, separators=(",", ":"))
@@ -123,7 +124,7 @@ def test_over_grpc() -> None:
         (pb.StructuredOutputs(json_object=True), "json", '{"type":"object"}'),
         (pb.StructuredOutputs(grammar="start: /a/"), "grammar", "start: /a/"),
     ):
-        made = structured_from_pb(message)
+        made = from_structured_outputs(structured_fields(message))
         assert (made.kind, made.text) == (kind, text)
         assert made.any_whitespace is not message.disable_any_whitespace
     for wrong in (
@@ -134,7 +135,7 @@ def test_over_grpc() -> None:
         pb.StructuredOutputs(json_object=False),
     ):
         with pytest.raises(InvalidRequest, match="structured_outputs"):
-            structured_from_pb(wrong)
+            from_structured_outputs(structured_fields(wrong))
 
 
 # ---- compiled apart -------------------------------------------------------------------------

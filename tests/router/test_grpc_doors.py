@@ -30,12 +30,12 @@ from pdserve.common.rpc.auth import TOKEN_KEY, ClusterKey
 from pdserve.common.rpc.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from pdserve.common.rpc.server import AuthInterceptor, Door, GrpcServer
 from pdserve.common.text.tokenizer import Tokenizer
-from pdserve.router.auth import APIKeys
+from pdserve.router.api.app_state import AppState
+from pdserve.router.api.auth import APIKeys
 from pdserve.router.grpc import chat as grpc_chat
 from pdserve.router.grpc import door as grpc_door
 from pdserve.router.grpc.door import INFERENCE, ClientDoor, Messages
 from pdserve.router.grpc.service import InferenceServicer
-from pdserve.router.serving import Serving
 
 KEY, CLUSTER_KEY = "a-client-s", "of-this-cluster-alone"
 BEARER = (("authorization", f"Bearer {KEY}"),)
@@ -53,9 +53,9 @@ def generator(tmp_path: Path) -> FakeGenerator:
     return FakeGenerator(Tokenizer.from_folder(byte_level_folder(tmp_path)))
 
 
-def serving(generator: FakeGenerator, keys: str | None = KEY) -> Serving:
+def serving(generator: FakeGenerator, keys: str | None = KEY) -> AppState:
     model = served_model(generator.tokenizer)
-    return Serving(pipeline=generator, model=model, keys=APIKeys(keys))
+    return AppState(pipeline=generator, model=model, keys=APIKeys(keys))
 
 
 def client_server(

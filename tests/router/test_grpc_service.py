@@ -19,9 +19,9 @@ from pdserve.common.core.errors import NodeError, PdserveError, Unavailable
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc
 from pdserve.common.text.tokenizer import Tokenizer
+from pdserve.router.api.app_state import AppState
 from pdserve.router.grpc import service as grpc_service
 from pdserve.router.grpc.service import InferenceServicer
-from pdserve.router.serving import Serving
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def generator(tmp_path: Path) -> FakeGenerator:
 async def stub(generator: FakeGenerator) -> AsyncIterator[inference_pb2_grpc.InferenceStub]:
     model = served_model(generator.tokenizer)
     server = grpc.aio.server()
-    service = InferenceServicer(Serving(pipeline=generator, model=model))
+    service = InferenceServicer(AppState(pipeline=generator, model=model))
     inference_pb2_grpc.add_InferenceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -220,7 +220,7 @@ async def test_what_is_cancelled_within_ends_the_call(
     async def cancelled(*args: Any) -> None:
         raise asyncio.CancelledError
 
-    monkeypatch.setattr(Serving, "preprocess", cancelled)
+    monkeypatch.setattr(AppState, "preprocess", cancelled)
     async with asyncio.timeout(60):
         with pytest.raises(grpc.aio.AioRpcError, match="internal error"):
             await stub.Tokenize(pb.TokenizeRequest(text="hell"))

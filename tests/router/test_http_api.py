@@ -27,11 +27,12 @@ from pdserve.common.core.errors import (
     Unavailable,
 )
 from pdserve.common.text.tokenizer import Tokenizer
-from pdserve.router.http import chat, completions, encoding
+from pdserve.router.api.app_state import AppState
+from pdserve.router.http import response
 from pdserve.router.http.app import make_app
-from pdserve.router.http.request import SERVING
+from pdserve.router.http.events import EventWriter
+from pdserve.router.http.request import STATE
 from pdserve.router.http.server import HTTPServer
-from pdserve.router.serving import Serving
 
 WINDOW = 100
 CHAT = [{"role": "user", "content": "hello"}]
@@ -93,7 +94,7 @@ async def serve(
     model = served_model(tokenizer, max_model_len=window, **named)
     registry = CollectorRegistry()
     Counter("pdserve_things", "Things", registry=registry).inc()
-    serving = Serving(pipeline=generator, model=model, **options)
+    serving = AppState(pipeline=generator, model=model, **options)
     app = make_app(serving, registry, limit, root_path=root_path, with_ui=ui)
     server = await HTTPServer.start(app, "127.0.0.1", 0)
     try:
@@ -134,14 +135,14 @@ async def test_a_long_whole_answer_is_not_made_on_the_event_loop(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[threading.Thread] = []
-    for choices in (completions.CompletionChoices, chat.ChatChoices):
+    for writer in (response.OpenAIWriter, EventWriter):
 
-        def choice(self: Any, *args: Any, real: Any = choices.choice) -> Any:
+        def whole(self: Any, *args: Any, real: Any = writer.whole) -> Any:
             made.append(threading.current_thread())
             return real(self, *args)
 
-        monkeypatch.setattr(choices, "choice", choice)
-    monkeypatch.setattr(encoding, "MUCH", 20)
+        monkeypatch.setattr(writer, "whole", whole)
+    monkeypatch.setattr(response, "MUCH", 20)
     chats = {"model": "alias", "max_tokens": 50, "messages": CHAT}
     for path, body in (
         ("/v1/completions", {"prompt": ["a"] * 4}),
@@ -384,7 +385,7 @@ async def test_a_clients_template_needs_trust(site: Site, tmp_path: Path) -> Non
 
 
 async def test_unknown_fields_are_logged_once(site: Site, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "pdserve.router.serving")
+    caplog.set_level(logging.INFO, "pdserve.router.api.app_state")
     await site.complete(frobnicate=1)
     await site.complete(frobnicate=2)
     assert caplog.text.count("frobnicate") == 1
@@ -756,7 +757,7 @@ async def test_no_new_request_while_draining(site: Site) -> None:
 
 
 async def test_a_taken_port_is_a_config_error(site: Site) -> None:
-    serving = Serving(pipeline=site.generator, model=site.server.app[SERVING].model)
+    serving = AppState(pipeline=site.generator, model=site.server.app[STATE].model)
     app = make_app(serving, CollectorRegistry(), 1024)
     with pytest.raises(ConfigError, match="cannot listen"):
         await HTTPServer.start(app, "127.0.0.1", site.port)
@@ -778,7 +779,7 @@ async def test_models(site: Site) -> None:
         "object": "model",
         "created": 1700000000,
         "owned_by": "pdserve",
-        "root": site.server.app[SERVING].model.root,
+        "root": site.server.app[STATE].model.root,
         "parent": None,
         "max_model_len": WINDOW,
     }

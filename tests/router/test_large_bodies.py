@@ -30,13 +30,19 @@ from pdserve.common.core.errors import (
 )
 from pdserve.router.api import preprocess as preprocess_module
 from pdserve.router.api import preprocess_workers as workers_module
-from pdserve.router.api.preprocess import MAX_CONTAINERS, MAX_PROMPTS, Preprocessor
+from pdserve.router.api.app_state import INLINE, AppState
+from pdserve.router.api.preprocess import (
+    MAX_CONTAINERS,
+    MAX_PROMPTS,
+    PIECE,
+    BodyBuffer,
+    Preprocessor,
+)
 from pdserve.router.api.preprocess_worker import Spec
-from pdserve.router.api.preprocess_workers import PIECE, Pieces, PreprocessWorkers
+from pdserve.router.api.preprocess_workers import PreprocessWorkers
 from pdserve.router.cluster.served_model import ServedModel, load_served_model
 from pdserve.router.http import request as request_module
 from pdserve.router.http.request import Bodies
-from pdserve.router.serving import INLINE, Serving
 from processes import command
 from warm import slowness
 
@@ -293,7 +299,7 @@ async def test_a_process_prepares_as_the_router_does(
     for kind, body in BODIES:
         here, there = (
             text.preprocess(kind, encode(**body)),
-            await workers.preprocess(kind, Pieces(encode(**body))),
+            await workers.preprocess(kind, BodyBuffer(encode(**body))),
         )
         assert [list(ids) for ids in there.prompts] == [list(ids) for ids in here.prompts]
         assert (list(there.texts), there.unknown) == (list(here.texts), here.unknown)
@@ -302,21 +308,21 @@ async def test_a_process_prepares_as_the_router_does(
         assert there.body.model_dump(exclude=left_out) == here.body.model_dump(exclude=left_out)
     for kind, body in WRONG:
         with pytest.raises(InvalidRequest) as error:
-            await workers.preprocess(kind, Pieces(encode(**body)))
+            await workers.preprocess(kind, BodyBuffer(encode(**body)))
         if "user" not in body:
             with pytest.raises(type(error.value)) as own:
                 text.preprocess(kind, encode(**body))
             assert str(own.value) == str(error.value) and own.value.param == error.value.param
 
     with pytest.raises(ModelNotFound):
-        await workers.preprocess("tokenize", Pieces(encode(prompt="a", model="sql")))
-    named = Pieces(encode(prompt="a", model="sql"))
+        await workers.preprocess("tokenize", BodyBuffer(encode(prompt="a", model="sql")))
+    named = BodyBuffer(encode(prompt="a", model="sql"))
     assert (await workers.preprocess("tokenize", named, adapters=frozenset({"sql"}))).prompts
 
-    leaving = asyncio.create_task(workers.preprocess("tokenize", Pieces(encode(prompt="a"))))
+    leaving = asyncio.create_task(workers.preprocess("tokenize", BodyBuffer(encode(prompt="a"))))
     await asyncio.sleep(0.01)
     leaving.cancel()  # a client that leaves costs no process
-    assert (await workers.preprocess("tokenize", Pieces(encode(prompt="a")))).prompts
+    assert (await workers.preprocess("tokenize", BodyBuffer(encode(prompt="a")))).prompts
 
 
 async def test_a_host_that_starts_no_process_is_not_the_body_s_fault(
@@ -327,13 +333,13 @@ async def test_a_host_that_starts_no_process_is_not_the_body_s_fault(
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", none)
     with pytest.raises(Unavailable, match="Too many open files"):
-        await workers.preprocess("tokenize", Pieces(encode(prompt="a")))
+        await workers.preprocess("tokenize", BodyBuffer(encode(prompt="a")))
 
 
 async def test_clients_take_turns_at_the_threads(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    serving = Serving(pipeline=None, model=model)  # type: ignore[arg-type]
+    serving = AppState(pipeline=None, model=model)  # type: ignore[arg-type]
     go, order = threading.Event(), list[bytes]()
 
     def preprocess(self: Preprocessor, kind: str, raw: bytes) -> Any:
@@ -344,7 +350,7 @@ async def test_clients_take_turns_at_the_threads(
     monkeypatch.setattr(Preprocessor, "preprocess", preprocess)
 
     def ask(client: bytes) -> asyncio.Task[Any]:
-        raw = Pieces(client * (INLINE + 1))
+        raw = BodyBuffer(client * (INLINE + 1))
         return asyncio.create_task(serving.preprocess("tokenize", raw, client.decode()))
 
     many = [ask(b"a") for _ in range(100)]
@@ -371,7 +377,7 @@ async def test_clients_take_turns_at_the_text_processes(monkeypatch: pytest.Monk
     workers = PreprocessWorkers(Spec(asdict(CONFIG), asdict(LogConfig()), asdict(CHATS)), size=1)
     go, order = asyncio.Event(), []
 
-    async def ask(kind: str, raw: Pieces) -> Any:
+    async def ask(kind: str, raw: BodyBuffer) -> Any:
         await go.wait()
         order.append(raw.whole().decode())
         raise InvalidRequest("enough")
@@ -379,13 +385,13 @@ async def test_clients_take_turns_at_the_text_processes(monkeypatch: pytest.Monk
     monkeypatch.setattr(workers, "_ask", ask)
     limit = workers_module.MAX_WAITING
     many = [
-        asyncio.create_task(workers.preprocess("tokenize", Pieces(b"a"), "a"))
+        asyncio.create_task(workers.preprocess("tokenize", BodyBuffer(b"a"), "a"))
         for _ in range(limit + 1)
     ]
     await asyncio.sleep(0)
     with pytest.raises(Overloaded):
-        await workers.preprocess("tokenize", Pieces(b"a"), "a")
-    other = asyncio.create_task(workers.preprocess("tokenize", Pieces(b"b"), "b"))
+        await workers.preprocess("tokenize", BodyBuffer(b"a"), "a")
+    other = asyncio.create_task(workers.preprocess("tokenize", BodyBuffer(b"b"), "b"))
     await asyncio.sleep(0)
     go.set()
     await asyncio.gather(other, *many, return_exceptions=True)

@@ -25,12 +25,12 @@ from pdserve.common.rpc.pb import inference_pb2, inference_pb2_grpc
 from pdserve.common.rpc.server import GrpcServer
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.offline.local import with_keys
-from pdserve.router.auth import APIKeys
+from pdserve.router.api.app_state import AppState
+from pdserve.router.api.auth import APIKeys
 from pdserve.router.cluster.adapter_sync import AdapterSync
 from pdserve.router.grpc.service import InferenceServicer
 from pdserve.router.http.app import make_app
 from pdserve.router.http.server import HTTPServer
-from pdserve.router.serving import Serving
 
 OPERATORS_PATHS = {
     "/v1/cluster": "GET",
@@ -77,7 +77,7 @@ async def serve(
     tokenizer = Tokenizer.from_folder(byte_level_folder(folder / "tokenizer"))
     async with fake_cluster(folder / "cluster", ("p0", "d0"), **options) as cluster:
         model = served_model(tokenizer, vocab_size=VOCAB_SIZE)
-        serving = Serving(pipeline=cluster.pipeline, model=model, keys=keys)
+        serving = AppState(pipeline=cluster.pipeline, model=model, keys=keys)
         no_adapters = cast(AdapterSync, object())  # bodies without a name do not come so far
         registry = CollectorRegistry()
         app = make_app(serving, registry, 1 << 16, root_path=root_path, adapters=no_adapters)

@@ -26,12 +26,12 @@ from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import InvalidRequest, PdserveError, RequestError
 from pdserve.router.api import fork_server
 from pdserve.router.api import preprocess_workers as workers_module
+from pdserve.router.api.app_state import INLINE, SMALL, AppState
 from pdserve.router.api.conversation import BOUNDS
-from pdserve.router.api.preprocess import MAX_CONTAINERS, Preprocessor
+from pdserve.router.api.preprocess import MAX_CONTAINERS, BodyBuffer, Preprocessor
 from pdserve.router.api.preprocess_worker import Spec
-from pdserve.router.api.preprocess_workers import Pieces, PreprocessWorkers
+from pdserve.router.api.preprocess_workers import PreprocessWorkers
 from pdserve.router.cluster.served_model import ServedModel, load_served_model
-from pdserve.router.serving import INLINE, SMALL, Serving
 from processes import alive, command
 
 MODEL = MODELS / "llama-gqa"
@@ -79,7 +79,7 @@ def encode(**fields: Any) -> bytes:
 
 
 async def tokens(workers: PreprocessWorkers) -> list[int]:
-    done = await workers.preprocess("tokenize", Pieces(encode(prompt="once")))
+    done = await workers.preprocess("tokenize", BodyBuffer(encode(prompt="once")))
     return list(done.prompts[0])
 
 
@@ -198,7 +198,7 @@ async def test_a_worker_that_computes_for_long_is_no_stopped_one(
     await tokens(workers)
     before = pids(workers)
     with pytest.raises(InvalidRequest, match="maximum context length"):
-        await workers.preprocess("tokenize", Pieces(encode(prompt="once upon " * 200_000)))
+        await workers.preprocess("tokenize", BodyBuffer(encode(prompt="once upon " * 200_000)))
     assert pids(workers) == before
 
 
@@ -277,10 +277,10 @@ ODD: dict[str, tuple[str, bytes]] = {
 }  # fmt: skip
 
 
-async def grammar_of(serving: Serving, kind: str, raw: bytes) -> None:
+async def grammar_of(serving: AppState, kind: str, raw: bytes) -> None:
     """Asks; refusals are the client's fault, and can be written."""
     try:
-        await serving.preprocess(kind, Pieces(raw), "")
+        await serving.preprocess(kind, BodyBuffer(raw), "")
     except RequestError as error:
         assert error.message.encode()
 
@@ -295,7 +295,7 @@ async def test_no_body_is_more_than_its_own_refusal(
     workers: PreprocessWorkers, model: ServedModel, size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On the event loop, on a thread, in a process: no worker ends, and nothing is a defect."""
-    serving = Serving(pipeline=None, model=model, chat=CHATS, workers=workers)  # type: ignore[arg-type]
+    serving = AppState(pipeline=None, model=model, chat=CHATS, workers=workers)  # type: ignore[arg-type]
     await tokens(workers)
     before = pids(workers)
     for name, (kind, raw) in ODD.items():
@@ -362,23 +362,23 @@ BOMBS = {
 async def test_a_clients_template_is_bounded_at_all_sizes(
     workers: PreprocessWorkers, model: ServedModel, name: str
 ) -> None:
-    serving = Serving(pipeline=None, model=model, chat=CHATS, workers=workers)  # type: ignore[arg-type]
+    serving = AppState(pipeline=None, model=model, chat=CHATS, workers=workers)  # type: ignore[arg-type]
     await tokens(workers)
     sizes = (SMALL + 1,) if name == "time" else (0, INLINE + 1, SMALL + 1)
     for kind, size in zip(("chat", "tokenize", "chat"), sizes, strict=False):
         raw = padded(encode(messages=CHAT, chat_template=BOMBS[name]), size)
-        asked = asyncio.create_task(serving.preprocess(kind, Pieces(raw), "hostile"))
+        asked = asyncio.create_task(serving.preprocess(kind, BodyBuffer(raw), "hostile"))
         slowest = 0.0
         while not asked.done():
             began = time.monotonic()
-            await workers.preprocess("tokenize", Pieces(encode(prompt="once")), "other")
+            await workers.preprocess("tokenize", BodyBuffer(encode(prompt="once")), "other")
             slowest = max(slowest, time.monotonic() - began)
         assert slowest < 1.5, "a worker was always free for others"
         with pytest.raises(InvalidRequest, match=f"takes more than {BOUNDS}") as refused:
             await asked
         assert refused.value.param == "chat_template"
     raw = encode(messages=CHAT, chat_template="{{ messages[0].content }}")
-    ids = (await serving.preprocess("tokenize", Pieces(raw), "")).prompts[0]
+    ids = (await serving.preprocess("tokenize", BodyBuffer(raw), "")).prompts[0]
     assert model.tokenizer.decode(ids) == "Tell me a story."
 
 
@@ -386,20 +386,20 @@ async def test_a_clients_template_is_bounded_at_all_sizes(
 async def test_values_cannot_make_the_servers_template_a_bomb(
     workers: PreprocessWorkers, model: ServedModel
 ) -> None:
-    serving = Serving(pipeline=None, model=model, workers=workers)  # type: ignore[arg-type]
+    serving = AppState(pipeline=None, model=model, workers=workers)  # type: ignore[arg-type]
     raw = encode(messages=CHAT, chat_template_kwargs={"width": 10**10})
     with pytest.raises(InvalidRequest, match="takes more than") as refused:
-        await serving.preprocess("chat", Pieces(raw), "")
+        await serving.preprocess("chat", BodyBuffer(raw), "")
     assert refused.value.param == "chat_template_kwargs"
     few = encode(messages=CHAT, chat_template_kwargs={"width": 3, "enable_thinking": False})
-    assert (await serving.preprocess("chat", Pieces(few), "")).prompts
+    assert (await serving.preprocess("chat", BodyBuffer(few), "")).prompts
 
 
 @one_loop
 async def test_what_a_bounded_template_says_comes_back(
     workers: PreprocessWorkers, model: ServedModel
 ) -> None:
-    serving = Serving(pipeline=None, model=model, chat=CHATS, workers=workers)  # type: ignore[arg-type]
+    serving = AppState(pipeline=None, model=model, chat=CHATS, workers=workers)  # type: ignore[arg-type]
     for template, message in (
         ("{{ raise_exception('no such role') }}", "the chat template failed: no such role"),
         ("{% for %}", "the chat template failed"),
@@ -410,11 +410,11 @@ async def test_what_a_bounded_template_says_comes_back(
     ):
         raw = encode(messages=CHAT, chat_template=template)
         with pytest.raises(InvalidRequest, match=message) as refused:
-            await serving.preprocess("chat", Pieces(raw), "")
+            await serving.preprocess("chat", BodyBuffer(raw), "")
         assert refused.value.param == "chat_template" and len(refused.value.message) < 700
     untrusted = replace(serving, chat=ChatConfig())
     with pytest.raises(InvalidRequest, match="does not run clients"):
-        await untrusted.preprocess("chat", Pieces(raw), "")
+        await untrusted.preprocess("chat", BodyBuffer(raw), "")
 
 
 # ---- rows B7 and B10, through a router's own port -------------------------------------------

@@ -19,9 +19,9 @@ from test_http_api import Site, serve
 from fakes_pipeline import byte_level_folder
 from pdserve.common.http import server as server_module
 from pdserve.common.obs.http import bind_metrics, start_metrics_server
-from pdserve.router.auth import APIKeys
+from pdserve.router.api.auth import APIKeys
 from pdserve.router.http.app import TRAFFIC
-from pdserve.router.http.inflate import STEP, Inflater
+from pdserve.router.http.request import STEP, Inflater
 
 MIB = 2**20
 BODY = b'{"prompt": "a"}'

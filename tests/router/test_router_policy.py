@@ -1,4 +1,4 @@
-"""Placement, breaker, registry and admission, with a clock of our own."""
+"""NodeSelector, breaker, registry and admission, with a clock of our own."""
 
 import asyncio
 from contextlib import ExitStack
@@ -17,7 +17,7 @@ from pdserve.router.cluster.health import (
     CircuitBreaker,
 )
 from pdserve.router.cluster.in_flight import InFlight
-from pdserve.router.cluster.placement import Placement, RoundRobin, least_load
+from pdserve.router.cluster.placement import NodeSelector, RoundRobin, least_load
 from pdserve.router.cluster.registry import MAX_GONE, Node, Registry
 from pdserve.router.requests.admission import MAX_WAITING_TOKENS, Admission, Batch
 from pdserve.router.requests.generation import GenerationRequest
@@ -61,9 +61,9 @@ def a_run(num_tokens=8, **options) -> RequestState:
 
 async def place(registry, run=None, **options) -> tuple[Node | None, Node]:
     """The pair that a request gets, as `Pipeline` asks for it."""
-    placement, run = Placement(RoutingConfig(**options), ClusterView(registry)), run or a_run()
-    decode, local_prefill = await placement.decode(run)
-    return None if local_prefill else await placement.prefill(run, decode), decode
+    placement, run = NodeSelector(RoutingConfig(**options), ClusterView(registry)), run or a_run()
+    decode, local_prefill = await placement.decode(run.placement)
+    return None if local_prefill else await placement.prefill(run.placement, decode), decode
 
 
 def ids(nodes):
@@ -315,11 +315,11 @@ async def test_a_burst_is_shared_by_pairs_and_nodes_of_both_roles(registry, poli
     add(registry, "p0", pb.ROLE_PREFILL)
     for name, role in (("d0", 2), ("b0", 3), ("b1", 3)):
         add(registry, name, role, connector="tcp" if role == 2 else "")
-    placement = Placement(RoutingConfig(decode_policy=policy), ClusterView(registry))
+    placement = NodeSelector(RoutingConfig(decode_policy=policy), ClusterView(registry))
     with ExitStack() as burst:
         for _ in range(30):
             run = a_run(num_tokens=100)
-            node, alone = await placement.decode(run)
+            node, alone = await placement.decode(run.placement)
             burst.enter_context(InFlight(registry, node, run.num_tokens if alone else 0))
         in_flight = {node.id: node.in_flight for node in registry.nodes() if node.id != "p0"}
         assert max(in_flight.values()) - min(in_flight.values()) <= 1, in_flight
@@ -347,13 +347,13 @@ async def test_a_burst_is_spread_by_its_tokens(registry):
     for number in range(4):
         add(registry, f"p{number}", pb.ROLE_PREFILL)
         add(registry, f"d{number}")
-    placement = Placement(RoutingConfig(), ClusterView(registry))
+    placement = NodeSelector(RoutingConfig(), ClusterView(registry))
     with ExitStack() as burst:
         for number in range(64):
             run = a_run(num_tokens=100 if number % 8 else 1000)
-            decode, _ = await placement.decode(run)
+            decode, _ = await placement.decode(run.placement)
             burst.enter_context(InFlight(registry, decode))
-            prefill = await placement.prefill(run, decode)
+            prefill = await placement.prefill(run.placement, decode)
             burst.enter_context(InFlight(registry, prefill, run.num_tokens))
         loads = {node.info.node_id: node.prefill_tokens for node in registry.nodes()}
         assert all(3000 <= loads[f"p{number}"] <= 4200 for number in range(4)), loads

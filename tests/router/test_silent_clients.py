@@ -28,13 +28,13 @@ from pdserve.common.http.connection import Connection, Crowd, Limits
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc as pb_grpc
 from pdserve.common.text.tokenizer import Tokenizer
+from pdserve.router.api.app_state import AppState
 from pdserve.router.grpc.service import InferenceServicer
 from pdserve.router.http import request as request_module
 from pdserve.router.http.app import make_app
 from pdserve.router.http.server import HTTPServer
 from pdserve.router.requests import generation as generation_module
 from pdserve.router.requests.generation import GenerationRequest, GenerationStats, TextDelta
-from pdserve.router.serving import Serving
 
 MODEL = MODELS / "llama-gqa"
 PIECE = "x" * 50_000
@@ -71,9 +71,9 @@ class Talker:
         return {}
 
 
-def serving_of(talker: Talker, folder: Path) -> Serving:
+def serving_of(talker: Talker, folder: Path) -> AppState:
     tokenizer = Tokenizer.from_folder(byte_level_folder(folder))
-    return Serving(pipeline=talker, model=served_model(tokenizer))
+    return AppState(pipeline=talker, model=served_model(tokenizer))
 
 
 @asynccontextmanager

@@ -18,9 +18,8 @@ from pdserve.common.obs.logging import request_id_var
 from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.text.stream import TextStream
-from pdserve.router.requests.arrival import Arrival, arrival_var
 from pdserve.router.requests.generation import GenerationStats, TextDelta
-from pdserve.router.requests.stages import Phase, Stages
+from pdserve.router.requests.stages import Phase, RequestArrival, Stages, arrival_var
 from pdserve.router.requests.timelines import MAX_FOUND
 
 DELAY = 0.2  # seconds
@@ -114,7 +113,7 @@ SLOW: dict[str, Callable[[FakeCluster], None]] = {
 async def test_a_delay_shows_in_its_stage_alone(tmp_path: Path, stage: str) -> None:
     async def ask() -> Counter[str]:
         async with fake_cluster(tmp_path, ("p0", "p1", "d0")) as cluster:
-            arrival_var.set(Arrival(wants_timeline=True))
+            arrival_var.set(RequestArrival(wants_timeline=True))
             for node in ("p0", "p1"):
                 tells(cluster[node], "first_token", queue_s=0.0, compute_s=0.0)
             SLOW[stage](cluster)
@@ -167,7 +166,7 @@ async def test_a_slow_detokenizer_is_seen(tmp_path: Path, monkeypatch: pytest.Mo
 
     async def ask() -> Counter[str]:
         async with fake_cluster(tmp_path, ("p0", "d0")) as cluster:
-            arrival_var.set(Arrival(wants_timeline=True))
+            arrival_var.set(RequestArrival(wants_timeline=True))
             tells(cluster["p0"], "first_token", queue_s=0.0, compute_s=0.0)
             left[:] = [DELAY]
             return check_tiling((await cluster.ask()).receipt())
@@ -176,7 +175,7 @@ async def test_a_slow_detokenizer_is_seen(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 async def test_before_it_is_a_request_it_is_read_and_tokenized() -> None:
-    arrival = Arrival()
+    arrival = RequestArrival()
     arrival.received -= 5.0
     arrival.read = arrival.received + 3.0
     stages = Stages(arrival)

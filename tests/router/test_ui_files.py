@@ -13,9 +13,9 @@ from fakes_pipeline import byte_level_folder
 from paths import ROOT
 from pdserve.common.config.router import RoutingConfig
 from pdserve.common.rpc.pb import cluster_pb2 as pb
-from pdserve.router.auth import APIKeys
+from pdserve.router.api.auth import APIKeys
 from pdserve.router.cluster.cluster_view import ClusterView
-from pdserve.router.cluster.flows import MAX_FLOWS, Flow, Flows
+from pdserve.router.cluster.health import MAX_FLOWS, Flow, Flows
 from pdserve.router.cluster.registry import Registry
 
 STATIC = ROOT / "router" / "http" / "static"

@@ -1,1 +1,1 @@
-"""What a model's text says beside its answer: reasoning and tool calls. Text in, events out."""
+"""Parsers of a model's text: they split it into content, reasoning and tool calls."""

@@ -1,4 +1,4 @@
-"""How families of models write tool calls."""
+"""The formats in which families of models write tool calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
 class HermesParser(ToolParser):
-    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>` among text: Hermes, Qwen2.5 and 3."""
+    """Parses `<tool_call>{"name": …, "arguments": {…}}</tool_call>` within text, as Hermes, Qwen2.5
+    and Qwen3 write it."""
 
     shows_special_tokens = True
     call_marker = "<tool_call>"
@@ -32,8 +33,8 @@ class HermesParser(ToolParser):
 
 
 class Llama3JSONParser(ToolParser):
-    """`{"name": …, "parameters": {…}}` from the beginning, several with `;` between them: Llama 3.1
-    and later. Nothing marks it as a call, so it must have the name of a tool."""
+    """Parses `{"name": …, "parameters": {…}}` at the start, several with `;` between them, as Llama
+    3.1 and later write it. No marker says that it is a call, so that it must name a tool."""
 
     shows_special_tokens = True
     bare_calls = True
@@ -53,9 +54,9 @@ class Llama3JSONParser(ToolParser):
 
 
 class BareCallParser(ToolParser):
-    """A text, or `{"name": …, "parameters": {…}}` of a tool and nothing else: what a schema of
-    either makes a model write. Which of them it is may show with the last bracket only: a call is
-    handed out whole, and what can be none at once."""
+    """Parses a text, or `{"name": …, "parameters": {…}}` of a tool and nothing else, as a schema
+    that allows either makes a model write it. Only the last bracket may show which of them it is,
+    so that a call comes as a whole; text that can be no call comes at once."""
 
     def parse(self) -> Step[None]:
         reader = self.reader
@@ -75,7 +76,7 @@ class BareCallParser(ToolParser):
         self.content(reader.kept())
 
     def _begun(self) -> Step[str]:
-        """The name, if it is followed by the parameters; else empty."""
+        """The name, if parameters follow; else empty."""
         reader, name = self.reader, ""
         for mark, key in (("{", "name"), (",", "parameters")):
             if not (yield from reader.literal(mark)):
@@ -96,15 +97,15 @@ class BareCallParser(ToolParser):
 
 
 class MistralParser(ToolParser):
-    """`[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, or from version 11 of its tokenizer on
-    `[TOOL_CALLS]name{…}` or `[TOOL_CALLS]name[ARGS]{…}` for each call."""
+    """Parses `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, and from version 11 of Mistral's
+    tokenizer on `[TOOL_CALLS]name{…}` or `[TOOL_CALLS]name[ARGS]{…}` for each call."""
 
     shows_special_tokens = True
     call_marker = "[TOOL_CALLS]"
 
     @staticmethod
     def new_id() -> str:
-        """Nine letters and digits: its templates refuse others."""
+        """Nine letters and digits: Mistral's templates refuse other ids."""
         return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
 
     def parse(self) -> Step[None]:
@@ -132,8 +133,8 @@ class MistralParser(ToolParser):
 
 
 class RequiredParser(ToolParser):
-    """A list of calls and nothing else, in any model: what `tool_choice: "required"` makes it
-    write."""
+    """Parses a list of calls and nothing else, as `tool_choice: "required"` makes any model write
+    it."""
 
     def parse(self) -> Step[None]:
         self.reader.keep()
@@ -145,7 +146,8 @@ class RequiredParser(ToolParser):
 
 
 class NamedParser(ToolParser):
-    """The arguments of one tool and nothing else: what naming it makes a model write."""
+    """Parses the arguments of one tool and nothing else, as a `tool_choice` that names it makes a
+    model write them."""
 
     def parse(self) -> Step[None]:
         (name,) = self.names
@@ -157,7 +159,7 @@ class NamedParser(ToolParser):
 
 
 def _calls(parser: ToolParser) -> Step[None]:
-    """The rest of a list. What it ends with is kept if it is no call."""
+    """Reads the rest of a list. Its end is kept if it is no call."""
     reader = parser.reader
     while True:
         yield from reader.space()

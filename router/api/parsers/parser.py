@@ -1,4 +1,4 @@
-"""The events of an answer, and what all parsers are: text goes in by pieces, events come out."""
+"""The events of an answer, and the base of all parsers: text goes in by pieces, events come out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Reasoning:
 
 @dataclass(slots=True)
 class CallStart:
-    index: int  # of the call, in the message
+    index: int  # the call's, in the message
     id: str
     name: str
 
@@ -37,7 +37,7 @@ Event = Content | Reasoning | CallStart | CallArguments
 
 
 class Parser:
-    """One answer. A format is a subclass with `parse`."""
+    """Parses one answer. A format is a subclass with `parse`."""
 
     def __init__(self) -> None:
         self.reader = Reader()
@@ -45,12 +45,12 @@ class Parser:
         self._running = self._run()
 
     def push(self, text: str) -> list[Event]:
-        """Takes the next text. However it is cut, all events together say the same."""
+        """Takes the next text. All events together do not depend on how the text is cut."""
         self.reader.feed(text)
         return self._advance()
 
     def finish(self) -> list[Event]:
-        """No text follows."""
+        """Ends the text."""
         self.reader.close()
         return self._advance()
 
@@ -64,8 +64,8 @@ class Parser:
         yield from self.reader.copy(ANYTHING, self.content)
 
     def parse(self) -> Step[None]:
-        """Reads from `self.reader` and says what it means, as `content` does; what it leaves
-        unread is content."""
+        """Reads from `self.reader` and appends events, as `content` does; unread text becomes
+        content."""
         raise NotImplementedError
 
     def content(self, text: str) -> None:
@@ -73,7 +73,7 @@ class Parser:
 
 
 def _joined(events: Iterable[Event]) -> Iterator[Event]:
-    """The same with neighbours of a kind as one; none is empty."""
+    """Joins neighbouring events of one kind and drops empty ones."""
     last: Content | Reasoning | CallArguments | None = None
     parts: list[str] = []
     for event in events:

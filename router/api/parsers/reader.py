@@ -1,9 +1,9 @@
-"""Text that comes in pieces, for parsers that are written as if all of it were there.
+"""A reader of text that comes in pieces; parsers are written as if all of it were there.
 
 A parser is a generator. It reads through a `Reader`, whose reads wait for more text by a `yield`,
-so however the text is cut, the parser sees the same. What may be handed out is given to a sink at
-once; what is held back is less than a marker. Every character is looked at a few times, whatever
-comes: nothing here is quadratic, and depth is counted instead of recursed into.
+so that the parser does not notice where the text is cut. Text goes to a sink at once; less than a
+marker is held back. Each character is read a few times at most: nothing here is quadratic, and
+depth is counted, without recursion.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from collections.abc import Callable, Generator
 from typing import TypeVar
 
 T = TypeVar("T")
-Step = Generator[None, None, T]  # ends with a T, and has to be continued whenever text was fed
+Step = Generator[None, None, T]  # returns a T; to be continued whenever text was fed
 Sink = Callable[[str], None]
 
 ANYTHING = re.compile(r".+", re.DOTALL)
 _SPACE = re.compile(r"\s+")
 _NO_ESCAPE = re.compile(r'[^"\\]+')
-_BETWEEN = re.compile(r"[\w\s:,.+-]+")  # what may stand between brackets and strings in JSON
+_BETWEEN = re.compile(r"[\w\s:,.+-]+")  # between brackets and strings in JSON
 _SCALAR = re.compile(r"[\w.+-]+")
-_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a character, which may have its other half behind it
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # half a character
 
 
 class Reader:
-    """The text not read yet. `kept` is what was read since `keep`, for parsers that find out
-    later that it meant nothing to them."""
+    """The text that is not read yet. `kept` gives back what was read since `keep`, to parsers that
+    find out late that it is no call."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -43,19 +43,19 @@ class Reader:
         self._at = 0
 
     def close(self) -> None:
-        """Nothing follows: reads end where the text does."""
+        """Ends the text, and with it the reads that wait for more."""
         self._closed = True
 
     def keep(self, *before: str) -> None:
         self._kept = list(before)
 
     def kept(self) -> str:
-        """What was read since `keep`; it is kept no longer."""
+        """Returns what was read since `keep` and forgets it."""
         kept, self._kept = self._kept, None
         return "".join(kept or ())
 
     def take(self, length: int) -> str:
-        """The next characters, if there are so many."""
+        """Reads up to so many characters."""
         taken = self._text[self._at : self._at + length]
         self._at += len(taken)
         if self._kept is not None:
@@ -80,7 +80,7 @@ class Reader:
             yield
 
     def copy(self, pattern: re.Pattern[str], sink: Sink) -> Step[int]:
-        """Reads as far as the characters match, which are a repeated class; how many."""
+        """Reads as far as `pattern`, a repeated class of characters, matches; returns how many."""
         total = 0
         while (yield from self.peek()) and (match := pattern.match(self._text, self._at)):
             sink(self.take(len(match[0])))
@@ -91,8 +91,8 @@ class Reader:
         yield from self.copy(_SPACE, nowhere)
 
     def until(self, marker: str, sink: Sink) -> Step[bool]:
-        """Reads all before the marker, and the marker. Space before it belongs to it: both are
-        kept. False: the text ended without it."""
+        """Reads up to the marker and past it; the marker is kept, with the space before it. Returns
+        false if the text ended without it."""
         plain = re.compile(rf".[^{re.escape(marker[0])}]*(?<!\s)", re.DOTALL)
         space: list[str] = []
         while True:
@@ -108,11 +108,11 @@ class Reader:
             sink("".join([*space, self.take(len(match[0]))]))
             space.clear()
 
-    # ---- JSON, as models write it ----
+    # ---- JSON, as models write it ------------------------------------------------------------
 
     def value(self, sink: Sink) -> Step[bool]:
-        """Reads one value as it is; false: it has no end. Brackets and quotes are what is looked
-        at: the rest is for whoever parses it."""
+        """Reads one value; returns false if it has no end. This looks at brackets and quotes only;
+        the value may still be invalid."""
         if (yield from self.peek()) == '"':
             return (yield from self._string(sink))
         depth = 0
@@ -135,7 +135,7 @@ class Reader:
                 return False
 
     def string(self) -> Step[str | None]:
-        """Reads a string; None: there is none, or it is broken."""
+        """Reads a string; returns None if there is none, or it is broken."""
         if (yield from self.peek()) != '"':
             return None
         parts: list[str] = []
@@ -157,7 +157,7 @@ class Reader:
 
 
 def decode(text: str) -> object:
-    """What a JSON text stands for; None if it is none. Half a character in it is `?`."""
+    """The value of a JSON text; None if it is invalid. Half a character becomes `?`."""
     try:
         value = json.loads(text, strict=False)
         return _whole(value) if _HALF.search(text) else value
@@ -171,4 +171,4 @@ def _whole(value: object) -> object:
 
 
 def nowhere(text: str) -> None:
-    """The sink of what means nothing."""
+    """A sink that drops the text."""

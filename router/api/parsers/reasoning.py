@@ -1,4 +1,4 @@
-"""What a model thinks before it answers: `<think>…</think>`, then the answer."""
+"""Parses reasoning: `<think>…</think>`, then the answer."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pdserve.router.api.parsers.reader import Step
 from pdserve.router.api.parsers.tool_parser import ToolParser
 
 THINK, END_OF_THINK = "<think>", "</think>"
-# By name, whether the family thinks although neither prompt nor answer has said so.
+# Whether a family reasons where neither prompt nor answer has a marker.
 THINKS_UNASKED = {"deepseek_r1": True, "qwen3": False}
 
 
 def begins_thinking(family: str, prompt: str, continued: str | None = None) -> bool:
-    """Whether the answer goes on with a thought. Templates that switch thinking on or off end the
-    prompt with a thought that is open or closed. `continued` is the message that it goes on
-    with, if there is one."""
+    """Whether the answer begins inside a thought. Templates that switch thinking on or off end the
+    prompt with an open or a closed thought. `continued` is the message that the answer continues,
+    if there is one."""
     if continued is not None:
         return continued.rfind(THINK) > continued.rfind(END_OF_THINK)
     end = prompt.rstrip()
@@ -25,7 +25,7 @@ def begins_thinking(family: str, prompt: str, continued: str | None = None) -> b
 
 
 def thought_tokens(tokenizer: Tokenizer) -> tuple[int, int] | None:
-    """Those that begin and end a thought; None: it is told by text alone."""
+    """The tokens that begin and end a thought; None: the model writes the markers as text."""
     begin, end = tokenizer.marker(THINK), tokenizer.marker(END_OF_THINK)
     if begin is None or end is None or tokenizer.is_special(begin) or tokenizer.is_special(end):
         return None
@@ -33,18 +33,18 @@ def thought_tokens(tokenizer: Tokenizer) -> tuple[int, int] | None:
 
 
 def may_think(prompt: str, continued: str | None = None) -> bool:
-    """Whether a thought may still come: neither has the template closed one, nor goes the answer on
-    with a text."""
+    """Whether a thought may still come: the template has not closed one, and the answer does not
+    continue a text."""
     if continued is not None:
         return continued.rfind(THINK) > continued.rfind(END_OF_THINK)
     return not prompt.rstrip().endswith(END_OF_THINK)
 
 
 class ReasoningParser(Parser):
-    """Space around the thought is no part of it, nor of the answer."""
+    """Splits off the thought; space around it belongs to neither thought nor answer."""
 
     def __init__(self, thinking: bool) -> None:
-        """`thinking`: from the first character on; else only if that begins `<think>`."""
+        """`thinking`: the text begins inside a thought; else only if it begins with `<think>`."""
         super().__init__()
         self._thinking = thinking
 
@@ -64,7 +64,7 @@ class ReasoningParser(Parser):
 
 
 class AnswerParser:
-    """One choice's text as events: first its reasoning, then in the rest its calls."""
+    """Parses one choice's text: first its reasoning, then calls in the rest."""
 
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
         self._reasoning = reasoning
@@ -72,16 +72,16 @@ class AnswerParser:
 
     @property
     def called(self) -> bool:
-        """Whether it has called a tool."""
+        """Whether the text has called a tool."""
         return self._tools is not None and self._tools.num_calls > 0
 
     @property
     def in_call(self) -> bool:
-        """Whether the last call's end has not come."""
+        """Whether the last call has no end yet."""
         return self._tools is not None and self._tools.in_call
 
     def push(self, text: str, final: bool = False) -> list[Event]:
-        """Takes the next text; `final`: none follows."""
+        """Takes the next text; `final`: it is the last."""
         events: list[Event] = [Content(text)]
         if self._reasoning is not None:
             events = self._reasoning.push(text)

@@ -1,10 +1,10 @@
-"""What reads tool calls out of a model's text, and how a new format is added.
+"""The base of parsers for tool calls. A new format is a subclass with `parse`.
 
     text ── push ──▶ parse, a generator ──▶ Content · CallStart · CallArguments ──▶ deltas
 
-A call is handed out as it comes: its start as soon as its name is known and its arguments begin.
-Text that looked like a call and has none is content. From its start on, a call is as the model
-wrote it: if its JSON breaks off, or its end is missing, so do its arguments.
+A call is streamed: it starts as soon as its name is known and its arguments begin. Text that looked
+like a call and is none becomes content. Arguments are passed on as the model wrote them: if their
+JSON breaks off, so do they.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ BUILTIN = {
 
 
 class ToolParser(Parser):
-    """What reads calls out of one answer. A format is a subclass with `parse`."""
+    """Parses calls out of one answer."""
 
-    # Markers of the format are special tokens, of which answers otherwise show nothing.
+    # The format's markers are special tokens, so that the detokenizer must not drop these.
     shows_special_tokens: ClassVar[bool] = False
-    # What each call begins with, or the first of several, where that is a single token: by it calls
-    # are told from an answer that is held to a grammar. None: there is no such thing.
+    # The single token that begins each call, or the first of several. By it a grammar distinguishes
+    # calls from other text. None: the format has no such token.
     call_marker: ClassVar[str | None] = None
     # An answer that is `{"name": …, "parameters": {…}}` and nothing else is a call.
     bare_calls: ClassVar[bool] = False
 
     def __init__(self, names: Iterable[str] = (), parallel: bool = True) -> None:
-        """`names` are the tools'. Not `parallel`: calls after the first are not handed out."""
+        """`names` are the tools' names. If not `parallel`, calls after the first are dropped."""
         super().__init__()
         self.names = frozenset(names)
         self.num_calls = 0
-        self.in_call = False  # its end has not come
+        self.in_call = False  # the last call has no end yet
         self._parallel = parallel
 
-    # ---- for formats ----
+    # ---- for formats -------------------------------------------------------------------------
 
     @staticmethod
     def new_id() -> str:
@@ -70,11 +70,11 @@ class ToolParser(Parser):
     def call(self, *, known: bool = False) -> Step[bool]:
         """Reads `{"name": …, "arguments": {…}}` (or `parameters`), keys in any order.
 
-        False: there is none, not even one that breaks off after its arguments have begun. What
-        was read is then in `reader.kept()`.
+        Returns false if there is no call, not even one that breaks off after its arguments have
+        begun; `reader.kept()` has what was read then.
 
         Args:
-            known: only with the name of one of the tools, and with arguments.
+            known: the call must have the name of one of the tools, and arguments.
         """
         reader, name, given = self.reader, "", ""
         begun = False
@@ -117,7 +117,7 @@ class ToolParser(Parser):
 
 
 def _unquoted(given: str) -> str:
-    """Arguments that are a string of JSON, as some models write them; none as an empty object."""
+    """Unpacks arguments that some models write as a string of JSON; no arguments are `{}`."""
     if given in ("", "null"):
         return "{}"
     value = decode(given)
@@ -129,7 +129,7 @@ def tool_parser(name: str) -> type[ToolParser]:
     """The class behind `--tool-call-parser`.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is no parser of that name.
     """
     parser = resolve(name, BUILTIN, GROUP)
     if not (isinstance(parser, type) and issubclass(parser, ToolParser)):

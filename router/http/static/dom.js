@@ -1,5 +1,5 @@
 // Elements, numbers for people, and requests to the router. All that nodes, the model or errors say
-// becomes text nodes, never markup; the page's policy (router/http/ui.py) would not let it run anyway.
+// becomes text nodes, never markup; the page's policy (router/http/info.py) would not let it run anyway.
 
 const KEY = "pdserve-api-key";
 export const $ = (id) => document.getElementById(id);

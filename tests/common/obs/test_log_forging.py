@@ -24,7 +24,7 @@ from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.server import GrpcServer
 from pdserve.common.rpc.status import REQUEST_ID_KEY, from_rpc_error, serving
 from pdserve.kv_transfer.connectors.base.channel import as_transfer_error
-from pdserve.router.serving import UnknownFields
+from pdserve.router.api.app_state import UnknownFields
 
 FORGED = "12:00:00.000 INFO    router - all is well"
 NASTY = [

@@ -40,7 +40,7 @@ from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.server import AuthInterceptor, GrpcServer
 from pdserve.common.rpc.status import from_rpc_error
 from pdserve.common.rpc.tls import TLS
-from pdserve.router.auth import APIKeys
+from pdserve.router.api.auth import APIKeys
 from pdserve.router.cluster import registry as registry_module
 from pdserve.router.cluster.cluster_view import ClusterView
 from pdserve.router.cluster.registry import Registry
@@ -508,7 +508,9 @@ def test_a_live_node_is_not_taken_over(caplog: pytest.LogCaptureFixture) -> None
     with pytest.raises(Unavailable) as caught:
         registry.register(node(address="6.6.6.6:1", instance="fake"), LOAD)
     assert caught.value.code == "NODE_ID_TAKEN"
-    assert "refused to register d0 at 6.6.6.6:1: that node lives, at 10.0.0.3:1" in caplog.text
+    assert (
+        "refused to register d0 at 6.6.6.6:1: a live node has this id, at 10.0.0.3:1" in caplog.text
+    )
     # Nor kept alive, slandered or sent away by whoever does not know its instance.
     assert not registry.heartbeat("d0", pb.NodeLoad(healthy=False, reason="slander"), "fake")
     registry.deregister("d0", "fake")

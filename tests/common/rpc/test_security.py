@@ -74,13 +74,13 @@ from pdserve.kv_transfer.control.ticket import new_transfer_id
 from pdserve.kv_transfer.frame import Frame, FrameKind
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect
 from pdserve.kv_transfer.selection import rank_config
-from pdserve.router.auth import APIKeys
+from pdserve.router.api.app_state import AppState
+from pdserve.router.api.auth import APIKeys
 from pdserve.router.cluster.registry import ROLE_NAMES
 from pdserve.router.grpc.door import ClientDoor, Messages
 from pdserve.router.grpc.service import InferenceServicer
 from pdserve.router.http.app import make_app
 from pdserve.router.http.server import HTTPServer, https_context
-from pdserve.router.serving import Serving
 
 GEOMETRY = Geometry()
 RECT = Rect(0, GEOMETRY.layers, 0, GEOMETRY.heads)
@@ -293,7 +293,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 async def http_server(
     tokenizer: Tokenizer, keys: str | None, config: ServerConfig | None = None
 ) -> AsyncIterator[int]:
-    serving = Serving(
+    serving = AppState(
         pipeline=FakeGenerator(tokenizer), model=served_model(tokenizer), keys=APIKeys(keys)
     )
     app = make_app(serving, CollectorRegistry(), 1 << 20)
@@ -351,7 +351,7 @@ async def test_by_option_each_key_has_cached_prompts_of_its_own(
 ) -> None:
     generator = FakeGenerator(tokenizer)
     keys = APIKeys("first, second", salted=salted)
-    serving = Serving(pipeline=generator, model=served_model(tokenizer), keys=keys)
+    serving = AppState(pipeline=generator, model=served_model(tokenizer), keys=keys)
     server = await HTTPServer.start(
         make_app(serving, CollectorRegistry(), 1 << 20), "127.0.0.1", 0, None
     )
@@ -369,7 +369,7 @@ async def test_by_option_each_key_has_cached_prompts_of_its_own(
 
 async def test_grpc_needs_the_key_for_inference_alone(tokenizer: Tokenizer) -> None:
     keys = APIKeys("secret")
-    serving = Serving(pipeline=FakeGenerator(tokenizer), model=served_model(tokenizer), keys=keys)
+    serving = AppState(pipeline=FakeGenerator(tokenizer), model=served_model(tokenizer), keys=keys)
     server = GrpcServer(ClientDoor(keys, Messages(2**18), serving.metrics))
     server.add(
         inference_pb2.DESCRIPTOR.services_by_name["Inference"],
@@ -758,7 +758,7 @@ def test_transfer_ids_cannot_be_guessed(monkeypatch: pytest.MonkeyPatch) -> None
     ],
 )
 async def test_grpc_bounds(tokenizer: Tokenizer, request_: dict[str, Any], param: str) -> None:
-    serving = Serving(pipeline=FakeGenerator(tokenizer), model=served_model(tokenizer))
+    serving = AppState(pipeline=FakeGenerator(tokenizer), model=served_model(tokenizer))
     service = InferenceServicer(serving)
     sampling = inference_pb2.SamplingParams(**request_)
     with pytest.raises(InvalidRequest) as caught:

@@ -1,5 +1,4 @@
-"""What the HTTP and gRPC APIs share: the pipeline, the model, who may ask, and how a request of a
-client becomes one of the pipeline."""
+"""The state that the HTTP and gRPC doors share; it turns a client's request into a generation."""
 
 from __future__ import annotations
 
@@ -17,28 +16,28 @@ from pdserve.common.core.request import new_request_id
 from pdserve.common.core.structured import StructuredOutput
 from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.common.text.opening import opened
+from pdserve.router.api.auth import APIKeys
 from pdserve.router.api.conversation import CostlyTemplate, Templates
 from pdserve.router.api.grammar_compiler import Compiled, GrammarCompiler, compile_here
 from pdserve.router.api.parsers.tool_parser import ToolParser
-from pdserve.router.api.preprocess import Preprocessed, Preprocessor
-from pdserve.router.api.preprocess_workers import Pieces, PreprocessWorkers
+from pdserve.router.api.preprocess import BodyBuffer, Preprocessed, Preprocessor
+from pdserve.router.api.preprocess_workers import PreprocessWorkers
 from pdserve.router.api.sampling import make_choices, make_sampling, make_stop
-from pdserve.router.auth import APIKeys
-from pdserve.router.cluster.adapters import Adapters
+from pdserve.router.cluster.adapters import ServedAdapters
 from pdserve.router.cluster.served_model import ServedModel
 from pdserve.router.requests.admission import Batch
-from pdserve.router.requests.fair_share import Turns
+from pdserve.router.requests.fair_share import FairExecutor
 from pdserve.router.requests.generation import GenerationRequest
 from pdserve.router.requests.pipeline import Pipeline
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MAX_TOKENS = 16  # of a completion
+DEFAULT_MAX_TOKENS = 16  # for a completion
 INLINE = 4 * 1024  # bytes of a body that takes less than a few milliseconds
-SMALL = 64 * 1024  # bytes of a body that a thread may take,
-THREADS = 4  # of so many at a time,
-MAX_WAITING = 4096  # and so many such bodies may wait for one
-# Clients choose the names: remember no more than these, of so many characters.
+SMALL = 64 * 1024  # bytes of a body that a thread may take
+THREADS = 4  # that take bodies at the same time
+MAX_WAITING = 4096  # bodies that wait for a thread
+# Clients choose the names: the log remembers so many of them, of so many characters.
 _MAX_NAMES, _MAX_NAME_LENGTH = 1000, 64
 
 
@@ -50,16 +49,15 @@ class UnknownFields:
 
     def note(self, names: set[str]) -> None:
         new = {name[:_MAX_NAME_LENGTH] for name in names} - self._seen
-        told = sorted(new)[: _MAX_NAMES - len(self._seen)]
-        if told:
-            self._seen.update(told)
-            logger.info("ignored request fields: %s", ", ".join(told))
+        logged = sorted(new)[: _MAX_NAMES - len(self._seen)]
+        if logged:
+            self._seen.update(logged)
+            logger.info("ignored request fields: %s", ", ".join(logged))
 
 
-class Cached:
-    """What of the nodes' prefix caches requests may find: what has been computed since the last
-    reset. It is part of the salt, so all nodes forget at once; their blocks are taken again
-    when they are needed."""
+class CacheEpoch:
+    """A part of every cache salt that changes with a reset: from then on no request finds blocks
+    that were computed before. Nodes use these blocks again when they need room."""
 
     def __init__(self) -> None:
         self._since = ""
@@ -72,8 +70,8 @@ class Cached:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Serving:
-    """Everything an API needs."""
+class AppState:
+    """The pipeline, the model, the API keys, and everything else that a door needs."""
 
     pipeline: Pipeline
     model: ServedModel
@@ -82,13 +80,15 @@ class Serving:
     chat: ChatConfig = field(default_factory=ChatConfig)
     priorities: bool = False  # --scheduling-policy priority
     tool_parser: type[ToolParser] | None = None  # --tool-call-parser
-    # Without them threads take large bodies and costly templates, too, which have no bounds there.
+    # None: threads take large bodies and costly templates, too, without bounds.
     workers: PreprocessWorkers | None = None
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
-    adapters: Adapters = field(default_factory=Adapters)
-    cached: Cached = field(default_factory=Cached)
+    adapters: ServedAdapters = field(default_factory=ServedAdapters)
+    cache_epoch: CacheEpoch = field(default_factory=CacheEpoch)
     grammar: GrammarCompiler = field(init=False)
-    threads: Turns = field(init=False, default_factory=lambda: Turns(THREADS, MAX_WAITING))
+    threads: FairExecutor = field(
+        init=False, default_factory=lambda: FairExecutor(THREADS, MAX_WAITING)
+    )
 
     def __post_init__(self) -> None:
         compile = self._compile if self.workers is None else self.workers.compile
@@ -98,12 +98,11 @@ class Serving:
     async def _compile(self, structured: StructuredOutput, client: str) -> Compiled:
         return await asyncio.to_thread(compile_here, structured, self.model)
 
-    async def preprocess(self, kind: str, raw: Pieces, client: str) -> Preprocessed[Any]:
-        """A JSON body, of one of `pdserve.router.api.preprocess.KINDS`, as what it asks. `raw` is
-        used up.
+    async def preprocess(self, kind: str, raw: BodyBuffer, client: str) -> Preprocessed[Any]:
+        """Preprocesses a JSON body of one of `preprocess.KINDS`; `raw` is used up.
 
         Raises:
-            PdserveError: as `Preprocessor.preprocess`, or there is no room for it.
+            PdserveError: as `Preprocessor.preprocess`, or too many bodies wait.
         """
         result = await self._preprocess(kind, raw, client)
         self.unknown_fields.note(set(result.unknown))
@@ -112,7 +111,7 @@ class Serving:
         grammar = await self.grammar(result.structured, client)
         return replace(result, grammar=opened(grammar, result.answer.opening))
 
-    async def _preprocess(self, kind: str, raw: Pieces, client: str) -> Preprocessed[Any]:
+    async def _preprocess(self, kind: str, raw: BodyBuffer, client: str) -> Preprocessed[Any]:
         adapters, workers = self.adapters.names(), self.workers
         if workers is not None and len(raw) > SMALL:
             return await workers.preprocess(kind, raw, client, adapters)
@@ -127,8 +126,9 @@ class Serving:
             assert workers is not None
             return await workers.preprocess(kind, raw, client, adapters, costly=True)
 
-    def answering(self, name: str | None) -> str:
-        """The name of answers to who asks for this one: an adapter's own, or the model's first.
+    def response_model(self, name: str | None) -> str:
+        """The model's name in a response to a request for `name`: an adapter's own, or the model's
+        first.
 
         Raises:
             ModelNotFound: there is no such model.
@@ -148,12 +148,12 @@ class Serving:
         batch: Batch,
         model: str | None = None,
     ) -> GenerationRequest:
-        """`given` are the client's parameters by name; one that is None or missing is absent.
-        `model`: which one is asked for.
+        """Builds a generation. `given` are the client's parameters by name; None means absent.
+        `model` is the name that the client asked for.
 
         Raises:
             InvalidRequest: a value is out of range.
-            ModelNotFound: there is no such model, any more.
+            ModelNotFound: there is no such model, or it has been unloaded since.
         """
         if (adapter := self.adapters.find(model)) is None:
             self.model.check_name(model)
@@ -166,7 +166,7 @@ class Serving:
             include_stop_str_in_output=bool(given.get("include_stop_str_in_output")),
             skip_special_tokens=given.get("skip_special_tokens") is not False,
             priority=self._priority(given.get("priority") or 0),
-            cache_salt=self.cached.salt(
+            cache_salt=self.cache_epoch.salt(
                 self.keys.cache_salt(batch.client, given.get("cache_salt"))
             ),
             adapter=adapter,

@@ -1,5 +1,4 @@
-"""API keys: who may ask for tokens, and who may do what all clients feel, over HTTP and gRPC
-alike."""
+"""API keys of clients and of operators, over HTTP and gRPC alike."""
 
 from __future__ import annotations
 
@@ -14,29 +13,29 @@ HEADER = "authorization"
 
 
 class APIKeys:
-    """The keys clients and operators may show; without a client's key everybody may ask. Holds
-    digests only: the keys themselves cannot slip into a log."""
+    """The keys that clients and operators send; without `--api-key` no key is needed. This holds
+    digests only, so that no key can slip into a log."""
 
     def __init__(
         self, keys: str | None = None, admin_keys: str | None = None, *, salted: bool = False
     ) -> None:
         """`keys` is `--api-key`: one, or several separated by commas; `admin_keys` is
-        `--admin-api-key`, likewise. `salted`: what one key has asked is cached for that key alone.
+        `--admin-api-key`, likewise. `salted`: each key has a prefix cache of its own.
 
         Raises:
-            ConfigError: one of them is empty, or is a client's and an operator's.
+            ConfigError: a key is empty, or is both a client's and an operator's.
         """
         self._salted = salted
         self._digests = _digests("--api-key", keys)
         self._admin_digests = _digests("--admin-api-key", admin_keys)
         if set(self._digests) & set(self._admin_digests):
             raise ConfigError(
-                "--admin-api-key has a key of --api-key: who shows that would be an operator; "
-                "take another one"
+                "--admin-api-key has a key of --api-key: every client with that key would be an "
+                "operator; take another one"
             )
 
     def check(self, authorization: str | None) -> None:
-        """`authorization` is the value of the header, or the metadata, of that name.
+        """`authorization` is the value of that header or metadata.
 
         Raises:
             Unauthenticated: it is not `Bearer` and one of the keys.
@@ -49,15 +48,15 @@ class APIKeys:
             )
 
     def is_operator(self, authorization: str | None) -> bool:
-        """Whether who shows this may do what others feel, and see what is others': with
-        `--admin-api-key` who has one; without it whoever may ask, unless several keys say that
-        these are several parties. `check` comes first."""
+        """Whether this key may do what other clients feel, and see their requests. With
+        `--admin-api-key` one of those keys may. Without it every client may, unless several keys
+        in `--api-key` stand for several parties. Call `check` first."""
         if self._admin_digests:
             return _shows(authorization, self._admin_digests)
         return len(self._digests) <= 1
 
     def check_operator(self, authorization: str | None) -> None:
-        """Raises PermissionDenied: not `is_operator`."""
+        """Raises PermissionDenied: `is_operator` is false."""
         if not self.is_operator(authorization):
             raise PermissionDenied(
                 "this is for operators: it needs a key of --admin-api-key"
@@ -67,8 +66,8 @@ class APIKeys:
             )
 
     def client(self, authorization: str | None, address: str | None) -> str:
-        """Who asks, for shares of this server: the key it has shown, or without keys the host
-        (of IPv6, whose hosts have addresses without number, the network)."""
+        """The client's name in shares of this server: its key, or without keys its host. For IPv6
+        it is the network, as one host may have any number of addresses."""
         if self._digests:
             return "key " + _digest((authorization or "").partition(" ")[2].strip()).hex()[:16]
         try:
@@ -80,8 +79,8 @@ class APIKeys:
         return str(host)
 
     def cache_salt(self, client: str, given: str | None) -> str:
-        """The salt of a request's cached blocks; `client` is as `client` says, `given` what the
-        request says.
+        """The salt of a request's cached blocks; `client` is the result of `client`, `given` the
+        request's own salt.
 
         Raises:
             InvalidRequest: it is empty or too long.
@@ -99,10 +98,10 @@ def _digests(flag: str, keys: str | None) -> list[bytes]:
 
 
 def _shows(authorization: str | None, digests: list[bytes]) -> bool:
-    """Whether it is `Bearer` and one of the keys."""
+    """Whether the value is `Bearer` and one of the keys."""
     scheme, _, key = (authorization or "").partition(" ")
     given = _digest(key.strip())
-    # Digests of equal length, all of them compared: the time tells nothing of the keys.
+    # All digests are compared and have one length, so that the time gives no key away.
     known = [hmac.compare_digest(given, digest) for digest in digests]
     return scheme.lower() == "bearer" and any(known)
 

@@ -1,4 +1,4 @@
-"""Bodies of other APIs than chat, and how they become chat's."""
+"""Bodies of the Responses and Messages APIs, and their conversion to chat's body."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ Objects = TypeAliasType("Objects", Annotated[list[dict[str, Any]], FailFast()])
 Fields = dict[str, Any]
 
 
-# What vLLM adds to these APIs, in chat's words: it is nothing that an answer would have to tell of.
+# Chat's parameters that these bodies take, too, as vLLM's do. None of them adds a field to an
+# answer.
 SAME = (
     "min_tokens", "top_k", "min_p", "seed", "stop_token_ids", "include_stop_str_in_output",
     "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
@@ -36,38 +37,38 @@ SAME = (
 _SameBody: Any = create_model("_SameBody", __base__=Body, **{name: FIELDS[name] for name in SAME})
 
 
-class ForeignBody(_SameBody):
-    """What asks for a chat in other words."""
+class CompatBody(_SameBody):
+    """A body of another API that asks for a chat."""
 
-    sent_as: ClassVar[Mapping[str, str]] = {}  # by chat's name the path of a field here
+    sent_as: ClassVar[Mapping[str, str]] = {}  # the path of a field in this body, by chat's name
     chat_template_kwargs: Fields | None = None
 
     @classmethod
     @cache
     def elsewhere(cls) -> frozenset[str]:
-        """Fields of completions or chat alone."""
+        """Fields that only completions or chat have."""
         return (
             frozenset(ChatBody.model_fields | CompletionBody.model_fields) - cls.model_fields.keys()
         )
 
     def same(self) -> Fields:
-        """What chat has by the same name."""
+        """The fields that chat has under the same name."""
         names = (*SAME, "model", "temperature", "top_p", "stream", "chat_template_kwargs")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def parameters(self) -> Fields:
-        """Chat's other fields, but for the messages; they may have any type yet."""
+        """Chat's other fields, without the messages. Their types have not been checked."""
         raise NotImplementedError
 
-    def told_again(self) -> tuple[str, ...]:
-        """JSON of what answers repeat of it, however long."""
+    def echoed(self) -> tuple[str, ...]:
+        """JSON of the fields that an answer repeats, however long they are."""
         return ()
 
     def conversation(self) -> list[Fields]:
-        """Chat's messages, likewise.
+        """Chat's messages. Their types have not been checked.
 
         Raises:
-            InvalidRequest: a part of it is nothing that chat knows.
+            InvalidRequest: a part has no equivalent in chat.
         """
         raise NotImplementedError
 
@@ -76,7 +77,7 @@ class _Options(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
 
-# ---- OpenAI's Responses -------------------------------------------------------------------------
+# ---- OpenAI's Responses ----------------------------------------------------------------------
 
 
 class TextFormat(_Options):
@@ -88,7 +89,7 @@ class TextOptions(_Options):
     verbosity: str | None = None
 
 
-class ResponsesBody(ForeignBody):
+class ResponsesBody(CompatBody):
     """POST /v1/responses. Nothing is stored."""
 
     sent_as: ClassVar[Mapping[str, str]] = {
@@ -127,7 +128,7 @@ class ResponsesBody(ForeignBody):
             fields["response_format"] = {"type": kind, **({kind: rest} if rest else {})}
         return {name: value for name, value in fields.items() if value is not None}
 
-    def told_again(self) -> tuple[str, ...]:
+    def echoed(self) -> tuple[str, ...]:
         return tuple(
             msgspec.json.encode(each).decode() for each in (self.instructions, self.tools or [])
         )
@@ -171,7 +172,7 @@ def _item(index: int, item: Fields) -> Fields:
 
 
 def _merged(messages: Iterator[Fields]) -> Iterator[Fields]:
-    """Calls that follow each other, or a text, are one message."""
+    """Joins calls to the assistant's message before them."""
     last: Fields = {}
     for message in filter(None, messages):
         if last.get("role") == message.get("role") == "assistant" and "tool_calls" in message:
@@ -185,19 +186,19 @@ def _merged(messages: Iterator[Fields]) -> Iterator[Fields]:
 
 
 def _texts(content: Any, param: str) -> Any:
-    """The parts' text as one; whatever is no list stays."""
+    """Joins the texts of a list of parts; any other value stays as it is."""
     if not isinstance(content, list):
         return content
     kinds = ("text", "input_text", "output_text")
     for part in content:
         if not isinstance(part, dict) or part.get("type") not in kinds:
-            raise InvalidRequest(f"{param} may have parts of text alone", param=param)
+            raise InvalidRequest(f"{param} may only have parts of text", param=param)
         if not isinstance(part.get("text"), str):
             raise InvalidRequest(f"{param} has a part without text", param=param)
     return "".join(part["text"] for part in content)
 
 
-# ---- Anthropic's Messages -----------------------------------------------------------------------
+# ---- Anthropic's Messages --------------------------------------------------------------------
 
 
 class AnthropicChoice(_Options):
@@ -206,7 +207,7 @@ class AnthropicChoice(_Options):
     disable_parallel_tool_use: bool | None = None
 
 
-class MessagesBody(ForeignBody):
+class MessagesBody(CompatBody):
     """POST /v1/messages, and its count_tokens."""
 
     messages: Objects
@@ -244,12 +245,12 @@ class MessagesBody(ForeignBody):
 def _anthropic_tool(tool: Fields) -> Fields:
     if tool.get("type", "custom") != "custom":
         raise InvalidRequest("only the client's own tools can be called", param="tools")
-    told = {"name": tool.get("name"), "description": tool.get("description")}
-    return {"type": "function", "function": {**told, "parameters": tool.get("input_schema")}}
+    function = {"name": tool.get("name"), "description": tool.get("description")}
+    return {"type": "function", "function": function | {"parameters": tool.get("input_schema")}}
 
 
 def _turn(message: Fields, where: str) -> Iterator[Fields]:
-    """What tools gave first, each a message; then the turn's own text and calls."""
+    """One message for each tool result, then one for the turn's own text and calls."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant"):
         raise InvalidRequest(f"{where}.role must be user or assistant", param=f"{where}.role")

@@ -30,12 +30,13 @@ from pdserve.common.core.errors import (
     Unavailable,
 )
 from pdserve.common.obs.metrics import RouterMetrics
-from pdserve.router.api.foreign import MessagesBody, ResponsesBody
+from pdserve.router.api.app_state import SMALL
+from pdserve.router.api.compat import MessagesBody, ResponsesBody
+from pdserve.router.api.parsers.parser import CallArguments, CallStart, Content, Event
 from pdserve.router.api.preprocess_worker import Spec
 from pdserve.router.api.preprocess_workers import PreprocessWorkers
-from pdserve.router.http.messages import MessageShape
-from pdserve.router.http.responses import ResponseShape
-from pdserve.router.serving import SMALL
+from pdserve.router.http.messages import MessagesFormat
+from pdserve.router.http.responses import ResponsesFormat
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 ASK = {"max_tokens": 20, "messages": [{"role": "user", "content": "hello"}]}
@@ -166,18 +167,12 @@ def test_ids_of_items_sort_as_they_come() -> None:
     """Clients that gather a stream by ids may sort them."""
     sampling = SimpleNamespace(temperature=1.0, top_p=1.0)
     generation = SimpleNamespace(request_id="resp-1", sampling=sampling)
-    asked: Any = SimpleNamespace(told_again=(b"null", b"[]"), generation=generation)
-    shape = ResponseShape("tiny", asked, ResponsesBody(input="hi"))
-    function = {"name": "f", "arguments": "{}"}
+    asked: Any = SimpleNamespace(echoed=(b"null", b"[]"), generation=generation)
+    shape = ResponsesFormat("tiny", asked, ResponsesBody(input="hi"))
     ids = [
         event["item"]["id"]
         for number in range(12)
-        for event in shape.chunk(
-            {
-                "delta": {"tool_calls": [{"id": f"c{number}", "function": function}]},
-                "finish_reason": None,
-            }
-        )
+        for event in shape.event(CallStart(number, f"c{number}", "f"))
         if event["type"] == "response.output_item.added"
     ]
     assert ids == sorted(ids) and len(set(ids)) == 12
@@ -408,16 +403,11 @@ def test_calls_and_their_results() -> None:
     assert said == {"role": "user", "content": "b"}
     assert body.parameters()["tool_choice"] == "required"
     assert body.parameters()["parallel_tool_calls"] is False
-    # Chat's chunks of a call become a block.
-    shape = MessageShape("msg-1", "m", 7)
-    call = {"index": 0, "id": "t1", "function": {"name": "f", "arguments": ""}}
-    more = {"index": 0, "function": {"arguments": "{}"}}
-    deltas: list[tuple[dict[str, Any], str | None]] = [
-        ({"content": "a"}, None), ({"tool_calls": [call]}, None), ({"tool_calls": [more]}, None),
-        ({}, "tool_calls"),
-    ]  # fmt: skip
-    chunks = [{"delta": delta, "finish_reason": reason} for delta, reason in deltas]
-    found = [event for chunk in chunks for event in shape.chunk(chunk)]
+    # A call becomes a block.
+    shape = MessagesFormat("msg-1", "m", 7)
+    parsed: list[Event] = [Content("a"), CallStart(0, "t1", "f"), CallArguments(0, "{}")]
+    found = [event for each in parsed for event in shape.event(each)]
+    found += shape.finish("tool_calls", None)
     assert [(event["type"], event["index"]) for event in found] == [
         ("content_block_start", 0), ("content_block_delta", 0), ("content_block_stop", 0),
         ("content_block_start", 1), ("content_block_delta", 1), ("content_block_stop", 1),
