@@ -3,7 +3,7 @@ metrics, errors and states, and the excerpts of the tour.
 
     python docs/generate.py
 
-A part lies between `<!-- begin NAME -->` and `<!-- end NAME -->`. A name with a colon is an excerpt:
+A part lies between `<!-- begin NAME -->` and `<!-- end -->`. A name with a colon is an excerpt:
 `router.requests.pipeline:Pipeline.generate` is that method, as the file has it now.
 """
 
@@ -47,7 +47,7 @@ from pdserve.router.server import PipelineCollector
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
-PART = re.compile(r"<!-- begin (\S+) -->\n.*?<!-- end \1 -->", re.DOTALL)
+PART = re.compile(r"<!-- begin (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 COMMANDS = {
     "up": ClusterConfig,
     "router": RouterConfig,
@@ -70,8 +70,7 @@ def rewrite(page: str) -> str:
         LookupError: the page names a part or a definition that does not exist.
     """
     return PART.sub(
-        lambda found: f"<!-- begin {found[1]} -->\n{_part(found[1])}\n<!-- end {found[1]} -->",
-        page,
+        lambda found: f"<!-- begin {found[1]} -->\n{_part(found[1])}\n<!-- end -->", page
     )
 
 
