@@ -303,11 +303,10 @@ def excerpt(symbol: str) -> Iterator[str]:
     path = Path(*module.split(".")).with_suffix(".py")
     source = (ROOT / path).read_text(encoding="utf-8")
     node = _definition(ast.parse(source), name, symbol)
-    lines = source.splitlines()
     first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
     assert node.end_lineno is not None
-    skipped = _rest_of_docstring(node, lines)
-    shown = [lines[i - 1] for i in range(first, node.end_lineno + 1) if i not in skipped]
+    lines = _with_short_docstring(node, source.splitlines())
+    shown = [line for line in lines[first - 1 : node.end_lineno] if line is not None]
     indent = len(shown[0]) - len(shown[0].lstrip())
     yield f"[`{path.as_posix()}`](../{path.as_posix()}), `{name}`\n"
     yield "```python"
@@ -337,15 +336,17 @@ def _names(node: ast.stmt) -> list[str]:
     return []
 
 
-def _rest_of_docstring(node: ast.stmt, lines: list[str]) -> range:
-    """The lines of the docstring that follow its first paragraph, up to the line of the closing
-    quotes."""
+def _with_short_docstring(node: ast.stmt, lines: list[str]) -> list[str | None]:
+    """The lines of a file; None where a paragraph of the docstring is left out."""
+    shown: list[str | None] = [*lines]
     body = getattr(node, "body", None)
-    if not body or ast.get_docstring(node) is None:  # type: ignore[arg-type]
-        return range(0)
-    start, end = body[0].lineno, body[0].end_lineno
-    blank = next((i for i in range(start, end) if not lines[i - 1].strip()), None)
-    return range(blank, end) if blank is not None and lines[end - 1].strip() == '"""' else range(0)
+    if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+        start, end = body[0].lineno, body[0].end_lineno or body[0].lineno
+        blank = next((i for i in range(start, end) if not lines[i].strip()), None)
+        if blank is not None:
+            shown[blank - 1] = f'{lines[blank - 1]}"""'
+            shown[blank:end] = [None] * (end - blank)
+    return shown
 
 
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
