@@ -301,6 +301,8 @@ def excerpt(symbol: str) -> Iterator[str]:
     paragraph is shown."""
     module, _, name = symbol.partition(":")
     path = Path(*module.split(".")).with_suffix(".py")
+    if not (ROOT / path).is_file():
+        raise LookupError(f"a page shows {symbol}, and there is no {path}")
     source = (ROOT / path).read_text(encoding="utf-8")
     node = _definition(ast.parse(source), name, symbol)
     first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
