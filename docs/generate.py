@@ -186,7 +186,7 @@ def _bound(value: float) -> str:
 
 
 def error_table() -> Iterator[str]:
-    """What a client can meet: neither what ends a process at its start nor what has no answer."""
+    """The kinds of errors that a client can get."""
     rows = [
         (
             f"`{cls.__name__}`",
@@ -327,7 +327,7 @@ def _definition(tree: ast.AST, name: str, symbol: str) -> ast.stmt:
 
 
 def _names(node: ast.stmt) -> list[str]:
-    """What a statement defines."""
+    """The names that a statement defines."""
     match node:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
             return [node.name]

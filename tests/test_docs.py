@@ -151,7 +151,7 @@ OF_OTHERS = {"--scale", "--wait", "--alias"}  # of docker
 
 @cache
 def flags() -> frozenset[str]:
-    """Those of the roles, and those that a program here names in a string."""
+    """All flags of the roles, and those that a program here names."""
     roles = {option.flag for config in ROLE_CONFIGS for option in options(config())}
     names = [name for name in files() if name.endswith((".py", "Makefile"))]
     named = {
@@ -231,7 +231,7 @@ def sentence(node: ast.AST) -> str:
 
 @every_page
 def test_shown_commands_are_taken(page: Path) -> None:
-    """By parsers of flags, the Makefile, routes and the schemas of bodies."""
+    """Parsers of flags, the Makefile, routes and schemas of bodies take them."""
     shown = [(block.place, block.text) for block in blocks(page) if block.language in SHELLS]
     shown += inline_commands(page)
     assert [each for place, text in shown for each in wrong(check, commands(text), place)] == []
