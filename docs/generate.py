@@ -1,12 +1,15 @@
-"""Writes the parts of the pages that the code says: options, request parameters, metrics, states.
+"""Writes the parts of the pages that come from the code: the tables of options, request parameters,
+metrics, errors and states, and the excerpts of the tour.
 
     python docs/generate.py
 
-A part lies between `<!-- begin NAME -->` and `<!-- end NAME -->`.
+A part lies between `<!-- begin NAME -->` and `<!-- end -->`. A name with a colon is an excerpt:
+`router.requests.pipeline:Pipeline.generate` is that method, as the file has it now.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping
@@ -43,7 +46,8 @@ from pdserve.router.requests.pipeline import Pipeline
 from pdserve.router.server import PipelineCollector
 
 FOLDER = Path(__file__).parent
-PAGES = ("operate.md", "internals.md", "clients.md", "cli.md", "troubleshooting.md")
+ROOT = FOLDER.parent
+PART = re.compile(r"<!-- begin (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 COMMANDS = {
     "up": ClusterConfig,
     "router": RouterConfig,
@@ -54,17 +58,24 @@ COMMANDS = {
 Found = dict[str, Option]  # by command
 
 
+def pages() -> list[Path]:
+    """The pages that have generated parts."""
+    return [page for page in sorted(FOLDER.rglob("*.md")) if PART.search(page.read_text("utf-8"))]
+
+
 def rewrite(page: str) -> str:
-    """The page with its parts as the code says now."""
-    pattern = re.compile(r"<!-- begin (\S+) -->\n.*?<!-- end \1 -->", re.DOTALL)
-    return pattern.sub(
-        lambda found: f"<!-- begin {found[1]} -->\n{_part(found[1])}\n<!-- end {found[1]} -->",
-        page,
+    """The page with its parts as the code says now.
+
+    Raises:
+        LookupError: the page names a part or a definition that does not exist.
+    """
+    return PART.sub(
+        lambda found: f"<!-- begin {found[1]} -->\n{_part(found[1])}\n<!-- end -->", page
     )
 
 
 def _part(name: str) -> str:
-    return "\n".join(PARTS[name]())
+    return "\n".join(excerpt(name) if ":" in name else PARTS[name]())
 
 
 def _table(*rows: tuple[str, ...]) -> Iterator[str]:
@@ -126,6 +137,12 @@ def parameter_table() -> Iterator[str]:
     return _table(head, *(_parameter_row(each) for each in PARAMETERS.values()))
 
 
+def _from_reference(text: str) -> str:
+    """Links that are written as on the clients' page, as they are in the folder of the tables."""
+    text = text.replace("](#", "](clients.md#")
+    return re.sub(r"\]\((?=[\w-]+\.md)", "](../", text)
+
+
 def unsupported_fields() -> Iterator[str]:
     names = ", ".join(f"`{name}`" for name in UNSUPPORTED)
     accepted = ", ".join(f"`{name}`" for name in sorted(WITHOUT_EFFECT))
@@ -134,7 +151,7 @@ def unsupported_fields() -> Iterator[str]:
 
 def _parameter_row(each: Parameter) -> tuple[str, ...]:
     name = f"`{each.name}`" + ("" if each.http else " (gRPC)")
-    meaning = "; ".join(filter(None, (_range(each), each.meaning)))
+    meaning = _from_reference("; ".join(filter(None, (_range(each), each.meaning))))
     number = "–" if each.number is None else str(each.number)
     return name, each.kind, each.default or _sampling_default(each), meaning, each.origin, number
 
@@ -169,7 +186,7 @@ def _bound(value: float) -> str:
 
 
 def error_table() -> Iterator[str]:
-    """What a client can meet: neither what ends a process at its start nor what has no answer."""
+    """The kinds of errors that a client can get."""
     rows = [
         (
             f"`{cls.__name__}`",
@@ -276,6 +293,64 @@ def _events_of(table: Mapping[Any, Mapping[Any, Any]]) -> type[StrEnum]:
     return type(next(event for row in table.values() for event in row))
 
 
+# ---- excerpts ----
+
+
+def excerpt(symbol: str) -> Iterator[str]:
+    """A definition as its file has it, with a link to the file. Of a long docstring the first
+    paragraph is shown."""
+    module, _, name = symbol.partition(":")
+    path = Path(*module.split(".")).with_suffix(".py")
+    if not (ROOT / path).is_file():
+        raise LookupError(f"a page shows {symbol}, and there is no {path}")
+    source = (ROOT / path).read_text(encoding="utf-8")
+    node = _definition(ast.parse(source), name, symbol)
+    first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
+    assert node.end_lineno is not None
+    lines = _with_short_docstring(node, source.splitlines())
+    shown = [line for line in lines[first - 1 : node.end_lineno] if line is not None]
+    indent = len(shown[0]) - len(shown[0].lstrip())
+    yield f"[`{path.as_posix()}`](../{path.as_posix()}), `{name}`\n"
+    yield "```python"
+    yield from (line[indent:] for line in shown)
+    yield "```"
+
+
+def _definition(tree: ast.AST, name: str, symbol: str) -> ast.stmt:
+    for part in name.split("."):
+        found = [node for node in getattr(tree, "body", ()) if part in _names(node)]
+        if not found:
+            raise LookupError(f"a page shows {symbol}, and the code has no {part} there")
+        tree = found[0]
+    assert isinstance(tree, ast.stmt)
+    return tree
+
+
+def _names(node: ast.stmt) -> list[str]:
+    """The names that a statement defines."""
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            return [node.name]
+        case ast.Assign(targets=targets):
+            return [target.id for target in targets if isinstance(target, ast.Name)]
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            return [name]
+    return []
+
+
+def _with_short_docstring(node: ast.stmt, lines: list[str]) -> list[str | None]:
+    """The lines of a file; None where a paragraph of the docstring is left out."""
+    shown: list[str | None] = [*lines]
+    body = getattr(node, "body", None)
+    if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+        start, end = body[0].lineno, body[0].end_lineno or body[0].lineno
+        blank = next((i for i in range(start, end) if not lines[i].strip()), None)
+        if blank is not None:
+            shown[blank - 1] = f'{lines[blank - 1]}"""'
+            shown[blank:end] = [None] * (end - blank)
+    return shown
+
+
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "options": option_tables,
     "errors": error_table,
@@ -293,6 +368,5 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
 
 
 if __name__ == "__main__":
-    for name in PAGES:
-        page = FOLDER / name
+    for page in pages():
         page.write_text(rewrite(page.read_text(encoding="utf-8")), encoding="utf-8")

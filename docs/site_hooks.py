@@ -58,7 +58,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def has_links(origin: str) -> bool:
-    """A file that is shown as code has none, whatever is in it."""
+    """False for a file that is shown as code."""
     return origin.endswith(".md") or (ROOT / origin).is_dir()
 
 
@@ -73,7 +73,7 @@ def rewrite(text: str, origin: str, here: str) -> str:
 
 
 def targets(origin: str, text: str) -> set[str]:
-    """What a page or a folder links to."""
+    """The paths that a page or a folder links to."""
     text = "".join(_FENCED.split(text)[::2])
     return {resolve(origin, found[1]) for found in _LINK.finditer(text)}
 
@@ -88,7 +88,7 @@ def resolve(origin: str, target: str) -> str:
 
 
 def place(origin: str) -> str:
-    """Where a path of the checkout lies among the site's sources."""
+    """The place of a path of the checkout among the site's sources."""
     if origin.startswith("docs/"):
         return origin.removeprefix("docs/")
     if (ROOT / origin).is_dir():

@@ -1,4 +1,4 @@
-"""docs/from-vllm.md: whatever it says is here, is here."""
+"""The flags that docs/from-vllm.md names exist, or do not, as it says."""
 
 from __future__ import annotations
 

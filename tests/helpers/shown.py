@@ -1,4 +1,4 @@
-"""What pages show: their fenced blocks, the commands in their sentences, and what is wrong with
+"""Fenced blocks and commands of the pages, and what is wrong with
 data and code."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.M | re.S)
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What stands between two fences."""
+    """The text between two fences."""
 
     place: str
     language: str

@@ -48,7 +48,7 @@ _SEPARATORS = {"|", "||", "&", "&&", ";", "(", ")"}
 
 
 class Wrong(Exception):
-    """What a reader would be told who types what is shown."""
+    """A shown command is not taken, for this reason."""
 
 
 @dataclass(frozen=True, slots=True)
