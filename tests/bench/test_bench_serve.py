@@ -28,6 +28,7 @@ from pdserve.bench.serving.datasets import (
     prefix_prompts,
     random_prompts,
     read_trace,
+    sharegpt_prompts,
     trace_prompts,
 )
 from pdserve.bench.serving.load import run_load
@@ -36,6 +37,7 @@ from pdserve.bench.serving.options import fit_lengths, parse_args
 from pdserve.common.core.errors import ConfigError
 
 IDS = Vocabulary(as_ids=True)
+WORDS = Vocabulary(as_ids=False)
 
 # ---------------------------------------------------------------- arrivals
 
@@ -59,6 +61,15 @@ def test_prefixes_are_shared_in_turns() -> None:
     assert len({tuple(p.prompt[:8]) for p in prompts}) == 3
     assert prompts[0].prompt[:8] == prompts[3].prompt[:8] != prompts[1].prompt[:8]
     assert len({tuple(p.prompt) for p in prompts}) == 9
+
+
+def test_conversations_have_the_published_lengths() -> None:
+    prompts = sharegpt_prompts(4000, IDS, seed=1, longest=100_000)
+    assert all(len(p.prompt) == p.input_len >= 4 for p in prompts)
+    assert sum(p.input_len for p in prompts) / 4000 == pytest.approx(161, rel=0.1)
+    assert sum(p.output_len for p in prompts) / 4000 == pytest.approx(338, rel=0.1)
+    short = sharegpt_prompts(100, WORDS, seed=1, longest=50)
+    assert max(p.output_len for p in short) == 50
 
 
 def test_random_lengths_stay_in_range_and_share_the_prefix() -> None:
@@ -587,6 +598,7 @@ def test_c15_only_what_is_not_given_gives_way(
         ["--vocab-size", "10"],
         ["--seed", "-1"],
         ["--extra-body", "[1]"],
+        ["--extra-body", "{"],
         ["--save-result", "/nowhere/result.json"],
         ["--plot", "/nowhere/result.png"],
         ["--slo-attainment", "1.5"],

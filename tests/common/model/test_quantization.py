@@ -156,6 +156,15 @@ def test_int8_is_within_half_a_step_of_each_channel(dtype: torch.dtype) -> None:
     assert all(torch.equal(part.scales, weight.scales) for part in parts)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_int8_product(dtype: torch.dtype) -> None:
+    """Sums of thousands, which times 127 are beyond half precision."""
+    matrix, x, bias = torch.rand(8, 512), torch.full((3, 512), 20.0), torch.arange(8.0)
+    out = int8(matrix, slice(0, 512), dtype).linear(x.to(dtype), bias.to(dtype))
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.float(), x @ matrix.t() + bias, rtol=0.01, atol=0.01)
+
+
 # ---- whole models ----
 
 

@@ -74,7 +74,7 @@ from pdserve.kv_transfer.control.ticket import new_transfer_id
 from pdserve.kv_transfer.frame import Frame, Kind
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect
 from pdserve.kv_transfer.pipe import recv_bytes
-from pdserve.kv_transfer.rank.transfer_rank import rank_config
+from pdserve.kv_transfer.rank.transfer_rank import connector_options, rank_config
 from pdserve.router.auth import APIKeys
 from pdserve.router.cluster.registry import ROLE_NAMES
 from pdserve.router.grpc.door import ClientDoor, Messages
@@ -602,6 +602,18 @@ def test_kv_is_encrypted_where_grpc_is_or_the_log_says_so(
     assert given({"tcp": {"tls": False}}, node) == {"tcp": {}}
     assert given({"nccl": {}}, node) == {"nccl": {}}
     assert [text.split()[-3] for text in caplog.messages] == ["tcp", "nccl"]
+
+
+def test_kv_options_for_tls(certs: Path) -> None:
+    node = TLSConfig(**files(certs / "ours"))
+    assert connector_options({"tls": True, "a": 1}, node) == {**files(certs / "ours"), "a": 1}
+    assert connector_options({"tls": False, "a": 1}, node) == {"a": 1}
+    assert connector_options({"a": 1}, node) == {"a": 1}
+    for given, config in (({"tls": True}, TLSConfig()), ({"tls": "yes"}, node)):
+        with pytest.raises(ConfigError, match="true needs --tls-cert"):
+            connector_options(given, config)
+    with pytest.raises(ConfigError, match="give all three or none"):
+        TCPTransport(Options(tls_cert="cert.pem"))
 
 
 def connect(sink: Rank) -> socket.socket:
