@@ -22,11 +22,9 @@ from pdserve.bench.serving.datasets import (
     DatasetError,
     PrefixSpec,
     Prompt,
-    RandomSpec,
     TraceRow,
     Vocabulary,
     prefix_prompts,
-    random_prompts,
     read_trace,
     sharegpt_prompts,
     trace_prompts,
@@ -70,17 +68,6 @@ def test_conversations_have_the_published_lengths() -> None:
     assert sum(p.output_len for p in prompts) / 4000 == pytest.approx(338, rel=0.1)
     short = sharegpt_prompts(100, WORDS, seed=1, longest=50)
     assert max(p.output_len for p in short) == 50
-
-
-def test_random_lengths_stay_in_range_and_share_the_prefix() -> None:
-    spec = RandomSpec(100, 20, range_ratio=0.5, prefix_len=8)
-    prompts = random_prompts(spec, 50, IDS, seed=3)
-    assert prompts == random_prompts(spec, 50, IDS, seed=3)
-    assert {tuple(p.prompt[:8]) for p in prompts} == {tuple(prompts[0].prompt[:8])}
-    assert all(58 <= len(p.prompt) == p.input_len <= 158 for p in prompts)
-    assert all(10 <= p.output_len <= 30 for p in prompts)
-    assert len({p.input_len for p in prompts}) > 10
-    assert all(64 <= token < 512 for p in prompts for token in p.prompt)
 
 
 def test_mooncake_trace_keeps_shared_prefixes(tmp_path: Path) -> None:
