@@ -25,7 +25,6 @@ from prometheus_client import CollectorRegistry
 
 from fakes_pipeline import FakeGenerator, byte_level_folder, served_model
 from kv_fakes import Geometry, shared_cache
-from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.node import WorkerNodeConfig
 from pdserve.common.config.router import RouterConfig
 from pdserve.common.config.sources import parse
@@ -702,7 +701,7 @@ DOCUMENTS = (
 )
 
 
-@pytest.mark.parametrize("config", [RouterConfig, WorkerNodeConfig, ClusterConfig])
+@pytest.mark.parametrize("config", [RouterConfig, WorkerNodeConfig])
 def test_config_files(config: type, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "pdserve.yaml"
 

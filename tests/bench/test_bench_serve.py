@@ -22,12 +22,11 @@ from pdserve.bench.serving.datasets import (
     DatasetError,
     PrefixSpec,
     Prompt,
-    RandomSpec,
     TraceRow,
     Vocabulary,
     prefix_prompts,
-    random_prompts,
     read_trace,
+    sharegpt_prompts,
     trace_prompts,
 )
 from pdserve.bench.serving.load import run_load
@@ -36,6 +35,7 @@ from pdserve.bench.serving.options import fit_lengths, parse_args
 from pdserve.common.core.errors import ConfigError
 
 IDS = Vocabulary(as_ids=True)
+WORDS = Vocabulary(as_ids=False)
 
 # ---------------------------------------------------------------- arrivals
 
@@ -61,15 +61,13 @@ def test_prefixes_are_shared_in_turns() -> None:
     assert len({tuple(p.prompt) for p in prompts}) == 9
 
 
-def test_random_lengths_stay_in_range_and_share_the_prefix() -> None:
-    spec = RandomSpec(100, 20, range_ratio=0.5, prefix_len=8)
-    prompts = random_prompts(spec, 50, IDS, seed=3)
-    assert prompts == random_prompts(spec, 50, IDS, seed=3)
-    assert {tuple(p.prompt[:8]) for p in prompts} == {tuple(prompts[0].prompt[:8])}
-    assert all(58 <= len(p.prompt) == p.input_len <= 158 for p in prompts)
-    assert all(10 <= p.output_len <= 30 for p in prompts)
-    assert len({p.input_len for p in prompts}) > 10
-    assert all(64 <= token < 512 for p in prompts for token in p.prompt)
+def test_conversations_have_the_published_lengths() -> None:
+    prompts = sharegpt_prompts(4000, IDS, seed=1, longest=100_000)
+    assert all(len(p.prompt) == p.input_len >= 4 for p in prompts)
+    assert sum(p.input_len for p in prompts) / 4000 == pytest.approx(161, rel=0.1)
+    assert sum(p.output_len for p in prompts) / 4000 == pytest.approx(338, rel=0.1)
+    short = sharegpt_prompts(100, WORDS, seed=1, longest=50)
+    assert max(p.output_len for p in short) == 50
 
 
 def test_mooncake_trace_keeps_shared_prefixes(tmp_path: Path) -> None:
@@ -587,6 +585,7 @@ def test_c15_only_what_is_not_given_gives_way(
         ["--vocab-size", "10"],
         ["--seed", "-1"],
         ["--extra-body", "[1]"],
+        ["--extra-body", "{"],
         ["--save-result", "/nowhere/result.json"],
         ["--plot", "/nowhere/result.png"],
         ["--slo-attainment", "1.5"],

@@ -10,11 +10,7 @@ import pytest
 
 from paths import ROOT
 from pdserve.bench import parts
-from pdserve.bench.parts import PartTimer
-from pdserve.bench.step import Cell
 from pdserve.cli.main import main
-from pdserve.common.worker import runner
-from tiny_engine import load, new_cache, single_threaded_inference
 
 MODELS = ROOT / "tests" / "models"
 FAST = ["--threads=1", "--repetitions=2"]
@@ -68,26 +64,6 @@ def test_a_model_split_over_ranks_is_compared_with_the_whole(
     assert result["tensor_parallel_size"] == 2
     assert run("llama-gqa", *options, "-tp", "3") != 0
     assert "--tensor-parallel-size 3" in capsys.readouterr().err
-
-
-def test_timer_counts_what_is_within_a_part_for_the_part_within() -> None:
-    """With a clock that each reading of it moves by one: a part's own time are the readings that
-    are not of parts within it."""
-    readings = iter(range(10**9))
-    with single_threaded_inference():
-        model = load(MODELS / "llama-gqa")
-        timer = PartTimer(model, lambda: float(next(readings)))
-        timer._own_cost = 0.0
-        batch = Cell.decode(2, 20).batch(16, model.spec.vocab_size)
-        with timer.installed():
-            started = next(readings)
-            runner.ModelRunner(model, new_cache(model), model.attention.device, True).run(batch)
-            ended = next(readings)
-    assert timer.seconds.keys() == set(parts.ORDER) - {"experts"}
-    assert timer.seconds["down_proj"] == model.spec.num_layers  # nothing else is within it
-    assert min(timer.seconds.values()) > 0
-    # All of them together are the outermost: nothing is counted twice or lost.
-    assert sum(timer.seconds.values()) == ended - started - 2
 
 
 @pytest.mark.parametrize(

@@ -123,17 +123,6 @@ async def test_children_take_options_from_flags_alone(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("role", ["router", "prefill", "decode"])
-async def test_a_death_ends_a_cluster_told_so(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(f"FAKE_{role.upper()}", "crash")
-    cluster = make(Lines(), restart="no")
-    try:
-        with pytest.raises(NodeError, match=rf"{role}(-0)? ended with exit code 3"):
-            await cluster.start()
-    finally:
-        await cluster.stop()
-
-
-@pytest.mark.parametrize("role", ["router", "prefill", "decode"])
 async def test_a_restart_loop_ends(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_module, "FIRST_BACKOFF", 0.001)
     monkeypatch.setenv(f"FAKE_{role.upper()}", "crash")
@@ -191,22 +180,6 @@ async def test_a_process_that_has_lived_is_started_again_at_once(
             await asyncio.sleep(0.01)
     finally:
         await cluster.stop()
-
-
-async def test_a_router_started_again_takes_its_old_ports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_module, "FIRST_BACKOFF", 0.01)
-    lines = Lines()
-    cluster = make(lines, restart="on-failure")
-    try:
-        assert await cluster.start()
-        os.kill(lines.pid("router"), signal.SIGKILL)
-        while len(starts := [line for line in lines.of("router") if " pid " in line]) < 2:
-            await asyncio.sleep(0.02)
-    finally:
-        await cluster.stop()
-    flags = json.loads(starts[1].partition(" flags ")[2])
-    assert cluster.url.endswith(f":{flags['port']}")
-    assert lines.flags("decode-0")["router"].endswith(f":{flags['registry-port']}")
 
 
 async def test_up_says_when_a_killed_router_serves_again() -> None:

@@ -38,6 +38,7 @@ def test_it_says_what_the_original_says(folder: Path) -> None:
     assert said == CONTINUATION
 
 
+@pytest.mark.slow
 @needs_wheel
 def test_the_tokenizer_is_the_original(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -49,6 +50,7 @@ def test_the_tokenizer_is_the_original(folder: Path) -> None:
     assert tokenizer.encode("<|im_start|>a<|im_end|>")[::2] == [1, 2]
 
 
+@pytest.mark.slow
 @needs_wheel
 def test_the_chat_template_has_the_original_system_prompt(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -502,23 +502,6 @@ async def test_a_body_that_proceeds_does_not_time_out():
     await end(first, second)
 
 
-async def test_a_body_whose_turn_is_over_waits_as_long_as_any_other():
-    """Its prompts have waited since it came, but one of them had a place until just now."""
-    admission = Admission(max_running=1, max_waiting=3, timeout=2.0)
-    body, now = Batch("a"), asyncio.get_running_loop().time
-    first = await hold(admission, body)
-    other = asyncio.create_task(admission._slots.acquire("b"))
-    await asyncio.sleep(0)
-    second = await hold(admission, body)
-    await asyncio.sleep(0.5)
-    left = now()
-    await end(first)
-    await other
-    with pytest.raises(Unavailable):
-        await second[1]
-    assert now() - left >= 2.0
-
-
 async def test_one_client_leaves_places_and_room_in_the_queue_to_others():
     admission = Admission(max_running=4, max_waiting=4, timeout=5, max_client_share=0.75)
     greedy = Batch("greedy")
@@ -583,23 +566,6 @@ async def test_a_priority_is_for_the_client_s_own_queue():
     assert [p for client, p in order if client == "b"] == [3, 9]
     assert {client for client, _ in order[1:5]} == {"a", "b"}  # in turn
     assert admission.running == admission.waiting == 0
-
-
-async def test_clients_take_turns_at_free_places():
-    admission = Admission(max_running=1, max_waiting=100, timeout=5)
-    order = []
-
-    async def ask(name):
-        async with admission.slot(Batch(name)):
-            order.append(name)
-
-    first = await hold(admission, Batch("a"))
-    tasks = [asyncio.create_task(ask(name)) for name in "aaaabbcd"]
-    await asyncio.sleep(0)
-    await end(first)
-    await asyncio.gather(*tasks)
-    assert sorted(order[:4]) == ["a", "b", "c", "d"]
-    assert order[4:] in (["a", "b", "a", "a"], ["b", "a", "a", "a"])
 
 
 async def test_the_tokens_that_wait_are_bounded():

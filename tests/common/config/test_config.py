@@ -202,6 +202,11 @@ def test_flags_make_an_equal_config() -> None:
     assert to_flags(WorkerNodeConfig()) == []
 
 
+def test_flags_of_off_and_on() -> None:
+    config = load(WorkerNodeConfig, "--no-enable-prefix-caching")
+    assert to_flags(config) == ["--no-enable-prefix-caching"]
+
+
 def test_help_names_every_option_its_default_and_its_variable(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -112,6 +112,19 @@ async def test_extension_error_keeps_its_type(make: Callable[[], Executor]) -> N
         assert await executor.call(0, b"x") == b"call 0 x"
 
 
+@both
+async def test_a_short_call_needs_no_thread(make: Callable[[], Executor]) -> None:
+    """Where the rank is in the node's process; elsewhere it is one like any other."""
+    executor = make()
+    async with running(executor):
+        name = await executor.call(0, b"thread")
+        here = isinstance(executor, InProcessExecutor)
+        assert (name == threading.current_thread().name.encode()) is here
+        with pytest.raises(TransferError, match="no such peer"):
+            await executor.call(0, b"short raise")
+        assert await executor.call(0, b"x") == b"call 0 x"
+
+
 async def test_calls_are_served_though_there_is_no_room_for_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -192,23 +192,6 @@ async def test_a_first_token_that_ends_the_sequence_computes_nothing() -> None:
 # ---- a sequence that fails ----
 
 
-async def test_a_failed_row_ends_its_sequence_and_no_other() -> None:
-    async with running() as (engine, executor, log, task):
-        good, bad = (engine.new_sequence(job(4, max_tokens=2), Choice()) for _ in range(2))
-        engine.add(bad)
-        engine.add(good)
-        executor.failed = {bad.seq_id: "NaN"}
-        for _ in range(2):
-            await executor.finish_step()
-        assert ("SEQUENCE_FAILED", bad.seq_id, "NaN") in log.lines
-        assert ("sampled", good.seq_id, FinishReason.LENGTH) in log.lines
-        assert bad.status is Status.HELD and engine.scheduler.num_failed == 1
-        await asyncio.wait_for(engine.stop(bad), SOON)
-        for each in (bad, good):
-            engine.release(each)
-        assert engine.scheduler.pool.num_free == 16 and not task.done()
-
-
 async def test_a_sequence_that_forbids_every_token_takes_no_prefix_from_others() -> None:
     """Its KV is in order: what fails is its own parameters, which is no fault of the node's."""
     async with running() as (engine, executor, log, _):
@@ -223,23 +206,6 @@ async def test_a_sequence_that_forbids_every_token_takes_no_prefix_from_others()
         engine.release(odd)
         engine.add(again := engine.new_sequence(job(9), Choice()))
         assert again.num_cached == 8 and engine.scheduler.num_failed == 0
-
-
-@pytest.mark.parametrize("event", ["admitted", "computed", "sampled"])
-async def test_a_defect_in_one_sequences_work_ends_that_sequence(event: str) -> None:
-    async with running() as (engine, executor, log, task):
-        bad, good = (engine.new_sequence(job(4, max_tokens=1), Choice()) for _ in range(2))
-        log.trips_over = (event, bad.seq_id)
-        engine.add(bad)
-        engine.add(good)
-        await executor.finish_step()
-        reason = "its node met a KeyError; the traceback is in its log"
-        assert ("INTERNAL", bad.seq_id, reason) in log.lines
-        assert ("sampled", good.seq_id, FinishReason.LENGTH) in log.lines
-        await asyncio.wait_for(engine.stop(bad), SOON)
-        engine.release(bad)
-        engine.release(good)
-        assert engine.scheduler.pool.num_free == 16 and not task.done()
 
 
 # ---- a pipeline of two stages ----

@@ -284,3 +284,9 @@ def test_a_revision_tells_fine_tunes_apart(tmp_path: Path) -> None:
     before = weights_revision(same)
     (same / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
     assert weights_revision(same) != before
+
+
+def test_a_dummy_revision_is_its_seed() -> None:
+    revisions = {weights_revision(LLAMA, "dummy", seed) for seed in (0, 0, 1)}
+    assert len(revisions) == 2
+    assert weights_revision(LLAMA) not in revisions

@@ -139,21 +139,6 @@ def test_whether_a_job_fits(num_tokens: int, held: int, waiting: int, fits: bool
     assert candidate(0, it, num_tokens, []).fits is fits
 
 
-def test_a_job_fits_into_the_blocks_of_its_prefix() -> None:
-    it, one = scheduler(num_blocks=4), sequence(12)
-    it.add(one)
-    it.admit()
-    compute(it, one, 12)
-    hashes = hash_blocks(range(12), 4)
-    assert not candidate(0, it, 12, []).fits
-    it.release(one)
-    taken = it.pool.allocate(1)
-    assert candidate(0, it, 12, hashes).fits, "three blocks that nobody holds, all of them cached"
-    assert not candidate(0, it, 13, hashes).fits
-    it.pool.free(taken)
-    assert candidate(0, it, 13, hashes).fits
-
-
 # ---- the front over the sinks ---------------------------------------------------------------
 
 

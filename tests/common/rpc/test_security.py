@@ -73,7 +73,7 @@ from pdserve.kv_transfer.connectors.tcp import Endpoint, Options, TCPConnector, 
 from pdserve.kv_transfer.control.ticket import new_transfer_id
 from pdserve.kv_transfer.frame import Frame, FrameKind
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect
-from pdserve.kv_transfer.selection import rank_config
+from pdserve.kv_transfer.selection import connector_options, rank_config
 from pdserve.router.api.app_state import AppState
 from pdserve.router.api.auth import APIKeys
 from pdserve.router.cluster.registry import ROLE_NAMES
@@ -601,6 +601,18 @@ def test_kv_is_encrypted_where_grpc_is_or_the_log_says_so(
     assert given({"tcp": {"tls": False}}, node) == {"tcp": {}}
     assert given({"nccl": {}}, node) == {"nccl": {}}
     assert [text.split()[-3] for text in caplog.messages] == ["tcp", "nccl"]
+
+
+def test_kv_options_for_tls(certs: Path) -> None:
+    node = TLSConfig(**files(certs / "ours"))
+    assert connector_options({"tls": True, "a": 1}, node) == {**files(certs / "ours"), "a": 1}
+    assert connector_options({"tls": False, "a": 1}, node) == {"a": 1}
+    assert connector_options({"a": 1}, node) == {"a": 1}
+    for given, config in (({"tls": True}, TLSConfig()), ({"tls": "yes"}, node)):
+        with pytest.raises(ConfigError, match="true needs --tls-cert"):
+            connector_options(given, config)
+    with pytest.raises(ConfigError, match="give all three or none"):
+        TCPTransport(Options(tls_cert="cert.pem"))
 
 
 def connect(sink: Rank) -> socket.socket:

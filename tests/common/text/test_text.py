@@ -119,6 +119,13 @@ def test_template_failures_are_the_clients(
     assert caught.value.param == param
 
 
+def test_no_chat_template(tmp_path: Path) -> None:
+    folder = byte_level_folder(tmp_path)
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        Tokenizer.from_folder(folder).apply_chat_template([{"role": "user", "content": "x"}])
+
+
 # ---- detokenizer --------------------------------------------------------------------------
 
 
