@@ -63,7 +63,7 @@ class VerifyMore(msgspec.Struct, tag=True):
 
 
 class Quiesce(msgspec.Struct, tag=True):
-    """Is answered once no block is touched, which takes a moment when a peer has stalled."""
+    """Asks the rank to quiesce. The answer takes a moment when a peer has stalled."""
 
     transfer_id: bytes
 
