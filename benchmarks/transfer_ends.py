@@ -25,7 +25,6 @@ from pdserve.kv_transfer.commands import (
     Reply,
     Submit,
     Verify,
-    VerifyMore,
 )
 from pdserve.kv_transfer.connector import (
     BlockRun,
@@ -131,7 +130,8 @@ def verify(rank: WorkerConnector, commit: Verify) -> None:
     """As a decode node does it, step by step, to the end."""
     reply = call(rank, commit)
     while reply.left and not reply.digests:
-        reply = call(rank, VerifyMore(commit.transfer_id, 1))
+        start = len(commit.digests) - reply.left
+        reply = call(rank, Verify(commit.transfer_id, 1, commit.digests, start))
     if reply.digests:
         raise RuntimeError("the digests differ")
 

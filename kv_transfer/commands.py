@@ -47,23 +47,17 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class Verify(msgspec.Struct, tag=True):
-    """Compares this rank's blocks with `digests`. The reply has those that differ among the first
-    few; the `left` others need `VerifyMore`."""
+    """Compares this rank's blocks with `digests`, from number `start` on. The reply has those that
+    differ among the next few, and how many are `left` for another call."""
 
     transfer_id: bytes
     epoch: int
     digests: tuple[RunDigest, ...]
-
-
-class VerifyMore(msgspec.Struct, tag=True):
-    """Continues the last `Verify`."""
-
-    transfer_id: bytes
-    epoch: int
+    start: int = 0
 
 
 class Quiesce(msgspec.Struct, tag=True):
-    """Is answered once no block is touched, which takes a moment when a peer has stalled."""
+    """Asks the rank to quiesce. The answer takes a moment when a peer has stalled."""
 
     transfer_id: bytes
 
@@ -72,7 +66,7 @@ class Release(msgspec.Struct, tag=True):
     transfer_id: bytes
 
 
-Command = Accept | Submit | Ready | Verify | VerifyMore | Quiesce | Release
+Command = Accept | Submit | Ready | Verify | Quiesce | Release
 
 
 class Reply(msgspec.Struct):

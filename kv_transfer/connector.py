@@ -147,7 +147,7 @@ class RankContext:
 
 
 class KVConnector(ABC):
-    """Is one rank's end of the KV data plane. Only `quiesce` and `close` may block.
+    """Moves KV at one rank's end of the data plane. Only `quiesce` and `close` may block.
 
     Any method may be called while a forward pass runs on another thread, and must be safe
     against the connector's own threads.

@@ -19,7 +19,7 @@ from pdserve.kv_transfer.layout import Rect
 
 @dataclass(frozen=True, slots=True)
 class RunDigest:
-    """Is the source's digest of a run that it sent to one sink rank."""
+    """Carries the source's digest of a run that it sent to one sink rank."""
 
     sink_rank: int
     rect: Rect

@@ -52,7 +52,8 @@ NOWHERE = Rect(0, 0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Is one header. Blocks `first … first+count-1` are counted from the start of the prompt."""
+    """Describes one header. Blocks `first … first+count-1` are counted from the start of the
+    prompt."""
 
     kind: FrameKind
     transfer_id: bytes = bytes(16)

@@ -10,8 +10,7 @@ GRACE_S = 0.25  # a thread inside has so long to leave before it is interrupted
 
 
 def leaves_by_itself() -> None:
-    """Is the `interrupt` of a thread that does not block inside, or checks `is_open` while it
-    does."""
+    """Does nothing: the `interrupt` of a thread that does not block inside, or checks `is_open`."""
 
 
 class Gate:

@@ -20,7 +20,7 @@ from pdserve.kv_transfer.gate import Gate
 
 
 class KVPipe(ABC):
-    """Is an ordered, reliable, two-way pipe. Each send is matched by a receive of equal size."""
+    """Moves bytes both ways, ordered and reliably. Each send meets a receive of equal size."""
 
     on_moved: Callable[[], None] | None = None  # call it now and then while a tensor moves
     # A listener may set the peer's host, so that pipes of one host without a greeting take no place

@@ -421,7 +421,7 @@ def test_digests(digests: list[RunDigest]) -> None:
     cache, fd = shared_cache(GEOMETRY.shape(RECT), GEOMETRY.dtype)
     digester = Digester(CacheView(cache, RECT, fd), "same")
     try:
-        assert digester.verify(SinkTransfer(ID, 1, 0, OURS), digests).step() == digests
+        assert digester.verify(SinkTransfer(ID, 1, 0, OURS), digests)[0] == digests
     except TransferError as error:
         assert error.code == "BAD_FRAME"
     finally:

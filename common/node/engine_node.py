@@ -107,7 +107,8 @@ class EngineNode(ABC, Generic[S, T]):
 
     @abstractmethod
     def set_up_transfers(self) -> TransferSetup:
-        """Is called once `facts` and `credentials` are set. Raises ConfigError."""
+        """Chooses the connectors; called once `facts` and `credentials` are set. Raises
+        ConfigError."""
 
     @abstractmethod
     def make_transfers(self, ranks: Sequence[RankReady], call: Call) -> T:

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Session(Protocol):
-    """Is one job on a replica; each role has its own class."""
+    """Serves one job on a replica; each role has its own class."""
 
     def admitted(self, sequence: EngineSequence) -> None: ...
     def computed(self, sequence: EngineSequence) -> None: ...
@@ -37,7 +37,7 @@ class Session(Protocol):
 
 
 class Transfers(Protocol):
-    """Is a role's half of the KV hand-off, for one replica: `KVSource` or `KVSink`."""
+    """Does a role's half of the KV hand-off for one replica: `KVSource` or `KVSink`."""
 
     @property
     def counts(self) -> Mapping[str, int]:

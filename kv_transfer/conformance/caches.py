@@ -37,7 +37,7 @@ class Geometry:
 
 
 class MemoryCache:
-    """Is one rank's cache over a memory file, so that one-sided connectors can map it."""
+    """Puts one rank's cache into a memory file, so that one-sided connectors can map it."""
 
     def __init__(self, geometry: Geometry, rect: Rect, fd: int | None = None) -> None:
         """Takes ownership of `fd`, an existing file of another process; None makes a new file."""

@@ -35,7 +35,7 @@ def all_processes(request: pytest.FixtureRequest) -> Iterator[Processes]:
 
 @pytest.fixture
 def processes(all_processes: Processes) -> Processes:
-    """Is requested by tests that use `kit.remote`."""
+    """Serves tests that use `kit.remote`."""
     return all_processes
 
 

@@ -87,7 +87,7 @@ class EventLog:
 
 
 class End(ABC):
-    """Is a rank as the core sees it."""
+    """Offers the core's view of a rank."""
 
     def __init__(self, cache: MemoryCache) -> None:
         self.cache = cache
@@ -112,7 +112,7 @@ class End(ABC):
 
 
 class LocalEnd(End):
-    """Is a rank in this process. A call that does not return in time fails the test."""
+    """Runs a rank in this process. A call that does not return in time fails the test."""
 
     def __init__(
         self,

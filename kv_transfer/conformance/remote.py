@@ -87,7 +87,7 @@ class Process:
 
 
 class RemoteEnd(End):
-    """Is a rank in another process, which can be stopped and killed; this one shares its cache."""
+    """Runs a rank in another process, which can be stopped and killed; its cache is shared."""
 
     def __init__(self, target: Target, cache: MemoryCache, process: Process) -> None:
         super().__init__(cache)

@@ -134,8 +134,8 @@ NBYTES = PLACES * _ENTRY.size
 
 
 class Holds:
-    """Is the table of the transfers whose blocks a source rank holds, in memory that its sinks can
-    read. A sink that has copied a run sees there that the copy counts, without waiting for CONFIRM.
+    """Lists the transfers whose blocks a source rank holds, in memory that its sinks can read. A
+    sink that has copied a run sees there that the copy counts, without waiting for CONFIRM.
 
     A transfer has one place in the table, by its id. It is entered before its first run is offered
     and taken out before its blocks may be freed. So if a sink finds it there *after* a copy, the

@@ -76,7 +76,7 @@ class Lease:
         self._timer: asyncio.TimerHandle | None = self._loop.call_at(self._deadline, self._check)
 
     def renew(self) -> None:
-        """Is cheap: the timer is moved only when it fires."""
+        """Moves the deadline. It is cheap: the timer is moved only when it fires."""
         self._deadline = self._loop.time() + self.seconds
 
     def end(self) -> None:

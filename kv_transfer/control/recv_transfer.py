@@ -20,7 +20,6 @@ from pdserve.kv_transfer.commands import (
     RankCalls,
     Release,
     Verify,
-    VerifyMore,
     all_of,
 )
 from pdserve.kv_transfer.connector import SinkTransfer
@@ -246,13 +245,15 @@ class RecvTransfer:
         lease."""
         transfer_id = self.ticket.transfer_id
         digests = tuple(each for each in self.epoch.digests if each.sink_rank == rank)
-        reply = await self._ranks.send(rank, Verify(transfer_id, epoch, digests))
-        wrong = list(reply.digests)
-        while reply.left:
-            self.renew()
-            reply = await self._ranks.send(rank, VerifyMore(transfer_id, epoch))
+        wrong: list[RunDigest] = []
+        start = 0
+        while True:
+            reply = await self._ranks.send(rank, Verify(transfer_id, epoch, digests, start))
             wrong += reply.digests
-        return wrong
+            if not reply.left:
+                return wrong
+            start = len(digests) - reply.left
+            self.renew()
 
     async def _quiesce(self) -> None:
         await asyncio.wait([self._opening])  # no accept may come after the quiesce

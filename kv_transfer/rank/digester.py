@@ -6,7 +6,6 @@ and runs at the speed of memory.
 from __future__ import annotations
 
 import struct
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -91,14 +90,25 @@ class Digester:
         hasher.update(copy.view(torch.uint8).reshape(-1).numpy().data)
         return hasher.digest()
 
-    def verify(self, transfer: SinkTransfer, digests: Sequence[RunDigest]) -> Verification:
-        """Begins to compare the digests with the transfer's blocks.
+    def verify(
+        self, transfer: SinkTransfer, digests: Sequence[RunDigest], start: int = 0
+    ) -> tuple[list[RunDigest], int]:
+        """Compares the transfer's blocks with the digests from number `start` on: `STEP_NBYTES`, or
+        at least one run, so that each step renews the lease and other commands are served in
+        between. Returns the digests that differ, and how many are left.
 
         Raises:
             TransferError: BAD_FRAME, they do not cover every block of this rank exactly once.
         """
         check_coverage(self._view.rect, transfer, digests)
-        return Verification(self, transfer, digests)
+        nbytes, end = 0, start
+        while end < len(digests) and nbytes < STEP_NBYTES:
+            nbytes += self.nbytes(digests[end].rect, digests[end].run)
+            end += 1
+        step = digests[start:end]
+        landed = self.digests([_landed(transfer, each) for each in step])
+        wrong = [each for each, now in zip(step, landed, strict=True) if each.digest != now]
+        return wrong, len(digests) - end
 
     def nbytes(self, rect: Rect, run: BlockRun) -> int:
         return piece_nbytes(self._view.cache, rect, run.count)
@@ -108,33 +118,8 @@ class Digester:
             self._pool.shutdown()
 
 
-class Verification:
-    """Verifies one transfer in short steps, so that each step renews the lease and other commands
-    are served in between."""
-
-    def __init__(
-        self, digester: Digester, transfer: SinkTransfer, digests: Sequence[RunDigest]
-    ) -> None:
-        self.transfer = transfer
-        self._digester = digester
-        self._left = deque(digests)
-
-    @property
-    def left(self) -> int:
-        """Returns the number of runs that are not compared yet."""
-        return len(self._left)
-
-    def step(self) -> list[RunDigest]:
-        """Compares the next runs, `STEP_NBYTES` or at least one; returns those that differ."""
-        batch, nbytes = [], 0
-        while self._left and nbytes < STEP_NBYTES:
-            batch.append(self._left.popleft())
-            nbytes += self._digester.nbytes(batch[-1].rect, batch[-1].run)
-        found = self._digester.digests([self._landed(each) for each in batch])
-        return [each for each, now in zip(batch, found, strict=True) if each.digest != now]
-
-    def _landed(self, sent: RunDigest) -> Hashed:
-        transfer = self.transfer
-        start = sent.run.first - transfer.first_block
-        ids = transfer.block_ids[start : start + sent.run.count]
-        return Hashed(transfer.transfer_id, transfer.epoch, sent.rect, sent.run, ids)
+def _landed(transfer: SinkTransfer, sent: RunDigest) -> Hashed:
+    """Names the blocks in which a run has landed."""
+    start = sent.run.first - transfer.first_block
+    ids = transfer.block_ids[start : start + sent.run.count]
+    return Hashed(transfer.transfer_id, transfer.epoch, sent.rect, sent.run, ids)

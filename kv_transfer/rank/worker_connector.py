@@ -27,7 +27,6 @@ from pdserve.kv_transfer.commands import (
     Reply,
     Submit,
     Verify,
-    VerifyMore,
     decode_command,
     encode_event,
 )
@@ -36,7 +35,7 @@ from pdserve.kv_transfer.connectors.multi.connector import MultiConnector
 from pdserve.kv_transfer.digest import RunDigest
 from pdserve.kv_transfer.layout import CacheView, Part, Rect
 from pdserve.kv_transfer.native.code import block_code
-from pdserve.kv_transfer.rank.digester import Digester, Hashed, Verification
+from pdserve.kv_transfer.rank.digester import Digester, Hashed
 from pdserve.kv_transfer.selection import RankConfig, load_connector
 
 logger = logging.getLogger(__name__)
@@ -59,7 +58,6 @@ class WorkerConnector:
         self._digester = Digester(context.view, context.fingerprint)
         self._sinks: dict[bytes, SinkTransfer] = {}
         self._sources: dict[bytes, SourceTransfer] = {}
-        self._verifications: dict[bytes, Verification] = {}  # of sinks
         self._busy = threading.Lock()  # one call at a time
         self._endpoint = b"" if source else connector.endpoint()
 
@@ -128,8 +126,6 @@ class WorkerConnector:
                 return Reply(digests=self._digest(command))
             case Verify():
                 return self._verify(command)
-            case VerifyMore():
-                return self._verify_more(command)
             case Quiesce(transfer_id):
                 self._forget(transfer_id)
                 self._quiesce(transfer_id)
@@ -173,18 +169,10 @@ class WorkerConnector:
         transfer = self._sinks.get(command.transfer_id)
         if transfer is None or transfer.epoch != command.epoch:
             raise _stopped()
-        verification = self._digester.verify(transfer, command.digests)
-        self._verifications[command.transfer_id] = verification
-        return Reply(digests=tuple(verification.step()), left=verification.left)
-
-    def _verify_more(self, command: VerifyMore) -> Reply:
-        verification = self._verifications.get(command.transfer_id)
-        if verification is None or verification.transfer.epoch != command.epoch:
-            raise _stopped()
-        return Reply(digests=tuple(verification.step()), left=verification.left)
+        wrong, left = self._digester.verify(transfer, command.digests, command.start)
+        return Reply(digests=tuple(wrong), left=left)
 
     def _forget(self, transfer_id: bytes) -> None:
-        self._verifications.pop(transfer_id, None)
         self._sinks.pop(transfer_id, None)
         self._sources.pop(transfer_id, None)
 

@@ -133,7 +133,7 @@ def parts(cache: torch.Tensor, rect: Rect, count: int, nbytes: int = 0) -> Itera
 
 
 class OwnStream:
-    """Is the CUDA stream of a connection, beside the model's. On a CPU it does nothing."""
+    """Runs a connection's work on its own CUDA stream. On a CPU it does nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -157,7 +157,7 @@ class OwnStream:
 
 
 class Channel:
-    """Is a source's connection to a sink that has welcomed it. One thread uses it; `interrupt` may
+    """Connects a source to a sink that has welcomed it. One thread uses it; `interrupt` may
     come from any. Errors: OSError, TransferError."""
 
     def __init__(self, pipe: KVPipe, view: CacheView, mover: Mover) -> None:

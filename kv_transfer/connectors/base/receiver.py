@@ -25,7 +25,7 @@ from pdserve.kv_transfer.layout import CacheView, Rect
 
 @dataclass(slots=True)
 class InboundTransfer:
-    """Is one accepted transfer."""
+    """Tracks one accepted transfer."""
 
     transfer: SinkTransfer
     missing: int  # bytes

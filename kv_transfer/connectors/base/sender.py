@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class OutboundTransfer:
-    """Is one transfer under way."""
+    """Tracks one transfer under way."""
 
     transfer: SourceTransfer
     targets: tuple[tuple[Piece, StreamKey], ...]  # each part with its destination
@@ -69,7 +69,8 @@ class OutboundTransfer:
 
 @dataclass(frozen=True, slots=True)
 class SendTask:
-    """Is one frame of a part of a run; the first frame of each part is empty and announces it."""
+    """Asks a worker for one frame of a part; the first frame of each part announces it and has no
+    blocks."""
 
     outbound: OutboundTransfer
     piece: Piece

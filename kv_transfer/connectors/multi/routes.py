@@ -93,7 +93,7 @@ def host_identity() -> str:
 
 
 class Endpoints(msgspec.Struct, frozen=True):
-    """Is the endpoint of a sink rank in a ticket, as msgpack."""
+    """Carries a sink rank's endpoints in a ticket, as msgpack."""
 
     host: str  # `host_identity`
     connectors: dict[str, bytes]  # name → the connector's own endpoint

@@ -63,7 +63,7 @@ class NCCLConnector(PipeConnector):
 
 
 class GroupPipe(SocketPipe):
-    """Is a pair's connection, and its group once both ranks have joined."""
+    """Owns a pair's connection, and its group once both ranks have joined."""
 
     def __init__(self, sock: socket.socket, side: Side) -> None:
         super().__init__(sock)

@@ -179,7 +179,7 @@ def connection_errors() -> Iterator[None]:
 
 
 class PairStore(dist.Store):
-    """Is torch's store for a pair: its values go over the pair's own connection.
+    """Implements torch's store for a pair; its values go over the pair's own connection.
 
     It belongs to one thread while the group forms; afterwards it is local. `peer` is the other
     side's role. It raises OSError when the peer is gone, TransferError when the peer sends other
