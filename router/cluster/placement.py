@@ -28,7 +28,7 @@ Policy = Callable[[Sequence[Node]], Node]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementRequest:
-    """What placement must know about a request."""
+    """The properties of a request that placement needs."""
 
     request_id: str
     num_tokens: int  # tokens to prefill

@@ -101,7 +101,7 @@ class RequestState:
 
     @property
     def placement(self) -> PlacementRequest:
-        """What placement must know about the request now."""
+        """The request as placement sees it now."""
         return PlacementRequest(
             request_id=self.request_id,
             num_tokens=self.num_tokens,

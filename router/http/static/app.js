@@ -1,4 +1,4 @@
-// The page at /ui: asks the router once a second while the page can be seen.
+// The page at /ui. It asks the router once a second while the page is visible.
 
 import { $, ask, onKey, Refused } from "./dom.js";
 import { setStatus, showCluster } from "./cluster.js";
@@ -7,11 +7,11 @@ import { showRequests } from "./requests.js";
 import "./chat.js";
 
 const POLL = 1000; // ms
-let looking = false;
+let polling = false;
 
-async function look() {
-  if (looking || document.hidden || $("ask-key").open) return;
-  looking = true;
+async function poll() {
+  if (polling || document.hidden || $("ask-key").open) return;
+  polling = true;
   try {
     const signal = AbortSignal.timeout(5 * POLL);
     showCluster(await (await ask("v1/cluster", { signal })).json());
@@ -21,7 +21,7 @@ async function look() {
     const why = error instanceof Refused ? "" : "the router does not answer: ";
     setStatus(why + error.message, "bad");
   } finally {
-    looking = false;
+    polling = false;
   }
 }
 
@@ -30,8 +30,8 @@ async function showVersion() {
   $("version").textContent = found.version;
 }
 
-onKey(look);
-document.addEventListener("visibilitychange", look);
-setInterval(look, POLL);
-look();
-showVersion().catch(() => {}); // the badge says that the router does not answer
+onKey(poll);
+document.addEventListener("visibilitychange", poll);
+setInterval(poll, POLL);
+poll();
+showVersion().catch(() => {}); // the badge shows that the router does not answer

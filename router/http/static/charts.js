@@ -1,8 +1,8 @@
-// Two minutes of latency and throughput, out of the router's own metrics.
+// Charts of the last two minutes' latency and throughput, from the router's metrics.
 
 import { $, drawn, number, seconds } from "./dom.js";
 
-const KEPT = 120, WINDOW = 10; // seconds: a chart's, and those that a quantile or a rate counts
+const KEPT = 120, WINDOW = 10; // seconds in a chart, and in one quantile or rate
 const LEFT = 52, BOTTOM = 18, TOP = 8; // pixels for labels
 const GRID = 4; // lines
 const SERIES = {
@@ -42,17 +42,17 @@ function buckets(text, name) {
     .map(([, bound, count]) => [bound === "+Inf" ? Infinity : Number(bound), Number(count)]);
 }
 
-// Null after a restart of the router.
+// Returns null after a restart of the router.
 function perSecond(before, after, name) {
   const more = after[name] - before[name], time = after.at - before.at;
   return more < 0 || !(time > 0) ? null : more / time;
 }
 
-// Prometheus' histogram_quantile: linear within a bucket. Null where nothing was counted.
+// Prometheus' histogram_quantile: linear within a bucket. Returns null if nothing was counted.
 function quantile(before, after, share) {
   const counts = after.map(([, count], i) => count - (before[i]?.[1] ?? 0));
   const rank = share * (counts.at(-1) ?? 0);
-  if (!(rank > 0)) return null; // nothing, or another router
+  if (!(rank > 0)) return null; // nothing was counted, or the router restarted
   const i = counts.findIndex((count) => count >= rank);
   const [low, below] = i ? [after[i - 1][0], counts[i - 1]] : [0, 0];
   if (after[i][0] === Infinity) return low;
@@ -93,8 +93,8 @@ function drawChart(id, format) {
     parts.push(drawn("path", { d, class: which ? "p95" : "p50" }));
   });
   const now = (shown.at(-1) ?? []).map((value) => (value == null ? "–" : format(value)));
-  const says = now.length > 1 ? `p50 ${now[0]}, p95 ${now[1]}` : `${now[0]} per second`;
-  $(`${id}-now`).textContent = says;
-  svg.setAttribute("aria-label", `now ${says}`);
+  const label = now.length > 1 ? `p50 ${now[0]}, p95 ${now[1]}` : `${now[0]} per second`;
+  $(`${id}-now`).textContent = label;
+  svg.setAttribute("aria-label", `now ${label}`);
   svg.replaceChildren(...parts);
 }

@@ -1,4 +1,4 @@
-// The chat, and the stages of an answer's time.
+// The chat, and the timeline of an answer.
 
 import { $, ask, bytes, element, seconds } from "./dom.js";
 
@@ -15,13 +15,13 @@ async function* events(body) {
   }
 }
 
-async function* pieces(stream) { // not every browser iterates streams
+async function* pieces(stream) { // some browsers cannot iterate streams
   const reader = stream.getReader();
   for (let got = await reader.read(); !got.done; got = await reader.read()) yield got.value;
 }
 
 async function send(question) {
-  const conversation = messages; // another one may begin meanwhile
+  const conversation = messages; // a new chat may begin meanwhile
   const text = element("p", { className: "said" });
   const who = element("span", { className: "who" }, "Model");
   const answer = element("li", { ariaBusy: "true" }, who, text);
@@ -37,8 +37,8 @@ async function send(question) {
       headers: { "Content-Type": "application/json" },
       body: JSON.stringify({
         messages: [...conversation, user], stream: true, timeline: true,
-        max_tokens: $("max-tokens").valueAsNumber, // an empty field is NaN, which becomes null,
-        temperature: $("temperature").valueAsNumber, // which is no value to the server
+        max_tokens: $("max-tokens").valueAsNumber, // an empty field is NaN, which becomes null:
+        temperature: $("temperature").valueAsNumber, // the server takes its default
       }),
     });
     for await (const event of events(response.body)) {
@@ -58,29 +58,29 @@ async function send(question) {
   }
 }
 
-// Where a request's time went: its stages, which leave nothing out.
+// Shows a request's stages, which cover all of its time.
 export function timeline(line, usage) {
   const { stages } = line;
   const whole = stages.reduce((sum, stage) => sum + stage.seconds, 0);
   const names = [...new Set(stages.map((stage) => stage.name))];
   const colour = (name) => `hsl(${(names.indexOf(name) * 137 + 210) % 360} 55% 50%)`;
-  const says = (stage) =>
+  const describe = (stage) =>
     `${stage.name.replaceAll("_", " ")} on ${stage.node}: ${seconds(stage.seconds)}`;
   const bar = element("div", { className: "bar", ariaHidden: "true" });
   const legend = element("ul", { className: "legend", ariaLabel: "Where the time went" });
   for (const stage of stages) {
-    const part = element("span", { title: says(stage) });
+    const part = element("span", { title: describe(stage) });
     part.style.flexGrow = stage.seconds / (whole || 1);
     part.style.background = colour(stage.name);
     bar.append(part);
     const swatch = element("span", { className: "swatch" });
     swatch.style.background = colour(stage.name);
-    legend.append(element("li", {}, swatch, says(stage)));
+    legend.append(element("li", {}, swatch, describe(stage)));
   }
   const moved = line.migrations ? `; moved to other nodes ${line.migrations} times` : "";
   return element("figure", { className: "timeline" }, element("figcaption", { className: "quiet" },
     `${usage.completion_tokens} tokens in ${seconds(whole)}, the first after ` +
-    `${seconds(line.first_token ?? 0)}; ${bytes(line.transfer_bytes)} of KV handed over, ` +
+    `${seconds(line.first_token ?? 0)}; ${bytes(line.transfer_bytes)} of KV transferred, ` +
     `${line.cached_tokens} of ${usage.prompt_tokens} prompt tokens cached${moved}`), bar, legend);
 }
 

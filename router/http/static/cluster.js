@@ -1,4 +1,4 @@
-// The cluster: a card for each node, arrows for KV transfers, and a log of what changed.
+// The cluster: a card for each node, arrows for KV transfers, and a log of changes.
 
 import { $, bytes, drawn, duration, element, percent } from "./dom.js";
 
@@ -9,7 +9,7 @@ let flowsBefore = null; // {at, byPair}
 const rate = (perSecond) => `${bytes(perSecond)}/s`;
 const speed = (flow) => (Number.isFinite(flow.speed) ? rate(flow.speed) : "–");
 
-// What a sentence says before its details, which the cards have.
+// Returns a reason without its details, which the cards have.
 const brief = (reason) => reason.split(/ \(|: /)[0];
 
 export function showCluster(cluster) {
@@ -28,7 +28,7 @@ export function showCluster(cluster) {
   const present = new Set(nodes.map((node) => node.node_id));
   for (const [id, card] of cards) {
     if (present.has(id)) continue;
-    happened(`${id} has left`, "quiet");
+    logEvent(`${id} has left`, "quiet");
     card.item.remove();
     cards.delete(id);
   }
@@ -39,16 +39,16 @@ function showNode(node, quietly) {
   const known = cards.has(node.node_id);
   const card = cards.get(node.node_id) ?? newCard(node);
   const tone = { ready: "good", broken: "warn", unpaired: "warn" }[node.state] ?? "bad";
-  const says = sentence(node);
+  const words = sentence(node);
   if (card.state !== node.state && !(quietly && tone === "good")) {
-    happened(`${node.node_id} ${known ? "is" : "registered:"} ${says.event}`, tone);
+    logEvent(`${node.node_id} ${known ? "is" : "registered:"} ${words.event}`, tone);
   }
   card.state = node.state;
   card.item.className = tone;
   card.text.className = `state ${tone}`;
-  card.text.textContent = says.state;
-  card.why.hidden = !says.detail;
-  card.detail.textContent = says.detail;
+  card.text.textContent = words.state;
+  card.why.hidden = !words.detail;
+  card.detail.textContent = words.detail;
   card.meter.value = node.kv_cache_usage;
   card.kv.textContent = ` ${percent(node.kv_cache_usage)} of ${node.total_blocks} blocks`;
   card.load.textContent = `${node.in_flight ?? 0} in flight`;
@@ -58,7 +58,7 @@ function showNode(node, quietly) {
   card.hits.hidden = card.hitsName.hidden = node.role === "decode" && !node.prompt_tokens;
 }
 
-// A node's state in a few words, as the card and the log have it, and what else is known of it.
+// Returns a node's state in a few words for the card and for the log, and its details.
 function sentence(node) {
   const { state, reason } = node;
   if (state === "ready") {
@@ -102,7 +102,7 @@ function showFlows(flows) {
     const old = before?.byPair.get(pair) ?? (before ? { bytes: 0, seconds: 0 } : flow);
     const moved = Math.max(0, flow.bytes - old.bytes), took = flow.seconds - old.seconds;
     flow.now = moved / Math.max(0.1, now - (before?.at ?? 0));
-    flow.speed = moved && took > 0 ? moved / took : flow.bytes / flow.seconds; // NaN: not known
+    flow.speed = moved && took > 0 ? moved / took : flow.bytes / flow.seconds; // NaN if unknown
   }
   const cells = (flow) => [flow.prefill, flow.decode, String(flow.transfers), bytes(flow.bytes),
     rate(flow.now), speed(flow)];
@@ -125,8 +125,8 @@ function drawArrows(flows) {
     const path = drawn("path", { d, class: flow.now ? "busy" : "" });
     path.style.strokeWidth = `${1.5 + 5 * flow.now / fastest}px`;
     paths.push(path);
-    if (flows.length > MAX_LABELS) return; // the table has them
-    const end = i % 2; // by turns at either end, so that labels do not meet
+    if (flows.length > MAX_LABELS) return; // the table has all speeds
+    const end = i % 2; // alternate ends, so that labels do not overlap
     const y = (end ? to + 0.1 * (from - to) : from + 0.1 * (to - from)) - 5;
     const at = { x: end ? box.width - 6 : 6, y, "text-anchor": end ? "end" : "start" };
     labels.push(drawn("text", at, speed(flow)));
@@ -134,16 +134,16 @@ function drawArrows(flows) {
   $("arrows").replaceChildren(...paths, ...labels);
 }
 
-function happened(what, tone) {
+function logEvent(text, tone) {
   $("events").querySelector(".none")?.remove();
   const time = new Date().toLocaleTimeString();
-  $("events").prepend(element("li", {}, `${time} `, element("span", { className: tone }, what)));
+  $("events").prepend(element("li", {}, `${time} `, element("span", { className: tone }, text)));
   while ($("events").children.length > MAX_EVENTS) $("events").lastChild.remove();
 }
 
 export function setStatus(text, tone, detail = "") {
   $("status").title = detail === "ok" ? "" : detail;
-  if ($("status").textContent === text) return; // screen readers read it when it changes
+  if ($("status").textContent === text) return; // screen readers read every change aloud
   $("status").textContent = text;
   $("status").className = `badge ${tone}`;
 }

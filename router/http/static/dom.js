@@ -1,5 +1,5 @@
-// Elements, numbers for people, and requests to the router. All that nodes, the model or errors say
-// becomes text nodes, never markup; the page's policy (router/http/info.py) would not let it run anyway.
+// Elements, readable numbers, and requests to the router. Text of nodes, the model or errors becomes
+// text nodes, never markup; the page's policy (router/http/info.py) would not run it either.
 
 const KEY = "pdserve-api-key";
 export const $ = (id) => document.getElementById(id);
@@ -17,11 +17,11 @@ export function drawn(tag, attributes = {}, text = "") {
   return made;
 }
 
-// ---- asking the router: paths are relative, since a proxy may show it under another -------------
+// ---- requests to the router: paths are relative, because a proxy may add a prefix ----------------
 
 export class Refused extends Error {}
 
-let clientsKey; // a key that was not enough to see the cluster
+let clientsKey; // a key that may not see the cluster
 
 export async function ask(path, options = {}) {
   const key = sessionStorage.getItem(KEY);
@@ -32,7 +32,7 @@ export async function ask(path, options = {}) {
   const why = body?.error?.message ?? `${response.status} ${response.statusText}`;
   if (key === sessionStorage.getItem(KEY)) {
     if (response.status === 401) askForKey(key && "The server does not know this key.");
-    // Once for each key: who closes the dialogue can chat without an operator's key.
+    // Once for each key: the chat works without an operator's key.
     if (response.status === 403 && clientsKey !== key) askForKey(why);
     if (response.status === 403) clientsKey = key;
   }

@@ -1,4 +1,4 @@
-// The requests of late, newest first, filtered by words; each opens to the stages of its time.
+// Recent requests, newest first, filtered by words; each opens to its timeline.
 
 import { $, ask, element, Refused, seconds } from "./dom.js";
 import { timeline } from "./chat.js";
@@ -27,7 +27,7 @@ function draw() {
   $("requests-count").textContent = `${found.length} of ${listed.length}`;
   const body = $("requests"), rows = new Map([...body.children].map((old) => [old.dataset.id, old]));
   let next = body.firstChild;
-  for (const one of found) { // a row that stays in its place keeps the focus
+  for (const one of found) { // a row that keeps its place keeps the focus
     const made = row(one, rows.get(one.id));
     if (made === next) next = next.nextSibling;
     else body.insertBefore(made, next);
