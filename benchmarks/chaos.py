@@ -41,6 +41,7 @@ from benchmarks.site import Site, make_certs, site_network
 from benchmarks.soak.asks import Ask, make_asks
 from benchmarks.soak.edges import EDGE_KINDS
 from benchmarks.soak.faults import (
+    CROWD_SETTLES,
     NODE_KINDS,
     ROUTER_KINDS,
     Faults,
@@ -49,7 +50,7 @@ from benchmarks.soak.faults import (
     targets_of,
 )
 from benchmarks.soak.floods import FLOOD_KINDS
-from benchmarks.soak.gauge import Gauge
+from benchmarks.soak.gauge import PERIOD, Gauge
 from benchmarks.soak.hostile import HOSTILE_KINDS
 from benchmarks.soak.load import Load, clients
 from benchmarks.soak.poisoned import TOKEN, poisoned
@@ -118,10 +119,20 @@ async def run(fleet: Fleet, soak: Soak, load: Load) -> Report:
             look=lambda: Thread(target=fleet.print_stacks).start(),
             stood_still=faults.router_frozen.seconds,
         )
+        if faults.crowds.ended_since(monotonic()):
+            await asyncio.sleep(CROWD_SETTLES + 2 * PERIOD)  # what is left of them
     seconds, leaked = monotonic() - start, await still_held(fleet)
     crashed = faults.crashed + fleet.crashed()
     return make_report(
-        *(tally, seconds, faults.counts, leaked, crashed, faults.answers, gauge.growth()),
+        *(
+            tally,
+            seconds,
+            faults.counts,
+            leaked,
+            crashed,
+            faults.answers,
+            gauge.growth(lambda at: faults.crowds.meet(at, at)),
+        ),
         waits=_waits(samples, faults),
     )
 
