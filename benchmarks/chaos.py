@@ -54,7 +54,7 @@ from benchmarks.soak.gauge import PERIOD, Gauge
 from benchmarks.soak.hostile import HOSTILE_KINDS
 from benchmarks.soak.load import Load, clients
 from benchmarks.soak.poisoned import TOKEN, poisoned
-from benchmarks.soak.probe import HEALTH, SHORT, Sample, percentiles, probing
+from benchmarks.soak.probe import HEALTH, SHORT, Sample, mean_stages, percentiles, probing
 from benchmarks.soak.report import Report, make_report, print_report
 from benchmarks.soak.strangers import STRANGER_KINDS
 from pdserve.common.config.router import RoutingConfig
@@ -148,8 +148,11 @@ def _waits(samples: list[Sample], faults: Faults) -> dict[str, dict[str, float]]
         times = sample.at, sample.at + sample.seconds
         return not (faults.router_dead.meet(*times) or faults.router_frozen.meet(*times))
 
-    def beside_greed(sample: Sample) -> bool:
-        return faults.greed.meet(sample.at, sample.at + sample.seconds)
+    def greedy(sample: Sample) -> bool:
+        return served(sample) and faults.greed.meet(sample.at, sample.at + sample.seconds)
+
+    def usual(sample: Sample) -> bool:
+        return served(sample) and not greedy(sample)
 
     found = {
         HEALTH: percentiles(samples, HEALTH, served),
@@ -160,10 +163,10 @@ def _waits(samples: list[Sample], faults: Faults) -> dict[str, dict[str, float]]
             samples, HEALTH, served, lambda each: each.probe_starved
         ),
         "  the rest of each": percentiles(samples, HEALTH, served, lambda each: each.served),
-        SHORT: percentiles(samples, SHORT, lambda each: served(each) and not beside_greed(each)),
-        f"{SHORT} beside a greedy client": percentiles(
-            samples, SHORT, lambda each: served(each) and beside_greed(each)
-        ),
+        SHORT: percentiles(samples, SHORT, usual),
+        "  mean of its longest stages": mean_stages(samples, usual),
+        f"{SHORT} beside a greedy client": percentiles(samples, SHORT, greedy),
+        "  and of its longest stages": mean_stages(samples, greedy),
     }
     return {name: values for name, values in found.items() if values}
 
@@ -189,7 +192,9 @@ def started(
 ) -> Iterator[Fleet]:
     """A fleet of this size, ready, in a folder that vanishes with it. Its model cannot stand
     `TOKEN`."""
-    places = ceil(requests / RoutingConfig().max_client_share) + 1  # for one client's
+    usual = RoutingConfig()
+    places = ceil(requests / usual.max_client_share) + 1  # for one client's
+    places = max(places, usual.max_concurrent_requests)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pdserve-chaos-")))
         log, environment = folder / "log", {"TMPDIR": str(folder)}

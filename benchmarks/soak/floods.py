@@ -205,7 +205,7 @@ async def _call(generate: Generate) -> str:
 async def greedy(faults: Faults, fault: Fault) -> None:
     """Forty requests of four choices at a time, for as long as it lasts: those of others must not
     wait for them."""
-    with faults.greed.lasting():
+    with faults.greed.lasting(), faults.crowds.lasting():
         async with http(faults.fleet) as session:
             end = asyncio.get_running_loop().time() + fault.seconds
             body = {"prompt": [7] * 40, "max_tokens": 48, "n": GREEDY_CHOICES, "ignore_eos": True}
