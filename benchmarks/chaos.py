@@ -41,6 +41,7 @@ from benchmarks.site import Site, make_certs, site_network
 from benchmarks.soak.asks import Ask, make_asks
 from benchmarks.soak.edges import EDGE_KINDS
 from benchmarks.soak.faults import (
+    CROWD_SETTLES,
     NODE_KINDS,
     ROUTER_KINDS,
     Faults,
@@ -49,11 +50,11 @@ from benchmarks.soak.faults import (
     targets_of,
 )
 from benchmarks.soak.floods import FLOOD_KINDS
-from benchmarks.soak.gauge import Gauge
+from benchmarks.soak.gauge import PERIOD, Gauge
 from benchmarks.soak.hostile import HOSTILE_KINDS
 from benchmarks.soak.load import Load, clients
 from benchmarks.soak.poisoned import TOKEN, poisoned
-from benchmarks.soak.probe import HEALTH, SHORT, Sample, percentiles, probing
+from benchmarks.soak.probe import HEALTH, SHORT, Sample, mean_stages, percentiles, probing
 from benchmarks.soak.report import Report, make_report, print_report
 from benchmarks.soak.strangers import STRANGER_KINDS
 from pdserve.common.config.router import RoutingConfig
@@ -118,10 +119,20 @@ async def run(fleet: Fleet, soak: Soak, load: Load) -> Report:
             look=lambda: Thread(target=fleet.print_stacks).start(),
             stood_still=faults.router_frozen.seconds,
         )
+        if faults.crowds.ended_since(monotonic()):
+            await asyncio.sleep(CROWD_SETTLES + 2 * PERIOD)  # what is left of them
     seconds, leaked = monotonic() - start, await still_held(fleet)
     crashed = faults.crashed + fleet.crashed()
     return make_report(
-        *(tally, seconds, faults.counts, leaked, crashed, faults.answers, gauge.growth()),
+        *(
+            tally,
+            seconds,
+            faults.counts,
+            leaked,
+            crashed,
+            faults.answers,
+            gauge.growth(lambda at: faults.crowds.meet(at, at)),
+        ),
         waits=_waits(samples, faults),
     )
 
@@ -137,8 +148,11 @@ def _waits(samples: list[Sample], faults: Faults) -> dict[str, dict[str, float]]
         times = sample.at, sample.at + sample.seconds
         return not (faults.router_dead.meet(*times) or faults.router_frozen.meet(*times))
 
-    def beside_greed(sample: Sample) -> bool:
-        return faults.greed.meet(sample.at, sample.at + sample.seconds)
+    def greedy(sample: Sample) -> bool:
+        return served(sample) and faults.greed.meet(sample.at, sample.at + sample.seconds)
+
+    def usual(sample: Sample) -> bool:
+        return served(sample) and not greedy(sample)
 
     found = {
         HEALTH: percentiles(samples, HEALTH, served),
@@ -149,10 +163,10 @@ def _waits(samples: list[Sample], faults: Faults) -> dict[str, dict[str, float]]
             samples, HEALTH, served, lambda each: each.probe_starved
         ),
         "  the rest of each": percentiles(samples, HEALTH, served, lambda each: each.served),
-        SHORT: percentiles(samples, SHORT, lambda each: served(each) and not beside_greed(each)),
-        f"{SHORT} beside a greedy client": percentiles(
-            samples, SHORT, lambda each: served(each) and beside_greed(each)
-        ),
+        SHORT: percentiles(samples, SHORT, usual),
+        "  mean of its longest stages": mean_stages(samples, usual),
+        f"{SHORT} beside a greedy client": percentiles(samples, SHORT, greedy),
+        "  and of its longest stages": mean_stages(samples, greedy),
     }
     return {name: values for name, values in found.items() if values}
 
@@ -178,7 +192,9 @@ def started(
 ) -> Iterator[Fleet]:
     """A fleet of this size, ready, in a folder that vanishes with it. Its model cannot stand
     `TOKEN`."""
-    places = ceil(requests / RoutingConfig().max_client_share) + 1  # for one client's
+    usual = RoutingConfig()
+    places = ceil(requests / usual.max_client_share) + 1  # for one client's
+    places = max(places, usual.max_concurrent_requests)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pdserve-chaos-")))
         log, environment = folder / "log", {"TMPDIR": str(folder)}

@@ -19,6 +19,7 @@ DRAIN_TIMEOUT = 90.0  # seconds after which a node that drains is given up
 READY_TIMEOUT = 60.0  # seconds after which a node that should serve is given up
 NURSE_PERIOD = 0.5  # seconds between looks after nodes that have ended by themselves
 ROUTER_AWAY = 1.0  # seconds at most
+CROWD_SETTLES = 3.0  # seconds until a server has closed the connections of a crowd that has left
 SETTLE = 2.0  # seconds after a router's return in which clients may still learn of its end
 
 
@@ -121,6 +122,7 @@ class Faults:
         self.router_dead = Spans(SETTLE)
         self.router_frozen = Spans()
         self.greed = Spans()
+        self.crowds = Spans(CROWD_SETTLES)  # that ask, or are connected, by the thousand
 
     async def carry_out(self, kinds: dict[str, Kind], plan: Sequence[Fault]) -> None:
         """Returns when the last fault is over and every node is ready again."""

@@ -9,7 +9,8 @@ import os
 import socket
 import zlib
 from collections import Counter
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from pdserve.common.rpc.pb import inference_pb2 as pb
 BOMBS = 8  # at once
 BOMB_MB = 1024  # of zeros, in one megabyte
 FLOODS = 12  # messages at once
+MAX_TAKEN = 128 * 2**10  # bytes of each, with what TLS and HTTP/2 add
 BURST = 4000  # calls at once
 SILENT = 1300  # connections to a port
 GREEDY, GREEDY_CHOICES = 40, 4  # requests at a time, and of each
@@ -100,7 +102,7 @@ async def _explode(port: tuple[str, int], way: tuple[str, str, str], seconds: fl
 
 async def grpc_flood(faults: Faults, fault: Fault) -> None:
     """Twelve large messages without a key: to the clients' port, and to reflection and health at
-    the registry and at the nodes."""
+    the registry and at the nodes. Whatever the answer, no more of each is read than a window."""
     rng, fleet = fault.random, faults.fleet
     clients, registry = f"127.0.0.1:{fleet.ports['grpc']}", fleet.registry
     nodes = [node["address"] for node in await _nodes(fleet)]
@@ -123,11 +125,47 @@ async def _flood(fleet: Fleet, address: str, method: str, size: int) -> str:
 
     async def one(channel: grpc.aio.Channel) -> str:
         call = channel.stream_stream(method)(iter([message]), timeout=PATIENCE)
-        return TAKEN if await call.read() is not grpc.aio.EOF else (await call.code()).name
+        is_told = await call.read() is not grpc.aio.EOF
+        return "told" if is_told else (await call.code()).name
 
-    async with calls(fleet, address) as channel:
+    async with _counting(address) as (near, sent), calls(fleet, near, name=address) as channel:
         told = await asyncio.gather(*(answer(one(channel)) for _ in range(FLOODS)))
-    return ", ".join(sorted(set(told)))
+    return TAKEN if sum(sent) > FLOODS * MAX_TAKEN else ", ".join(sorted(set(told)))
+
+
+@asynccontextmanager
+async def _counting(address: str) -> AsyncIterator[tuple[str, list[int]]]:
+    """An address that leads there, and the sizes of what has been sent through it."""
+    sent: list[int] = []
+    pumps: list[asyncio.Task[None]] = []
+
+    async def join(*near: Any) -> None:
+        with suppress(OSError):
+            far = await _open(_split(address))
+            pumps.append(asyncio.create_task(_pump(near[0], far[1], sent)))
+            pumps.append(asyncio.create_task(_pump(far[0], near[1], [])))
+
+    server = await asyncio.start_server(join, "127.0.0.1", 0, limit=2**14)
+    try:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", sent
+    finally:
+        server.close()
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+async def _pump(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sent: list[int]
+) -> None:
+    try:
+        with suppress(OSError):
+            while data := await reader.read(2**14):
+                writer.write(data)
+                await writer.drain()
+                sent.append(len(data))
+    finally:
+        writer.transport.abort()
 
 
 def _varint(value: int) -> bytes:
@@ -143,8 +181,9 @@ def _varint(value: int) -> bytes:
 
 async def burst(faults: Faults, fault: Fault) -> None:
     """Four thousand calls at once. Each is answered or refused with a code of ours."""
-    async with rpc(faults.fleet) as generate:
-        told = Counter(await asyncio.gather(*(answer(_call(generate)) for _ in range(BURST))))
+    with faults.crowds.lasting():
+        async with rpc(faults.fleet) as generate:
+            told = Counter(await asyncio.gather(*(answer(_call(generate)) for _ in range(BURST))))
     for words, count in told.items():
         faults.answers["burst", f"calls at once: {words}"] += count
 
@@ -166,7 +205,7 @@ async def _call(generate: Generate) -> str:
 async def greedy(faults: Faults, fault: Fault) -> None:
     """Forty requests of four choices at a time, for as long as it lasts: those of others must not
     wait for them."""
-    with faults.greed.lasting():
+    with faults.greed.lasting(), faults.crowds.lasting():
         async with http(faults.fleet) as session:
             end = asyncio.get_running_loop().time() + fault.seconds
             body = {"prompt": [7] * 40, "max_tokens": 48, "n": GREEDY_CHOICES, "ignore_eos": True}
@@ -202,7 +241,8 @@ async def idle(faults: Faults, fault: Fault) -> None:
     if node["name"] in fleet.pids and (kv := await asyncio.to_thread(_kv_ports, fleet, node)):
         ports["a node's KV"] = rng.choice(kv)
     name = rng.choice(list(ports))
-    await _note(faults, "idle", [(name, _stay(ports[name], fault.seconds))])
+    with faults.crowds.lasting():
+        await _note(faults, "idle", [(name, _stay(ports[name], fault.seconds))])
 
 
 async def _stay(port: tuple[str, int], seconds: float) -> str:

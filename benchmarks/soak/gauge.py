@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -71,25 +71,34 @@ class Gauge:
                 life.rss_mb.append(rss)
                 life.fds.append(fds)
 
-    def growth(self) -> dict[str, dict[str, Growth]]:
-        """By role and measure; roles none of whose processes lived long enough are left out."""
+    def growth(
+        self, crowded: Callable[[float], bool] = lambda at: False
+    ) -> dict[str, dict[str, Growth]]:
+        """By role and measure; roles none of whose processes lived long enough are left out.
+        Samples of crowded times show what a crowd takes, not what is left of it: they count for
+        the most alone."""
         roles: defaultdict[str, list[Life]] = defaultdict(list)
         for life in self._lives.values():
             if life.times and life.times[-1] - life.times[0] >= LONG_ENOUGH:
                 roles[life.role].append(life)
         return {
-            role: {measure: _worst([getattr(life, measure) for life in lives], measure)
-                   for measure in MAY_GROW}
+            role: {measure: _worst(lives, measure, crowded) for measure in MAY_GROW}
             for role, lives in sorted(roles.items())
-        }  # fmt: skip
+        }
 
 
-def _worst(series: Sequence[Sequence[float]], measure: str) -> Growth:
+def _worst(lives: Sequence[Life], measure: str, crowded: Callable[[float], bool]) -> Growth:
     times, plus = MAY_GROW[measure]
-    most = max(map(max, series))
-    found = [_thirds(values[int(WARM_UP / PERIOD) :]) for values in series]
+    most = max(max(getattr(life, measure)) for life in lives)
+    found = [_thirds(_calm(life, getattr(life, measure), crowded)) for life in lives]
     first, last = max(found, key=lambda pair: pair[1] - pair[0])
     return Growth(round(first, 1), round(last, 1), round(most, 1), last > first * times + plus)
+
+
+def _calm(life: Life, values: list[float], crowded: Callable[[float], bool]) -> list[float]:
+    warm_up = int(WARM_UP / PERIOD)
+    pairs = zip(life.times[warm_up:], values[warm_up:], strict=True)
+    return [value for at, value in pairs if not crowded(at)] or values[-1:]
 
 
 def _thirds(values: Sequence[float]) -> tuple[float, float]:

@@ -60,11 +60,14 @@ async def http(fleet: Fleet, known: bool = True) -> AsyncIterator[aiohttp.Client
 
 @asynccontextmanager
 async def calls(
-    fleet: Fleet, address: str, trusted: bool = False
+    fleet: Fleet, address: str, trusted: bool = False, name: str = ""
 ) -> AsyncIterator[grpc.aio.Channel]:
-    """Of one that has the cluster's secrets, or of a stranger, who may be a client."""
+    """Of one that has the cluster's secrets, or of a stranger, who may be a client. `name`: whose
+    certificate is expected there, when it is another address's."""
     credentials = fleet.credentials(role=trusted)
-    options = [("grpc.use_local_subchannel_pool", 1)]
+    options: list[tuple[str, Any]] = [("grpc.use_local_subchannel_pool", 1)]
+    if name:
+        options.append(("grpc.ssl_target_name_override", name.rpartition(":")[0]))
     channel = (
         grpc.aio.secure_channel(address, credentials, options)
         if credentials

@@ -13,9 +13,10 @@ import asyncio
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from threading import Thread
@@ -29,7 +30,13 @@ HEALTH, SHORT = "/health", "a short answer"
 PERIODS = {HEALTH: 0.05, SHORT: 0.25}  # seconds between an answer and the next question
 TIMEOUT = 60.0  # seconds
 PERCENTILES = (50, 99, 100)
-BODY = {"prompt": [5, 6, 7, 8], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+BODY = {
+    "prompt": [5, 6, 7, 8],
+    "max_tokens": 8,
+    "temperature": 0,
+    "ignore_eos": True,
+    "timeline": True,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +46,9 @@ class Sample:
     seconds: float
     router_starved: float = 0.0  # seconds of these in which the router's main thread had no CPU,
     probe_starved: float = 0.0  # and those in which this client had none
+    stages: Mapping[str, float] = field(
+        default_factory=dict
+    )  # seconds by stage, as its receipt says
 
     @property
     def served(self) -> float:
@@ -61,10 +71,10 @@ def _ask_on(kind: str, url: str, headers: Mapping[str, str]) -> None:
             router, me = _listening(place.port), "thread-self"
             while True:
                 since, before = monotonic(), (_starved(router), _starved(me))
-                if _ask(kind, connection, headers):
+                if (stages := _ask(kind, connection, headers)) is not None:
                     seconds, after = monotonic() - since, (_starved(router), _starved(me))
                     starved = [b - a for a, b in zip(before, after, strict=True)]
-                    line = json.dumps([kind, since, seconds, *starved])
+                    line = json.dumps([kind, since, seconds, *starved, stages])
                     os.write(1, f"{line}\n".encode())  # at once: two threads write
                 sleep(PERIODS[kind])
         connection.close()
@@ -88,16 +98,24 @@ def _starved(thread: str) -> float:
     return 0.0
 
 
-def _ask(kind: str, connection: HTTPConnection, headers: Mapping[str, str]) -> bool:
-    """Whether it was answered as asked."""
+def _ask(
+    kind: str, connection: HTTPConnection, headers: Mapping[str, str]
+) -> dict[str, float] | None:
+    """Where its time went, by stage; None: it was not answered as asked."""
     if kind == HEALTH:
         connection.request("GET", HEALTH)
     else:
         typed = {"Content-Type": "application/json", **headers}
         connection.request("POST", "/v1/completions", json.dumps(BODY), typed)
     response = connection.getresponse()
-    response.read()
-    return response.status == 200
+    answer = response.read()
+    if response.status != 200:
+        return None
+    stages: dict[str, float] = {}
+    if kind == SHORT:
+        for stage in json.loads(answer)["pdserve"]["timeline"]["stages"]:
+            stages[stage["name"]] = stages.get(stage["name"], 0.0) + stage["seconds"]
+    return stages
 
 
 @asynccontextmanager
@@ -137,6 +155,13 @@ def percentiles(
         return {}
     values = np.percentile(found, PERCENTILES)
     return {f"p{p}": round(float(ms), 1) for p, ms in zip(PERCENTILES, values, strict=True)}
+
+
+def mean_stages(samples: Iterable[Sample], counts: Callable[[Sample], bool]) -> dict[str, float]:
+    """Milliseconds that a short answer spends in each stage, on average; the longest first."""
+    found = [each.stages for each in samples if each.kind == SHORT and counts(each)]
+    total = sum(map(Counter, found), Counter[str]())
+    return {name: round(1000 * seconds / len(found), 1) for name, seconds in total.most_common(5)}
 
 
 if __name__ == "__main__":

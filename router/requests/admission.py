@@ -15,6 +15,7 @@ from pdserve.common.core.errors import Overloaded, Unavailable
 from pdserve.router.requests.fair_share import FairShare, longest
 
 MIN_PATIENCE = 0.1  # seconds from one look at whether a body proceeds to the next, at least
+RESERVED = 1 / 8  # of the slots, for clients that hold none
 MAX_WAITING_TOKENS = 2**22  # prompt tokens in the queue; each takes four bytes
 
 
@@ -99,8 +100,9 @@ def _newest(batches: dict[Batch, None], gone: list[Batch]) -> Iterator[Batch]:
 
 class Admission:
     """A bounded queue in front of a bounded number of slots, fair between clients: one of them
-    holds at most its share of either, the next free slot is for the client with fewest, and when
-    the queue is full the client that has most of it gives way to one that has less."""
+    holds at most its share of either, the next free slot is for the client with fewest, the last
+    ones are for clients that hold none, and when the queue is full the client that has most of it
+    gives way to one that has less."""
 
     def __init__(
         self,
@@ -109,7 +111,7 @@ class Admission:
         timeout: float,
         max_client_share: float = 1.0,
     ) -> None:
-        self._slots = FairShare(max_running, max_client_share, overdraw=True)
+        self._slots = FairShare(max_running, max_client_share, overdraw=True, reserved=RESERVED)
         self._running = 0
         self._timeout = timeout
         self._waiting: defaultdict[str, dict[Batch, None]] = defaultdict(dict)

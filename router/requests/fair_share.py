@@ -41,13 +41,21 @@ class FairShare:
     """
 
     def __init__(
-        self, capacity: int, max_client_share: float = 1.0, *, overdraw: bool = False
+        self,
+        capacity: int,
+        max_client_share: float = 1.0,
+        *,
+        overdraw: bool = False,
+        reserved: float = 0.0,
     ) -> None:
         """`overdraw`: a piece needs no more than the first unit of it to be free, so that none
-        has to wait, and others behind it, until there is room for a large one."""
+        has to wait, and others behind it, until there is room for a large one. `reserved`: a share
+        of the capacity for clients that hold nothing, as far as one client alone cannot have it;
+        without it several that hold much would leave a newcomer to wait for what they give back."""
         self.capacity = capacity
         self._overdraw = overdraw
         self.client_limit = max(1, math.ceil(capacity * max_client_share))
+        self._reserved = max(0, min(int(capacity * reserved), capacity - self.client_limit))
         self.held = 0
         self._held_by: Counter[str] = Counter()
         self._queues: dict[str, deque[Waiter]] = {}  # the client served last is the last one
@@ -122,7 +130,7 @@ class FairShare:
         own = self._held_by[client]
         room = own == 0 or own + amount <= self.client_limit
         needed = 1 if self._overdraw else min(amount, self.capacity)
-        return room and self.held + needed <= self.capacity
+        return room and self.held + needed <= self.capacity - (self._reserved if own else 0)
 
     def _grant(self) -> None:
         while (client := self._next()) is not None:

@@ -7,8 +7,10 @@ import os
 import signal
 import socket
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from types import SimpleNamespace
 
+import grpc
 import pytest
 from rich.console import Console
 
@@ -16,9 +18,11 @@ from benchmarks import hosts, warm_start
 from benchmarks.hosts import ROUTER, Network, front
 from benchmarks.relay import Relays
 from benchmarks.site import site_network
+from benchmarks.soak import floods
 from benchmarks.soak.gauge import Gauge, Life
 from benchmarks.soak.load import Tally
 from benchmarks.soak.report import make_report, print_report
+from pdserve.common.rpc import server as rpc_server
 
 needs_network = pytest.mark.skipif(bool(hosts.unavailable()), reason=hosts.unavailable())
 PATIENCE = 30.0  # seconds for what should come
@@ -150,3 +154,38 @@ def test_what_servers_said_is_shown_with_its_brackets() -> None:
     console = Console(file=io.StringIO(), width=200)
     print_report(report, console)
     assert "poison: tools[0] is [/wrong]" in console.file.getvalue()
+
+
+def test_what_a_crowd_takes_is_not_what_a_process_has_grown_by() -> None:
+    gauge = Gauge(None)  # type: ignore[arg-type]
+    crowd = [30.0] * 40 + [1300.0] * 10 + [30.0] * 10
+    leak = [30.0] * 40 + [1300.0] * 10 + [600.0] * 10
+    gauge._lives = {
+        number: Life(role, [*range(60)], [200.0] * 60, fds)
+        for number, (role, fds) in enumerate({"decode": crowd, "router": leak}.items())
+    }
+    growth = gauge.growth(lambda at: 40 <= at < 50)
+    assert not growth["decode"]["fds"].grown and growth["decode"]["fds"].most == 1300
+    assert growth["router"]["fds"].grown
+
+
+@pytest.mark.parametrize("reads", [True, False])
+async def test_a_server_that_reads_what_strangers_send_is_found(reads: bool) -> None:
+    async def told(messages: AsyncIterator[bytes], context: object) -> AsyncIterator[bytes]:
+        if reads:
+            [len(each) async for each in messages]
+        yield b""
+
+    methods = {"Check": grpc.stream_stream_rpc_method_handler(told)}
+    options = [("grpc.max_receive_message_length", -1), *([] if reads else rpc_server._OPTIONS)]
+    server = grpc.aio.server(options=options)
+    server.add_generic_rpc_handlers(
+        [grpc.method_handlers_generic_handler("grpc.health.v1.Health", methods)]
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    fleet = SimpleNamespace(credentials=lambda role: None)
+    method = "/grpc.health.v1.Health/Check"
+    found = await floods._flood(fleet, f"127.0.0.1:{port}", method, 2**22)  # type: ignore[arg-type]
+    await server.stop(0)
+    assert found == (floods.TAKEN if reads else "told")

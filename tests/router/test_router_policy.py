@@ -522,6 +522,20 @@ async def test_one_client_leaves_places_and_room_in_the_queue_to_others():
     assert admission.running == admission.waiting == 0
 
 
+async def test_clients_that_hold_much_leave_places_to_who_holds_none():
+    admission = Admission(max_running=16, max_waiting=100, timeout=5, max_client_share=0.75)
+    greedy = [await hold(admission, Batch("a")) for _ in range(20)]
+    assert admission.running == 12  # as one client alone may have
+    second = [await hold(admission, Batch("b")) for _ in range(20)]
+    assert admission.running == 14
+    newcomers = [await hold(admission, Batch(client)) for client in ("c", "d", "e")]
+    assert admission.running == 16  # two of them at once
+    await end(newcomers[0])
+    assert admission.running == 16  # and the third as soon as one of them leaves
+    await end(*newcomers[1:], *greedy, *second)
+    assert admission.running == admission.waiting == 0
+
+
 async def test_places_are_counted_by_choices_and_large_requests_hold_nobody_up():
     admission = Admission(max_running=8, max_waiting=100, timeout=5, max_client_share=0.75)
 
