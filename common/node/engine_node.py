@@ -63,7 +63,6 @@ class EngineNode(ABC, Generic[S, T]):
 
     role: ClassVar[pb.Role]
     blame: ClassVar[Blame]
-    token_streams: ClassVar[bool] = False  # it serves Decode.Tokens
 
     def __init__(self, config: WorkerNodeConfig) -> None:
         engine = replace(config.engine, model=resolve_model(config.engine.model))
@@ -345,7 +344,6 @@ class EngineNode(ABC, Generic[S, T]):
             block_size=self.config.engine.cache.block_size,
             num_blocks=num_blocks(self.replicas),
             instance=secrets.token_hex(16),
-            token_streams=self.token_streams,
             takes_adapters=self.adapters.enabled,
             adapters=self.adapters.present,
         )

@@ -1,4 +1,4 @@
-"""One source's turn to fill a reservation (`Epoch`), what the waiter gets of it (`Arrival`) and
+"""One source's turn to fill a reservation (`Epoch`), what the waiter gets of it (`ArrivedKV`) and
 what is remembered for calls that come late (`Outcome`)."""
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ MAX_MESSAGE = 500  # characters of a failure that are kept
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class ArrivedKV:
     """All KV is in place."""
 
-    first_token: pb.TokenEvent  # what the source passed to the commit
+    first_token: pb.FirstToken  # what the source passed to the commit
     nbytes: int
     # Seconds from the epoch's ticket:
     data_s: float = 0.0  # until the last byte was in place
@@ -40,7 +40,7 @@ class Epoch:
         self.times: dict[SinkEvent, float] = {}  # of what has happened
         self.borrowed: dict[int, Borrowed] = {}  # rank → what it reads in place
         self.stay: Stay | None = None  # where that is, from VERIFY on
-        self.first_token = pb.TokenEvent()  # as committed
+        self.first_token = pb.FirstToken()  # as committed
         self.digests: Sequence[RunDigest] = ()
         self.ticket: asyncio.Future[Ticket] = new_future()  # for `issued`, `retarget`
         self.committed: asyncio.Future[int] = new_future()  # for `commit`: bytes landed
@@ -49,11 +49,11 @@ class Epoch:
     def nbytes(self) -> int:
         return sum(self.landed.values())
 
-    def arrival(self) -> Arrival:
+    def arrival(self) -> ArrivedKV:
         """Once it is verified."""
         times = self.times
         landed, committed = times[SinkEvent.RANKS_LANDED], times[SinkEvent.COMMIT]
-        return Arrival(
+        return ArrivedKV(
             self.first_token,
             self.nbytes,
             data_s=landed - times[SinkEvent.OPENED],

@@ -25,7 +25,7 @@ from pdserve.kv_transfer.commands import (
 )
 from pdserve.kv_transfer.connector import Borrowed, SinkTransfer
 from pdserve.kv_transfer.control.background import Lease, Tasks, new_future
-from pdserve.kv_transfer.control.epoch import Arrival, Epoch, stale_epoch
+from pdserve.kv_transfer.control.epoch import ArrivedKV, Epoch, stale_epoch
 from pdserve.kv_transfer.control.loans import Guests, Lender, Loan
 from pdserve.kv_transfer.control.protocol import Action, SinkEvent, SinkState, sink_machine
 from pdserve.kv_transfer.control.ticket import Ticket
@@ -54,7 +54,7 @@ class Reservation:
         self.ticket = ticket  # of the current epoch
         self.block_ids = tuple(block_ids)
         self.epoch = Epoch()
-        self.arrival: asyncio.Future[Arrival] = new_future()
+        self.arrival: asyncio.Future[ArrivedKV] = new_future()
         self.machine = sink_machine(ranks.counts)
         self.cause: PdserveError | None = None  # of the present failure: the first one
         self.progress = 0  # grows as the lease is renewed
@@ -85,7 +85,7 @@ class Reservation:
             self.cancel("while blocks were reserved")
             raise
 
-    async def commit(self, first_token: pb.TokenEvent, digests: Sequence[RunDigest]) -> int:
+    async def commit(self, first_token: pb.FirstToken, digests: Sequence[RunDigest]) -> int:
         """As `KVSink.commit`, of the current epoch."""
         epoch = self.epoch
         if self.machine.state in (SinkState.RESERVED, SinkState.LANDED):

@@ -19,7 +19,7 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.kv_transfer.commands import Call, GiveBack, RankCalls, decode_event, transfer_error
 from pdserve.kv_transfer.connector import Failed, Landed
 from pdserve.kv_transfer.control.background import Tasks
-from pdserve.kv_transfer.control.epoch import Arrival, Outcome, stale_epoch
+from pdserve.kv_transfer.control.epoch import ArrivedKV, Outcome, stale_epoch
 from pdserve.kv_transfer.control.loans import Guests, Lender, Loan
 from pdserve.kv_transfer.control.protocol import SinkEvent
 from pdserve.kv_transfer.control.reservation import Reservation
@@ -63,7 +63,7 @@ class KVSink:
         self._tasks = Tasks(Blame.DECODE)
         self.guests = Guests(*guest_ids)
         self._live: dict[bytes, Reservation] = {}
-        self._arrivals: dict[bytes, asyncio.Future[Arrival]] = {}  # activated, not waited for yet
+        self._arrivals: dict[bytes, asyncio.Future[ArrivedKV]] = {}  # activated, not waited for yet
         self._finished: OrderedDict[bytes, Outcome] = OrderedDict()
 
     # ---- the waiter's side: reserve, wait, cancel --------------------------------------------
@@ -105,7 +105,7 @@ class KVSink:
         self._live[transfer_id] = made
         return await made.issued()
 
-    async def wait(self, transfer_id: bytes) -> Arrival:
+    async def wait(self, transfer_id: bytes) -> ArrivedKV:
         """Waits until the transfer is committed, has landed on every rank and is what was sent.
         From then on the blocks are the caller's.
 
@@ -114,7 +114,7 @@ class KVSink:
         """
         return await asyncio.shield(self.landing(transfer_id))
 
-    def landing(self, transfer_id: bytes) -> asyncio.Future[Arrival]:
+    def landing(self, transfer_id: bytes) -> asyncio.Future[ArrivedKV]:
         """What `wait` waits for, for whoever must act as soon as it is there. Not to be cancelled.
 
         Raises:
@@ -162,7 +162,7 @@ class KVSink:
         self,
         transfer_id: bytes,
         epoch: int,
-        first_token: pb.TokenEvent,
+        first_token: pb.FirstToken,
         digests: Sequence[RunDigest] = (),
     ) -> int:
         """The source has handed over everything and passes `first_token`. Returns the bytes that

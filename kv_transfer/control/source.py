@@ -152,7 +152,7 @@ class Handoff:
         self._machine = source_machine(source.counts)
         self._lease = Lease(source.lease_s, self._lapse)
         self._cause: PdserveError | None = None
-        self._first_token = pb.TokenEvent()  # as it is committed
+        self._first_token = pb.FirstToken()  # as it is committed
         self._nbytes = 0
         self._started: float | None = None
         self._seconds = 0.0
@@ -173,7 +173,7 @@ class Handoff:
         self._started = self._started or asyncio.get_running_loop().time()
         self._announcer.announce(run, block_ids, last)
 
-    def commit(self, first_token: pb.TokenEvent) -> asyncio.Future[HandoffResult]:
+    def commit(self, first_token: pb.FirstToken) -> asyncio.Future[HandoffResult]:
         """The last run was announced: asks the sink to take over with `first_token`. The future
         has a result when it has and no rank reads the blocks any more, or a TransferError: why
         the hand-off failed; the ranks are quiet then, too. Not to be cancelled."""

@@ -54,7 +54,7 @@ class Node:
     load: pb.NodeLoad
     last_seen: float
     breaker: CircuitBreaker
-    # ---- this router's requests on it: kept by `InFlight`
+    # ---- this router's requests on it: kept by `InFlightLoad`
     in_flight: int = 0
     # Tokens that it still has to prefill for each of them, in order of arrival.
     prefilling: dict[object, int] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class Node:
 
     @property
     def replicas(self) -> int:
-        """Those that share its load; a node of an older version does not say and has one."""
+        """The replicas that share its load."""
         return max(1, self.info.data_parallel_size)
 
     @property
