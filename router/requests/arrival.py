@@ -19,4 +19,4 @@ class Arrival:
 
 
 arrival_var: ContextVar[Arrival | None] = ContextVar("arrival", default=None)
-"""Of the request that the current task works for; what it awaits inherits it."""
+"""The arrival of the request that the current task works for; what it awaits inherits it."""

@@ -1,5 +1,5 @@
-"""A capacity that clients share: nobody holds all of it, and nobody waits behind one client's
-queue."""
+"""A capacity that clients share: none of them holds all of it, and none waits behind another
+one's queue."""
 
 from __future__ import annotations
 
@@ -141,8 +141,8 @@ class Turns:
         self._work: set[asyncio.Task[Any]] = set()
 
     async def run(self, client: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What comes of the work. Cancelled, it does not begin; but it is not stopped halfway,
-        and its place is free when it has ended.
+        """Returns the outcome of the work. Cancelled, it does not begin; but it is not stopped
+        halfway, and its place is free when it has ended.
 
         Raises:
             Overloaded: too much waits.
