@@ -3,13 +3,13 @@ the node of both roles: a decode node that computes prompts itself, in chunks be
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 
 import grpc
 
 from pdserve.common.config.node import BothNodeConfig, WorkerNodeConfig
-from pdserve.common.core.errors import Blame, InvalidRequest
+from pdserve.common.core.errors import Blame, InvalidRequest, PdserveError
 from pdserve.common.core.request import is_plain_id
 from pdserve.common.engine.messages import RankReady
 from pdserve.common.node.engine_node import EngineNode
@@ -18,9 +18,9 @@ from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.status import serving
+from pdserve.decode_node.router_streams import RouterStream, RouterStreams
 from pdserve.decode_node.service import KVTransferService
 from pdserve.decode_node.session import DecodeSession
-from pdserve.decode_node.token_streams import TokenStreams
 from pdserve.kv_transfer.control.sink import KVSink
 from pdserve.kv_transfer.control.ticket import RankEndpoint
 from pdserve.kv_transfer.layout import Rect, fingerprint
@@ -30,11 +30,10 @@ from pdserve.kv_transfer.selection import TransferSetup, set_up
 class DecodeNode(EngineNode[DecodeSession, KVSink]):
     role = pb.ROLE_DECODE
     blame = Blame.DECODE
-    token_streams = True
 
     def __init__(self, config: WorkerNodeConfig) -> None:
         super().__init__(config)
-        self.streams = TokenStreams()
+        self.streams = RouterStreams()
 
     def set_up_transfers(self) -> TransferSetup:
         key = self.credentials.key
@@ -62,7 +61,7 @@ class DecodeNode(EngineNode[DecodeSession, KVSink]):
         )
 
     def end_streams(self) -> None:
-        self.streams.close()
+        self.streams.end()
 
     def finish_choice(self, request_id: str, choice: int) -> None:
         """Ends a choice of which the router needs no more tokens."""
@@ -105,36 +104,34 @@ class DecodeService(pb_grpc.DecodeServicer):
 
     async def Run(
         self, request: pb.DecodeRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[pb.DecodeEvent]:
+    ) -> pb.DecodeResponse:
         async with serving(context, self._node.blame):
             if not request.local_prefill and not self._node.transfer_setup.connectors:
                 raise InvalidRequest("a node of both roles takes no KV: it computes its prompts")
-            job = convert.job_from_pb(request.job)
-            session = self._node.admit(
-                job, lambda replica: DecodeSession(replica, job, request.job_number)
-            )
-            try:
-                async with aclosing(self._events(session, request)) as events:
-                    async for event in events:
-                        yield event
-            finally:
-                self._node.close(session)
+            with self._node.streams.named(_stream_name(request)) as stream:
+                await stream.until_open()
+                await self._run(request, stream)
+        return pb.DecodeResponse()
 
-    async def _events(
-        self, session: DecodeSession, request: pb.DecodeRequest
-    ) -> AsyncGenerator[pb.DecodeEvent, None]:
-        with self._node.streams.job(request.token_stream, session.fail) as stream:
-            async with aclosing(session.events(request.local_prefill, stream)) as events:
-                async for event in events:
-                    yield event
+    async def _run(self, request: pb.DecodeRequest, stream: RouterStream) -> None:
+        """The job's life. A failure goes where all that happened before it went."""
+        job = convert.job_from_pb(request.job)
+        session = self._node.admit(job, lambda replica: DecodeSession(replica, job))
+        try:
+            with stream.job(request.job_number, session.fail) as writer:
+                try:
+                    await session.run(request.local_prefill, writer)
+                except PdserveError as error:
+                    writer.end(error)
+        finally:
+            self._node.close(session)
 
-    async def Tokens(
-        self, request: pb.TokensRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[pb.StepTokens]:
+    async def Events(
+        self, request: pb.EventsRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.StepEvents]:
         async with serving(context, self._node.blame):
-            if not is_plain_id(request.token_stream):
-                raise InvalidRequest("a token stream needs a name", param="token_stream")
-            async with aclosing(self._node.streams.messages(request.token_stream)) as messages:
+            messages = self._node.streams.messages(_stream_name(request))
+            async with aclosing(messages):
                 async for message in messages:
                     yield message
 
@@ -144,3 +141,9 @@ class DecodeService(pb_grpc.DecodeServicer):
         async with serving(context):
             self._node.finish_choice(request.request_id, request.choice)
         return pb.FinishChoiceResponse()
+
+
+def _stream_name(request: pb.DecodeRequest | pb.EventsRequest) -> str:
+    if not is_plain_id(request.stream):
+        raise InvalidRequest("a router's stream needs a name", param="stream")
+    return request.stream

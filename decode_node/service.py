@@ -31,7 +31,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
     ) -> pb.CommitResponse:
         async with serving(context, Blame.DECODE):
             sink = self._sink(request.transfer_id)
-            if fault := self._fault_of(request.first_token):
+            if fault := self._fault_of(request.first_token.token):
                 sink.abort(request.transfer_id, request.epoch, fault)
                 raise _bad_commit(fault)
             digests = [RunDigest.from_pb(each) for each in request.digests]
@@ -41,7 +41,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         return pb.CommitResponse(bytes=nbytes)
 
     def _fault_of(self, event: pb.TokenEvent) -> str:
-        """What is wrong with a first token; empty: nothing."""
+        """Says what is wrong with a first token; empty: nothing."""
         if len(event.tokens) != 1:
             return "a commit carries exactly one token"
         (token,) = event.tokens

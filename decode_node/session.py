@@ -1,7 +1,7 @@
 """One job on the decode node, from the reservation of its blocks to its last token.
 
-    reserve ──ticket──▶ (the prefill node writes) ──landed──▶ decode ──▶ tokens
-    compute the prompt here ──prefilled──▶ decode ──▶ tokens
+    reserve ──reserved──▶ (the prefill node writes) ──landed──▶ decode ──tokens──▶ ended
+    compute the prompt here ──prefilled──▶ decode ──tokens──▶ ended
 
 The first choice takes the transferred KV, or computes it. The others share its full blocks through
 the prefix cache and compute the rest of their tokens themselves, so n choices cost one prefill and
@@ -11,10 +11,10 @@ one transfer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import Awaitable
 from functools import partial
 from time import monotonic
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pdserve.common.core.errors import PdserveError
 from pdserve.common.core.request import Choice, FinishReason, GenerateJob, TokenEvent
@@ -22,8 +22,7 @@ from pdserve.common.engine.sequence import Sequence, Status, Times
 from pdserve.common.node.replica import Replica
 from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
-from pdserve.common.rpc.tokens import JobTokens
-from pdserve.decode_node.token_streams import TokenStream
+from pdserve.decode_node.router_streams import JobWriter
 from pdserve.kv_transfer.control.recv_transfer import RecvResult
 from pdserve.kv_transfer.control.sink import KVSink
 
@@ -33,28 +32,23 @@ T = TypeVar("T")
 class DecodeSession:
     """Whoever makes a session must `close` it, whatever happened: that frees everything."""
 
-    def __init__(
-        self, replica: Replica[DecodeSession, KVSink], job: GenerateJob, job_number: int = 0
-    ) -> None:
+    def __init__(self, replica: Replica[DecodeSession, KVSink], job: GenerateJob) -> None:
         self._replica = replica
         self._engine = replica.engine
         self._sink = replica.transfers
         self._metrics = replica.metrics
         self._job = job
-        self._job_number = job_number
-        self._stream: TokenStream | None = None
+        self._writer: JobWriter  # from `run` on
         self._sequences: list[Sequence] = []
         self._unfinished = len(job.choices)
         self._unwanted: set[int] = set()  # choices that a stop string has ended
         self._arrived = self._admitted_at = monotonic()
         self._admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._begun = asyncio.Event()  # some choice has a token, or has ended
+        self._in_place = asyncio.Event()  # all KV has landed
+        self._finished = asyncio.Event()  # every choice has ended
         self._decodes_since = 0.0  # monotonic
-        self._prefill_steps = 0.0  # seconds
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # What `events` has to tell yet: at most max_tokens for each choice. None: a choice
-        # has ended, which went into the stream of tokens.
-        self._events: asyncio.Queue[TokenEvent | pb.Landed | Exception | None] = asyncio.Queue()
         self._transfer_id: bytes | None = None
         self._freed: asyncio.Event | None = None  # set: the hand-off has no more use for its blocks
 
@@ -64,44 +58,24 @@ class DecodeSession:
 
     # ---- the path, top to bottom ------------------------------------------------------------
 
-    async def events(
-        self, local_prefill: bool, stream: TokenStream | None = None
-    ) -> AsyncGenerator[pb.DecodeEvent, None]:
-        """Reserved and Landed, or Prefilled where the prompt is computed here; then tokens until
-        every choice has finished; with a `stream` the tokens go there."""
-        self._stream = stream
+    async def run(self, local_prefill: bool, writer: JobWriter) -> None:
+        """Until every choice has finished; says in order what happens. Raises what went wrong,
+        which whoever runs it must say."""
+        self._writer = writer
         lead, *others = self._job.choices
         first = self._add(lead, remote=not local_prefill)
         if local_prefill:
-            yield pb.DecodeEvent(prefilled=await self._unless_failed(self._prefill(first)))
+            await self._unless_failed(self._begun.wait())
         else:
             await self._unless_failed(self._admitted)
-            ticket = await self._unless_failed(self._reserve(first))
-            ticket.wait_s = monotonic() - self._arrived
-            yield pb.DecodeEvent(reserved=ticket)
+            await self._unless_failed(self._reserve(first))
             with self._metrics.transfer_errors():
-                landed = await self._next()
-            yield pb.DecodeEvent(landed=landed)
+                await self._unless_failed(self._in_place.wait())
         for choice in others:
             self._add(choice, remote=False)
         for index in tuple(self._unwanted):  # what came before these were there
             await self._unless_failed(self.finish(index))
-        while self._unfinished:
-            event = await self._next()
-            self._unfinished -= event is None or event.finish_reason is not None
-            if event is not None:
-                yield pb.DecodeEvent(tokens=convert.event_to_pb(event))
-
-    async def _prefill(self, sequence: Sequence) -> pb.Prefilled:
-        """Until the prompt is computed: then there is a first token, or the choice has ended."""
-        await self._begun.wait()
-        return pb.Prefilled(
-            cached_tokens=sequence.num_cached or 0,
-            queue_s=self._admitted_at - self._arrived,
-            compute_s=self._decodes_since - self._admitted_at,
-            step_s=self._prefill_steps,
-            prompt_logprobs=convert.prompt_to_pb(sequence.take_prompt_logprobs()),
-        )
+        await self._unless_failed(self._finished.wait())
 
     async def finish(self, choice: int) -> None:
         """The router has all it wants of a choice: nothing more is computed for it."""
@@ -138,7 +112,7 @@ class DecodeSession:
             self._admitted.set_result(None)
 
     def computed(self, sequence: Sequence) -> None:
-        """Nobody waits for the KV of a step here."""
+        """The KV of a step goes nowhere from here."""
 
     def sampled(self, sequence: Sequence, event: TokenEvent) -> None:
         if event.finish_reason is not None:
@@ -147,40 +121,49 @@ class DecodeSession:
 
     def fail(self, error: PdserveError) -> None:
         """The node, or its engine for a sequence of the job, cannot go on."""
-        self._events.put_nowait(error)
-        if not self._failed.done():
-            self._failed.set_exception(error)
-            self._failed.exception()  # seen: once tokens flow, nobody waits for it
+        self._fail(error)
 
     # ---- inside -----------------------------------------------------------------------------
 
-    async def _next(self) -> Any:
-        """What comes next: Landed, then tokens; raises what has gone wrong."""
-        event = await self._events.get()
-        if isinstance(event, Exception):
-            raise event
-        return event
+    def _fail(self, error: Exception) -> None:
+        """The first one counts."""
+        if not self._failed.done():
+            self._failed.set_exception(error)
+            self._failed.exception()  # seen, even if the job has ended
 
     def _tell(self, sequence: Sequence, event: TokenEvent) -> None:
-        """The router, of tokens that have just been appended to the sequence."""
+        """Says tokens that have just been appended to the sequence."""
         if not self._begun.is_set():
             self._begin()
-        if self._stream is None:
-            self._events.put_nowait(event)
-            return
         position = sequence.num_output_tokens - len(event.tokens)
         times = self._times(sequence) if self._job.timed else None
-        self._stream.add(JobTokens.of(self._job_number, position, event, times))
+        self._writer.tokens(position, event, times)
         if event.finish_reason is not None:
-            self._events.put_nowait(None)
+            self._choice_ended()
+
+    def _choice_ended(self) -> None:
+        self._unfinished -= 1
+        if not self._unfinished:
+            self._writer.end()
+            self._finished.set()
 
     def _begin(self) -> None:
         """There is a first token: from now on it decodes."""
         self._begun.set()
         if not self._decodes_since:
             self._decodes_since = monotonic()
-            lead = self._sequences[0]
-            self._prefill_steps, lead.times = lead.times.in_steps, Times()
+            self._writer.event(pb.DecodeEvent(prefilled=self._prefilled(self._sequences[0])))
+
+    def _prefilled(self, lead: Sequence) -> pb.Prefilled:
+        """The prompt was computed here; the time of the lead's steps begins anew."""
+        in_steps, lead.times = lead.times.in_steps, Times()
+        return pb.Prefilled(
+            cached_tokens=lead.num_cached or 0,
+            queue_s=self._admitted_at - self._arrived,
+            compute_s=self._decodes_since - self._admitted_at,
+            step_s=in_steps,
+            prompt_logprobs=convert.prompt_to_pb(lead.take_prompt_logprobs()),
+        )
 
     def _times(self, sequence: Sequence) -> tuple[float, float, float]:
         spent = sequence.times
@@ -206,7 +189,7 @@ class DecodeSession:
         self._engine.add(sequence)
         return sequence
 
-    async def _reserve(self, sequence: Sequence) -> pb.Ticket:
+    async def _reserve(self, sequence: Sequence) -> None:
         first_block = sequence.num_computed // self._engine.scheduler.pool.block_size
         self._freed = asyncio.Event()
         ticket, arrival = await self._sink.reserve(
@@ -217,8 +200,10 @@ class DecodeSession:
             adapter=self._job.adapter,
         )
         self._transfer_id = ticket.transfer_id
+        reserved = ticket.to_pb()
+        reserved.wait_s = monotonic() - self._arrived
+        self._writer.event(pb.DecodeEvent(reserved=reserved))
         arrival.add_done_callback(partial(self._landed, sequence, monotonic()))
-        return ticket.to_pb()
 
     def _release(self, sequence: Sequence) -> None:
         assert self._freed is not None
@@ -229,31 +214,31 @@ class DecodeSession:
         self, sequence: Sequence, reserved_at: float, landing: asyncio.Future[RecvResult]
     ) -> None:
         """The hand-off has an outcome. If it is the KV, the sequence is computed from the next step
-        on, whoever is still to be told."""
+        on, whoever has yet to hear of it."""
         try:
             arrival = landing.result()
             if sequence.status is not Status.REMOTE:
                 return  # closed meanwhile
             self._transfer_id = self._freed = None
             self._decodes_since = monotonic()
-            self._events.put_nowait(self._activate(sequence, arrival))
+            self._activate(sequence, arrival)
             seconds = monotonic() - reserved_at
             self._metrics.observe_transfer(num_bytes=arrival.nbytes, seconds=seconds)
+            self._in_place.set()
         except Exception as error:
-            self._events.put_nowait(error)
+            self._fail(error)
 
-    def _activate(self, sequence: Sequence, arrival: RecvResult) -> pb.Landed:
-        event = convert.event_from_pb(arrival.first_token)
-        cached = sequence.num_cached or 0
-        if self._engine.activate(sequence, event.tokens[0]):
-            # The first token ended the choice; its client has it from the prefill node.
-            self._engine.release(sequence)
-            self._unfinished -= 1
-        return pb.Landed(
+    def _activate(self, sequence: Sequence, arrival: RecvResult) -> None:
+        landed = pb.Landed(
             bytes=arrival.nbytes,
-            cached_tokens=cached,
+            cached_tokens=sequence.num_cached or 0,
             first_token=arrival.first_token,
             data_s=arrival.data_s,
             commit_s=arrival.commit_s,
             verify_s=arrival.verify_s,
         )
+        self._writer.event(pb.DecodeEvent(landed=landed))
+        event = convert.event_from_pb(arrival.first_token.token)
+        if self._engine.activate(sequence, event.tokens[0]):  # it ends the choice
+            self._engine.release(sequence)
+            self._choice_ended()

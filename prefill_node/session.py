@@ -48,7 +48,8 @@ class PrefillSession:
         self._sequence = self._engine.new_sequence(job, job.choices[0])
         self._num_tokens = self._sequence.num_tokens  # whose KV is handed over
         self._known_token = known_token
-        self._first_token: asyncio.Future[TokenEvent] = asyncio.get_running_loop().create_future()
+        self._first_token: asyncio.Future[pb.FirstToken]
+        self._first_token = asyncio.get_running_loop().create_future()
         self._handoff: SendTransfer | None = None
         self._committed: asyncio.Future[SendResult] | None = None
         self._next_block = ticket.first_block  # the first one not yet sent
@@ -63,10 +64,10 @@ class PrefillSession:
             self._handoff = self._source.begin(self._ticket, self._job.adapter)
             self._replica.adopt(self._sequence, self)
             self._engine.add(self._sequence)
-            event = await self._handoff.watch(self._first_token)
-            yield pb.PrefillEvent(first_token=self._describe(event))
+            first = await self._handoff.watch(self._first_token)
+            yield pb.PrefillEvent(first_token=first)
             if self._committed is None:
-                return  # nobody will decode: `close` ends the hand-off
+                return  # the token was the last one: `close` ends the hand-off
             result = await asyncio.shield(self._committed)
         self._metrics.observe_transfer(num_bytes=result.nbytes, seconds=result.seconds)
         yield pb.PrefillEvent(handed_off=pb.HandedOff(transfer_s=result.seconds))
@@ -94,11 +95,13 @@ class PrefillSession:
             self._take(self._known_token or event)
 
     def _take(self, token: TokenEvent) -> None:
-        """The decode node learns it no later than the client does."""
+        """The decode node learns it no later than the client does, and says it again: whichever
+        comes first to the router, it has all that this node says of the prompt."""
         assert self._handoff is not None
-        self._first_token.set_result(token)
+        first = self._describe(token)
+        self._first_token.set_result(first)
         if token.finish_reason is None or len(self._job.choices) > 1:
-            self._committed = self._handoff.commit(convert.event_to_pb(token))
+            self._committed = self._handoff.commit(first)
 
     def fail(self, error: PdserveError) -> None:
         """The node, or its engine for a sequence of the job, cannot go on."""

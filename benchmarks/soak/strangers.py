@@ -124,12 +124,16 @@ async def _generates(fleet: Fleet, fault: Fault) -> str:
     job = pb.Job(request_id="stranger", prompt_token_ids=[5, 6, 7], choices=[pb.Choice()])
     async with calls(fleet, info.address, trusted=False) as channel:
         if info.role == pb.ROLE_DECODE:
-            call = pb_grpc.DecodeStub(channel).Run(pb.DecodeRequest(job=job), timeout=TIMEOUT)
+            stub, name = pb_grpc.DecodeStub(channel), "stranger"
+            events = stub.Events(pb.EventsRequest(stream=name), timeout=TIMEOUT)
+            run = stub.Run(pb.DecodeRequest(job=job, stream=name), timeout=TIMEOUT)
+            told = await run.code()
+            events.cancel()
         else:
             call = pb_grpc.PrefillStub(channel).Run(pb.PrefillRequest(job=job), timeout=TIMEOUT)
-        await call.read()
-        told = await call.code() if call.done() else None
-        call.cancel()
+            await call.read()
+            told = await call.code() if call.done() else None
+            call.cancel()
     if told not in (None, grpc.StatusCode.OK):
         return told.name
     return "OK" if fleet.open else ADMITTED

@@ -74,7 +74,6 @@ class EngineNode(ABC, Generic[S, T]):
 
     role: ClassVar[pb.Role]
     blame: ClassVar[Blame]
-    token_streams: ClassVar[bool] = False  # the role serves Decode.Tokens
 
     def __init__(self, config: WorkerNodeConfig) -> None:
         """Takes a config whose `engine.model.model` is a folder. Raises ConfigError."""
@@ -353,7 +352,6 @@ class EngineNode(ABC, Generic[S, T]):
             block_size=self.config.engine.cache.block_size,
             num_blocks=num_blocks(self.replicas),
             instance=secrets.token_hex(16),
-            token_streams=self.token_streams,
             takes_adapters=self.adapters.enabled,
             adapters=self.adapters.present,
         )

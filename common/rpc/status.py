@@ -19,6 +19,7 @@ from pdserve.common.core.errors import Blame, PdserveError
 from pdserve.common.core.printable import MAX_PEER_TEXT, cut_bytes, peer_code, printable
 from pdserve.common.core.request import is_plain_id, new_request_id
 from pdserve.common.obs.logging import request_id_var
+from pdserve.common.rpc.pb import cluster_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ REQUEST_ID_KEY = "x-request-id"
 # whoever gets more than 8 KiB of metadata gets none of it.
 MAX_MESSAGE = 1024
 CLOCK_KEY = "pdserve-clock"  # `ClockSkew.clock`
-_CODE, _BLAME, _RETRYABLE, _PARAM, _RETRY_AFTER = (
+CODE_KEY, _BLAME, _RETRYABLE, _PARAM, _RETRY_AFTER = (
     f"pdserve-{name}" for name in ("error-code", "blame", "retryable", "param", "retry-after")
 )
 
@@ -108,19 +109,8 @@ async def abort(context: Context, error: PdserveError, details: Sequence[Message
         grpc.aio.AbortError: always, but for
         CallGone: the caller has left.
     """
-    status = STATUS.get(type(error), grpc.StatusCode.INTERNAL)
-    message = cut_bytes(error.message, MAX_MESSAGE)
-    metadata: list[tuple[str, str | bytes]] = [
-        (_CODE, error.code),
-        (_BLAME, str(error.blame)),
-        (_RETRYABLE, str(int(error.retryable))),
-    ]
-    if error.param is not None:
-        metadata.append((_PARAM, error.param))
-    if error.retry_after is not None:
-        metadata.append((_RETRY_AFTER, str(error.retry_after)))
-    if isinstance(error, errors.ClockSkew):
-        metadata.append((CLOCK_KEY, error.clock))
+    status, message, words = _told(error)
+    metadata: list[tuple[str, str | bytes]] = list(words.items())
     if details:
         packed = [Packed() for _ in details]
         for each, detail in zip(packed, details, strict=True):
@@ -132,6 +122,37 @@ async def abort(context: Context, error: PdserveError, details: Sequence[Message
     except grpc.aio.InternalError:
         raise CallGone from None
 
+
+def _told(error: PdserveError) -> tuple[grpc.StatusCode, str, dict[str, str]]:
+    """A status, its text, and our words in its metadata."""
+    words = {
+        CODE_KEY: error.code,
+        _BLAME: str(error.blame),
+        _RETRYABLE: str(int(error.retryable)),
+    }
+    if error.param is not None:
+        words[_PARAM] = error.param
+    if error.retry_after is not None:
+        words[_RETRY_AFTER] = str(error.retry_after)
+    if isinstance(error, errors.ClockSkew):
+        words[CLOCK_KEY] = error.clock
+    status = STATUS.get(type(error), grpc.StatusCode.INTERNAL)
+    return status, cut_bytes(error.message, MAX_MESSAGE), words
+
+
+def failure_to_pb(error: PdserveError) -> pb.Failure:
+    """An error that travels in a message: what its status would say."""
+    status, message, words = _told(error)
+    return pb.Failure(status=status.value[0], message=message, metadata=words)
+
+
+def failure_from_pb(failure: pb.Failure, peer: Blame) -> PdserveError:
+    """The typed error, whatever a peer of any version says."""
+    status = _STATUS_BY_NUMBER.get(failure.status, grpc.StatusCode.UNKNOWN)
+    return _error(status, failure.message, dict(failure.metadata), peer)
+
+
+_STATUS_BY_NUMBER = {status.value[0]: status for status in grpc.StatusCode}
 
 # Nobody answered; any other status is somebody's answer.
 _LOST = (
@@ -146,16 +167,20 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: Blame) -> PdserveError:
     metadata the transport or the peer's server failed, and the peer is to blame; so it is for a
     defect in its handler, and for what is nobody's that we know of."""
     metadata = _metadata(error.trailing_metadata() or ())
-    message = printable(error.details() or error.code().name, MAX_PEER_TEXT)
-    if _CODE not in metadata:
-        code = "PEER_LOST" if error.code() in _LOST else "RPC_FAILED"
-        return errors.NodeError(
-            f"{peer} node: {error.code().name}: {message}", code=code, blame=peer
-        )
-    cls = _CLASS.get(error.code(), errors.NodeError)
+    return _error(error.code(), error.details() or error.code().name, metadata, peer)
+
+
+def _error(
+    status: grpc.StatusCode, text: str, metadata: dict[str, str], peer: Blame
+) -> PdserveError:
+    message = printable(text, MAX_PEER_TEXT)
+    if CODE_KEY not in metadata:
+        code = "PEER_LOST" if status in _LOST else "RPC_FAILED"
+        return errors.NodeError(f"{peer} node: {status.name}: {message}", code=code, blame=peer)
+    cls = _CLASS.get(status, errors.NodeError)
     return cls(
         message,
-        code=peer_code(metadata[_CODE]),
+        code=peer_code(metadata[CODE_KEY]),
         blame=peer if cls is errors.ClusterAuthError else _blame(metadata.get(_BLAME), peer),
         retryable=metadata.get(_RETRYABLE) == "1",
         param=metadata.get(_PARAM),

@@ -1,8 +1,10 @@
-"""The tokens of a step, as they cross from a decode node to a router: MessagePack, in `StepTokens`.
+"""The events of a step, as they cross from a decode node to a router: MessagePack, in
+`StepEvents`.
 
-A step makes one of these for each sequence, some hundred thousand a second on a busy router, so
+A step makes `JobTokens` for each sequence, some hundred thousand a second on a busy router, so
 they are arrays without field names, encoded and decoded by msgspec. Fields are only ever added at
-the end, with a default.
+the end, with a default. All else is rare, and a protobuf message in a `JobEvent`. Both are in one
+list, in the order in which the node said them.
 """
 
 from __future__ import annotations
@@ -10,14 +12,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+from google.protobuf.message import DecodeError
 
 from pdserve.common.core.request import FinishReason, TokenEvent
 from pdserve.common.core.sampling import SampledToken, TokenLogprobs
+from pdserve.common.rpc.pb import cluster_pb2 as pb
 
 _FINISH = {reason.value: reason for reason in FinishReason}
 
 
-class JobTokens(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class JobTokens(msgspec.Struct, array_like=True, frozen=True, gc=False, tag=0):
     """Tokens of one choice of a job. `position` is the first one's among all tokens of the
     choice's output, so that one that is lost, doubled or out of order is seen."""
 
@@ -72,14 +76,30 @@ class JobTokens(msgspec.Struct, array_like=True, frozen=True, gc=False):
         return TokenEvent(self.choice, tokens, finish, self.stop_token_id)
 
 
+class JobEvent(msgspec.Struct, array_like=True, frozen=True, gc=False, tag=1):
+    """Anything else than tokens that a node says of a job."""
+
+    job: int  # DecodeRequest.job_number
+    message: bytes  # a DecodeEvent
+
+    def event(self) -> pb.DecodeEvent:
+        """Raises ValueError: these bytes are something else."""
+        try:
+            return pb.DecodeEvent.FromString(self.message)
+        except DecodeError as error:
+            raise ValueError(f"an event does not parse: {error}") from None
+
+
+StepEvent = JobTokens | JobEvent
+
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(list[JobTokens])
+_decoder = msgspec.msgpack.Decoder(list[StepEvent])
 
 
-def encode_tokens(tokens: Sequence[JobTokens]) -> bytes:
-    return _encoder.encode(tokens)
+def encode_events(events: Sequence[StepEvent]) -> bytes:
+    return _encoder.encode(events)
 
 
-def decode_tokens(message: bytes) -> list[JobTokens]:
+def decode_events(message: bytes) -> list[StepEvent]:
     """Raises msgspec.DecodeError: these bytes are something else."""
     return _decoder.decode(message)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -11,7 +11,7 @@ import grpc
 
 from pdserve.common.core.errors import PdserveError
 from pdserve.common.obs.tracing import PARENT, Tracer, plain_parent, traceparent
-from pdserve.common.rpc.status import REQUEST_ID_KEY
+from pdserve.common.rpc.status import CODE_KEY, REQUEST_ID_KEY
 
 SPANS = {
     "/pdserve.v1.Prefill/Run": "prefill",
@@ -21,6 +21,8 @@ SPANS = {
 
 traceparent_var: ContextVar[str] = ContextVar("traceparent", default="")
 """The span that the current task works for; calls between nodes carry it."""
+_span_var: ContextVar[Any] = ContextVar("span", default=None)
+"""That of the call that is served."""
 
 
 def trace_metadata() -> tuple[tuple[str, str], ...]:
@@ -29,8 +31,15 @@ def trace_metadata() -> tuple[tuple[str, str], ...]:
     return ((PARENT, parent),) if parent else ()
 
 
+def event_noter() -> Callable[[Any], None]:
+    """Notes an event of a job in the span of the call that is served, from wherever it happens."""
+    span = _span_var.get()
+    return lambda event: None if span is None else _note(span, event)
+
+
 class TraceInterceptor(grpc.aio.ServerInterceptor):
-    """Gives the calls named above a span on this node, whose events are the answers but tokens."""
+    """Gives the calls named above a span on this node, whose events are the answers of a stream,
+    and what `event_noter` notes."""
 
     def __init__(self, tracer: Tracer, node_id: str) -> None:
         self._tracer = tracer
@@ -73,6 +82,7 @@ class TraceInterceptor(grpc.aio.ServerInterceptor):
         parent = plain_parent(metadata.get(PARENT))
         span = self._tracer.begin(name, "SERVER", parent, attributes=attributes)
         traceparent_var.set(traceparent(span))
+        _span_var.set(span)
         try:
             yield span
         except PdserveError as error:
@@ -86,10 +96,11 @@ class TraceInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _note(span: Any, answer: Any) -> None:
-    """An event for each answer of another kind than tokens, with its numbers."""
-    kind = answer.WhichOneof("event")
-    if kind is None or kind == "tokens":
+    """An event of the answer's kind, with its numbers; a job's failure is the span's."""
+    if (kind := answer.WhichOneof("event")) is None:
         return
     told = getattr(answer, kind)
+    if kind == "ended" and told.HasField("failure"):
+        span.set_attribute("error.type", told.failure.metadata.get(CODE_KEY, "aborted"))
     numbers = {f.name: value for f, value in told.ListFields() if isinstance(value, (int, float))}
     span.add_event(kind, {f"pdserve.{name}": value for name, value in numbers.items()})

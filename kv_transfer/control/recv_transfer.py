@@ -33,7 +33,7 @@ from pdserve.kv_transfer.digest import RunDigest, mismatch
 class RecvResult:
     """Tells the decode session that all KV is in its blocks."""
 
-    first_token: pb.TokenEvent  # as the source committed it
+    first_token: pb.FirstToken  # as the source committed it
     nbytes: int
     # Seconds from the epoch's ticket:
     data_s: float = 0.0  # until the last byte was in place
@@ -47,7 +47,7 @@ class Epoch:
     def __init__(self) -> None:
         self.landed: dict[int, int] = {}  # rank → bytes
         self.times: dict[SinkEvent, float] = {}  # when each event came
-        self.first_token = pb.TokenEvent()  # as committed
+        self.first_token = pb.FirstToken()  # as committed
         self.digests: Sequence[RunDigest] = ()
         self.ticket: asyncio.Future[Ticket] = new_future()  # for `issued`, `retarget`
         self.committed: asyncio.Future[int] = new_future()  # for `commit`: bytes landed
@@ -114,7 +114,7 @@ class RecvTransfer:
             self.cancel("while blocks were reserved")
             raise
 
-    async def commit(self, first_token: pb.TokenEvent, digests: Sequence[RunDigest]) -> int:
+    async def commit(self, first_token: pb.FirstToken, digests: Sequence[RunDigest]) -> int:
         """Implements `KVSink.commit`, for the current epoch."""
         epoch = self.epoch
         if self.machine.state in (SinkState.RESERVED, SinkState.LANDED):

@@ -118,7 +118,7 @@ class KVSink:
         self,
         transfer_id: bytes,
         epoch: int,
-        first_token: pb.TokenEvent,
+        first_token: pb.FirstToken,
         digests: Sequence[RunDigest] = (),
     ) -> int:
         """Takes the source's commit, after its last run, with the `first_token`. Returns the bytes

@@ -43,7 +43,7 @@ class SinkClient:
             self._channel(ticket.address).get_state(True)
 
     async def commit(
-        self, ticket: Ticket, first_token: pb.TokenEvent, digests: Sequence[RunDigest]
+        self, ticket: Ticket, first_token: pb.FirstToken, digests: Sequence[RunDigest]
     ) -> int:
         """Returns the bytes that landed, once the sequence is runnable there. It has no deadline:
         it lasts as long as the transfer makes progress."""

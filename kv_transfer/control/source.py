@@ -133,7 +133,7 @@ class SendTransfer:
         self._machine = source_machine(source.counts)
         self._lease = Lease(source.lease_s, self._lapse)
         self._cause: PdserveError | None = None
-        self._first_token = pb.TokenEvent()  # as it is committed
+        self._first_token = pb.FirstToken()  # as it is committed
         self._nbytes = 0
         self._started: float | None = None
         self._seconds = 0.0
@@ -152,7 +152,7 @@ class SendTransfer:
         self._started = self._started or asyncio.get_running_loop().time()
         self._announcer.announce(run, block_ids, last)
 
-    def commit(self, first_token: pb.TokenEvent) -> asyncio.Future[SendResult]:
+    def commit(self, first_token: pb.FirstToken) -> asyncio.Future[SendResult]:
         """Asks the sink to take over with `first_token`, after the last run was announced. When the
         future is done no rank reads the blocks: it has a result if the sink took over, else a
         TransferError. Do not cancel it."""

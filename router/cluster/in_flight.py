@@ -25,7 +25,7 @@ LINK_CODES = frozenset({"PEER_LOST", "CONNECT_FAILED", "LEASE_EXPIRED", "NO_COMM
 SOUND_CODES = frozenset({"SEQUENCE_FAILED", "ADAPTER_NOT_LOADED"})
 
 
-class InFlight:
+class InFlightLoad:
     """Use as a context manager: the request counts as the node's load inside, and how it ends is
     reported to the node's circuit breaker."""
 
@@ -40,7 +40,7 @@ class InFlight:
         self._last_chance = last_chance
         self.first_in_line = False  # it was the next to be prefilled when it failed
 
-    def __enter__(self) -> InFlight:
+    def __enter__(self) -> InFlightLoad:
         node = self._node
         node.last_chance = self._last_chance or node.last_chance
         node.in_flight += 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import Any, Generic, Self, TypeVar
+from contextlib import contextmanager
+from typing import Any, Self
 
 import grpc
 from grpc.aio import EOF  # type: ignore[attr-defined]
@@ -18,19 +18,16 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.status import REQUEST_ID_KEY, from_rpc_error
 from pdserve.common.rpc.trace import trace_metadata
-from pdserve.router.cluster.health import TICK
 from pdserve.router.cluster.registry import Node
 
 logger = logging.getLogger(__name__)
-
-EventT = TypeVar("EventT", pb.PrefillEvent, pb.DecodeEvent)
 
 RETARGET_TIMEOUT = 5.0  # seconds a decode node gets to quiesce its ranks
 FINISH_TIMEOUT = 5.0  # seconds a decode node gets to note that a choice has ended
 
 
 class NodeClient:
-    """What one request asks of one node."""
+    """The calls of one request to one node."""
 
     def __init__(self, channels: Channels, node: Node, request_id: str) -> None:
         self._channels = channels
@@ -40,11 +37,11 @@ class NodeClient:
         own = (REQUEST_ID_KEY, request_id_var.get() or request_id)
         self._metadata = (own, *trace_metadata())
 
-    def prefill(self, request: pb.PrefillRequest) -> NodeStream[pb.PrefillEvent]:
-        return NodeStream(pb_grpc.PrefillStub, self._channel, self._node, request, self._metadata)
+    def prefill(self, request: pb.PrefillRequest) -> PrefillCall:
+        return PrefillCall(self._channel, self._node, request, self._metadata)
 
-    def decode(self, request: pb.DecodeRequest) -> DecodeStream:
-        return DecodeStream(pb_grpc.DecodeStub, self._channel, self._node, request, self._metadata)
+    def decode(self, request: pb.DecodeRequest) -> DecodeCall:
+        return DecodeCall(self._channel, self._node, request, self._metadata)
 
     async def retarget(self, transfer_id: bytes) -> pb.Ticket:
         """A ticket of the next epoch, for another prefill node.
@@ -65,8 +62,8 @@ class NodeClient:
         return ticket
 
     async def finish_choice(self, choice: int) -> None:
-        """Tells a decode node that no more of a choice is wanted. One that does not get this, or
-        is older than the call, does no harm."""
+        """Tells a decode node that no more of a choice is wanted. One that does not get this does
+        no harm."""
         stub = pb_grpc.DecodeStub(self._channel)
         request = pb.FinishChoiceRequest(request_id=self._request_id, choice=choice)
         try:
@@ -79,19 +76,13 @@ class NodeClient:
         return self._channels.get(self._node.info.address)
 
 
-class NodeStream(Generic[EventT]):
+class NodeCall:
     """Use as a context manager: leaving it cancels what is still going on, and the node frees
     what it holds for the call. It also fails when the registry says that the node is lost."""
 
-    def __init__(
-        self, stub: Any, channel: grpc.aio.Channel, node: Node, request: Any, metadata: Any
-    ) -> None:
-        """Starts the call; `stub` is the generated class of a service with a method `Run`."""
-        self._connected = channel.get_state(True) is grpc.ChannelConnectivity.READY
+    def __init__(self, channel: grpc.aio.Channel, node: Node) -> None:
         self._node = node
-        self._lost: Exception | None = None
-        self._failed = asyncio.Event()
-        self._call = stub(channel).Run(request, metadata=metadata)
+        self.connected = is_connected(channel)  # or was, or the node has answered
 
     def __enter__(self) -> Self:
         self._node.on_lost.add(self.fail)
@@ -99,114 +90,138 @@ class NodeStream(Generic[EventT]):
 
     def __exit__(self, *_: object) -> None:
         self._node.on_lost.discard(self.fail)
-        self._call.cancel()
-
-    def heard(self) -> None:
-        """The node has this call: it speaks of it elsewhere."""
-        self._connected = True
-
-    @property
-    def failed(self) -> bool:
-        return self._failed.is_set()
+        self._cancel()
 
     def fail(self, error: Exception) -> None:
-        """It is of no use any more: whoever reads it gets this error. The first one counts."""
-        self._lost = self._lost or error
-        self._failed.set()
-        self._call.cancel()
+        """It is of no use any more: whoever waits for it gets this error. The first one counts."""
+        raise NotImplementedError
 
-    async def read(self) -> EventT | None:
-        """The next event; None at the end of the stream.
-
-        Raises:
-            PdserveError: the node refused, failed or vanished; `blame` says whose fault it is.
-        """
-        with self._typed_errors():
-            event = await self._call.read()
-        if event is None:  # gRPC's word for bytes that do not parse
-            raise self._protocol_error("a reply does not parse")
-        self._connected = True
-        return None if event is EOF else event
-
-    async def rest(self, seconds: float) -> None:
-        """The stream has ended; what is still to come on others may take so long, while this
-        process runs.
-
-        Raises:
-            PdserveError: it did not come.
-        """
-        clock = self._node.clock
-        until = clock() + seconds
-        while not self._failed.is_set() and (left := until - clock()) > 0:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(min(left, TICK)):
-                    await self._failed.wait()
-        raise self._lost or self._protocol_error("its stream ended before every choice did")
-
-    async def expect(self, field: str) -> Any:
-        """What the next event says, which must be of this kind, unless it is a later version's."""
-        event = await self.read()
-        while event is not None and event.WhichOneof("event") is None:
-            event = await self.read()
-        if event is None or not event.HasField(field):
-            raise self._protocol_error(f"the stream has no {field!r}")
-        return getattr(event, field)
-
-    # ---- inside ------------------------------------------------------------------------------
+    def _cancel(self) -> None:
+        raise NotImplementedError
 
     @contextmanager
     def _typed_errors(self) -> Iterator[None]:
+        role = self._node.role
         try:
             yield
         except grpc.aio.AioRpcError as error:
-            raise self._lost or self._typed(error) from None
+            raise call_error(error, self._node, self.connected) from None
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise  # it is our task that was cancelled, not this call alone
-            lost = NodeError(
-                f"{self._node.role} node: the call was cancelled",
-                code="PEER_LOST",
-                blame=Blame(self._node.role),
-            )
-            raise self._lost or self._node.excused(lost) from None
+            message = f"{role} node: the call was cancelled"
+            lost = NodeError(message, code="PEER_LOST", blame=Blame(role))
+            raise self._node.excused(lost) from None
         except Exception as error:  # a reply that gRPC itself does not understand
-            logger.exception("%s node %s", self._node.role, self._node.id)
-            raise self._protocol_error(f"a reply makes no sense: {error!r}") from error
-
-    def _typed(self, rpc_error: grpc.aio.AioRpcError) -> PdserveError:
-        error = from_rpc_error(rpc_error, Blame(self._node.role))
-        if error.code == "PEER_LOST" and not self._connected:
-            error = NodeError(error.message, code="UNREACHABLE", blame=Blame(self._node.role))
-        return self._node.excused(error)
-
-    def _protocol_error(self, what: str) -> NodeError:
-        return protocol_error(self._node.role, what)
+            logger.exception("%s node %s", role, self._node.id)
+            raise protocol_error(role, f"a reply makes no sense: {error!r}") from error
 
 
-class DecodeStream(NodeStream[pb.DecodeEvent]):
-    """Reserved and landed come once each, in this order and before all tokens; from a node that
-    computes the prompt instead of them prefilled, or nothing from one of an older version."""
+class PrefillCall(NodeCall):
+    """A job on a prefill node, whose answers are a stream."""
 
     def __init__(
-        self, stub: Any, channel: Any, node: Node, request: pb.DecodeRequest, metadata: Any
-    ):
-        super().__init__(stub, channel, node, request, metadata)
-        self._phases = ["reserved", "landed", "tokens"]
-        if request.local_prefill:
-            self._phases = ["prefilled", "tokens"]
+        self, channel: grpc.aio.Channel, node: Node, request: pb.PrefillRequest, metadata: Any
+    ) -> None:
+        """Starts the call."""
+        super().__init__(channel, node)
+        self._lost: Exception | None = None
+        self._call = pb_grpc.PrefillStub(channel).Run(request, metadata=metadata)
 
-    async def read(self) -> pb.DecodeEvent | None:
-        event = await super().read()
-        kind = None if event is None else event.WhichOneof("event")  # None: a later version's
-        if kind is not None:
-            if kind == "tokens" and self._phases[0] == "prefilled":
-                self._phases.pop(0)
-            if kind != self._phases[0]:
-                raise self._protocol_error(f"{kind!r} is out of order")
-            if kind != "tokens":
-                self._phases.pop(0)
-        return event
+    def fail(self, error: Exception) -> None:
+        self._lost = self._lost or error
+        self._cancel()
+
+    def _cancel(self) -> None:
+        self._call.cancel()
+
+    async def expect(self, field: str) -> Any:
+        """Reads the next event, which must be of this kind, unless it is a later version's.
+
+        Raises:
+            PdserveError: the node refused, failed or vanished; `blame` says whose fault it is.
+        """
+        event = await self._read()
+        while event is not None and event.WhichOneof("event") is None:
+            event = await self._read()
+        if event is None or not event.HasField(field):
+            raise protocol_error(self._node.role, f"the stream has no {field!r}")
+        return getattr(event, field)
+
+    async def _read(self) -> pb.PrefillEvent | None:
+        """The next event; None at the end of the stream."""
+        try:
+            with self._typed_errors():
+                event = await self._call.read()
+        except PdserveError:
+            if self._lost is not None:
+                raise self._lost from None
+            raise
+        if event is None:  # gRPC's word for bytes that do not parse
+            raise protocol_error(self._node.role, "a reply does not parse")
+        self.connected = True
+        return None if event is EOF else event
+
+
+class DecodeCall(NodeCall):
+    """A job on a decode node, of which `Decode.Run` is the life: all that the node says of it
+    comes on the node's stream. `ended` waits for the outcome, whoever says it."""
+
+    def __init__(
+        self, channel: grpc.aio.Channel, node: Node, request: pb.DecodeRequest, metadata: Any
+    ) -> None:
+        super().__init__(channel, node)
+        self._outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._living = asyncio.create_task(self._live(channel, request, metadata))
+
+    @property
+    def over(self) -> bool:
+        return self._outcome.done()
+
+    def finish(self) -> None:
+        """Every choice has finished."""
+        if not self._outcome.done():
+            self._outcome.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        if not self._outcome.done():
+            self._outcome.set_exception(error)
+            self._outcome.exception()  # seen, even if the request has ended otherwise
+
+    async def ended(self) -> None:
+        """Returns when every choice has finished.
+
+        Raises:
+            PdserveError: the node refused, failed or vanished; `blame` says whose fault it is.
+        """
+        await self._outcome
+
+    def _cancel(self) -> None:
+        self._living.cancel()
+
+    async def _live(self, channel: Any, request: pb.DecodeRequest, metadata: Any) -> None:
+        """That the call ends well says nothing: the job's end comes on the stream."""
+        try:
+            with self._typed_errors():
+                response = await pb_grpc.DecodeStub(channel).Run(request, metadata=metadata)
+            if response is None:  # gRPC's word for bytes that do not parse
+                raise protocol_error(self._node.role, "a reply does not parse")
+        except PdserveError as error:
+            self.fail(error)
+
+
+def is_connected(channel: grpc.aio.Channel) -> bool:
+    """Whether the channel is connected; if not it begins to connect."""
+    return channel.get_state(True) is grpc.ChannelConnectivity.READY
+
+
+def call_error(error: grpc.aio.AioRpcError, node: Node, connected: bool) -> PdserveError:
+    """The typed error behind a call that failed; `connected`: the node was there."""
+    known = from_rpc_error(error, Blame(node.role))
+    if known.code == "PEER_LOST" and not connected:
+        known = NodeError(known.message, code="UNREACHABLE", blame=Blame(node.role))
+    return node.excused(known)
 
 
 def protocol_error(role: str, what: str) -> NodeError:

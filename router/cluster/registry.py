@@ -53,7 +53,7 @@ class Node:
     load: pb.NodeLoad
     last_seen: float
     breaker: CircuitBreaker
-    # ---- this router's requests on it; `InFlight` writes these
+    # ---- this router's requests on it; `InFlightLoad` writes these
     in_flight: int = 0
     # Tokens that it still has to prefill for each request, in order of arrival.
     prefilling: dict[object, int] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Node:
 
     @property
     def replicas(self) -> int:
-        """The replicas that share its load; a node of an older version has one."""
+        """The replicas that share its load."""
         return max(1, self.info.data_parallel_size)
 
     @property

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine
+from contextvars import copy_context
 
-from pdserve.common.core.errors import PdserveError, TransferError
+from pdserve.common.core.errors import Blame, PdserveError, TransferError
 from pdserve.common.core.request import TokenEvent
 from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.common.rpc import convert
 from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2 as pb
-from pdserve.common.rpc.tokens import JobTokens
-from pdserve.router.cluster.in_flight import LINK_CODES, InFlight
-from pdserve.router.cluster.node_client import DecodeStream, NodeClient, protocol_error
+from pdserve.common.rpc.status import failure_from_pb
+from pdserve.common.rpc.tokens import JobEvent, JobTokens, StepEvent
+from pdserve.router.cluster.in_flight import LINK_CODES, InFlightLoad
+from pdserve.router.cluster.node_client import DecodeCall, NodeClient, protocol_error
+from pdserve.router.cluster.node_streams import NodeStreams
 from pdserve.router.cluster.placement import NodeSelector
 from pdserve.router.cluster.registry import Node, Registry
-from pdserve.router.cluster.token_streams import TokenStreams
 from pdserve.router.requests.request_state import RequestState, bad_token
 from pdserve.router.requests.stages import Phase
 
 logger = logging.getLogger(__name__)
-
-Times = tuple[float, float, float]  # as `JobTokens.times`
-LAST_TOKENS = 5.0  # seconds that the last tokens may come after the end of `Decode.Run`
-LAST_WORD = 1.0  # seconds that the prefill node's first word may come after the last token
 
 
 class AttemptFailed(Exception):
@@ -32,12 +31,13 @@ class AttemptFailed(Exception):
 
 
 class Attempt:
-    """What one decode node makes of a request, with as many prefill nodes as it takes to hand the
-    KV over to it.
+    """One decode node's work on a request, with as many prefill nodes as it takes to hand the KV
+    over to it.
 
-        Decode.Run ──▶ reserved ─┬─▶ Prefill.Run ──▶ first token ──▶ handed off
-                                 │        └─ fails ─▶ Retarget: the next epoch's ticket ─▶ another
-                                 └─▶ landed ──▶ tokens
+        the node's stream ──▶ reserved ─┬─▶ Prefill.Run ──▶ first token ──▶ handed off
+                                        │        └─ fails ─▶ Retarget: the next epoch's ticket
+                                        ├─▶ landed (or prefilled), tokens, ended: in order
+        Decode.Run: the job's life ─────┘
 
     The client sees the first token once, whichever node sends it first, and it stands: a prefill
     node that takes over commits that token and no other.
@@ -47,7 +47,7 @@ class Attempt:
         self,
         registry: Registry,
         channels: Channels,
-        streams: TokenStreams,
+        streams: NodeStreams,
         placement: NodeSelector,
         metrics: RouterMetrics,
         state: RequestState,
@@ -65,18 +65,17 @@ class Attempt:
         self._decode_client = NodeClient(channels, decode, state.request_id)
         self._role, self._version = decode.role, decode.info.fingerprint
         self._local_prefill = local_prefill
+        # What the decode node says next; then tokens.
+        self._awaited = "prefilled" if local_prefill else "reserved"
         self._prefill: Node | None = None  # the one at work
         self._first: pb.TokenEvent | None = None
-        self._decoding = False  # the decode node has all KV
-        self._prompt_told = asyncio.Event()  # what was cached of it, and how long it took
-        self._handing_off: asyncio.Task[None] | None = None
-        # Tokens may come: it has the first one, and the client what is wanted of the prompt.
-        self._takes = local_prefill and state.prompt_scored
-        # Those that overtook `landed`, after `reserved`, or `prefilled`, where that tells of the
-        # prompt.
-        self._early: list[JobTokens] | None = [] if local_prefill else None
-        self._stream: DecodeStream
-        self._decode_use: InFlight
+        self._prompt_known = False  # what the prefill node at work says of it has come
+        self._context = copy_context()  # the request's, for what begins when a node speaks
+        self._group = asyncio.TaskGroup()
+        self._tasks: list[asyncio.Task[None]] = []  # of the group
+        self._finishing: asyncio.Task[None] | None = None
+        self._call: DecodeCall
+        self._decode_use: InFlightLoad
 
     # ---- the path, top to bottom -------------------------------------------------------------
 
@@ -87,149 +86,153 @@ class Attempt:
             AttemptFailed: another attempt is to go on.
             PdserveError: the request cannot go on.
         """
-        with self._in_flight(self._decode, prefills=self._local_prefill) as use:
+        with self._in_flight(self._decode, prefills=self._local_prefill) as self._decode_use:
             try:
                 self._state.stages.enter(
                     Phase.PREFILL if self._local_prefill else Phase.RESERVE, self._decode.id
                 )
-                async with asyncio.TaskGroup() as group:
-                    finishing = group.create_task(self._finish_choices())
-                    decoding = group.create_task(self._run_decode(group, use))
-                    await self._state.ended.wait()
-                    if self._local_prefill:
-                        await self._told_of_prompt(decoding, LAST_TOKENS)
-                    decoding.cancel()
-                    finishing.cancel()
-                    if self._handing_off is not None:
-                        if self._prefill is not None:
-                            await self._told_of_prompt(self._handing_off, LAST_WORD)
-                        self._handing_off.cancel()
+                async with self._group:
+                    await self._run_decode()
+                    for beside in self._tasks:
+                        beside.cancel()
             except BaseExceptionGroup as failures:
                 if self._state.finished:
-                    return  # the answer is whole: what fails now is nobody's failure
+                    return  # the answer is whole: what fails now is no failure of its own
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():  # Python before 3.13 forgets it here
                     raise asyncio.CancelledError from None
                 raise failures.exceptions[0] from None  # what failed first: all follows from it
 
-    async def _told_of_prompt(self, listening: asyncio.Task[None], seconds: float) -> None:
-        """Tokens have a stream of their own: a short answer's overtake what is said of the prompt,
-        as what was cached of it. Waits until that is heard, but not for ever: the client has all
-        tokens, and it is no failure if nothing comes."""
-        told = asyncio.create_task(self._prompt_told.wait())
-        try:
-            with self._state.deadline.waiting():
-                await asyncio.wait(
-                    (told, listening), timeout=seconds, return_when=asyncio.FIRST_COMPLETED
-                )
-        finally:
-            told.cancel()
-
-    async def _run_decode(self, group: asyncio.TaskGroup, use: InFlight) -> None:
-        """Reads what the decode node says; the hand-off goes on beside it."""
+    async def _run_decode(self) -> None:
+        """Until every choice has finished; `take` hears what the decode node says meanwhile."""
         request = pb.DecodeRequest(job=self._job, local_prefill=self._local_prefill)
-        self._decode_use = use
         try:
             with (
-                self._streams.job(self._decode, request, self) as streamed,
-                self._decode_client.decode(request) as self._stream,
+                self._streams.job(self._decode, request, self),
+                self._decode_client.decode(request) as self._call,
             ):
-                while (event := await self._stream.read()) is not None:
-                    if event.HasField("reserved"):
-                        self._state.mark("reserved")
-                        self._state.stages.told(Phase.RESERVE, decode_slot=event.reserved.wait_s)
-                        self._early = []
-                        self._handing_off = group.create_task(self._hand_off(event.reserved))
-                    elif event.HasField("prefilled"):
-                        self._prefilled(event.prefilled, self._decode)
-                        self._take_early()
-                    elif event.HasField("landed"):
-                        # What is wanted of the prompt is with the prefill node's first token alone.
-                        await self._state.until_prompt_scored()
-                        self._landed(event.landed)
-                    elif event.HasField("tokens"):
-                        self._take(convert.event_from_pb(event.tokens))
-                if self._local_prefill:
-                    self._prompt_told.set()  # or it does not say so any more
-                if not self._state.finished:
-                    await self._stream.rest(LAST_TOKENS if streamed else 0.0)
+                await self._call.ended()
         except PdserveError as error:
-            use.failed(error)
+            self._decode_use.failed(error)
             if self._state.finished:
                 return
-            self._note_failure(error, self._decode, self._decoding or use.first_in_line)
+            decoding = self._awaited == "tokens" and not self._local_prefill
+            self._note_failure(error, self._decode, decoding or self._decode_use.first_in_line)
             raise AttemptFailed from error
 
-    def _prefilled(self, event: pb.FirstToken | pb.Prefilled, node: Node) -> None:
-        self._state.prefilled(event, node.role)
-        node.prefilled(len(self._state.request.prompt_token_ids), event.cached_tokens)
-        self._prompt_told.set()
+    def _begin(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = self._group.create_task(work, context=self._context)
+        self._tasks.append(task)
+        return task
+
+    # ---- what the decode node says, as a `Receiver` -------------------------------------------
+
+    def take(self, event: StepEvent) -> None:
+        if self._call.over:  # what follows a token that cannot be may fit by accident
+            return
+        try:
+            if isinstance(event, JobTokens):
+                self._take_tokens(event)
+            else:
+                self._take_event(self._parsed(event))
+        except Exception as error:  # of this request, and of no other in the message
+            self._call.fail(error)
+
+    def fail(self, error: PdserveError) -> None:
+        self._call.fail(error)
+
+    def _parsed(self, event: JobEvent) -> pb.DecodeEvent:
+        try:
+            return event.event()
+        except ValueError as error:
+            raise protocol_error(self._role, str(error)) from None
+
+    def _take_event(self, event: pb.DecodeEvent) -> None:
+        kind = event.WhichOneof("event")
+        if kind is None:  # a later version's
+            return
+        if kind == "ended":
+            raise self._ended(event.ended)
+        if kind != self._awaited:
+            raise protocol_error(self._role, f"{kind!r} is out of order")
+        self._call.connected = True
+        if kind == "reserved":
+            self._awaited = "landed"
+            self._reserved(event.reserved)
+        elif kind == "prefilled":
+            self._awaited = "tokens"
+            self._prefilled(event.prefilled)
+        else:
+            self._awaited = "tokens"
+            self._landed(event.landed)
+
+    def _ended(self, ended: pb.Ended) -> PdserveError:
+        """Every choice had its last token before that, or it is a failure."""
+        if ended.HasField("failure"):
+            return self._decode.excused(failure_from_pb(ended.failure, Blame(self._role)))
+        return protocol_error(self._role, "the job ended before every choice did")
+
+    def _reserved(self, ticket: pb.Ticket) -> None:
+        self._state.mark("reserved")
+        self._state.stages.told(Phase.RESERVE, decode_slot=ticket.wait_s)
+        self._state.stages.enter(Phase.QUEUE)
+        self._begin(self._hand_off(ticket))
+
+    def _prefilled(self, prefilled: pb.Prefilled) -> None:
+        self._state.prefilled(prefilled, self._role)
+        self._decode.prefilled(len(self._job.prompt_token_ids), prefilled.cached_tokens)
+        self._state.stages.enter(Phase.DECODE, self._decode.id)
 
     def _landed(self, landed: pb.Landed) -> None:
-        """The tokens that overtook this, or come now, go on after its first one."""
         stages = self._state.stages
         stages.leave(Phase.PREFILL, to=Phase.STREAM)
-        self._take_first(landed.first_token)  # the prefill node's may be late
+        self._take_first(landed.first_token)  # the prefill node's answer may be late
         self._state.landed(landed)
         if not self._state.finished:
             stages.enter(Phase.DECODE, self._decode.id)
         if self._prefill is not None:
             flows = self._registry.flows
             flows.landed(self._prefill.id, self._decode.id, landed.bytes)
-        self._decoding = True
-        self._take_early()
 
-    def _take_early(self) -> None:
-        self._takes = True
-        early, self._early = self._early, None
-        for tokens in early or ():
-            self._take_streamed(tokens)
-
-    def _take_streamed(self, tokens: JobTokens) -> None:
+    def _take_tokens(self, tokens: JobTokens) -> None:
+        if self._awaited != "tokens":
+            raise protocol_error(self._role, "tokens are out of order")
         try:
             event = tokens.event()
         except ValueError as error:
             raise bad_token(self._role, str(error)) from None
-        self._take(event, tokens.position, tokens.times)
-
-    def _take(
-        self, event: TokenEvent, position: int | None = None, times: Times | None = None
-    ) -> None:
-        stages = self._state.stages
-        if stages.phase is Phase.PREFILL:  # the node has computed the prompt itself
-            stages.enter(Phase.DECODE, self._decode.id)
-        if times is not None:
-            in_steps, preempted, total = times
+        if tokens.times is not None:
+            in_steps, preempted, total = tokens.times
             queued = total - in_steps - preempted
-            stages.told(
+            self._state.stages.told(
                 Phase.DECODE, decode_compute=in_steps, preempted=preempted, decode_queue=queued
             )
-        self._state.take(event, self._role, self._version, position)
+        self._take(event, self._role, tokens.position)
         self._decode_use.progressed()
+        if self._state.stopped and not self._call.over:
+            self._finish_choices()
 
-    # ---- as a `Receiver` of tokens -----------------------------------------------------------
+    def _take(self, event: TokenEvent, role: str, position: int | None = None) -> None:
+        self._state.take(event, role, self._version, position)
+        if self._state.finished:
+            self._call.finish()
 
-    def take_tokens(self, tokens: JobTokens) -> None:
-        self._stream.heard()
-        if self._stream.failed:  # what follows a token that cannot be may fit by accident
-            return
-        try:
-            if self._takes:
-                self._take_streamed(tokens)
-            elif self._early is not None and len(self._early) < self._state.most_events:
-                self._early.append(tokens)
-            else:
-                raise protocol_error(self._decode.role, "tokens came too early")
-        except Exception as error:  # of this request, and of no other in the message
-            self._stream.fail(error)
+    def _finish_choices(self) -> None:
+        """Tells the decode node which choices a stop string has ended, so that it computes no more
+        of them: one after the other."""
 
-    def tokens_lost(self, error: PdserveError) -> None:
-        self._stream.fail(error)
+        async def finish() -> None:
+            while self._state.stopped:
+                await self._decode_client.finish_choice(self._state.stopped.popleft())
+
+        if self._finishing is None or self._finishing.done():
+            self._finishing = self._begin(finish())
+
+    # ---- the hand-off -------------------------------------------------------------------------
 
     async def _hand_off(self, ticket: pb.Ticket | None) -> None:
         """Until the decode node has the KV: from one prefill node, or else from the next."""
         state = self._state
-        state.stages.leave(Phase.RESERVE, to=Phase.QUEUE)
         while ticket is not None:
             self._prefill = await self._placement.prefill(state.placement, self._decode)
             if self._prefill is None:
@@ -248,23 +251,22 @@ class Attempt:
         links.begun(*link)
         use = self._in_flight(prefill, prefills=True)
         state, stages = self._state, self._state.stages
+        self._prompt_known = False
         try:
-            with use, client.prefill(request) as stream:
+            with use, client.prefill(request) as call:
                 stages.enter(Phase.PREFILL, prefill.id)
-                first = await stream.expect("first_token")
+                first = await call.expect("first_token")
                 stages.leave(Phase.PREFILL, to=Phase.STREAM)
-                self._prefilled(first, prefill)
-                self._take_first(first.token)
+                self._take_first(first)
+                use.progressed()
                 if not state.finished:
                     stages.leave(Phase.STREAM, to=Phase.HAND_OFF, node=self._decode.id)
-                use.progressed()
-                if not self._state.finished:
-                    handed_off = await stream.expect("handed_off")
-                    self._state.handed_off(handed_off)
+                    handed_off = await call.expect("handed_off")
+                    state.handed_off(handed_off)
                     self._registry.flows.sent(*link, handed_off.transfer_s)
                     links.succeeded(*link)
         except PdserveError as error:
-            if not self._state.finished:
+            if not state.finished:
                 self._note_failure(error, prefill, use.first_in_line)
                 return False
         return True
@@ -275,38 +277,35 @@ class Attempt:
             return await self._decode_client.retarget(ticket.transfer_id)
         except PdserveError as error:
             if error.code == "ALREADY_LANDED":
-                if not self._state.prompt_scored:  # lost with the prefill node
-                    raise AttemptFailed from error
                 return None
             self._note_failure(error, self._decode, computing=False)
             raise AttemptFailed from error
 
-    async def _finish_choices(self) -> None:
-        """Tells the decode node which choices a stop string has ended, so that it computes no more
-        of them."""
-        while True:
-            await self._decode_client.finish_choice(await self._state.stopped.get())
-
-    def _take_first(self, token: pb.TokenEvent) -> None:
-        """The prefill node's token, whoever sends it first."""
+    def _take_first(self, first: pb.FirstToken) -> None:
+        """Takes the prefill node's word of the prompt, and its token: from it, or with the KV."""
+        state = self._state
+        if not self._prompt_known:
+            state.prefilled(first, "prefill")
+            self._prompt_known = True
+            if self._prefill is not None:  # else it has been given up
+                self._prefill.prefilled(len(self._job.prompt_token_ids), first.cached_tokens)
         if self._first is not None:
             return
-        if len(token.tokens) != 1 or token.choice != self._job.choices[0].index:
+        if len(first.token.tokens) != 1 or first.token.choice != self._job.choices[0].index:
             raise bad_token("prefill", "it is not the one that was asked for")
-        event = convert.event_from_pb(token)
-        self._state.take(event, "prefill", self._version)
-        self._first = token
+        self._take(convert.event_from_pb(first.token), "prefill")
+        self._first = first.token
 
     # ---- its nodes ---------------------------------------------------------------------------
 
-    def _in_flight(self, node: Node, prefills: bool) -> InFlight:
+    def _in_flight(self, node: Node, prefills: bool) -> InFlightLoad:
         state = self._state
         tokens = state.num_tokens if prefills else 0
         last_chance = state.request_id if state.retries.last_chance(node.role) else ""
-        return InFlight(self._registry, node, tokens, last_chance)
+        return InFlightLoad(self._registry, node, tokens, last_chance)
 
     def _note_failure(self, error: PdserveError, node: Node, computing: bool) -> None:
-        """What a node says of a transfer, or of its peer, is nobody's own failure.
+        """Notes it. A node that tells of a transfer, or of its peer, has not failed itself.
 
         Raises:
             PdserveError: `error`, or that the request is poison: another attempt would not help.

@@ -192,8 +192,8 @@ class FairExecutor:
         self._work: set[asyncio.Task[Any]] = set()
 
     async def run(self, client: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What comes of the work. Cancelled, it does not begin; but it is not stopped halfway,
-        and its place is free when it has ended.
+        """Returns the outcome of the work. Cancelled, it does not begin; but it is not stopped
+        halfway, and its place is free when it has ended.
 
         Raises:
             Overloaded: too much waits.

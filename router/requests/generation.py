@@ -1,4 +1,4 @@
-"""What the HTTP and gRPC services ask of the pipeline, and what it yields."""
+"""The requests that the HTTP and gRPC services make of the pipeline, and what it yields."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What is new in one choice. The last delta of a choice carries `finish_reason`."""
+    """The news of one choice. The last delta of a choice carries `finish_reason`."""
 
     choice: int
     text: str  # whole characters, no part of a stop string
@@ -77,11 +77,11 @@ class GenerationStats:
 
 
 Update = PromptLogprobs | TextDelta | GenerationStats
-"""What a generation yields: first what is wanted of its prompt, if anything is."""
+"""A generation yields these: first what is wanted of its prompt, if anything is."""
 
 
 class Mailbox(Generic[T]):
-    """What one task gives another, which takes all that is there at once: however much it is, it
+    """One task puts items in, another takes all that are there at once: however many they are, it
     is woken once."""
 
     def __init__(self) -> None:

@@ -1,10 +1,12 @@
 """The request path: admit → place → prefill ∥ decode → detokenize → stream.
 
 client ─▶ generate ─▶ _serve ─▶ Attempt ─ Decode.Run ──▶ D   reserves blocks
-                                    ◀──── ticket ───────
+                                    ◀════ ticket ═══════
                                     ──── Prefill.Run ──▶ P ══ KV blocks ══▶ D
                                     ◀──── first token ──          goes to the client at once
-                                    ◀──── tokens ─────── D        after P's commit
+                                    ◀════ tokens ═══════ D        after P's commit
+
+All that D says comes in order on one stream, ═══, for all requests (`cluster/node_streams.py`).
 
 When P fails, another takes over D's blocks: D issues a ticket of the next epoch (`Retarget`).
 When D fails, the request begins another attempt: prompt and tokens so far are prefilled, and the
@@ -38,9 +40,9 @@ from pdserve.common.rpc.trace import traceparent_var
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.cluster.adapters import ServedAdapters
 from pdserve.router.cluster.cluster_view import ClusterView
+from pdserve.router.cluster.node_streams import NodeStreams
 from pdserve.router.cluster.placement import NodeSelector
 from pdserve.router.cluster.registry import Registry
-from pdserve.router.cluster.token_streams import TokenStreams
 from pdserve.router.requests.admission import Admission
 from pdserve.router.requests.attempt import Attempt, AttemptFailed
 from pdserve.router.requests.generation import GenerationRequest, GenerationStats, Update
@@ -77,7 +79,7 @@ class Pipeline:
         self._started = monotonic()
         self.timelines = Timelines(config.kept_timelines)
         self.view = ClusterView(registry)
-        self.streams = TokenStreams(channels)
+        self.streams = NodeStreams(channels)
         self.placement = NodeSelector(config, self.view)
         self._attempt = partial(Attempt, registry, channels, self.streams, self.placement, metrics)
         self.admission = Admission(

@@ -1,8 +1,8 @@
-"""What one request has become so far: its choices' tokens and text, its times, its failures."""
+"""The state of one request: its choices' tokens and text, its times, its failures."""
 
 from __future__ import annotations
 
-import asyncio
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from time import monotonic
@@ -45,15 +45,13 @@ class RequestState:
         self.deadline = Deadline(config.queue_timeout, config.request_timeout)
         # What the client has not read yet: at most max_tokens for each choice. None: the end.
         self.deltas: Mailbox[TextDelta | PromptLogprobs | None] = Mailbox()
-        self.ended = asyncio.Event()  # every choice has finished
         # Choices that a stop string has ended, each once: nodes do not know.
-        self.stopped: asyncio.Queue[int] = asyncio.Queue()
+        self.stopped: deque[int] = deque()
         # Fingerprint of the nodes that have made the tokens so far: an answer is never made of
         # two versions of a model.
         self.version: str | None = None
-        self._prompt_scored = asyncio.Event()  # the client has the prompt's log-probabilities
-        if request.sampling.prompt_logprobs is None:
-            self._prompt_scored.set()
+        # The client has the prompt's log-probabilities, or wants none.
+        self._prompt_scored = request.sampling.prompt_logprobs is None
         self.finish_reasons: list[FinishReason] = []
         self.token_gaps: list[float] = []
         self._vocab_size = vocab_size
@@ -83,13 +81,13 @@ class RequestState:
 
     @property
     def job(self) -> GenerateJob:
-        """What is left to do: the choices that are open, from where they are."""
+        """The work that is left: the choices that are open, from where they are."""
         request = self.request
         return GenerateJob(
             request.request_id,
             tuple(request.prompt_token_ids),
             replace(request.sampling, prompt_logprobs=None)
-            if self._prompt_scored.is_set()
+            if self._prompt_scored
             else request.sampling,
             tuple(Choice(index, tuple(self._outputs[index])) for index in self._open),
             request.cache_salt,
@@ -124,11 +122,6 @@ class RequestState:
         return len(self.request.prompt_token_ids) + len(output)
 
     @property
-    def most_events(self) -> int:
-        """That nodes may send: one for each token that is wanted, and one that ends a choice."""
-        return (self.request.sampling.max_tokens + 1) * self.request.n
-
-    @property
     def finished(self) -> bool:
         return not self._open
 
@@ -138,28 +131,17 @@ class RequestState:
         self.deadline.progress()
         self._timeline.setdefault(moment, monotonic() - self._start)
 
-    @property
-    def prompt_scored(self) -> bool:
-        """Whether the client has the prompt's log-probabilities, or wants none. They come before
-        all tokens."""
-        return self._prompt_scored.is_set()
-
-    async def until_prompt_scored(self) -> None:
-        await self._prompt_scored.wait()
-
     def prefilled(self, event: pb.FirstToken | pb.Prefilled, role: str) -> None:
         """A node of this role has computed the prompt.
 
         Raises:
             NodeError: its log-probabilities are not what was asked for.
         """
-        if not self._prompt_scored.is_set():
+        if not self._prompt_scored:
             self._take_prompt(event, role)
         line = self._timeline
         line["cached_tokens"] = line.get("cached_tokens") or event.cached_tokens
-        compute, queue = event.compute_s, event.queue_s
-        if event.HasField("step_s"):
-            compute, queue = event.step_s, event.queue_s + event.compute_s - event.step_s
+        compute, queue = event.step_s, event.queue_s + event.compute_s - event.step_s
         self._add(prefill_queue_seconds=queue, prefill_seconds=compute)
         self.stages.told(Phase.PREFILL, prefill_queue=queue, prefill_compute=compute)
 
@@ -172,7 +154,7 @@ class RequestState:
         except ValueError as error:
             raise protocol_error(role, f"a prompt's log-probabilities: {error}") from None
         self.deltas.put(found)
-        self._prompt_scored.set()
+        self._prompt_scored = True
 
     def landed(self, landed: pb.Landed) -> None:
         """The decode node has all KV."""
@@ -193,7 +175,7 @@ class RequestState:
         self._add(transfer_seconds=handed_off.transfer_s)
 
     def _add(self, **amounts: float) -> None:
-        """What each of several nodes may take its share of."""
+        """Adds to sums in which several nodes may have their share."""
         for name, amount in amounts.items():
             self._timeline[name] = self._timeline.get(name, 0) + amount
 
@@ -206,7 +188,7 @@ class RequestState:
             NodeError: a token that cannot be, the fault of the node that made it. Once it were
                 among the request's tokens, it would be the client's.
         """
-        if not self.prompt_scored:
+        if not self._prompt_scored:
             raise bad_token(role, "the prompt's log-probabilities come first")
         self._check(event, role, position)
         self.version = version
@@ -215,10 +197,9 @@ class RequestState:
             self.deadline.token()
             self.deltas.put(self._delta(self._open[event.choice], event))
             if event.choice not in self._open and event.finish_reason is None:
-                self.stopped.put_nowait(event.choice)
+                self.stopped.append(event.choice)
         if self.finished:
             self.stages.enter(Phase.STREAM)
-            self.ended.set()
 
     def _check(self, event: TokenEvent, role: str, position: int | None) -> None:
         output = self._outputs.get(event.choice)

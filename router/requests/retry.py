@@ -143,7 +143,7 @@ class Retries:
             self._deaths.pop(each, None)
         for code, nodes in self._alike.items():
             self._alike[code] = [node for node in nodes if node.role not in BEHIND[role]]
-            if code == "SEQUENCE_FAILED":  # which counts as nobody's until then
+            if code == "SEQUENCE_FAILED":  # which counts for no node until then
                 for node in nodes:
                     if node.role in BEHIND[role]:
                         node.breaker.failed()
@@ -167,7 +167,7 @@ class Retries:
                 raise _poison(f"{node.role} nodes died in a row while they computed it", error)
 
     def transfer_failed(self, error: PdserveError, node: Node) -> None:
-        """Notes that a hand-off failed, as this node reports, which is nobody's own failure.
+        """Notes that a hand-off failed, as this node reports; it is no node's own failure.
 
         Raises:
             PdserveError: another try would not help.

@@ -95,12 +95,12 @@ class Stages:
         self._enter(phase, node, monotonic())
 
     def leave(self, *phases: Phase, to: Phase, node: str = ROUTER) -> None:
-        """As `enter`, if it is in one of `phases`: others have overtaken this."""
+        """Enters a phase if it is in one of `phases`: two nodes tell of a hand-off in any order."""
         if self.phase in phases:
             self.enter(to, node)
 
     def told(self, phase: Phase, **seconds: float) -> None:
-        """What the node has said of the last such phase, which may be over."""
+        """Notes what the node says of the last such phase, which may be over."""
         for span in reversed(self.spans):
             if span.phase is phase:
                 span.told, span.told_at = seconds, monotonic()
@@ -113,7 +113,7 @@ class Stages:
             self._enter(Phase.MIGRATION, ROUTER, last.told_at or last.start)
 
     def stages(self, end: float) -> tuple[Stage, ...]:
-        """Those of some length until `end` (monotonic); each begins where the one before ends."""
+        """The stages of some length until `end` (monotonic), each from where the last one ends."""
         found: list[Stage] = []
         for name, node, start, seconds in self._parts(end):
             last = found[-1] if found else None

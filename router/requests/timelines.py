@@ -23,7 +23,7 @@ MAX_MESSAGE = 500  # characters of a failure that are kept
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What is kept of a request that is over: no tokens, and of its error no frames."""
+    """A request that is over, as it is kept: no tokens, and of its error no frames."""
 
     ids: tuple[str, ...]  # by which its client knows it
     client: str  # whose it is, as `APIKeys.client` says
@@ -55,8 +55,8 @@ class Timelines:
             self._keep(_ended(state, ids, monotonic(), _described(error)))
 
     def find(self, name: str, client: str | None = None) -> list[dict[str, Any]]:
-        """Of the request that has this id, as JSON, for each of its prompts; with `client` only
-        of those that it has asked."""
+        """Finds the request that has this id: JSON for each of its prompts; with `client` only
+        those that it has asked."""
         named = self._newest(client, lambda ids: _is_named(ids, name))
         found = islice(named, MAX_FOUND)
         return [

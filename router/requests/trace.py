@@ -26,7 +26,7 @@ class RequestTraces:
     def begin(
         self, request: GenerationRequest, arrival: RequestArrival | None, stages: Stages
     ) -> RequestTrace | None:
-        """None: nobody wants spans."""
+        """Begins the request's span; None: spans are off."""
         if not self._tracer.enabled:
             return None
         began = wall_ns(stages.start)

@@ -31,7 +31,7 @@ from exact import check_prompt_logprobs
 from warm import WarmCluster
 
 STEPS = [
-    *[("decode", f"{D}.{method}", 1) for method in ("events", "admitted", "_reserve", "_landed")],
+    *[("decode", f"{D}.{method}", 1) for method in ("run", "admitted", "_reserve", "_landed")],
     ("decode", f"{RESERVATION}._accept", 1),
     ("decode", f"{RESERVATION}._issue", 1),
     *[("decode", f"{SINK}.on_event", count) for count in (1, 2, 3)],
@@ -68,7 +68,7 @@ def both() -> Iterator[WarmCluster]:
 
 
 BOTH_STEPS = [
-    *[(f"{D}.{method}", 1) for method in ("events", "admitted", "_prefill")],
+    *[(f"{D}.{method}", 1) for method in ("run", "admitted", "_prefilled")],
     *[(f"{D}.computed", count) for count in (1, 2, 4)],
     *[(f"{D}.sampled", count) for count in (1, 2, 9, NUM_TOKENS - 1)],
 ]

@@ -55,10 +55,14 @@ class FakeDecode(pb_grpc.DecodeServicer):
     def __init__(self) -> None:
         self.prompts: list[tuple[int, ...]] = []
 
-    async def Run(self, request: pb.DecodeRequest, context: Any) -> AsyncIterator[pb.DecodeEvent]:
+    async def Run(self, request: pb.DecodeRequest, context: Any) -> pb.DecodeResponse:
         self.prompts.append(tuple(request.job.prompt_token_ids))
         await context.abort(grpc.StatusCode.INTERNAL, "gotcha")
-        yield pb.DecodeEvent()
+        return pb.DecodeResponse()
+
+    async def Events(self, request: Any, context: Any) -> AsyncIterator[pb.StepEvents]:
+        await asyncio.Event().wait()
+        yield pb.StepEvents()
 
 
 @contextmanager
@@ -124,19 +128,28 @@ def ask(cluster: WarmCluster) -> None:
     assert answer["usage"]["completion_tokens"] == 4
 
 
+OPENED = pb.EventsRequest(stream="theft")
+
+
 def job() -> pb.DecodeRequest:
     sampling = SamplingParams(max_tokens=4, ignore_eos=True)
     return pb.DecodeRequest(
-        job=job_to_pb(GenerateJob("theft", PROMPT, sampling)), local_prefill=True
+        job=job_to_pb(GenerateJob("theft", PROMPT, sampling)),
+        local_prefill=True,
+        stream=OPENED.stream,
     )
 
 
-def decode_run(cluster: WarmCluster, metadata: Any = ()) -> str:
-    """The name of the status of a generation by whoever shows `metadata`."""
+def decode_run(cluster: WarmCluster, metadata: Any = (), opening: Any = None) -> str:
+    """The name of the status of a generation by whoever shows `metadata`; with `opening` its
+    stream is opened first."""
     (node,) = cluster.nodes("decode")
     with grpc.insecure_channel(node["address"]) as channel:
+        stub = pb_grpc.DecodeStub(channel)
+        events = opening and stub.Events(OPENED, timeout=60, metadata=opening)
         try:
-            list(pb_grpc.DecodeStub(channel).Run(job(), timeout=20, metadata=metadata))
+            stub.Run(job(), timeout=20, metadata=metadata)
+            assert events, "it has answered, and where?"
             return "OK"
         except grpc.RpcError as error:
             return str(error.code().name)
@@ -194,8 +207,10 @@ def test_decode_run_generates_for_the_router_alone(guarded: WarmCluster) -> None
     (node,) = guarded.nodes("decode")
     method = "/pdserve.v1.Decode/Run"
 
-    def token(role: str, method: str = method, key: str = KEY) -> tuple[tuple[str, str], ...]:
-        said, address = job().SerializeToString(), node["address"]
+    def token(
+        role: str, method: str = method, key: str = KEY, message: Any = None
+    ) -> tuple[tuple[str, str], ...]:
+        said, address = (message or job()).SerializeToString(), node["address"]
         return ((TOKEN_KEY, ClusterKey(key).sign(role, "stranger", method, address, said)),)
 
     for metadata in (
@@ -206,8 +221,8 @@ def test_decode_run_generates_for_the_router_alone(guarded: WarmCluster) -> None
         token("router", "/pdserve.v1.KVTransfer/Retarget"),
     ):
         assert decode_run(guarded, metadata) == "UNAUTHENTICATED"
-    good = token("router")
-    assert decode_run(guarded, good) == "OK"
+    good, opening = token("router"), token("router", "/pdserve.v1.Decode/Events", message=OPENED)
+    assert decode_run(guarded, good, opening) == "OK"
     assert decode_run(guarded, good) == "UNAUTHENTICATED"  # it was used
 
 

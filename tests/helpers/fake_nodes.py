@@ -14,6 +14,7 @@ import grpc
 
 from fakes_pipeline import byte_level_folder
 from pdserve.common.config.router import RoutingConfig
+from pdserve.common.core.errors import PdserveError
 from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.common.rpc.channels import Channels
@@ -21,9 +22,8 @@ from pdserve.common.rpc.convert import event_from_pb
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2
 from pdserve.common.rpc.status import serving
-from pdserve.common.rpc.tokens import JobTokens
 from pdserve.common.text.tokenizer import Tokenizer
-from pdserve.decode_node.token_streams import TokenStreams
+from pdserve.decode_node.router_streams import JobWriter, RouterStreams
 from pdserve.router.cluster.registry import Registry
 from pdserve.router.cluster.registry_service import probe_nodes
 from pdserve.router.requests.generation import GenerationRequest, GenerationStats, TextDelta
@@ -63,25 +63,37 @@ class FakeNode:
         self.tells: Callable[[Any], Iterable[Any]] = lambda event: (event,)  # in place of an event
         self.jobs: list[pb.Job] = []
         self.local_prefills = 0
+        self.prompt_logprobs: pb.PromptLogprobs | None = None  # what it says of every prompt
         self.open = 0  # jobs under way
-        self.committed: dict[bytes, asyncio.Future[pb.TokenEvent]] = {}
-        self.token_streams = True  # false: a decode node of an older version
-        self.streams = TokenStreams()
+        self.committed: dict[bytes, asyncio.Future[pb.FirstToken]] = {}
+        self.streams = RouterStreams()
         self.times = (0.0, 0.0, 0.0)  # what its tokens say of timed jobs
         self.position_offset = 0  # what it adds to the positions it streams
-        self.on_tokens: Callable[[Any], Awaitable[None]] | None = None  # gets each message
-        self.tells_tokens: Callable[[Any], Iterable[Any]] = lambda message: (message,)
+        # In place of a message of its stream.
+        self.streams_message: Callable[[Any], Iterable[Any]] = lambda message: (message,)
         self.server = grpc.aio.server(options=[("grpc.http2.max_ping_strikes", 0)])
 
     async def start(self) -> None:
-        service = "Prefill" if self.role == pb.ROLE_PREFILL else "Decode"
-        request = pb.PrefillRequest if self.role == pb.ROLE_PREFILL else pb.DecodeRequest
-        methods = {
-            "Run": grpc.unary_stream_rpc_method_handler(self._run, request.FromString, _bytes)
-        }
-        if self.role == pb.ROLE_DECODE:
-            methods["Tokens"] = grpc.unary_stream_rpc_method_handler(
-                self._tokens, pb.TokensRequest.FromString, _bytes
+        if self.role == pb.ROLE_PREFILL:
+            service, methods = (
+                "Prefill",
+                {
+                    "Run": grpc.unary_stream_rpc_method_handler(
+                        self._run_prefill, pb.PrefillRequest.FromString, _bytes
+                    )
+                },
+            )
+        else:
+            service, methods = (
+                "Decode",
+                {
+                    "Run": grpc.unary_unary_rpc_method_handler(
+                        self._run_decode, pb.DecodeRequest.FromString, _bytes
+                    ),
+                    "Events": grpc.unary_stream_rpc_method_handler(
+                        self._events, pb.EventsRequest.FromString, _bytes
+                    ),
+                },
             )
         retarget = grpc.unary_unary_rpc_method_handler(
             self._retarget, pb.RetargetRequest.FromString, _bytes
@@ -103,7 +115,6 @@ class FakeNode:
         info = pb.NodeInfo(
             node_id=self.name, role=self.role, address=address or self.address,
             fingerprint="f", kv_connectors=["tcp"], instance=instance,
-            token_streams=self.token_streams,
         )  # fmt: skip
         self.cluster.registry.register(info, pb.NodeLoad(healthy=True))
 
@@ -119,24 +130,39 @@ class FakeNode:
         finally:
             self.open -= 1
 
-    async def _run(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        if self.role == pb.ROLE_PREFILL:
-            async for event in self._told(self._prefill(request, context)):
-                yield event
-            return
-        sent = {each.index: len(each.output_token_ids) for each in request.job.choices}
-        sent[request.job.choices[0].index] += not request.local_prefill  # the first one
-        with self.streams.job(request.token_stream, lambda _: None) as stream:
-            async for event in self._told(self._decode(request, context)):
-                if isinstance(event, bytes) or stream is None or not event.HasField("tokens"):
-                    yield event
-                    continue
-                tokens = event_from_pb(event.tokens)
-                position = sent.get(tokens.choice, 0)
-                sent[tokens.choice] = position + len(tokens.tokens)
-                position += self.position_offset
-                times = self.times if request.job.timed else None
-                stream.add(JobTokens.of(request.job_number, position, tokens, times))
+    async def _run_prefill(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        async for event in self._told(self._prefill(request, context)):
+            yield event
+
+    async def _run_decode(self, request: Any, context: Any) -> Any:
+        """What fails before a job is there ends the call; what fails later is the job's end."""
+        async with self._job(request.job, context):
+            with self.streams.named(request.stream) as stream:
+                await stream.until_open()
+                with stream.job(request.job_number, lambda _: None) as writer:
+                    try:
+                        return await self._say(writer, request, context)
+                    except PdserveError as error:
+                        writer.end(error)
+        return pb.DecodeResponse()
+
+    async def _say(self, writer: JobWriter, request: pb.DecodeRequest, context: Any) -> Any:
+        """All that the node has to say of a job; returns what the call does."""
+        said = {each.index: len(each.output_token_ids) for each in request.job.choices}
+        said[request.job.choices[0].index] += not request.local_prefill  # the first one
+        times = self.times if request.job.timed else None
+        async for event in self._told(self._decode(request, context)):
+            if isinstance(event, bytes):
+                return event
+            if isinstance(event, pb.DecodeEvent):
+                writer.event(event)
+                continue
+            tokens = event_from_pb(event)
+            position = said.get(tokens.choice, 0)
+            said[tokens.choice] = position + len(tokens.tokens)
+            writer.tokens(position + self.position_offset, tokens, times)
+        writer.end()
+        return pb.DecodeResponse()
 
     async def _told(self, events: AsyncIterator[Any]) -> AsyncIterator[Any]:
         async for event in events:
@@ -144,11 +170,9 @@ class FakeNode:
                 yield each
                 await asyncio.sleep(0)
 
-    async def _tokens(self, request: pb.TokensRequest, context: Any) -> AsyncIterator[Any]:
-        async for message in self.streams.messages(request.token_stream):
-            if self.on_tokens is not None:
-                await self.on_tokens(message)
-            for each in self.tells_tokens(message):
+    async def _events(self, request: pb.EventsRequest, context: Any) -> AsyncIterator[Any]:
+        async for message in self.streams.messages(request.stream):
+            for each in self.streams_message(message):
                 yield each
 
     async def _before(self, count: int, context: Any) -> None:
@@ -162,7 +186,10 @@ class FakeNode:
             position = len(job.prompt_token_ids) + len(job.choices[0].output_token_ids)
             known = request.HasField("first_token")
             token = request.first_token if known else self._event(position, job)
-            first = pb.FirstToken(token=token, cached_tokens=3, queue_s=0.25, compute_s=0.5)
+            first = pb.FirstToken(
+                token=token, cached_tokens=3, queue_s=0.25, compute_s=0.5, step_s=0.5,
+                prompt_logprobs=self.prompt_logprobs,
+            )  # fmt: skip
             yield pb.PrefillEvent(first_token=first)
             if token.finish_reason:
                 return
@@ -170,30 +197,32 @@ class FakeNode:
             decode = self.cluster.by_address(request.ticket.address)
             committed = decode.committed[request.ticket.transfer_id]
             if not committed.done():  # by one that has been given up since
-                committed.set_result(token)
+                committed.set_result(first)
             yield pb.PrefillEvent(handed_off=pb.HandedOff(transfer_s=0.001))
 
     async def _decode(self, request: pb.DecodeRequest, context: Any) -> AsyncIterator[Any]:
-        async with self._job(request.job, context):
-            job = request.job
-            position = len(job.prompt_token_ids) + len(job.choices[0].output_token_ids)
-            if request.local_prefill:
-                self.local_prefills += 1
-            else:
-                transfer_id = bytes([len(self.committed)]) * 16
-                future = self.committed[transfer_id] = asyncio.Future()
-                ticket = pb.Ticket(transfer_id=transfer_id, epoch=1, address=self.address)
-                yield pb.DecodeEvent(reserved=ticket)
-                token = await future
-                if self.on_landed is not None:
-                    await self.on_landed(context)
-                landed = pb.Landed(bytes=1, cached_tokens=2, first_token=token)
-                yield pb.DecodeEvent(landed=landed)
-                position += 1
-            end = len(job.prompt_token_ids) + job.sampling.max_tokens
-            for count, each in enumerate(range(position, end)):
+        job = request.job
+        position = len(job.prompt_token_ids) + len(job.choices[0].output_token_ids)
+        if request.local_prefill:
+            self.local_prefills += 1
+            await self._before(0, context)
+            prefilled = pb.Prefilled(cached_tokens=3, queue_s=0.25, compute_s=0.5, step_s=0.5)
+            yield pb.DecodeEvent(prefilled=prefilled)
+        else:
+            transfer_id = bytes([len(self.committed)]) * 16
+            future = self.committed[transfer_id] = asyncio.Future()
+            ticket = pb.Ticket(transfer_id=transfer_id, epoch=1, address=self.address)
+            yield pb.DecodeEvent(reserved=ticket)
+            first = await future
+            if self.on_landed is not None:
+                await self.on_landed(context)
+            yield pb.DecodeEvent(landed=pb.Landed(bytes=1, cached_tokens=2, first_token=first))
+            position += 1
+        end = len(job.prompt_token_ids) + job.sampling.max_tokens
+        for count, each in enumerate(range(position, end)):
+            if count or not request.local_prefill:
                 await self._before(count, context)
-                yield pb.DecodeEvent(tokens=self._event(each, job))
+            yield self._event(each, job)
 
     def _event(self, position: int, job: pb.Job) -> pb.TokenEvent:
         event = event_at(position, job)
@@ -282,7 +311,7 @@ async def fake_cluster(
         await cluster.channels.close()
         cluster.pipeline.streams.close()
         for node in cluster.nodes.values():
-            node.streams.close()
+            node.streams.end()
             await node.server.stop(0)
 
 

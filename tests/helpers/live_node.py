@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import secrets
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -31,7 +32,8 @@ from pdserve.common.distributed.executor import Executor
 from pdserve.common.rpc.convert import job_to_pb
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
-from pdserve.common.rpc.status import from_rpc_error
+from pdserve.common.rpc.status import failure_from_pb, from_rpc_error
+from pdserve.common.rpc.tokens import JobEvent, JobTokens, decode_events
 from pdserve.decode_node.node import DecodeNode
 
 MODEL = MODELS / "mistral"
@@ -110,9 +112,42 @@ async def generate(channel: grpc.aio.Channel, first: int = 3) -> int:
     typed error."""
     prompt = tuple(range(first, first + 37))
     job = GenerateJob("r", prompt, SamplingParams(max_tokens=4, ignore_eos=True))
-    request = pb.DecodeRequest(job=job_to_pb(job), local_prefill=True)
+    said = [event async for event in run_job(channel, job)]
+    return sum(len(event.token_ids) for event in said if isinstance(event, JobTokens))
+
+
+Said = JobTokens | pb.DecodeEvent
+
+
+async def run_job(
+    channel: grpc.aio.Channel, job: GenerateJob, local_prefill: bool = True
+) -> AsyncGenerator[Said, None]:
+    """What the node says of a job, until its end, on a stream of its own; closing it cancels the
+    job. Raises the node's typed error."""
+    stub, name = pb_grpc.DecodeStub(channel), secrets.token_hex(8)
+    events = stub.Events(pb.EventsRequest(stream=name))
+    call = stub.Run(pb.DecodeRequest(job=job_to_pb(job), local_prefill=local_prefill, stream=name))
+    running = asyncio.ensure_future(_outcome(call))
     try:
-        events = [event async for event in pb_grpc.DecodeStub(channel).Run(request)]
+        while True:
+            reading = asyncio.ensure_future(events.read())
+            await asyncio.wait((reading, running), return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():
+                running.result()  # else it has been refused
+            for each in decode_events((await reading).events):
+                said = each.event() if isinstance(each, JobEvent) else each
+                if isinstance(said, pb.DecodeEvent) and said.HasField("ended"):
+                    if said.ended.HasField("failure"):
+                        raise failure_from_pb(said.ended.failure, Blame.DECODE)
+                    return
+                yield said
+    finally:
+        running.cancel()
+        events.cancel()
+
+
+async def _outcome(call: Any) -> None:
+    try:
+        await call
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error, Blame.DECODE) from None
-    return sum(len(event.tokens.tokens) for event in events)

@@ -264,7 +264,8 @@ async def test_a_bad_first_token_is_the_prefill_node_s_fault_and_another_may_try
                 ticket = await made.sink.retarget(ticket.transfer_id)
                 handoff = made.begin(ticket)
             announce(handoff)
-            commit = handoff.commit(pb.TokenEvent(tokens=[inference_pb2.Token(id=token)]))
+            event = pb.TokenEvent(tokens=[inference_pb2.Token(id=token)])
+            commit = handoff.commit(pb.FirstToken(token=event))
             if not bad:
                 await commit
                 continue
@@ -274,7 +275,7 @@ async def test_a_bad_first_token_is_the_prefill_node_s_fault_and_another_may_try
             assert (error.code, error.blame, error.retryable) == (
                 "BAD_COMMIT", Blame.PREFILL, True,
             )  # fmt: skip
-        assert (await made.landed(ticket.transfer_id)).first_token.tokens[0].id == 49
+        assert (await made.landed(ticket.transfer_id)).first_token.token.tokens[0].id == 49
         await channels.close()
         await server.stop(0)
 

@@ -42,7 +42,7 @@ BEARER = (("authorization", f"Bearer {KEY}"),)
 LIMIT = 2**18  # bytes of a client's message
 LARGE = b"\x0a\x00" * 2**20  # a message that a server might take, if it read it
 HEALTH, REFLECT = health.SERVICE, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
-RUN, RENEW = "/pdserve.v1.Decode/Run", "/pdserve.v1.KVTransfer/Renew"
+RUN, RENEW = "/pdserve.v1.Prefill/Run", "/pdserve.v1.KVTransfer/Renew"
 GENERATE, MODEL = INFERENCE + "Generate", INFERENCE + "GetModel"
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = b"\0\0\0\x04\0\0\0\0\0"
@@ -70,9 +70,9 @@ def client_server(
     return server
 
 
-class Node(cluster_pb2_grpc.DecodeServicer, cluster_pb2_grpc.KVTransferServicer):
-    async def Run(self, request: Any, context: Any) -> AsyncIterator[cluster_pb2.DecodeEvent]:
-        yield cluster_pb2.DecodeEvent()
+class Node(cluster_pb2_grpc.PrefillServicer, cluster_pb2_grpc.KVTransferServicer):
+    async def Run(self, request: Any, context: Any) -> AsyncIterator[cluster_pb2.PrefillEvent]:
+        yield cluster_pb2.PrefillEvent()
 
     async def Renew(self, request: Any, context: Any) -> cluster_pb2.RenewResponse:
         return cluster_pb2.RenewResponse(progress=7)
@@ -80,7 +80,7 @@ class Node(cluster_pb2_grpc.DecodeServicer, cluster_pb2_grpc.KVTransferServicer)
 
 def node_server(door: Door | None = None) -> GrpcServer:
     server = GrpcServer(door or AuthInterceptor(ClusterKey(CLUSTER_KEY)))
-    for name in ("Decode", "KVTransfer"):
+    for name in ("Prefill", "KVTransfer"):
         add = getattr(cluster_pb2_grpc, f"add_{name}Servicer_to_server")
         server.add(cluster_pb2.DESCRIPTOR.services_by_name[name], add, Node())
     return server
@@ -279,7 +279,9 @@ async def test_a_message_that_comes_drop_by_drop_is_given_up(
 
 async def test_only_the_methods_that_need_them_take_large_messages() -> None:
     async with started(node_server()) as port, dialled(port) as channel:
-        large = cluster_pb2.DecodeRequest(token_stream="x" * 2**21).SerializeToString()
+        large = cluster_pb2.PrefillRequest(
+            ticket=cluster_pb2.Ticket(address="x" * 2**21)
+        ).SerializeToString()
         assert await told(channel, RUN, large, token(RUN, large)) == (grpc.StatusCode.OK, "")
         code = (await told(channel, RENEW, large, token(RENEW, large)))[1]
         assert code == "REQUEST_TOO_LARGE"

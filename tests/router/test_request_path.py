@@ -188,7 +188,8 @@ async def test_a_reply_that_does_not_parse_is_its_nodes_fault(
     node = four[role]
 
     async def garbage(request: Any, context: Any) -> AsyncIterator[bytes]:
-        node.jobs.append(request)
+        if role == "p0":  # of the others it is known
+            node.jobs.append(request)
         yield b"\xff\xff\xff"
 
     await node.server.stop(0)
@@ -305,13 +306,16 @@ async def test_what_fails_after_the_last_token_is_nobody_s_failure(
 ) -> None:
     """The request's tasks are only waited for then: a call that breaks just now, say."""
 
-    async def breaks(self: Attempt) -> None:
+    hand_off = Attempt._hand_off
+
+    async def breaks(self: Attempt, ticket: pb.Ticket | None) -> None:
         try:
+            await hand_off(self, ticket)
             await asyncio.Event().wait()
         finally:
             raise lost(Blame.DECODE)
 
-    monkeypatch.setattr(Attempt, "_finish_choices", breaks)
+    monkeypatch.setattr(Attempt, "_hand_off", breaks)
     async with asyncio.timeout(30):
         stats = await pair.ask()
     assert stats.completion_tokens == 8 and stats.timeline.migrations == 0
@@ -403,7 +407,9 @@ async def test_a_priority_is_told_to_every_node_that_goes_on(four: FakeCluster) 
 
 async def test_events_of_a_later_version_are_passed_over(four: FakeCluster) -> None:
     for node in four.nodes.values():
-        node.tells = lambda event: (type(event)(), event)
+        node.tells = lambda event: (
+            (event,) if isinstance(event, pb.TokenEvent) else (type(event)(), event)
+        )
     assert (await four.ask()).timeline.migrations == 0
 
 
@@ -487,28 +493,38 @@ def _first_token(**changes: Any) -> Callable[[Any], Iterable[Any]]:
     return tells
 
 
-def _decoded(change: Callable[[pb.DecodeEvent], Iterable[Any]]) -> Callable[[Any], Iterable[Any]]:
-    return lambda event: change(event) if event.HasField("tokens") else (event,)
+def _decoded(change: Callable[[pb.TokenEvent], Iterable[Any]]) -> Callable[[Any], Iterable[Any]]:
+    return lambda event: change(event) if isinstance(event, pb.TokenEvent) else (event,)
 
 
-def _never_ends(event: pb.DecodeEvent) -> Iterable[Any]:
-    ended, event.tokens.finish_reason = bool(event.tokens.finish_reason), 0
+def _said(kind: str, *times: int) -> Callable[[Any], Iterable[Any]]:
+    """Such an event comes again and again, or so many times."""
+
+    def tells(event: Any) -> Iterable[Any]:
+        is_it = isinstance(event, pb.DecodeEvent) and event.HasField(kind)
+        return repeat(event, *times) if is_it else (event,)
+
+    return tells
+
+
+def _never_ends(event: pb.TokenEvent) -> Iterable[Any]:
+    ended, event.finish_reason = bool(event.finish_reason), 0
     return repeat(event) if ended else (event,)
 
 
-def _of_choice_7(event: pb.DecodeEvent) -> Iterable[Any]:
-    event.tokens.choice = 7
+def _of_choice_7(event: pb.TokenEvent) -> Iterable[Any]:
+    event.choice = 7
     return (event,)
 
 
-def _odd_logprob(event: pb.DecodeEvent) -> Iterable[Any]:
-    event.tokens.tokens[0].logprob = -1
-    event.tokens.tokens[0].top_logprobs.add(token_id=2**32 - 1, logprob=-1)
+def _odd_logprob(event: pb.TokenEvent) -> Iterable[Any]:
+    event.tokens[0].logprob = -1
+    event.tokens[0].top_logprobs.add(token_id=2**32 - 1, logprob=-1)
     return (event,)
 
 
 ID = inference_pb2.Token(id=50)
-NOTHING = pb.DecodeEvent(tokens=pb.TokenEvent())
+ODD = pb.Ended(failure=pb.Failure(status=99, message="\x1b"))
 RUDE: dict[str, tuple[str, Callable[[Any], Iterable[Any]]]] = {
     "two first tokens": ("p0", lambda event: (event, event)),
     "a first token of two": ("p0", _first_token(tokens=[ID, ID])),
@@ -519,15 +535,22 @@ RUDE: dict[str, tuple[str, Callable[[Any], Iterable[Any]]]] = {
     "an unknown choice": ("d0", _decoded(_of_choice_7)),
     "odd logprobs": ("d0", _decoded(_odd_logprob)),
     "more than max_tokens": ("d0", _decoded(_never_ends)),
-    "tokens of nothing": ("d0", _decoded(lambda _: repeat(NOTHING))),
-    "tokens at once": ("d0", lambda _: (pb.DecodeEvent(tokens=pb.TokenEvent(tokens=[ID])),)),
+    "tokens of nothing": ("d0", _decoded(lambda _: repeat(pb.TokenEvent()))),
+    "tokens at once": ("d0", lambda _: (pb.TokenEvent(tokens=[ID]),)),
     "landed at once": ("d0", lambda _: (pb.DecodeEvent(landed=pb.Landed()),)),
-    "landed again": ("d0", lambda event: repeat(event) if event.HasField("landed") else (event,)),
-    "reserved again": ("d0", lambda event: repeat(event, 2)),
+    "landed again": ("d0", _said("landed")),
+    "reserved again": ("d0", _said("reserved", 2)),
+    "tokens before landed": ("d0", lambda event: (pb.TokenEvent(tokens=[ID]), event)),
+    "the end at once": ("d0", lambda _: (pb.DecodeEvent(ended=pb.Ended()),)),
+    "the end before the last token": (
+        "d0",
+        _decoded(lambda event: () if event.finish_reason else (event,)),
+    ),
+    "a failure without words": ("d0", lambda _: (pb.DecodeEvent(ended=ODD),)),
 }
 
 
-WORKED = {"landed again", "more than max_tokens"}
+WORKED = {"landed again", "more than max_tokens", "the end before the last token"}
 
 
 @pytest.mark.parametrize("rude", RUDE)
@@ -548,7 +571,7 @@ async def test_a_node_that_tells_what_cannot_be_is_left(four: FakeCluster, rude:
 
 async def test_what_comes_after_the_end_is_nobodys(four: FakeCluster) -> None:
     four["d0"].tells = four["d1"].tells = lambda event: (event, event, event)[
-        : 3 if event.HasField("tokens") and event.tokens.finish_reason else 1
+        : 3 if isinstance(event, pb.TokenEvent) and event.finish_reason else 1
     ]
     for _ in range(4):
         assert (await four.ask()).timeline.migrations == 0

@@ -16,7 +16,7 @@ from pdserve.router.cluster.health import (
     BreakerState,
     CircuitBreaker,
 )
-from pdserve.router.cluster.in_flight import InFlight
+from pdserve.router.cluster.in_flight import InFlightLoad
 from pdserve.router.cluster.placement import NodeSelector, RoundRobin, least_load
 from pdserve.router.cluster.registry import MAX_GONE, Node, Registry
 from pdserve.router.requests.admission import MAX_WAITING_TOKENS, Admission, Batch
@@ -320,7 +320,7 @@ async def test_a_burst_is_shared_by_pairs_and_nodes_of_both_roles(registry, poli
         for _ in range(30):
             run = a_run(num_tokens=100)
             node, alone = await placement.decode(run.placement)
-            burst.enter_context(InFlight(registry, node, run.num_tokens if alone else 0))
+            burst.enter_context(InFlightLoad(registry, node, run.num_tokens if alone else 0))
         in_flight = {node.id: node.in_flight for node in registry.nodes() if node.id != "p0"}
         assert max(in_flight.values()) - min(in_flight.values()) <= 1, in_flight
 
@@ -352,9 +352,9 @@ async def test_a_burst_is_spread_by_its_tokens(registry):
         for number in range(64):
             run = a_run(num_tokens=100 if number % 8 else 1000)
             decode, _ = await placement.decode(run.placement)
-            burst.enter_context(InFlight(registry, decode))
+            burst.enter_context(InFlightLoad(registry, decode))
             prefill = await placement.prefill(run.placement, decode)
-            burst.enter_context(InFlight(registry, prefill, run.num_tokens))
+            burst.enter_context(InFlightLoad(registry, prefill, run.num_tokens))
         loads = {node.info.node_id: node.prefill_tokens for node in registry.nodes()}
         assert all(3000 <= loads[f"p{number}"] <= 4200 for number in range(4)), loads
         assert {node.in_flight for node in usable(registry, pb.ROLE_DECODE)} == {16}
@@ -370,7 +370,7 @@ async def test_what_a_node_says_of_another_or_of_a_transfer_is_not_its_own_failu
         TransferError("late", code="LEASE_EXPIRED"),
     ):
         for _ in range(3):
-            with pytest.raises(NodeError), InFlight(registry, node):
+            with pytest.raises(NodeError), InFlightLoad(registry, node):
                 raise error
     assert usable(registry, pb.ROLE_PREFILL) == [node]
 
@@ -677,7 +677,7 @@ async def test_channels_to_nodes_that_left_are_dropped_once_they_have_no_request
             add(registry, name)
             channels.get(f"{name}:1")
         if round == 0:
-            using = InFlight(registry, usable(registry, pb.ROLE_DECODE)[0])
+            using = InFlightLoad(registry, usable(registry, pb.ROLE_DECODE)[0])
             using.__enter__()
         for name in names[:4]:
             registry.deregister(name)

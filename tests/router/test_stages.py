@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 
 from fake_nodes import FakeCluster, FakeNode, fails, fake_cluster
 from pdserve.common.core.errors import Blame, NodeError, Unavailable
+from pdserve.common.core.prompt_logprobs import PromptLogprobs
 from pdserve.common.core.request import Stage, Timeline
 from pdserve.common.obs.logging import request_id_var
 from pdserve.common.rpc import convert
@@ -45,7 +48,7 @@ def tells(node: FakeNode, field: str, **values: float) -> None:
     """What the node says of its time in events of this kind."""
 
     def change(event: Any) -> Iterable[Any]:
-        if event.HasField(field):
+        if not isinstance(event, pb.TokenEvent) and event.HasField(field):
             for name, value in values.items():
                 setattr(getattr(event, field), name, value)
         return (event,)
@@ -238,42 +241,11 @@ async def test_of_an_id_that_is_used_again_the_newest_are_found(tmp_path: Path) 
     assert [each["id"] for each in found] == [f"r{3 + each}" for each in range(MAX_FOUND)]
 
 
-async def test_what_is_cached_is_told_though_all_tokens_overtake_it(tmp_path: Path) -> None:
+async def test_what_a_node_that_computes_the_prompt_had_cached_is_told(tmp_path: Path) -> None:
     async with fake_cluster(tmp_path, ("d0",), local_prefill_threshold=100) as cluster:
-        last = pb.DecodeEvent(prefilled=pb.Prefilled(cached_tokens=3))
-        cluster["d0"].tells = lambda event: (event, last)[: 1 + bool(event.tokens.finish_reason)]
-        assert (await cluster.ask()).cached_tokens == 3
+        stats = await cluster.ask(max_tokens=1)
+        assert (stats.cached_tokens, stats.timeline.prefill_seconds) == (3, 0.5)
         assert cluster["d0"].local_prefills == 1
-
-
-async def short_answer(cluster: FakeCluster, finished: asyncio.Event) -> GenerationStats:
-    """Sets `finished` when its client has all tokens."""
-    async for update in cluster.pipeline.generate(cluster.request(max_tokens=2)):
-        if isinstance(update, TextDelta) and update.finish_reason is not None:
-            finished.set()
-    assert isinstance(update, GenerationStats)
-    return update
-
-
-async def test_what_a_prefill_node_had_cached_is_told_though_the_answer_overtakes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pdserve.router.requests.attempt.LAST_WORD", 60.0)
-    async with fake_cluster(tmp_path, ("p0", "d0")) as cluster:
-        finished = asyncio.Event()
-        told = cluster["p0"]._told
-
-        async def after_the_answer(events: AsyncIterator[Any]) -> AsyncIterator[Any]:
-            held = [event async for event in told(events)]
-            await finished.wait()
-            for event in held:
-                yield event
-
-        cluster["p0"]._told = after_the_answer  # type: ignore[method-assign]
-        for _ in range(4):
-            finished.clear()
-            stats = await short_answer(cluster, finished)
-            assert (stats.cached_tokens, stats.timeline.prefill_seconds) == (3, 0.5)
 
 
 async def silent(events: AsyncIterator[Any]) -> AsyncIterator[Any]:
@@ -284,43 +256,40 @@ async def silent(events: AsyncIterator[Any]) -> AsyncIterator[Any]:
     yield
 
 
-@pytest.mark.parametrize("lost", [False, True])
-async def test_an_answer_ends_though_its_prefill_node_says_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: bool
+async def test_all_of_the_prompt_comes_with_its_kv_if_the_prefill_node_says_nothing(
+    tmp_path: Path,
 ) -> None:
-    """It has handed the KV over and froze, or is known to be lost: neither is the answer's failure,
-    nor does the deadline end it, however near."""
-    monkeypatch.setattr("pdserve.router.requests.attempt.LAST_WORD", 600.0 if lost else 3.0)
-    async with fake_cluster(tmp_path, ("p0", "d0"), request_timeout=2.0) as cluster:
+    """It has handed the KV over and froze: the answer is whole, and waits for no more."""
+    async with fake_cluster(tmp_path, ("p0", "d0"), request_timeout=60.0) as cluster:
         cluster["p0"]._told = silent  # type: ignore[method-assign]
-        finished = asyncio.Event()
-        asking = asyncio.create_task(short_answer(cluster, finished))
-        await finished.wait()
-        assert not asking.done()
-        if lost:
-            (node,) = (n for n in cluster.registry.nodes() if n.info.node_id == "p0")
-            for tell in list(node.on_lost):
-                tell(NodeError("gone", code="PEER_LOST", blame=Blame.PREFILL))
-        stats = await asking
-        assert (stats.completion_tokens, stats.cached_tokens) == (2, 0)
+        async with asyncio.timeout(30):
+            stats = await cluster.ask(max_tokens=2)
+        assert (stats.cached_tokens, stats.timeline.prefill_seconds) == (3, 0.5)
         assert stats.timeline.migrations == 0
 
 
-async def test_who_leaves_with_all_tokens_has_had_an_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_prompts_logprobs_come_with_its_kv_if_the_prefill_node_says_nothing(
+    tmp_path: Path,
 ) -> None:
-    """And did not wait for the prefill node's word."""
-    monkeypatch.setattr("pdserve.router.requests.attempt.LAST_WORD", 600.0)
-    async with fake_cluster(tmp_path, ("p0", "d0")) as cluster:
+    """They are the first that the client gets, and the tokens wait for no other node."""
+    async with fake_cluster(tmp_path, ("p0", "d0"), request_timeout=60.0) as cluster:
         cluster["p0"]._told = silent  # type: ignore[method-assign]
-        finished = asyncio.Event()
-        asking = asyncio.create_task(short_answer(cluster, finished))
-        await finished.wait()
-        asking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asking
-        (found,) = cluster.pipeline.timelines.find("r1")
-        while found["status"] == "running":
-            await asyncio.sleep(0.01)
-            (found,) = cluster.pipeline.timelines.find("r1")
-        assert (found["status"], found["completion_tokens"]) == ("finished", 2)
+        numbers = array("f", [-1.0] * 4).tobytes(), array("I", [1] * 4).tobytes()
+        cluster["p0"].prompt_logprobs = pb.PromptLogprobs(logprobs=numbers[0], ranks=numbers[1])
+        request = cluster.request(num_prompt=5, max_tokens=3)
+        sampling = replace(request.sampling, prompt_logprobs=0)
+        async with asyncio.timeout(30):
+            generation = cluster.pipeline.generate(replace(request, sampling=sampling))
+            first, *updates = [update async for update in generation]
+        assert isinstance(first, PromptLogprobs) and first.logprobs == numbers[0]
+        *deltas, stats = updates
+        assert len(deltas) == 3 and all(isinstance(each, TextDelta) for each in deltas)
+        assert isinstance(stats, GenerationStats) and stats.timeline.migrations == 0
+
+
+async def test_what_a_prefill_node_says_twice_counts_once(tmp_path: Path) -> None:
+    async with fake_cluster(tmp_path, ("p0", "d0")) as cluster:
+        line = (await cluster.ask()).timeline
+        assert (line.prefill_queue_seconds, line.prefill_seconds) == (0.25, 0.5)
+        (node,) = (each for each in cluster.registry.nodes() if each.id == "p0")
+        assert (node.prompt_tokens, node.cached_tokens) == (5, 3)

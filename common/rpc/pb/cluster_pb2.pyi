@@ -20,7 +20,7 @@ ROLE_DECODE: Role
 ROLE_BOTH: Role
 
 class NodeInfo(_message.Message):
-    __slots__ = ("node_id", "role", "address", "model", "fingerprint", "fingerprint_parts", "kv_connectors", "tensor_parallel_size", "max_model_len", "block_size", "num_blocks", "host", "metrics_address", "pipeline_parallel_size", "expert_parallel_size", "data_parallel_size", "instance", "token_streams", "takes_adapters", "adapters")
+    __slots__ = ("node_id", "role", "address", "model", "fingerprint", "fingerprint_parts", "kv_connectors", "tensor_parallel_size", "max_model_len", "block_size", "num_blocks", "host", "metrics_address", "pipeline_parallel_size", "expert_parallel_size", "data_parallel_size", "instance", "takes_adapters", "adapters")
     class FingerprintPartsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -45,7 +45,6 @@ class NodeInfo(_message.Message):
     EXPERT_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     DATA_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_STREAMS_FIELD_NUMBER: _ClassVar[int]
     TAKES_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
@@ -65,10 +64,9 @@ class NodeInfo(_message.Message):
     expert_parallel_size: int
     data_parallel_size: int
     instance: str
-    token_streams: bool
     takes_adapters: bool
     adapters: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, node_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., fingerprint_parts: _Optional[_Mapping[str, str]] = ..., kv_connectors: _Optional[_Iterable[str]] = ..., tensor_parallel_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., host: _Optional[str] = ..., metrics_address: _Optional[str] = ..., pipeline_parallel_size: _Optional[int] = ..., expert_parallel_size: _Optional[int] = ..., data_parallel_size: _Optional[int] = ..., instance: _Optional[str] = ..., token_streams: _Optional[bool] = ..., takes_adapters: _Optional[bool] = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, node_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., fingerprint_parts: _Optional[_Mapping[str, str]] = ..., kv_connectors: _Optional[_Iterable[str]] = ..., tensor_parallel_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., host: _Optional[str] = ..., metrics_address: _Optional[str] = ..., pipeline_parallel_size: _Optional[int] = ..., expert_parallel_size: _Optional[int] = ..., data_parallel_size: _Optional[int] = ..., instance: _Optional[str] = ..., takes_adapters: _Optional[bool] = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
     __slots__ = ("running", "waiting", "free_blocks", "total_blocks", "waiting_tokens", "healthy", "reason", "most_free_blocks")
@@ -304,42 +302,69 @@ class FinishChoiceResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("job", "local_prefill", "token_stream", "job_number")
+    __slots__ = ("job", "local_prefill", "stream", "job_number")
     JOB_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILL_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_STREAM_FIELD_NUMBER: _ClassVar[int]
+    STREAM_FIELD_NUMBER: _ClassVar[int]
     JOB_NUMBER_FIELD_NUMBER: _ClassVar[int]
     job: Job
     local_prefill: bool
-    token_stream: str
+    stream: str
     job_number: int
-    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., local_prefill: _Optional[bool] = ..., token_stream: _Optional[str] = ..., job_number: _Optional[int] = ...) -> None: ...
+    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., local_prefill: _Optional[bool] = ..., stream: _Optional[str] = ..., job_number: _Optional[int] = ...) -> None: ...
 
-class TokensRequest(_message.Message):
-    __slots__ = ("token_stream",)
-    TOKEN_STREAM_FIELD_NUMBER: _ClassVar[int]
-    token_stream: str
-    def __init__(self, token_stream: _Optional[str] = ...) -> None: ...
+class DecodeResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
-class StepTokens(_message.Message):
-    __slots__ = ("number", "tokens")
+class EventsRequest(_message.Message):
+    __slots__ = ("stream",)
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    stream: str
+    def __init__(self, stream: _Optional[str] = ...) -> None: ...
+
+class StepEvents(_message.Message):
+    __slots__ = ("number", "events")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
     number: int
-    tokens: bytes
-    def __init__(self, number: _Optional[int] = ..., tokens: _Optional[bytes] = ...) -> None: ...
+    events: bytes
+    def __init__(self, number: _Optional[int] = ..., events: _Optional[bytes] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
-    __slots__ = ("reserved", "tokens", "landed", "prefilled")
+    __slots__ = ("reserved", "landed", "prefilled", "ended")
     RESERVED_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
     LANDED_FIELD_NUMBER: _ClassVar[int]
     PREFILLED_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
     reserved: Ticket
-    tokens: TokenEvent
     landed: Landed
     prefilled: Prefilled
-    def __init__(self, reserved: _Optional[_Union[Ticket, _Mapping]] = ..., tokens: _Optional[_Union[TokenEvent, _Mapping]] = ..., landed: _Optional[_Union[Landed, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ...) -> None: ...
+    ended: Ended
+    def __init__(self, reserved: _Optional[_Union[Ticket, _Mapping]] = ..., landed: _Optional[_Union[Landed, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ...) -> None: ...
+
+class Ended(_message.Message):
+    __slots__ = ("failure",)
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    failure: Failure
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+
+class Failure(_message.Message):
+    __slots__ = ("status", "message", "metadata")
+    class MetadataEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    status: int
+    message: str
+    metadata: _containers.ScalarMap[str, str]
+    def __init__(self, status: _Optional[int] = ..., message: _Optional[str] = ..., metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Prefilled(_message.Message):
     __slots__ = ("cached_tokens", "queue_s", "compute_s", "step_s", "prompt_logprobs")
@@ -365,11 +390,11 @@ class Landed(_message.Message):
     VERIFY_S_FIELD_NUMBER: _ClassVar[int]
     bytes: int
     cached_tokens: int
-    first_token: TokenEvent
+    first_token: FirstToken
     data_s: float
     commit_s: float
     verify_s: float
-    def __init__(self, bytes: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., first_token: _Optional[_Union[TokenEvent, _Mapping]] = ..., data_s: _Optional[float] = ..., commit_s: _Optional[float] = ..., verify_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, bytes: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., data_s: _Optional[float] = ..., commit_s: _Optional[float] = ..., verify_s: _Optional[float] = ...) -> None: ...
 
 class TokenEvent(_message.Message):
     __slots__ = ("choice", "tokens", "finish_reason", "stop_token_id")
@@ -391,9 +416,9 @@ class CommitRequest(_message.Message):
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     transfer_id: bytes
     epoch: int
-    first_token: TokenEvent
+    first_token: FirstToken
     digests: _containers.RepeatedCompositeFieldContainer[RunDigest]
-    def __init__(self, transfer_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., first_token: _Optional[_Union[TokenEvent, _Mapping]] = ..., digests: _Optional[_Iterable[_Union[RunDigest, _Mapping]]] = ...) -> None: ...
+    def __init__(self, transfer_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., digests: _Optional[_Iterable[_Union[RunDigest, _Mapping]]] = ...) -> None: ...
 
 class RunDigest(_message.Message):
     __slots__ = ("sink_rank", "layer_start", "layer_end", "head_start", "head_end", "first_block", "num_blocks", "digest")

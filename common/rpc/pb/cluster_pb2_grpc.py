@@ -358,15 +358,15 @@ class DecodeStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Run = channel.unary_stream(
+        self.Run = channel.unary_unary(
                 '/pdserve.v1.Decode/Run',
                 request_serializer=cluster__pb2.DecodeRequest.SerializeToString,
-                response_deserializer=cluster__pb2.DecodeEvent.FromString,
+                response_deserializer=cluster__pb2.DecodeResponse.FromString,
                 _registered_method=True)
-        self.Tokens = channel.unary_stream(
-                '/pdserve.v1.Decode/Tokens',
-                request_serializer=cluster__pb2.TokensRequest.SerializeToString,
-                response_deserializer=cluster__pb2.StepTokens.FromString,
+        self.Events = channel.unary_stream(
+                '/pdserve.v1.Decode/Events',
+                request_serializer=cluster__pb2.EventsRequest.SerializeToString,
+                response_deserializer=cluster__pb2.StepEvents.FromString,
                 _registered_method=True)
         self.FinishChoice = channel.unary_unary(
                 '/pdserve.v1.Decode/FinishChoice',
@@ -380,25 +380,27 @@ class DecodeServicer:
     """
 
     def Run(self, request, context):
-        """First event: Reserved. Then Landed, after the commit, and tokens until every choice finished;
-        the tokens of a job that names a token stream go there.
-        Cancelling the call at any time frees everything.
+        """The life of a job: it lasts as long as the job does, and cancelling it at any time frees
+        everything. What the node says of the job comes on the stream that the job names, in order:
+        reserved, landed (or prefilled, with `local_prefill`), tokens, ended. The call itself fails
+        if the node refuses the job, of which nothing was said then, or if it breaks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Tokens(self, request, context):
-        """The tokens of all jobs that name this stream, one message a step. It is opened once, and
-        lasts until either side ends; what it loses then, the jobs that name it have lost.
+    def Events(self, request, context):
+        """What the node says of all jobs that name this stream, one message a step. It is opened once,
+        before the first of them, and lasts until either side ends; what it loses then, the jobs that
+        name it have lost.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FinishChoice(self, request, context):
-        """The router has all it wants of a choice whose `Run` goes on: a stop string, which nodes do
-        not know, has ended it. A node of an older version computes on, and nobody listens.
+        """The router has all it wants of a choice whose job goes on: a stop string, which nodes do
+        not know, has ended it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -407,15 +409,15 @@ class DecodeServicer:
 
 def add_DecodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Run': grpc.unary_stream_rpc_method_handler(
+            'Run': grpc.unary_unary_rpc_method_handler(
                     servicer.Run,
                     request_deserializer=cluster__pb2.DecodeRequest.FromString,
-                    response_serializer=cluster__pb2.DecodeEvent.SerializeToString,
+                    response_serializer=cluster__pb2.DecodeResponse.SerializeToString,
             ),
-            'Tokens': grpc.unary_stream_rpc_method_handler(
-                    servicer.Tokens,
-                    request_deserializer=cluster__pb2.TokensRequest.FromString,
-                    response_serializer=cluster__pb2.StepTokens.SerializeToString,
+            'Events': grpc.unary_stream_rpc_method_handler(
+                    servicer.Events,
+                    request_deserializer=cluster__pb2.EventsRequest.FromString,
+                    response_serializer=cluster__pb2.StepEvents.SerializeToString,
             ),
             'FinishChoice': grpc.unary_unary_rpc_method_handler(
                     servicer.FinishChoice,
@@ -445,12 +447,12 @@ class Decode:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
+        return grpc.experimental.unary_unary(
             request,
             target,
             '/pdserve.v1.Decode/Run',
             cluster__pb2.DecodeRequest.SerializeToString,
-            cluster__pb2.DecodeEvent.FromString,
+            cluster__pb2.DecodeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -462,7 +464,7 @@ class Decode:
             _registered_method=True)
 
     @staticmethod
-    def Tokens(request,
+    def Events(request,
             target,
             options=(),
             channel_credentials=None,
@@ -475,9 +477,9 @@ class Decode:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/pdserve.v1.Decode/Tokens',
-            cluster__pb2.TokensRequest.SerializeToString,
-            cluster__pb2.StepTokens.FromString,
+            '/pdserve.v1.Decode/Events',
+            cluster__pb2.EventsRequest.SerializeToString,
+            cluster__pb2.StepEvents.FromString,
             options,
             channel_credentials,
             insecure,

@@ -14,15 +14,12 @@ import pytest
 
 import live_node
 from benchmarks.soak.poisoned import TOKEN, poisoned
-from live_node import decode_node, eventually
+from live_node import decode_node, eventually, run_job
 from pdserve.common.core.errors import Blame, InvalidRequest, NodeError, PdserveError
 from pdserve.common.core.request import Choice, GenerateJob
 from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.engine.sequence import Sequence
-from pdserve.common.rpc.convert import job_to_pb
-from pdserve.common.rpc.pb import cluster_pb2 as pb
-from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
-from pdserve.common.rpc.status import from_rpc_error
+from pdserve.common.rpc.tokens import JobTokens
 from pdserve.decode_node.node import DecodeNode
 from pdserve.decode_node.session import DecodeSession
 
@@ -35,40 +32,37 @@ FORCED = replace(PARAMS, logit_bias={TOKEN: 100.0})
 @pytest.fixture(params=["mistral"])
 async def node(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> AsyncIterator[tuple[DecodeNode, pb_grpc.DecodeStub]]:
+) -> AsyncIterator[tuple[DecodeNode, grpc.aio.Channel]]:
     """Of a poisoned model."""
     folder = live_node.MODEL.with_name(request.param)
     monkeypatch.setattr(live_node, "MODEL", poisoned(folder, tmp_path / "model"))
     async with decode_node() as (node, _, _), grpc.aio.insecure_channel(node.address) as channel:
-        yield node, pb_grpc.DecodeStub(channel)
+        yield node, channel
 
 
-async def run(stub: pb_grpc.DecodeStub, job: GenerateJob) -> dict[int, list[int]]:
+async def run(channel: grpc.aio.Channel, job: GenerateJob) -> dict[int, list[int]]:
     """The tokens of each choice. Raises the node's typed error."""
     tokens: dict[int, list[int]] = {choice.index: [] for choice in job.choices}
-    request = pb.DecodeRequest(job=job_to_pb(job), local_prefill=True)
-    try:
-        async for event in stub.Run(request):
-            tokens[event.tokens.choice] += [token.id for token in event.tokens.tokens]
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error, Blame.DECODE) from None
+    async for event in run_job(channel, job):
+        if isinstance(event, JobTokens):
+            tokens[event.choice] += event.token_ids
     return tokens
 
 
 @pytest.mark.parametrize("node", ["mistral", "mixtral"], indirect=True)
 async def test_a_failed_row_ends_its_request_and_no_other(
-    node: tuple[DecodeNode, pb_grpc.DecodeStub],
+    node: tuple[DecodeNode, grpc.aio.Channel],
 ) -> None:
     """Whatever is left in the blocks of those that failed."""
-    decode, stub = node
-    alone = await run(stub, GOOD)
+    decode, channel = node
+    alone = await run(channel, GOOD)
     choices = (Choice(0), Choice(1), Choice(2))
     results = await asyncio.gather(
-        run(stub, GOOD),
-        run(stub, GenerateJob("in-the-prompt", (*PROMPT[:20], TOKEN), PARAMS)),
-        run(stub, GOOD),
-        run(stub, GenerateJob("generated", PROMPT, FORCED)),
-        run(stub, GenerateJob("one-of-three", PROMPT, FORCED, choices)),
+        run(channel, GOOD),
+        run(channel, GenerateJob("in-the-prompt", (*PROMPT[:20], TOKEN), PARAMS)),
+        run(channel, GOOD),
+        run(channel, GenerateJob("generated", PROMPT, FORCED)),
+        run(channel, GenerateJob("one-of-three", PROMPT, FORCED, choices)),
         return_exceptions=True,
     )
     assert results[0] == results[2] == alone
@@ -81,26 +75,26 @@ async def test_a_failed_row_ends_its_request_and_no_other(
     (replica,) = decode.replicas
     assert replica.scheduler.num_failed >= 3
     await eventually(lambda: replica.scheduler.pool.num_free == replica.scheduler.pool.num_blocks)
-    assert await run(stub, GOOD) == alone and decode.ready() == (True, "ok")
+    assert await run(channel, GOOD) == alone and decode.ready() == (True, "ok")
 
 
 async def test_a_request_that_forbids_every_token_is_its_clients_mistake(
-    node: tuple[DecodeNode, pb_grpc.DecodeStub],
+    node: tuple[DecodeNode, grpc.aio.Channel],
 ) -> None:
     """No node's: a router neither tries another one nor counts it against this one."""
-    _, stub = node
+    _, channel = node
     but_the_end = tuple(token for token in range(512) if token not in (0, 2))
     sampling = replace(PARAMS, min_tokens=3, stop_token_ids=but_the_end)
     with pytest.raises(InvalidRequest, match="no token that may be chosen") as caught:
-        await run(stub, replace(GOOD, sampling=sampling))
+        await run(channel, replace(GOOD, sampling=sampling))
     assert (caught.value.blame, caught.value.retryable) == (Blame.CLIENT, False)
 
 
 @pytest.mark.parametrize("event", ["admitted", "computed", "sampled"])
 async def test_a_defect_in_one_requests_work_is_not_the_nodes_end(
-    node: tuple[DecodeNode, pb_grpc.DecodeStub], monkeypatch: pytest.MonkeyPatch, event: str
+    node: tuple[DecodeNode, grpc.aio.Channel], monkeypatch: pytest.MonkeyPatch, event: str
 ) -> None:
-    decode, stub = node
+    decode, channel = node
     hear = getattr(DecodeSession, event)
 
     def trips(session: DecodeSession, sequence: Sequence, *news: object) -> None:
@@ -111,13 +105,13 @@ async def test_a_defect_in_one_requests_work_is_not_the_nodes_end(
 
     monkeypatch.setattr(DecodeSession, event, trips)
     bad, *good = await asyncio.gather(
-        run(stub, replace(GOOD, request_id="bad")),
-        *(run(stub, GOOD) for _ in range(2)),
+        run(channel, replace(GOOD, request_id="bad")),
+        *(run(channel, GOOD) for _ in range(2)),
         return_exceptions=True,
     )
     assert isinstance(bad, NodeError) and (bad.code, bad.blame) == ("INTERNAL", Blame.DECODE)
     assert "request bad" in bad.message and "a defect" not in bad.message
-    assert good[0] == good[1] == await run(stub, GOOD)
+    assert good[0] == good[1] == await run(channel, GOOD)
     (replica,) = decode.replicas
     await eventually(lambda: replica.scheduler.pool.num_free == replica.scheduler.pool.num_blocks)
     assert decode.ready() == (True, "ok")
@@ -135,10 +129,10 @@ NAMES = ("in-the-prompt", "generated", "one-of-three")
     ids=str,
 )
 async def test_what_another_versions_router_lets_through_is_refused(
-    node: tuple[DecodeNode, pb_grpc.DecodeStub], odd: dict[str, object]
+    node: tuple[DecodeNode, grpc.aio.Channel], odd: dict[str, object]
 ) -> None:
-    _, stub = node
+    _, channel = node
     with pytest.raises(PdserveError) as caught:
-        await run(stub, replace(GOOD, sampling=replace(PARAMS, **odd)))  # type: ignore[arg-type]
+        await run(channel, replace(GOOD, sampling=replace(PARAMS, **odd)))  # type: ignore[arg-type]
     assert isinstance(caught.value, InvalidRequest) and caught.value.param == next(iter(odd))
-    await run(stub, GOOD)
+    await run(channel, GOOD)

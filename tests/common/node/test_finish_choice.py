@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import grpc
 
-from live_node import decode_node, eventually
+from live_node import decode_node, eventually, run_job
 from pdserve.common.core.request import Choice, GenerateJob
 from pdserve.common.core.sampling import SamplingParams
-from pdserve.common.rpc.convert import job_to_pb
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
+from pdserve.common.rpc.tokens import JobTokens
 
 PARAMS = SamplingParams(max_tokens=200, ignore_eos=True, seed=3)
 JOB = GenerateJob("three", tuple(range(3, 40)), PARAMS, (Choice(0), Choice(1), Choice(2)))
@@ -32,8 +32,10 @@ async def test_a_finished_choice_is_computed_no_more() -> None:
         tokens, finished = {0: 0, 1: 0, 2: 0}, set()
         scheduler = node.replicas[0].scheduler
         gate.let(10)
-        async for event in stub.Run(pb.DecodeRequest(job=job_to_pb(JOB), local_prefill=True)):
-            tokens[event.tokens.choice] += len(event.tokens.tokens)
+        async for event in run_job(channel, JOB):
+            if not isinstance(event, JobTokens):
+                continue
+            tokens[event.choice] += len(event.token_ids)
             if tokens[1] >= 5 and 1 not in finished:
                 finished.add(1)
                 await finish(1)
@@ -58,7 +60,9 @@ async def test_the_last_finished_choice_ends_the_call() -> None:
         stub = pb_grpc.DecodeStub(channel)
         job = replace(JOB, choices=(Choice(0),))
         gate.let(5)
-        async for _ in stub.Run(pb.DecodeRequest(job=job_to_pb(job), local_prefill=True)):
+        async for event in run_job(channel, job):
+            if not isinstance(event, JobTokens):
+                continue
             await stub.FinishChoice(pb.FinishChoiceRequest(request_id="three", choice=0))
             gate.let()
         scheduler = node.replicas[0].scheduler

@@ -6,17 +6,27 @@ import asyncio
 from dataclasses import replace
 
 import grpc
+import pytest
 
-from live_node import decode_node, eventually
+from live_node import Said, decode_node, eventually, run_job
+from pdserve.common.core.errors import Blame, NodeError
 from pdserve.common.core.request import GenerateJob
 from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.rpc.convert import job_to_pb
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.pb import inference_pb2
+from pdserve.common.rpc.tokens import JobTokens
+from pdserve.decode_node import router_streams
 
 PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
 JOB = GenerateJob("here", tuple(range(3, 67)), PARAMS)  # four blocks
+FIRST = pb.FirstToken(token=pb.TokenEvent(tokens=[inference_pb2.Token(id=7)]))
+
+
+def event(said: Said) -> pb.DecodeEvent:
+    assert isinstance(said, pb.DecodeEvent)
+    return said
 
 
 async def test_a_step_that_runs_holds_up_neither_reservation_nor_landing() -> None:
@@ -26,29 +36,67 @@ async def test_a_step_that_runs_holds_up_neither_reservation_nor_landing() -> No
         grpc.aio.insecure_channel(node.address) as channel,
         asyncio.timeout(60),
     ):
-        stub, engine = pb_grpc.DecodeStub(channel), node.replicas[0].engine
+        engine = node.replicas[0].engine
         gate.let(1)  # the step that computes the prompt, and draws the first token
-        running = stub.Run(pb.DecodeRequest(job=job_to_pb(JOB), local_prefill=True))
-        while not (await running.read()).HasField("tokens"):
+        running = run_job(channel, JOB)
+        while not isinstance(await anext(running), JobTokens):
             pass
         step = engine.progress().step
-        handed_over = stub.Run(pb.DecodeRequest(job=job_to_pb(replace(JOB, request_id="there"))))
-        ticket = (await handed_over.read()).reserved
+        handed_over = run_job(channel, replace(JOB, request_id="there"), local_prefill=False)
+        ticket = event(await anext(handed_over)).reserved
         assert ticket.first_block == 4
-        token = pb.TokenEvent(tokens=[inference_pb2.Token(id=7)])
-        commit = pb.CommitRequest(transfer_id=ticket.transfer_id, epoch=1, first_token=token)
+        commit = pb.CommitRequest(transfer_id=ticket.transfer_id, epoch=1, first_token=FIRST)
         await pb_grpc.KVTransferStub(channel).Commit(commit)
-        landed = (await handed_over.read()).landed
-        assert landed.first_token.tokens[0].id == 7 and landed.cached_tokens == 64
+        landed = event(await anext(handed_over)).landed
+        assert landed.first_token == FIRST and landed.cached_tokens == 64
         assert engine.progress().computing and engine.progress().step <= step + 1
         gate.let()
-        for call, left in ((running, 39), (handed_over, 39)):
-            tokens = 0
-            while (event := await call.read()) is not grpc.aio.EOF:
-                tokens += len(event.tokens.tokens)
-            assert tokens == left
+        for said in (running, handed_over):
+            left = [len(each.token_ids) async for each in said if isinstance(each, JobTokens)]
+            assert sum(left) == 39
         pool = node.replicas[0].scheduler.pool
         await eventually(lambda: pool.num_free == pool.num_blocks)
+
+
+async def test_a_job_begins_when_its_stream_is_open_and_not_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(router_streams, "OPEN_TIMEOUT", 0.1)
+    async with (
+        decode_node() as (node, _, _),
+        grpc.aio.insecure_channel(node.address) as channel,
+        asyncio.timeout(60),
+    ):
+        stub = pb_grpc.DecodeStub(channel)
+        for name, code in (("", "INVALID_REQUEST"), ("never-opened", "TOKEN_STREAM_LOST")):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Run(
+                    pb.DecodeRequest(job=job_to_pb(JOB), local_prefill=True, stream=name)
+                )
+            assert dict(caught.value.trailing_metadata())["pdserve-error-code"] == code
+        assert not node.replicas[0].sessions and not node.streams._streams
+        assert node.replicas[0].scheduler.prompt_tokens == 0
+
+
+async def test_a_node_that_fails_says_so_after_all_tokens_before() -> None:
+    async with (
+        decode_node() as (node, _, (gate,)),
+        grpc.aio.insecure_channel(node.address) as channel,
+        asyncio.timeout(60),
+    ):
+        gate.let(10)
+        said: list[Said] = []
+        with pytest.raises(NodeError) as caught:
+            async for each in run_job(channel, JOB):
+                said.append(each)
+                if len(said) == 6:
+                    error = NodeError("it fails", code="RANK_DIED", blame=Blame.DECODE)
+                    node._fail_sessions(error)
+                    gate.let()
+        assert (caught.value.code, caught.value.blame) == ("RANK_DIED", Blame.DECODE)
+        prefilled, *tokens = said
+        assert event(prefilled).HasField("prefilled") and len(tokens) >= 5
+        assert [t.position for t in tokens if isinstance(t, JobTokens)] == [*range(len(tokens))]
 
 
 async def test_a_client_that_leaves_as_its_kv_lands_leaves_no_block() -> None:
@@ -57,19 +105,18 @@ async def test_a_client_that_leaves_as_its_kv_lands_leaves_no_block() -> None:
         grpc.aio.insecure_channel(node.address) as channel,
         asyncio.timeout(60),
     ):
-        stub, pool = pb_grpc.DecodeStub(channel), node.replicas[0].scheduler.pool
-        first = stub.Run(pb.DecodeRequest(job=job_to_pb(JOB), local_prefill=True))
-        await first.read()
+        pool = node.replicas[0].scheduler.pool
+        first = run_job(channel, JOB)
+        await anext(first)
         for turn in range(20):
-            call = stub.Run(pb.DecodeRequest(job=job_to_pb(replace(JOB, request_id=str(turn)))))
-            ticket = (await call.read()).reserved
-            token = pb.TokenEvent(tokens=[inference_pb2.Token(id=7)])
-            request = pb.CommitRequest(transfer_id=ticket.transfer_id, epoch=1, first_token=token)
+            said = run_job(channel, replace(JOB, request_id=str(turn)), local_prefill=False)
+            ticket = event(await anext(said)).reserved
+            request = pb.CommitRequest(transfer_id=ticket.transfer_id, epoch=1, first_token=FIRST)
             commit = pb_grpc.KVTransferStub(channel).Commit(request)
             for _ in range(turn):
                 await asyncio.sleep(0)
-            call.cancel()
+            await said.aclose()
             await asyncio.wait([asyncio.ensure_future(commit)])
-        first.cancel()
+        await first.aclose()
         await eventually(lambda: pool.num_free == pool.num_blocks)
         await eventually(lambda: not node.replicas[0].sessions)

@@ -89,7 +89,7 @@ def test_a_message_is_bounded() -> None:
     assert cut("abcd", 3) == "abc… (1 more characters)"
 
 
-class Failing(pb_grpc.DecodeServicer):
+class Failing(pb_grpc.PrefillServicer):
     """Fails with the error it is given, and notes the request ids it logs under."""
 
     def __init__(self, error: Exception) -> None:
@@ -98,18 +98,20 @@ class Failing(pb_grpc.DecodeServicer):
     async def Run(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         async with serving(context):
             raise self.error
-        yield pb.DecodeEvent()
+        yield pb.PrefillEvent()
 
 
-async def failed_call(servicer: pb_grpc.DecodeServicer, metadata: Any = ()) -> grpc.aio.AioRpcError:
+async def failed_call(
+    servicer: pb_grpc.PrefillServicer, metadata: Any = ()
+) -> grpc.aio.AioRpcError:
     server, channels = GrpcServer(), Channels()
-    descriptor = pb.DESCRIPTOR.services_by_name["Decode"]
-    server.add(descriptor, pb_grpc.add_DecodeServicer_to_server, servicer)
+    descriptor = pb.DESCRIPTOR.services_by_name["Prefill"]
+    server.add(descriptor, pb_grpc.add_PrefillServicer_to_server, servicer)
     port = server.bind("127.0.0.1", 0)
     await server.start()
     try:
-        call = pb_grpc.DecodeStub(channels.get(f"127.0.0.1:{port}")).Run(
-            pb.DecodeRequest(), metadata=metadata
+        call = pb_grpc.PrefillStub(channels.get(f"127.0.0.1:{port}")).Run(
+            pb.PrefillRequest(), metadata=metadata
         )
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
@@ -141,21 +143,21 @@ async def test_a_peer_s_request_id_is_a_plain_word_or_none(
             async with serving(context):
                 seen.append(request_id_var.get())
                 raise self.error
-            yield pb.DecodeEvent()
+            yield pb.PrefillEvent()
 
     for given in ("cmpl-7", "two words", "x" * 129):
         await failed_call(Noting(KeyError()), ((REQUEST_ID_KEY, given),))
     assert seen == ["cmpl-7", "-", "-"]
 
 
-class Rude(pb_grpc.DecodeServicer):
+class Rude(pb_grpc.PrefillServicer):
     """A peer that answers with what no pdserve node would."""
 
     async def Run(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         metadata = (("pdserve-error-code", "no code"), ("pdserve-retryable", "1"))
         text = f"gone\n{FORGED}\x1b[2J" + "x" * 5000
         await context.abort(grpc.StatusCode.INTERNAL, text, metadata)
-        yield pb.DecodeEvent()
+        yield pb.PrefillEvent()
 
 
 async def test_a_peer_s_error_text_is_bounded_and_stripped_before_it_goes_on() -> None:

@@ -52,7 +52,7 @@ from pdserve.router.cluster.registry_service import (
 from pdserve.router.grpc.door import ClientDoor, Messages
 
 KEY, OTHER = "of-this-cluster-alone", "of-another-cluster"
-RUN, COMMIT = "/pdserve.v1.Decode/Run", "/pdserve.v1.KVTransfer/Commit"
+RUN, COMMIT = "/pdserve.v1.Prefill/Run", "/pdserve.v1.KVTransfer/Commit"
 REGISTER = "/pdserve.v1.Registry/Register"
 HERE = "10.0.0.3:5000"
 
@@ -266,22 +266,22 @@ def test_a_certificate_without_the_role_is_told_at_start(certs: Path) -> None:
 # ---- the door of a server -----------------------------------------------------------------
 
 
-class Decode(pb_grpc.DecodeServicer):
+class Prefill(pb_grpc.PrefillServicer):
     def __init__(self) -> None:
         self.served = 0
 
-    async def Run(self, request: Any, context: Any) -> AsyncIterator[pb.DecodeEvent]:
+    async def Run(self, request: Any, context: Any) -> AsyncIterator[pb.PrefillEvent]:
         self.served += 1
-        yield pb.DecodeEvent()
+        yield pb.PrefillEvent()
 
 
 @asynccontextmanager
-async def decode_server(
+async def prefill_server(
     auth: AuthInterceptor, tls: TLS | None = None
-) -> AsyncIterator[tuple[Decode, str]]:
-    server, servicer = GrpcServer(auth), Decode()
-    descriptor = pb.DESCRIPTOR.services_by_name["Decode"]
-    server.add(descriptor, pb_grpc.add_DecodeServicer_to_server, servicer)
+) -> AsyncIterator[tuple[Prefill, str]]:
+    server, servicer = GrpcServer(auth), Prefill()
+    descriptor = pb.DESCRIPTOR.services_by_name["Prefill"]
+    server.add(descriptor, pb_grpc.add_PrefillServicer_to_server, servicer)
     auth.address = f"127.0.0.1:{server.bind('127.0.0.1', 0, tls)}"
     await server.start()
     await server.set_healthy(True)
@@ -294,12 +294,12 @@ async def decode_server(
 async def run(channels: Channels, address: str) -> str:
     """The error's code; empty: it was answered."""
     try:
-        calls = pb_grpc.DecodeStub(channels.get(address)).Run(pb.DecodeRequest(), timeout=60)
+        calls = pb_grpc.PrefillStub(channels.get(address)).Run(pb.PrefillRequest(), timeout=60)
         assert [event async for event in calls]
         return ""
     except grpc.aio.AioRpcError as error:
-        typed = from_rpc_error(error, Blame.PREFILL)
-        assert typed.blame is Blame.PREFILL
+        typed = from_rpc_error(error, Blame.DECODE)
+        assert typed.blame is Blame.DECODE
         if isinstance(typed, ClusterAuthError):
             assert error.code() is grpc.StatusCode.UNAUTHENTICATED
         return typed.code
@@ -321,12 +321,12 @@ async def test_a_call_refused_for_its_time_is_made_again_by_the_server_s_clock(
     seconds: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    async with decode_server(credentials("decode", KEY).interceptor()) as (decode, address):
+    async with prefill_server(credentials("prefill", KEY).interceptor()) as (prefill, address):
         channels = skewed("router", seconds).channels()
-        stub = pb_grpc.DecodeStub(channels.get(address))
+        stub = pb_grpc.PrefillStub(channels.get(address))
         for _ in range(3):
-            assert [each async for each in stub.Run(pb.DecodeRequest(), timeout=60)]
-        assert decode.served == 3
+            assert [each async for each in stub.Run(pb.PrefillRequest(), timeout=60)]
+        assert prefill.served == 3
         assert await run(channels, address) == ""
     way = "behind" if seconds > 0 else "ahead of"
     assert caplog.text.count(f"is 120 s {way} this process's") == 1
@@ -337,17 +337,17 @@ async def test_a_server_that_does_not_prove_its_clock_is_not_believed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nor is a call made a third time."""
-    own = credentials("decode", KEY)
-    async with decode_server(own.interceptor()) as (decode, address):
+    own = credentials("prefill", KEY)
+    async with prefill_server(own.interceptor()) as (prefill, address):
         monkeypatch.setattr(ClusterKey, "clock_ahead", lambda *_: None)
         assert await run(skewed("router", 120).channels(), address) == "CLOCK_SKEW"
         monkeypatch.setattr(ClusterKey, "clock_ahead", lambda *_: 300.0)
         assert await run(skewed("router", 120).channels(), address) == "CLOCK_SKEW"
-        assert decode.served == 0
+        assert prefill.served == 0
 
 
 async def test_a_key_on_one_side_only_is_told() -> None:
-    async with decode_server(AuthInterceptor()) as (_, address):
+    async with prefill_server(AuthInterceptor()) as (_, address):
         assert await run(credentials("router").channels(), address) == ""
         assert await run(credentials("router", KEY).channels(), address) == "CLUSTER_AUTH_FAILED"
 
@@ -357,8 +357,8 @@ def question() -> Iterator[reflection_pb2.ServerReflectionRequest]:
 
 
 async def test_health_is_for_all_and_the_contracts_are_for_roles() -> None:
-    own = credentials("decode", KEY)
-    async with decode_server(own.interceptor()) as (_, address):
+    own = credentials("prefill", KEY)
+    async with prefill_server(own.interceptor()) as (_, address):
         method = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
         token = ((TOKEN_KEY, ClusterKey(KEY).sign("router", "router-1", method, address)),)
         async with grpc.aio.insecure_channel(address) as channel:
@@ -392,7 +392,7 @@ async def test_a_token_is_good_for_the_message_it_was_made_for() -> None:
 
 
 async def test_refused_calls_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    async with decode_server(credentials("decode", KEY).interceptor()) as (_, address):
+    async with prefill_server(credentials("prefill", KEY).interceptor()) as (_, address):
         for _ in range(20):
             await run(Channels(), address)
     said = [each for each in caplog.messages if "refused a call" in each]
@@ -402,12 +402,12 @@ async def test_refused_calls_do_not_fill_the_log(caplog: pytest.LogCaptureFixtur
 
 async def test_a_certificate_that_names_its_role_needs_no_key(certs: Path) -> None:
     own = credentials("decode", tls=tls_config(certs))
-    async with decode_server(own.interceptor(), own.tls) as (decode, address):
+    async with prefill_server(own.interceptor(), own.tls) as (prefill, address):
         assert await run(credentials("router", tls=tls_config(certs)).channels(), address) == ""
         # A client of the gRPC front has a certificate of the same CA.
         client = TLS.load(tls_config(certs, "client-"))
         assert await run(Channels(client), address) == "CLUSTER_AUTH_FAILED"
-        assert decode.served == 1
+        assert prefill.served == 1
 
 
 # ---- registration -------------------------------------------------------------------------
@@ -622,9 +622,9 @@ async def test_tls_on_one_side_only_is_said_in_words(
     certs: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     own = credentials("decode", tls=tls_config(certs))
-    async with decode_server(own.interceptor(), own.tls) as (_, address):
+    async with prefill_server(own.interceptor(), own.tls) as (_, address):
         text = await said(address, Channels(), caplog, over_tls=False)
         assert "it speaks TLS and this role does not: give all roles --tls-cert" in text
-    async with decode_server(AuthInterceptor()) as (_, address):
+    async with prefill_server(AuthInterceptor()) as (_, address):
         text = await said(address, own.channels(), caplog, over_tls=True)
         assert "it speaks no TLS and this role does" in text

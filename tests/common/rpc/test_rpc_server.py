@@ -21,21 +21,21 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.server import GrpcServer
 
-ADD_DECODE = pb_grpc.add_DecodeServicer_to_server
+ADD_PREFILL = pb_grpc.add_PrefillServicer_to_server
 UNREQUESTED = "grpc.server_max_unrequested_time_in_server"
 FAST = {"grpc.keepalive_time_ms": 1000, "grpc.http2.ping_timeout_ms": 1000}
 
 
-class SilentDecode(pb_grpc.DecodeServicer):
+class SilentPrefill(pb_grpc.PrefillServicer):
     """Says one thing and then nothing, until its caller is gone."""
 
     def __init__(self) -> None:
         self.gone = asyncio.Event()
 
     async def Run(
-        self, request: pb.DecodeRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[pb.DecodeEvent]:
-        yield pb.DecodeEvent()
+        self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.PrefillEvent]:
+        yield pb.PrefillEvent()
         try:
             await asyncio.sleep(60)
         finally:
@@ -43,11 +43,11 @@ class SilentDecode(pb_grpc.DecodeServicer):
 
 
 @asynccontextmanager
-async def linked() -> AsyncIterator[tuple[SilentDecode, Link, str]]:
+async def linked() -> AsyncIterator[tuple[SilentPrefill, Link, str]]:
     """A server, a link to it, and the link's address."""
-    servicer, server = SilentDecode(), GrpcServer()
-    descriptor = pb.DESCRIPTOR.services_by_name["Decode"]
-    server.add(descriptor, pb_grpc.add_DecodeServicer_to_server, servicer)
+    servicer, server = SilentPrefill(), GrpcServer()
+    descriptor = pb.DESCRIPTOR.services_by_name["Prefill"]
+    server.add(descriptor, pb_grpc.add_PrefillServicer_to_server, servicer)
     link = Link(server.bind("127.0.0.1", 0))
     await server.start()
     proxy = await asyncio.start_server(link.join, "127.0.0.1", 0)
@@ -68,7 +68,7 @@ async def test_both_ends_notice_that_a_link_is_cut(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(rpc_channels, "_OPTIONS", faster(rpc_channels._OPTIONS))
     async with linked() as (servicer, link, address):
         channels = Channels()
-        call = pb_grpc.DecodeStub(channels.get(address)).Run(pb.DecodeRequest())
+        call = pb_grpc.PrefillStub(channels.get(address)).Run(pb.PrefillRequest())
         await call.read()
         link.cut = True
         await asyncio.wait_for(servicer.gone.wait(), 30)
@@ -82,21 +82,21 @@ async def test_pings_are_never_too_many() -> None:
     async with linked() as (servicer, _, address):
         eager = [("grpc.keepalive_time_ms", 20), ("grpc.http2.max_pings_without_data", 0)]
         async with grpc.aio.insecure_channel(address, options=eager) as channel:
-            call = pb_grpc.DecodeStub(channel).Run(pb.DecodeRequest())
+            call = pb_grpc.PrefillStub(channel).Run(pb.PrefillRequest())
             await call.read()
             await asyncio.sleep(1)
             assert not call.done() and not servicer.gone.is_set()
             call.cancel()
 
 
-class BusyDecode(pb_grpc.DecodeServicer):
+class BusyPrefill(pb_grpc.PrefillServicer):
     """Its event loop does nothing else while it serves a call."""
 
     async def Run(
-        self, request: pb.DecodeRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[pb.DecodeEvent]:
+        self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.PrefillEvent]:
         time.sleep(0.5)  # noqa: ASYNC251
-        yield pb.DecodeEvent()
+        yield pb.PrefillEvent()
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def busy_node() -> Iterator[Callable[[], str]]:
 
     async def serve() -> None:
         server = GrpcServer()
-        server.add(pb.DESCRIPTOR.services_by_name["Decode"], ADD_DECODE, BusyDecode())
+        server.add(pb.DESCRIPTOR.services_by_name["Prefill"], ADD_PREFILL, BusyPrefill())
         port = server.bind("127.0.0.1", 0)
         await server.start()
         addresses.put(f"127.0.0.1:{port}")
@@ -136,7 +136,7 @@ async def test_a_call_waits_for_a_busy_event_loop(
 
     async def call(channel: grpc.aio.Channel, late: float) -> grpc.StatusCode:
         await asyncio.sleep(late)  # those that come first keep the event loop busy
-        running = pb_grpc.DecodeStub(channel).Run(pb.DecodeRequest())
+        running = pb_grpc.PrefillStub(channel).Run(pb.PrefillRequest())
         with suppress(grpc.aio.AioRpcError):
             async for _ in running:
                 pass

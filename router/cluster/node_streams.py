@@ -1,9 +1,8 @@
-"""One stream of tokens from each decode node, for all requests on it: a message a step.
+"""One stream from each decode node, for all requests on it: what a step says is one message.
 
-    Decode.Run ── reserved, landed, the end ─────────▶ Attempt
-    Decode.Tokens ─▶ TokenStream ─ by job number ────▶ Attempt.take_tokens, at once
+    Decode.Events ─▶ NodeStream ─ by job number ─▶ Attempt.take, at once, in order
 
-The stream is opened with the first request that needs it, and again after it has ended. When it
+The stream is opened before the first request that needs it, and again after it has ended. When it
 ends, or is not what it must be, all requests on it have failed on that node.
 """
 
@@ -26,46 +25,43 @@ from pdserve.common.core.errors import Blame, NodeError, PdserveError
 from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
-from pdserve.common.rpc.status import from_rpc_error
-from pdserve.common.rpc.tokens import JobTokens, decode_tokens
-from pdserve.router.cluster.node_client import protocol_error
+from pdserve.common.rpc.tokens import StepEvent, decode_events
+from pdserve.router.cluster.node_client import call_error, is_connected, protocol_error
 from pdserve.router.cluster.registry import Node
 
 logger = logging.getLogger(__name__)
 
 
 class Receiver(Protocol):
-    """Whose job it is. Neither method raises or waits."""
+    """The owner of a job. Neither method raises or waits."""
 
-    def take_tokens(self, tokens: JobTokens) -> None: ...
+    def take(self, event: StepEvent) -> None: ...
 
-    def tokens_lost(self, error: PdserveError) -> None:
-        """No more tokens come."""
+    def fail(self, error: PdserveError) -> None:
+        """Nothing more comes."""
 
 
-class TokenStreams:
-    """Those of all decode nodes that speak this."""
+class NodeStreams:
+    """The streams of all decode nodes."""
 
     def __init__(self, channels: Channels) -> None:
         self._channels = channels
-        self._streams: dict[Node, TokenStream] = {}
+        self._streams: dict[Node, NodeStream] = {}
 
     @contextmanager
-    def job(self, node: Node, request: pb.DecodeRequest, receiver: Receiver) -> Iterator[bool]:
-        """The tokens of a job that the node is about to get go to the receiver meanwhile; yields
-        whether they do: those of a node of an older version come from `Decode.Run`."""
-        if not node.info.token_streams:
-            yield False
-            return
+    def job(
+        self, node: Node, request: pb.DecodeRequest, receiver: Receiver
+    ) -> Iterator[NodeStream]:
+        """The receiver gets meanwhile what the node says of a job that it is about to be sent."""
         stream = self._streams.get(node)
         if stream is None or stream.ended:
-            stream = self._streams[node] = TokenStream(self._channels, node)
+            stream = self._streams[node] = NodeStream(self._channels, node)
             stream.reading.add_done_callback(lambda _: self._ended(node, stream))
         with stream.job(receiver) as number:
-            request.token_stream, request.job_number = stream.name, number
-            yield True
+            request.stream, request.job_number = stream.name, number
+            yield stream
 
-    def _ended(self, node: Node, stream: TokenStream) -> None:
+    def _ended(self, node: Node, stream: NodeStream) -> None:
         if self._streams.get(node) is stream:
             del self._streams[node]
 
@@ -74,17 +70,17 @@ class TokenStreams:
             stream.reading.cancel()
 
 
-class TokenStream:
+class NodeStream:
     """One node's, from its opening to its end."""
 
     def __init__(self, channels: Channels, node: Node) -> None:
         self.name = secrets.token_hex(16)
         self._node = node
-        self._blame = Blame(node.role)
         self._jobs: dict[int, Receiver] = {}
         self._numbers = itertools.count(1)
-        stub = pb_grpc.DecodeStub(channels.get(node.info.address))
-        self._call = stub.Tokens(pb.TokensRequest(token_stream=self.name))
+        channel = channels.get(node.info.address)
+        self.connected = is_connected(channel)  # or has been
+        self._call = pb_grpc.DecodeStub(channel).Events(pb.EventsRequest(stream=self.name))
         self.ended = False
         # It is no part of the request that comes first.
         self.reading = asyncio.create_task(self._read(), context=Context())
@@ -99,46 +95,52 @@ class TokenStream:
             self._jobs.pop(number, None)
 
     async def _read(self) -> None:
-        """Until the stream ends, for whatever reason, of which every job is told."""
-        error: PdserveError = NodeError("stopped", code="PEER_LOST", blame=self._blame)
+        """Until the stream ends, for whatever reason, which every job on it hears."""
+        error: PdserveError = self._lost("stopped")
         try:
-            error = await self._deliver_all()
+            await self._deliver_all()
+            error = self._lost("its stream has ended")
         except grpc.aio.AioRpcError as failure:
-            error = from_rpc_error(failure, self._blame)
+            error = call_error(failure, self._node, self.connected)
         except PdserveError as failure:
             error = failure
         except asyncio.CancelledError:  # the call's, when its channel is closed, or this task's
             pass
         except Exception as failure:  # a message that gRPC itself does not understand
             logger.exception("decode node %s", self._node.id)
-            error = protocol_error(self._blame, f"a message makes no sense: {failure!r}")
+            error = self._nonsense(f"a message makes no sense: {failure!r}")
         finally:
             self.ended = True
             self._call.cancel()
             jobs, self._jobs = self._jobs, {}
             error = self._node.excused(error)
             for receiver in jobs.values():
-                receiver.tokens_lost(error)
+                receiver.fail(error)
 
-    async def _deliver_all(self) -> PdserveError:
-        """What the end of the stream is to those who wait for more."""
+    async def _deliver_all(self) -> None:
         for number in itertools.count():
             message = await self._call.read()
             if message is EOF:
-                break
+                return
             if message is None:  # gRPC's word for bytes that do not parse
-                raise protocol_error(self._blame, "a message of tokens does not parse")
+                raise self._nonsense("a message of the stream does not parse")
             if message.number != number:
-                raise protocol_error(self._blame, f"message {message.number} came as {number}")
-            self._deliver(message.tokens)
-        return NodeError("its stream of tokens has ended", code="PEER_LOST", blame=self._blame)
+                raise self._nonsense(f"message {message.number} came as {number}")
+            self.connected = True
+            self._deliver(message.events)
 
     def _deliver(self, message: bytes) -> None:
         try:
-            tokens = decode_tokens(message)
+            events = decode_events(message)
         except msgspec.DecodeError as error:
-            raise protocol_error(self._blame, f"tokens do not parse: {error}") from None
-        for each in tokens:
+            raise self._nonsense(f"events do not parse: {error}") from None
+        for event in events:
             # There may be some yet of a job that has ended.
-            if (receiver := self._jobs.get(each.job)) is not None:
-                receiver.take_tokens(each)
+            if (receiver := self._jobs.get(event.job)) is not None:
+                receiver.take(event)
+
+    def _lost(self, why: str) -> NodeError:
+        return NodeError(why, code="PEER_LOST", blame=Blame(self._node.role))
+
+    def _nonsense(self, what: str) -> NodeError:
+        return protocol_error(self._node.role, what)
