@@ -200,7 +200,7 @@ async def test_a_place_that_will_come_free_is_no_mistake_of_the_client(folder: P
         await sync.load("a", "a", False)
     with sync.adapters.using(c):
         sync.unload("c")
-        with pytest.raises(Unavailable, match="still have requests") as error:
+        with pytest.raises(Unavailable, match="still use unloaded adapters") as error:
             await sync.load("a", "a", False)
         assert error.value.code == "ADAPTERS_IN_USE" and error.value.retry_after
     assert not sync.told

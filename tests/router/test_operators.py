@@ -205,7 +205,7 @@ async def test_b8_tools_of_operators_show_their_key(
         await site.complete("two", "mine")
         with pytest.raises(PermissionDenied, match="it needs a key of --admin-api-key"):
             await run(top.main, "--once")
-        with pytest.raises(PdserveError, match="neither a request"):
+        with pytest.raises(PdserveError, match="no request in flight"):
             await run(trace.main, "mine")
         monkeypatch.setenv("PDSERVE_ADMIN_API_KEY", "boss, spare\n")
         assert await run(top.main, "--once", "--json") == 0

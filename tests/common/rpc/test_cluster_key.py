@@ -614,7 +614,7 @@ async def test_a_node_says_why_the_router_refuses_it(caplog: pytest.LogCaptureFi
     port = server.bind("127.0.0.1", 0)
     await server.start()
     text = await said(f"127.0.0.1:{port}", credentials("decode").channels(), caplog)
-    assert "name the router's --registry-port" in text
+    assert "give the router's --registry-port" in text
     await server.stop(0)
 
 
