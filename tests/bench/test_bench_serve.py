@@ -15,7 +15,7 @@ from aiohttp import web
 
 from pdserve.bench.serving import compare
 from pdserve.bench.serving import main as serve
-from pdserve.bench.serving.arrivals import gamma_arrivals, trace_arrivals
+from pdserve.bench.serving.load import gamma_arrivals, trace_arrivals
 from pdserve.bench.serving.capacity import MAX_RUNS, Step, find_capacity
 from pdserve.bench.serving.client import Chunk, Client, Record, Usage
 from pdserve.bench.serving.datasets import (

@@ -66,7 +66,7 @@ def test_a_console_shows_text_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("command", [["top"], ["bench", "serve"], ["trace", "x"]])
 def test_what_is_no_url(command: list[str], url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--url", url]) == 2
-    assert f"{url!r} is no URL of a server" in capsys.readouterr().err
+    assert f"{url!r} is not the URL of a server" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["top", "chat", "bench"])
@@ -220,7 +220,7 @@ async def test_c15_why_a_connection_is_lost_is_a_sentence(closed_port: int) -> N
                 f"nothing listens on port {closed_port} of localhost",
             ),
             ("http://no-such-host.invalid", "there is no host no-such-host.invalid"),
-            (f"http://127.0.0.1:{port}", "it closed the connection"),
+            (f"http://127.0.0.1:{port}", "the server closed the connection"),
         ):
             async with client_session(timeout=20) as session:
                 with pytest.raises(Unavailable) as caught:

@@ -214,7 +214,7 @@ OTHER = replace(HOST, rank=1, host="b", host_identity="b", address="10.0.0.2")
 GPU = "cuda:0 (H100)"
 
 
-def test_nothing_to_mend() -> None:
+def test_nothing_to_fix() -> None:
     assert advice([HOST]) == advice([HOST, OTHER]) == []
     gpus = [replace(each, device=GPU, infiniband=["mlx5_0"]) for each in (HOST, OTHER)]
     assert advice(gpus) == []
@@ -232,7 +232,7 @@ def test_nothing_to_mend() -> None:
         ([replace(HOST, infiniband=["x"], variables={"NCCL_IB_DISABLE": "1"})], "leaves x idle"),
     ],
 )
-def test_what_to_mend(ranks: list[Any], hint: str) -> None:
+def test_what_to_fix(ranks: list[Any], hint: str) -> None:
     (line,) = advice(ranks)
     assert hint in line
 

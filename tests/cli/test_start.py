@@ -111,20 +111,20 @@ def test_a_shell_s_usual_limit_of_files_is_raised() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "mend"),
+    ("number", "fix"),
     [
         (errno.ENOSPC, "free some space"),
         (errno.EROFS, "a volume or a tmpfs"),
-        (errno.EACCES, f"runs as user {os.getuid()}: let that user in"),
+        (errno.EACCES, f"give user {os.getuid()}, which this process runs as, access"),
         (errno.EMFILE, "ulimit -n"),
         (errno.EAGAIN, "pids limit"),
     ],
 )
-def test_a_refusal_of_the_host_says_the_mend(number: int, mend: str) -> None:
+def test_a_refusal_of_the_host_says_the_fix(number: int, fix: str) -> None:
     with pytest.raises(ConfigError) as raised, host_errors_as_config_errors():
         raise OSError(number, os.strerror(number), "/models/x/config.json")
     assert raised.value.message.startswith("/models/x/config.json: ")
-    assert mend in raised.value.message
+    assert fix in raised.value.message
 
 
 def test_a_defect_is_no_refusal() -> None:
@@ -207,7 +207,7 @@ def test_c15_what_no_checkpoint_is_is_named(
     (folder / "tiny-Q4.gguf").touch()
     assert f"{file} is a GGUF file; pdserve serves safetensors checkpoints" in says(file)
     assert f"{folder} has no config.json, but GGUF; pdserve serves safetensors" in says(folder)
-    assert f"{text} is a file, and no checkpoint folder" in says(text)
+    assert f"{text} is a file, not a checkpoint folder" in says(text)
 
 
 def test_c15_a_path_that_is_not_there_names_the_nearest(
@@ -221,13 +221,13 @@ def test_c15_a_path_that_is_not_there_names_the_nearest(
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "models" / "SmolLM2" / "config.json").touch()
     models = tmp_path / "models"
-    lacks = f"there is no folder {models}"
-    assert says(models / "qwen3-8b") == f"{lacks}/qwen3-8b; {models} has: Qwen3-8B"
-    assert says(models / "other") == f"{lacks}/other; {models} has: SmolLM2"
+    missing = f"the folder {models}"
+    assert says(models / "qwen3-8b") == f"{missing}/qwen3-8b does not exist; {models} has: Qwen3-8B"
+    assert says(models / "other") == f"{missing}/other does not exist; {models} has: SmolLM2"
     wrong = tmp_path / "modles" / "Qwen3-8B"
     near = f"{tmp_path} lacks modles; {tmp_path} has: models"
-    assert says(wrong) == f"there is no folder {wrong}; {near}"
-    assert says("/nowhere/at/all") == "there is no folder /nowhere/at/all; / lacks nowhere"
+    assert says(wrong) == f"the folder {wrong} does not exist; {near}"
+    assert says("/nowhere/at/all") == "the folder /nowhere/at/all does not exist; / lacks nowhere"
 
 
 def test_a_model_that_this_user_may_not_read(
@@ -240,7 +240,7 @@ def test_a_model_that_this_user_may_not_read(
         os, "access", lambda path, mode: path != tmp_path / "config.json" and allowed(path, mode)
     )
     assert main(["model", str(tmp_path)]) == 2
-    assert f"user {os.getuid()}, as whom this runs, may not read" in capsys.readouterr().err
+    assert f"this process (user {os.getuid()}) may not read" in capsys.readouterr().err
 
 
 def test_a_model_that_can_be_served(capsys: pytest.CaptureFixture[str]) -> None:
@@ -285,12 +285,12 @@ def test_without_a_default_route_the_host_s_name_says_its_address(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "mend"),
+    ("dtype", "fix"),
     [(torch.float32, "--dtype bfloat16"), (torch.bfloat16, "pip install 'pdserve.cuda.'")],
 )
 def test_slower_attention_on_a_gpu_is_a_warning(
     dtype: torch.dtype,
-    mend: str,
+    fix: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -301,7 +301,7 @@ def test_slower_attention_on_a_gpu_is_a_warning(
     device.make_backend(shape, torch.device("cuda", 0), dtype)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert re.search(mend, record.getMessage())
+    assert re.search(fix, record.getMessage())
 
 
 # ---- stopping --------------------------------------------------------------------------------

@@ -88,11 +88,11 @@ def test_gated_models_want_a_token(hub: Hub, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (ModelConfig(model="tiny/lama"), "no folder tiny/lama, and http.* shows no such model"),
+        (ModelConfig(model="tiny/lama"), "tiny/lama is neither a folder nor a model on http"),
         (ModelConfig(model="tiny/llama", revision="v9"), "tiny/llama has no revision v9"),
         (ModelConfig(model="tiny/--x"), "cannot download tiny/--x"),
-        (ModelConfig(revision="main"), "--revision and --download-dir are for a model by name"),
-        (ModelConfig(model=str(MODELS), revision="main"), "are for a model by name"),
+        (ModelConfig(revision="main"), "--revision and --download-dir need --model"),
+        (ModelConfig(model=str(MODELS), revision="main"), "need --model to be a name"),
     ],
 )
 def test_what_cannot_be_fetched_is_one_sentence(hub: Hub, config: ModelConfig, reason: str) -> None:

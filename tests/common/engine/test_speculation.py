@@ -68,7 +68,7 @@ def test_what_is_left_out_is_as_in_vllm(given: str, found: tuple[int, int]) -> N
             "prompt_lookup_min 5 is more than prompt_lookup_max 4",
         ),
         ('{"method":"draft_model","num_speculative_tokens":3}', "needs a model"),
-        ('{"model":"x","num_speculative_tokens":3,"prompt_lookup_min":5}', "is of method ngram"),
+        ('{"model":"x","num_speculative_tokens":3,"prompt_lookup_min":5}', "is for method ngram"),
     ],
 )
 def test_what_makes_no_sense_is_refused(

@@ -269,7 +269,7 @@ WEIGHTS = "adapter_model.safetensors"
         (raw(WEIGHTS, b"\x80\x02"), "is not a safetensors file"),
         (raw(WEIGHTS, b"\xff" * 64), "is not a safetensors file"),
         (raw(WEIGHTS, b"\x02" + b"\0" * 7 + b"[]"), "is not a safetensors file"),
-        (raw(WEIGHTS, b"\x02" + b"\0" * 7 + b"{}"), "it changes nothing"),
+        (raw(WEIGHTS, b"\x02" + b"\0" * 7 + b"{}"), "it has no tensors"),
         (weights(lambda t: t.pop(Q_B)), "it lacks .*q_proj.lora_B"),
         (weights(lambda t: t.update({Q_A: t[Q_A].double()})), "has the dtype F64"),
         (

@@ -105,7 +105,7 @@ def test_one_card_does_not_hold_16_bit_weights(qwen: Path, dtype: str) -> None:
     assert found.weights == pytest.approx(29.4e9, rel=0.01)
     assert not found.fits
     assert "27.51 GiB" in found.reason
-    assert found.mends == ("--tp 2", "--pp 2", "--quantization int8", "--quantization int4")
+    assert found.fixes == ("--tp 2", "--pp 2", "--quantization int8", "--quantization int4")
 
 
 def test_two_cards_hold_them_and_some_69_000_tokens(qwen: Path) -> None:
@@ -156,25 +156,25 @@ def test_the_tightest_stage_counts(qwen: Path) -> None:
 
 
 @pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_a_mend_mends(qwen: Path, option: str) -> None:
+def test_a_fix_fixes(qwen: Path, option: str) -> None:
     assert qwen_plan(qwen, **{option: 2}).fits
     shorter = qwen_plan(qwen, quantization="int8", max_model_len=32768)
     assert not shorter.fits
-    length = int(next(m for m in shorter.mends if "max-model-len" in m).split()[1])
+    length = int(next(m for m in shorter.fixes if "max-model-len" in m).split()[1])
     assert qwen_plan(qwen, quantization="int8", max_model_len=length).fits
     assert not qwen_plan(qwen, quantization="int8", max_model_len=length + 1).fits
 
 
-def test_a_card_that_nothing_mends(qwen: Path) -> None:
+def test_a_card_that_nothing_fixes(qwen: Path) -> None:
     found = qwen_plan(qwen, gpu_memory="1GiB")
     assert not found.fits
-    assert found.mends == ()
+    assert found.fixes == ()
 
 
 def test_kv_memory_beyond_what_is_left_does_not_fit(qwen: Path) -> None:
     found = qwen_plan(qwen, tensor_parallel_size=2, kv_cache_memory="7GiB")
     assert not found.fits
-    assert "leave out --kv-cache-memory" in found.mends
+    assert "leave out --kv-cache-memory" in found.fixes
     assert qwen_plan(qwen, tensor_parallel_size=2, kv_cache_memory="6GiB").fits
 
 
@@ -520,8 +520,8 @@ def test_the_table(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = {cells[0]: cells[1:] for cells in map(cells_of, text.splitlines()) if cells}
     assert rows["weights of the model"] == ["27.51 GiB = 29.54 GB"] * 2
     assert rows["layers"] == ["24 + 24 (below: stage 2)", "48"]
-    assert rows["KV of a token, model"] == ["192 KiB", "192 KiB"]
-    assert rows["KV of a token, GPU"] == ["48 KiB", "96 KiB"]
+    assert rows["KV per token, model"] == ["192 KiB", "192 KiB"]
+    assert rows["KV per token, GPU"] == ["48 KiB", "96 KiB"]
     assert rows["all-reduce per token"] == ["960 KiB", "960 KiB"]
     assert "decode: fits" in text and "− LoRA adapters" not in rows
     lora = ["--enable-lora", "--max-lora-rank", "64", "--max-loras", "4"]
@@ -542,7 +542,7 @@ def test_what_does_not_fit_ends_with_1(qwen: Path, capsys: pytest.CaptureFixture
     assert main(["plan", f"--model={qwen}", "--gpu-memory=24GiB", "--max-model-len=16384"]) == 1
     text = capsys.readouterr().out
     assert "prefill: does not fit" in text
-    assert "mend: --tp 2; or --pp 2; or --quantization int8" in text
+    assert "fix: --tp 2; or --pp 2; or --quantization int8" in text
 
 
 def test_json_of_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
