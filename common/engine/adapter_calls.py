@@ -1,23 +1,23 @@
-"""What a node tells each of its ranks about LoRA adapters, beside their steps."""
+"""Calls from a node to its ranks that load and drop LoRA adapters."""
 
 from __future__ import annotations
 
 from msgspec import Struct, msgpack
 
 LOADED = b"\x01"
-_MARK = b"\xc1"  # no msgpack begins so: other calls to a rank's extension are msgpack
+_MARK = b"\xc1"  # invalid in msgpack, which is the format of a rank's other calls
 
 
 class LoadAdapter(Struct, frozen=True, tag=True):
-    """Begins to load it. Answered with LOADED once it can be used, until then with nothing: calls
-    are served in turn, and those about KV do not wait for files."""
+    """Starts to load an adapter. The answer is LOADED once it can be used, empty before: calls are
+    served one by one, and calls about KV must not wait for file reads."""
 
     digest: str
-    path: str  # of its folder, on every host
+    path: str  # folder, the same on every host
 
 
 class DropAdapter(Struct, frozen=True, tag=True):
-    """No sequence has it any more."""
+    """Drops an adapter that no sequence uses."""
 
     digest: str
 
@@ -32,7 +32,7 @@ def encode_call(call: AdapterCall) -> bytes:
 
 
 def decode_call(message: bytes) -> AdapterCall | None:
-    """None: it is another extension's."""
+    """Returns the call, or None if the message is for another extension."""
     if not message.startswith(_MARK):
         return None
     call: AdapterCall = _calls.decode(message[1:])

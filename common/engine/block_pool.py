@@ -1,12 +1,12 @@
-"""Physical KV blocks: who holds them, and what the unheld ones still remember.
+"""The pool of physical KV blocks, with reference counts and the prefix cache.
 
     allocate / match ──▶ held (ref ≥ 1) ──free──▶ unheld (ref 0), oldest first ──allocate──▶ …
                              │                        │
                              └── register(hash) ──────┴── match(hash) finds it in both states
 
-A block is written only by the one sequence that allocated it, and only until it is full;
-full blocks are registered under their hash and shared read-only. Freed blocks keep their
-content and hash until they are allocated again (LRU), so the prefix cache costs no memory.
+Only the sequence that allocated a block writes it, and only until it is full; full blocks are
+registered under their hash and shared read-only. Freed blocks keep their content and hash until
+they are allocated again (LRU), so the prefix cache costs no memory.
 
 Guests are blocks of another node that this one may read, with ids behind its own: full, so nobody
 writes to them, and gone as soon as nobody holds them.
@@ -31,8 +31,8 @@ def hash_blocks(
     cache_salt: str = "",
     adapter: str = "",
 ) -> list[BlockHash]:
-    """Hashes of all full blocks of `token_ids`; `known` are the hashes of the first blocks
-    when they are already computed. `adapter`: the digest of the one that computes their KV."""
+    """Returns the chained hashes of all full blocks of `token_ids`. `known`: hashes of the first
+    blocks if already computed. `adapter`: digest of the LoRA adapter that computes the KV."""
     hashes = list(known)
     parent = hashes[-1] if hashes else _root(cache_salt, adapter)
     for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
@@ -65,20 +65,20 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks nobody holds (those that remember a prefix included)."""
+        """The number of blocks without references, cached ones included."""
         return len(self._unheld)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks hold `num_tokens` tokens."""
+        """Returns the number of blocks for `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def count_cached(self, hashes: Sequence[BlockHash]) -> tuple[int, int]:
-        """(length of the longest cached prefix in blocks, how many of those are unheld)."""
+        """Returns (blocks of the longest cached prefix, how many of those are free)."""
         blocks = self._lookup(hashes)
         return len(blocks), sum(self._refs[block] == 0 for block in blocks)
 
     def match(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """Takes a reference on the blocks of the longest cached prefix."""
+        """Returns the blocks of the longest cached prefix and takes a reference on each."""
         blocks = self._lookup(hashes)
         for block in blocks:
             if self._refs[block] == 0:
@@ -87,14 +87,14 @@ class BlockPool:
         return blocks
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks with one reference each; the caller has checked `num_free`."""
+        """Returns `count` blocks with one reference each. The caller has checked `num_free`."""
         if count > len(self._unheld):
             raise RuntimeError(f"{count} blocks asked for, {len(self._unheld)} free")
         return [self._take_oldest() for _ in range(count)]
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Drops one reference on each. The last blocks of a sequence are reused first, since
-        the first ones are the prefixes others share."""
+        """Drops one reference on each block. A sequence's last blocks are reused first, because
+        other sequences more often share the first ones."""
         gone: list[int] = []
         for block in reversed(list(blocks)):
             if self._refs[block] <= 0:
@@ -129,14 +129,14 @@ class BlockPool:
             on_gone(gone)
 
     def register(self, block: int, block_hash: BlockHash) -> None:
-        """From now on `match` finds this full block. The first block with a hash keeps it."""
+        """Makes a full block available to `match`, unless another block has the same hash."""
         if self.prefix_caching and block_hash not in self._block_of:
             self._forget(block)
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """`match` finds these blocks no more: what they hold is in doubt."""
+        """Removes blocks from the prefix cache, because their content may be wrong."""
         for block in blocks:
             self._forget(block)
 

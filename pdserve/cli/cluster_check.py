@@ -21,7 +21,7 @@ from pdserve.client.terminal import console_of, number, positive
 from pdserve.common.config.options import CommandParser
 from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import ConfigError, NodeError
-from pdserve.common.distributed.check import CheckConfig, CheckWorker, Report
+from pdserve.common.distributed.check import CheckConfig, CheckReport, CheckWorker
 from pdserve.common.distributed.executor import WorkerSpec
 from pdserve.common.distributed.launch import make_executor
 from pdserve.common.distributed.parallel_state import group_layout
@@ -29,7 +29,7 @@ from pdserve.common.distributed.parallel_state import group_layout
 SIZES = (1 << 10, 16 << 10, 256 << 10, 4 << 20)
 STOP_TIMEOUT = 5.0  # seconds
 
-_reports = msgspec.msgpack.Decoder(Report)
+_reports = msgspec.msgpack.Decoder(CheckReport)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -172,7 +172,7 @@ def _spec(config: CheckConfig, rank: int, world: int, init_method: str = "") -> 
 # ---- report ----
 
 
-def _report(report: Report, options: argparse.Namespace) -> int:
+def _report(report: CheckReport, options: argparse.Namespace) -> int:
     failed = report.failures
     if options.rank:  # rank 0 reports for all
         print(f"rank {options.rank}: {len(failed)} checks failed; rank 0 has the figures")
@@ -183,7 +183,7 @@ def _report(report: Report, options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _print(console: Console, report: Report) -> None:
+def _print(console: Console, report: CheckReport) -> None:
     for name, groups in report.layout.items():
         console.print(f"{name} groups: {' '.join(map(str, groups))}")
     for name, transport in report.transports.items():
@@ -201,7 +201,7 @@ def _print(console: Console, report: Report) -> None:
     console.print(f"{right} of {len(report.checks)} checks passed")
 
 
-def _ranks(report: Report) -> Table:
+def _ranks(report: CheckReport) -> Table:
     table = Table(title="ranks")
     for column in ("rank", "host", "address", "device", "cores", "InfiniBand", "environment"):
         table.add_column(column)
@@ -215,7 +215,7 @@ def _ranks(report: Report) -> Table:
     return table
 
 
-def _figures(report: Report) -> Table:
+def _figures(report: CheckReport) -> Table:
     table = Table(title="latency, and bytes per rank divided by it")
     for column in ("group", "operation", "bytes", "µs", "GB/s"):
         left = column in ("group", "operation")

@@ -79,7 +79,7 @@ def test_every_role_says_which_address_its_host_refuses(tmp_path: Path) -> None:
             ("decode", f"--grpc-port={port}", f"{port} for gRPC: .*use: choose another --grpc-p"),
             ("router", f"--port={port}", f"cannot listen on 127.0.0.1:{port}: .*in use"),
             ("router", f"--grpc-port={port}", f"{port} for gRPC: .*use: choose another --grpc-p"),
-            ("router", "--ports-file=/no/such/p", "/no/such/p.*: No such .*: make it first"),
+            ("router", "--ports-file=/no/such/p", "/no/such/p.*: No such .*: create it first"),
         ]
         commands = [[MODULES[role], *arguments(role, flag)] for role, flag, _ in cases]
         found = [last_line(*ended) for ended in run_roles(tmp_path, commands)]
@@ -176,7 +176,7 @@ def test_a_full_disk_under_the_ports_file(small_disk: Path) -> None:
 
 def test_no_room_for_the_embedded_model(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded, "find_gguf", lambda: Path("/unused"))
-    with pytest.raises(ConfigError, match=r"takes 264 MiB .*PDSERVE_CACHE"):
+    with pytest.raises(ConfigError, match=r"264 MiB.*PDSERVE_CACHE"):
         embedded.ensure_embedded_model(small_disk)
 
 
@@ -188,7 +188,7 @@ def test_a_mistyped_model_folder_is_a_sentence_that_names_its_neighbours(
 ) -> None:
     (tmp_path / "Qwen3-8B").mkdir()
     assert main(["model", str(tmp_path / "Qwen-8B")]) == 2
-    assert f"no folder {tmp_path}/Qwen-8B; {tmp_path} has: Qwen3-8B" in capsys.readouterr().err
+    assert f"the folder {tmp_path}/Qwen-8B does not exist; {tmp_path} has: Qwen3-8B" in capsys.readouterr().err
     assert main(["model", str(tmp_path / "Qwen3-8B")]) == 2
     assert "has no config.json" in capsys.readouterr().err
 

@@ -73,7 +73,7 @@ def test_the_cache_serves_without_a_network(
     assert resolve_model(config) == fetched
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert resolve_model(config) == fetched
-    with pytest.raises(ConfigError, match=r"does not hold all of tiny/llama.*HF_HUB_OFFLINE"):
+    with pytest.raises(ConfigError, match=r"lacks files of tiny/llama.*HF_HUB_OFFLINE"):
         resolve_model(ModelConfig(model="tiny/llama"))
 
 
@@ -103,7 +103,7 @@ def test_what_cannot_be_fetched_is_one_sentence(hub: Hub, config: ModelConfig, r
 
 def test_without_a_network_it_says_so(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ConfigError, match=r"does not hold all of tiny/llama.*does not answer"):
+    with pytest.raises(ConfigError, match=r"lacks files of tiny/llama.*does not answer"):
         resolve_model(ModelConfig(model="tiny/llama"))
 
 

@@ -377,9 +377,9 @@ class ThisRank:
         self.rank.set_hwm(0)
         self.rank.connect("inproc://node")
         for link in wire.Link:
-            self.send(wire.Kind.RESULT, wire.start_number(0, link))
+            self.send(wire.RankMessage.RESULT, wire.start_number(0, link))
 
-    def send(self, kind: wire.Kind, number: int = 0) -> None:
+    def send(self, kind: wire.RankMessage, number: int = 0) -> None:
         self.rank.send_multipart([wire.HEADER.pack(0, kind, number), b""])
 
     async def launch(self, spec: WorkerSpec) -> None:
@@ -410,7 +410,7 @@ async def test_a_rank_that_sends_without_a_pause_starves_nobody() -> None:
     async with running(executor):
         executor.on_event(lambda rank, event: taken.update([turns]))
         for _ in range(many := 10 * fanout.MAX_BURST):
-            launcher.send(wire.Kind.EVENT)
+            launcher.send(wire.RankMessage.EVENT)
         while taken.total() < many:
             await asyncio.sleep(0)
             turns += 1

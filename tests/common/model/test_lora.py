@@ -29,7 +29,7 @@ from pdserve.common.model.decoder import CausalLM
 from pdserve.common.model.layers import LoRA
 from pdserve.common.planning.footprint import Footprint
 from pdserve.common.worker import adapters as worker_adapters
-from pdserve.common.worker.adapters import AdapterExtension, Adapters
+from pdserve.common.worker.adapters import AdapterExtension, RankAdapters
 from pdserve.common.worker.input_batch import StepSequence
 from slow_quantization import dequantized_folder
 from tiny_engine import BLOCK_SIZE, load, new_cache, single_threaded_inference, some_tokens
@@ -62,8 +62,8 @@ def of_peft(model: Path, adapter: Path, tokens: list[int]) -> torch.Tensor:
         return adapted(torch.tensor([tokens])).logits[0].clone()
 
 
-def loaded(model: CausalLM, *folders: Path) -> tuple[Adapters, list[str]]:
-    adapters = Adapters(model, max_rank=16)
+def loaded(model: CausalLM, *folders: Path) -> tuple[RankAdapters, list[str]]:
+    adapters = RankAdapters(model, max_rank=16)
     digests = [read_adapter(each, model.spec, 16).digest for each in folders]
     for digest, folder in zip(digests, folders, strict=True):
         load_it = LoadAdapter(digest, str(folder))
@@ -73,7 +73,7 @@ def loaded(model: CausalLM, *folders: Path) -> tuple[Adapters, list[str]]:
     return adapters, digests
 
 
-def of_step(adapters: Adapters, parts: list[list[int]], digests: list[str]) -> LoRA | None:
+def of_step(adapters: RankAdapters, parts: list[list[int]], digests: list[str]) -> LoRA | None:
     sequences = [
         StepSequence(i, tuple(part), 0, (), adapter=digest)
         for i, (part, digest) in enumerate(zip(parts, digests, strict=True))
@@ -184,7 +184,7 @@ def test_calls_load_and_drop_and_others_pass(
         return read_adapter(*args)
 
     monkeypatch.setattr(worker_adapters, "read_adapter", read)
-    adapters = Adapters(model, max_rank=16)
+    adapters = RankAdapters(model, max_rank=16)
     extension = AdapterExtension(adapters, None)
     load_it, drop_it = encode_call(LoadAdapter(digest, str(folder))), DropAdapter(digest)
     assert extension.handle_at_once(load_it) is None
@@ -204,7 +204,7 @@ def test_calls_load_and_drop_and_others_pass(
     wrong = encode_call(LoadAdapter("0" * 32, str(folder)))
     extension.handle(wrong)
     wait(adapters._loading.values())
-    with pytest.raises(ConfigError, match="another one on this host"):
+    with pytest.raises(ConfigError, match="differs on this host"):
         extension.handle(wrong)
     assert extension.handle(wrong) == b""  # another try
     extension.close(1.0)

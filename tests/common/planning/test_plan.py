@@ -563,7 +563,7 @@ def test_json_of_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
         ([], "--model must name"),
         (["--model={qwen}"], "--gpu-memory must say"),
         (["--model={qwen}", "--gpu-memory=lots"], "--gpu-memory 'lots' is not a size"),
-        (["--model=/nowhere", "--gpu-memory=1GiB"], "there is no folder /nowhere"),
+        (["--model=/nowhere", "--gpu-memory=1GiB"], "the folder /nowhere does not exist"),
         (["--model=README.md", "--gpu-memory=1GiB"], "README.md is not JSON"),
         (["--model={qwen}", "--gpu-memory=1GiB", "--tp=3"], "does not divide"),
         (["--model={qwen}", "--gpu-memory=1GiB", "--tp=2", "--ep=2"], "has no experts"),

@@ -300,7 +300,7 @@ def test_a_model_without_an_end_has_no_grammars() -> None:
         (TAG, {"structures": [{"begin": "x", "end": "", "schema": {}}], "triggers": ["y"]},
          "no trigger begins 'x'"),
         (TAG, {"structures": [7], "triggers": ["y"]}, "structure has"),
-        (JSON, {"const": "\ud800"}, "half a character"),
+        (JSON, {"const": "\ud800"}, "unpaired surrogate"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_compiled_says_why_and_where(

@@ -183,7 +183,7 @@ def test_nan_fails_its_row_not_the_batch(temperature: float) -> None:
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(), SamplingParams(top_k=2, top_p=0.5)])
 def test_a_row_without_a_candidate_fails(params: SamplingParams) -> None:
-    nothing = FailedRow("there is no token that may be chosen")
+    nothing = FailedRow("no token is allowed")
     forbidden = FailedRow(nothing.reason, forbidden=True)
     assert beside([1.0, 2.0, 3.0], row(params, banned_token_ids=(0, 1, 2)))[0] == forbidden
     assert beside([-INF, -INF, -INF], row(params))[0] == nothing
