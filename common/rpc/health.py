@@ -1,7 +1,7 @@
-"""The standard health service (`grpc.health.v1`), for strangers, too: what they send costs nothing.
+"""The standard health service (`grpc.health.v1`), which is open to everyone, with bounded cost.
 
-Where a cluster key or TLS keeps strangers out it does not read which service is asked about: gRPC
-would take 64 MiB of it. All services of a server are well together, so it speaks for all of them.
+On a server that requires a cluster key or TLS it does not read the request, which could have 64
+MiB, and answers for the whole server: all its services have the same health.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from pdserve.common.rpc.receive import Context, Handler, read_message
 from pdserve.common.rpc.status import serving
 
 SERVICE = "/grpc.health.v1.Health/"
-MAX_NBYTES = 4096  # of a request, which is a service's name
-MAX_READS = 16  # requests being read at a time
-MAX_WATCHES = 128  # calls of Watch at a time,
-MAX_OWN_WATCHES = 16  # and those of one host
-WATCH = 600.0  # seconds of a Watch; who wants to know more asks again
+MAX_NBYTES = 4096  # per request, which is a service's name
+MAX_READS = 16  # requests being read at once
+MAX_WATCHES = 128  # concurrent Watch calls
+MAX_OWN_WATCHES = 16  # concurrent Watch calls per host
+WATCH = 600.0  # seconds until a Watch call ends; clients can call again
 
 _UNKNOWN = pb.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 class Health(grpc.GenericRpcHandler):  # type: ignore[type-arg]
-    """Every service is unknown until it is `set`; the server as a whole, '', serves."""
+    """The service. Other services are unknown until `set`; the whole server, '', is SERVING."""
 
     def __init__(self, reads: bool) -> None:
-        """`reads`: anybody's request, to know which service it is about."""
+        """`reads`: whether to read the requested service's name."""
         self._reads = reads
         self._statuses: dict[str, pb.HealthCheckResponse.ServingStatus] = {
             "": pb.HealthCheckResponse.SERVING
         }
-        self._changed = asyncio.Event()  # replaced by each change
+        self._changed = asyncio.Event()  # replaced at each change
         self._reading = 0
         self._watches: Counter[str] = Counter()  # by host
 
@@ -63,7 +63,7 @@ class Health(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         if (status := self._statuses.get(name)) is None:
             await context.abort(
                 grpc.StatusCode.NOT_FOUND,
-                "there is no such service here",
+                "the server has no such service",
             )
         return pb.HealthCheckResponse(status=status)
 
@@ -90,7 +90,7 @@ class Health(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         if not self._reads:
             return ""
         if self._reading >= MAX_READS:
-            raise Overloaded("too many ask for health at once", retry_after=1.0)
+            raise Overloaded("too many concurrent health requests", retry_after=1.0)
         self._reading += 1
         try:
             raw = await read_message(context, MAX_NBYTES)
@@ -104,10 +104,10 @@ class Health(grpc.GenericRpcHandler):  # type: ignore[type-arg]
     def _watching(self, context: Context) -> Iterator[None]:
         host = context.peer().rpartition(":")[0]
         if self._watches.total() >= MAX_WATCHES or self._watches[host] >= MAX_OWN_WATCHES:
-            raise Overloaded("too many watch this server's health", retry_after=60.0)
+            raise Overloaded("too many concurrent health watches", retry_after=60.0)
         self._watches[host] += 1
         try:
             yield
         finally:
             self._watches[host] -= 1
-            self._watches += Counter()  # forgets hosts without
+            self._watches += Counter()  # drops hosts with 0

@@ -1,4 +1,4 @@
-"""Server reflection, with bounds: strangers may ask for the contracts where no key guards them."""
+"""Bounds on server reflection, which is open to everyone on servers without authentication."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from pdserve.common.core.errors import DeadlineExceeded, InvalidRequest, Overloa
 from pdserve.common.rpc.receive import EOF, Context, Handler, parsed
 from pdserve.common.rpc.status import serving
 
-MAX_NBYTES = 4096  # of a question, which is a name
-MAX_CALLS = 32  # at a time
-LASTS = 60.0  # seconds of a call, which may have many questions
+MAX_NBYTES = 4096  # per request, which is a name
+MAX_CALLS = 32  # concurrent calls
+LASTS = 60.0  # seconds per call, which may have many requests
 
 
 class Reflection:
-    """The calls of one server."""
+    """Bounds the reflection calls of one server."""
 
     def __init__(self) -> None:
         self._calls = 0
 
     def bounded(self, handler: Handler, admit: Callable[[Context], None]) -> Handler:
-        """The handler, within bounds. `admit` raises for callers who may not ask."""
+        """Returns the handler with bounds. `admit` raises for callers without permission."""
 
         async def answer(_: Any, context: Context) -> None:
             async with serving(context):
@@ -38,7 +38,7 @@ class Reflection:
     @contextmanager
     def _counted(self) -> Iterator[None]:
         if self._calls >= MAX_CALLS:
-            raise Overloaded("too many ask for the contracts at once", retry_after=1.0)
+            raise Overloaded("too many concurrent reflection calls", retry_after=1.0)
         self._calls += 1
         try:
             yield
@@ -51,11 +51,11 @@ async def _answer(handler: Handler, context: Context) -> None:
         async with asyncio.timeout(LASTS):
             while (raw := await context.read()) is not EOF:
                 if len(raw) > MAX_NBYTES:
-                    raise InvalidRequest(f"a question has at most {MAX_NBYTES} bytes")
+                    raise InvalidRequest(f"a request has at most {MAX_NBYTES} bytes")
                 async for answer in handler.stream_stream(_one(parsed(handler, raw)), context):
                     await context.write(answer)
     except TimeoutError:
-        raise DeadlineExceeded(f"ask within {LASTS:.0f} s, or in another call") from None
+        raise DeadlineExceeded(f"a reflection call has at most {LASTS:.0f} s") from None
 
 
 async def _one(question: Any) -> AsyncIterator[Any]:

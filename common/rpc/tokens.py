@@ -1,8 +1,7 @@
-"""The tokens of a step, as they cross from a decode node to a router: MessagePack, in `StepTokens`.
+"""The tokens of a step from a decode node to the router: MessagePack, in `StepTokens`.
 
-A step makes one of these for each sequence, some hundred thousand a second on a busy router, so
-they are arrays without field names, encoded and decoded by msgspec. Fields are only ever added at
-the end, with a default.
+There is one entry per sequence and step, about a hundred thousand per second on a busy router, so
+entries are msgspec arrays without field names. New fields go to the end, with a default.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ _FINISH = {reason.value: reason for reason in FinishReason}
 
 
 class JobTokens(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Tokens of one choice of a job. `position` is the first one's among all tokens of the
-    choice's output, so that one that is lost, doubled or out of order is seen."""
+    """Tokens of one choice of a job. `position`: index of the first one in the choice's output,
+    which reveals lost, repeated and reordered entries."""
 
     job: int  # DecodeRequest.job_number
     choice: int
@@ -27,9 +26,9 @@ class JobTokens(msgspec.Struct, array_like=True, frozen=True, gc=False):
     token_ids: tuple[int, ...]
     finish_reason: str | None = None
     stop_token_id: int | None = None
-    # For each token, if they were asked for: its own, and the most likely ones as (id, logprob).
+    # Per token, if requested: its own, and the most likely ones as (id, logprob).
     logprobs: tuple[tuple[float, tuple[tuple[int, float], ...]], ...] | None = None
-    # Of a timed job, in seconds since it decodes here: in steps; preempted; in all.
+    # Of a timed job, seconds on this node: in steps, preempted, total.
     times: tuple[float, float, float] | None = None
 
     @classmethod
@@ -58,7 +57,7 @@ class JobTokens(msgspec.Struct, array_like=True, frozen=True, gc=False):
         )
 
     def event(self) -> TokenEvent:
-        """Raises ValueError: logprobs of some tokens and not of others."""
+        """Returns the event; raises ValueError if only some tokens have logprobs."""
         if self.logprobs is None:
             tokens = tuple([SampledToken(each) for each in self.token_ids])
         else:
@@ -67,7 +66,7 @@ class JobTokens(msgspec.Struct, array_like=True, frozen=True, gc=False):
                 for each, (logprob, top) in zip(self.token_ids, self.logprobs, strict=True)
             )
         reason = self.finish_reason
-        # A later version's reason: the choice has ended, whatever the word for it.
+        # An unknown reason from a later version still means that the choice has ended.
         finish = None if reason is None else _FINISH.get(reason, FinishReason.STOP)
         return TokenEvent(self.choice, tokens, finish, self.stop_token_id)
 
@@ -81,5 +80,5 @@ def encode_tokens(tokens: Sequence[JobTokens]) -> bytes:
 
 
 def decode_tokens(message: bytes) -> list[JobTokens]:
-    """Raises msgspec.DecodeError: these bytes are something else."""
+    """Decodes a message; raises msgspec.DecodeError."""
     return _decoder.decode(message)

@@ -1,4 +1,4 @@
-"""Spans of calls between roles: a call names the span it is part of, and has one of its own."""
+"""Spans of calls between roles: a call carries its parent span and gets its own."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ SPANS = {
 }
 
 traceparent_var: ContextVar[str] = ContextVar("traceparent", default="")
-"""The span that the current task works for; calls between nodes carry it."""
+"""The span of the current task, which its calls to other nodes carry."""
 
 
 def trace_metadata() -> tuple[tuple[str, str], ...]:
-    """Of a call that is part of the current span."""
+    """Returns the metadata of a call within the current span."""
     parent = traceparent_var.get()
     return ((PARENT, parent),) if parent else ()
 
 
 class TraceInterceptor(grpc.aio.ServerInterceptor):
-    """Gives the calls named above a span on this node, whose events are the answers but tokens."""
+    """Creates a span for the calls in `SPANS`; its events are the answers other than tokens."""
 
     def __init__(self, tracer: Tracer, node_id: str) -> None:
         self._tracer = tracer
@@ -86,7 +86,7 @@ class TraceInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _note(span: Any, answer: Any) -> None:
-    """An event for each answer of another kind than tokens, with its numbers."""
+    """Adds an event for an answer other than tokens, with its numeric fields."""
     kind = answer.WhichOneof("event")
     if kind is None or kind == "tokens":
         return

@@ -15,7 +15,6 @@ from aiohttp import web
 
 from pdserve.bench.serving import compare
 from pdserve.bench.serving import main as serve
-from pdserve.bench.serving.load import gamma_arrivals, trace_arrivals
 from pdserve.bench.serving.capacity import MAX_RUNS, Step, find_capacity
 from pdserve.bench.serving.client import Chunk, Client, Record, Usage
 from pdserve.bench.serving.datasets import (
@@ -31,7 +30,7 @@ from pdserve.bench.serving.datasets import (
     sharegpt_prompts,
     trace_prompts,
 )
-from pdserve.bench.serving.load import run_load
+from pdserve.bench.serving.load import gamma_arrivals, run_load, trace_arrivals
 from pdserve.bench.serving.metrics import distribution, measure, summarize, tokens_per_chunk
 from pdserve.bench.serving.options import fit_lengths, parse_args
 from pdserve.bench.serving.report import as_json

@@ -188,7 +188,10 @@ def test_a_mistyped_model_folder_is_a_sentence_that_names_its_neighbours(
 ) -> None:
     (tmp_path / "Qwen3-8B").mkdir()
     assert main(["model", str(tmp_path / "Qwen-8B")]) == 2
-    assert f"the folder {tmp_path}/Qwen-8B does not exist; {tmp_path} has: Qwen3-8B" in capsys.readouterr().err
+    assert (
+        f"the folder {tmp_path}/Qwen-8B does not exist; {tmp_path} has: Qwen3-8B"
+        in capsys.readouterr().err
+    )
     assert main(["model", str(tmp_path / "Qwen3-8B")]) == 2
     assert "has no config.json" in capsys.readouterr().err
 

@@ -298,7 +298,7 @@ async def test_ranks_die_with_their_node(node: Node) -> None:
 
 
 async def test_a_dead_raylet(raylets: Raylets, node: Node) -> None:
-    await check_death(node, lambda: raylets.kill(1), "was lost: its host, or the raylet")
+    await check_death(node, lambda: raylets.kill(1), "was lost: its host or the raylet")
 
 
 async def test_a_dead_head(raylets: Raylets, node: Node) -> None:

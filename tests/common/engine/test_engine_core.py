@@ -282,7 +282,7 @@ async def test_a_defect_in_one_sequences_work_ends_that_sequence(event: str) -> 
         engine.add(bad)
         engine.add(good)
         await executor.finish_step()
-        reason = "its node met a KeyError; the traceback is in its log"
+        reason = "its node raised KeyError; the traceback is in its log"
         assert ("INTERNAL", bad.seq_id, reason) in log.lines
         assert ("sampled", good.seq_id, FinishReason.LENGTH) in log.lines
         await asyncio.wait_for(engine.stop(bad), SOON)

@@ -60,7 +60,7 @@ def test_what_is_left_out_is_as_in_vllm(given: str, found: tuple[int, int]) -> N
         ('{"method":"ngram","num_speculative_tokens":0}', "from 1 to 32"),
         ('{"method":"ngram","num_speculative_tokens":true}', "from 1 to 32"),
         ('{"method":"ngram","num_speculative_tokens":1e9}', "from 1 to 32"),
-        ('{"method":"ngram","num_speculative_token":3}', "there is num_speculative_tokens"),
+        ('{"method":"ngram","num_speculative_token":3}', "did you mean num_speculative_tokens"),
         ('{"method":"ngram","num_speculative_tokens":3,"model":"x"}', "has no model"),
         (
             '{"method":"ngram","num_speculative_tokens":3,"prompt_lookup_min":5,'

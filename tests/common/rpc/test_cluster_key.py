@@ -111,7 +111,7 @@ def test_a_token_names_its_message_so_that_the_version_before_takes_it(
     assert len(made.split(" ")) == len(token(clock).split(" "))
     caller = key.check(made, RUN, HERE)
     auth.check_message(caller, b"said")
-    with pytest.raises(ClusterAuthError, match="not the one that its token was made for"):
+    with pytest.raises(ClusterAuthError, match="token was made for another message"):
         auth.check_message(caller, b"said otherwise")
     auth.check_message(key.check(token(clock), RUN, HERE), b"anything")  # of the version before
 
@@ -432,7 +432,7 @@ async def test_a_token_is_good_for_the_message_it_was_made_for() -> None:
 
         async with grpc.aio.insecure_channel(address) as channel:
             stub = pb_grpc.RegistryStub(channel)
-            with refused(grpc.StatusCode.UNAUTHENTICATED, "not the one that its token was made"):
+            with refused(grpc.StatusCode.UNAUTHENTICATED, "token was made for another message"):
                 await stub.Register(theirs, metadata=relayed())
             assert ClusterView(registry).describe()["nodes"] == []
             await stub.Register(mine, metadata=relayed())  # it may dial a name we do not know
@@ -690,4 +690,4 @@ async def test_tls_on_one_side_only_is_said_in_words(
         assert "it speaks TLS and this role does not: give all roles --tls-cert" in text
     async with decode_server(AuthInterceptor()) as (_, address):
         text = await said(address, own.channels(), caplog, over_tls=True)
-        assert "it speaks no TLS and this role does" in text
+        assert "it does not use TLS, but this role does" in text

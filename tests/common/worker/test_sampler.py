@@ -211,7 +211,7 @@ def test_an_exception_fails_its_row_not_the_batch(params: dict[str, Any]) -> Non
         assert failed == [first]
         assert all(each == SampledToken(1) for i, each in enumerate(found) if i != first)
     assert sample(torch.zeros(1, 3), [StepSequence(1, (5,), 7, (0,))]) == [
-        FailedRow("its sampling failed with a ValueError")
+        FailedRow("sampling raised ValueError")
     ]
 
 
