@@ -1,4 +1,4 @@
-"""How fast ranks of this host exchange tensors: every primitive, over each transport.
+"""Measures the collectives between ranks of this host, over each transport.
 
 Beside the figures stand two limits measured in the same run: a plain memory copy, and the round
 trip of a byte between two processes over pipes (two wake-ups). The last rows are what a decode

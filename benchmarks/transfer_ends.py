@@ -76,7 +76,7 @@ class Shape:
 
     @property
     def run_nbytes(self) -> int:
-        """Of a block in a plane, where it lies in one piece."""
+        """The bytes of a block within one plane, where it is contiguous."""
         return self.heads * self.block_size * self.head_dim * self.torch_dtype.itemsize
 
     @property
@@ -133,7 +133,7 @@ def call(rank: TransferRank, command: Command) -> Reply:
 
 
 def verify(rank: TransferRank, commit: Verify) -> None:
-    """As a decode node does it, step by step, to the end."""
+    """Verifies digests like a decode node, step by step."""
     reply = call(rank, commit)
     while reply.left and not reply.digests:
         reply = call(rank, VerifyMore(commit.transfer_id, 1))

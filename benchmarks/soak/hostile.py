@@ -62,7 +62,7 @@ async def http(fleet: Fleet, known: bool = True) -> AsyncIterator[aiohttp.Client
 async def calls(
     fleet: Fleet, address: str, trusted: bool = False
 ) -> AsyncIterator[grpc.aio.Channel]:
-    """Of one that has the cluster's secrets, or of a stranger, who may be a client."""
+    """Returns the attacks of a peer with the cluster's secrets, or of a stranger or client."""
     credentials = fleet.credentials(role=trusted)
     options = [("grpc.use_local_subchannel_pool", 1)]
     channel = (
@@ -83,7 +83,7 @@ async def rpc(fleet: Fleet) -> AsyncIterator[Generate]:
 
 
 async def answer(attack: Awaitable[str]) -> str:
-    """What an attack came to, in a word or two."""
+    """Returns the outcome of an attack in a word or two."""
     try:
         async with asyncio.timeout(PATIENCE):
             return await attack

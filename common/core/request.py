@@ -74,7 +74,7 @@ class TokenEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class TimelineStage:
     """A stage of a request's timeline. Each begins where the one before ends."""
 
     name: str
@@ -106,4 +106,4 @@ class Timeline:
     exposed_seconds: float = 0.0  # part of the transfer after the prompt was computed
     overlapped_seconds: float = 0.0  # part of the transfer while the prompt was computed
     total_seconds: float = 0.0  # from the request's arrival until this was written
-    stages: tuple[Stage, ...] = ()  # only if requested; they add up to total_seconds
+    stages: tuple[TimelineStage, ...] = ()  # only if requested; they add up to total_seconds

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from pdserve.common.core.prompt_logprobs import PromptLogprobs
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 
@@ -110,3 +112,40 @@ class RankReady:
     peaks: Peaks
     extension_info: bytes = b""  # what the rank's extension announces (a connector endpoint)
     guest_ids: tuple[int, int] = (0, 0)  # first, end: of blocks that others may lend to it
+
+
+# ---- calls about LoRA adapters, beside the steps ----
+
+LOADED = b"\x01"
+_MARK = b"\xc1"  # invalid in msgpack, which is the format of a rank's other calls
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Starts to load an adapter. The answer is LOADED once it can be used, empty before: calls are
+    served one by one, and calls about KV must not wait for file reads."""
+
+    digest: str
+    path: str  # folder, the same on every host
+
+
+class DropAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Drops an adapter that no sequence uses."""
+
+    digest: str
+
+
+AdapterCall = LoadAdapter | DropAdapter
+
+_adapter_calls = msgspec.msgpack.Decoder(AdapterCall)
+
+
+def encode_adapter_call(call: AdapterCall) -> bytes:
+    return _MARK + msgspec.msgpack.encode(call)
+
+
+def decode_adapter_call(message: bytes) -> AdapterCall | None:
+    """Returns the call, or None if the message is for another extension."""
+    if not message.startswith(_MARK):
+        return None
+    call: AdapterCall = _adapter_calls.decode(message[1:])
+    return call

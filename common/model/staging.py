@@ -57,3 +57,23 @@ class Mark:
         """Waits until the device has reached it; returns at once if it was never set."""
         if self._event is not None:
             self._event.synchronize()
+
+
+# ---- rows of a batch, without a wait for the device ----
+
+
+def select_rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    """Returns the given rows of `tensor`; `tensor` itself, without a copy, if these are all."""
+    if len(rows) == len(tensor):
+        return tensor
+    return tensor.index_select(0, indices(rows, tensor))
+
+
+def indices(rows: Sequence[int], like: Tensor) -> Tensor:
+    """Returns `rows` as int64 on the device of `like`."""
+    return upload(torch.tensor(rows, dtype=torch.int64), like.device)
+
+
+def column(values: Sequence[float], like: Tensor) -> Tensor:
+    """Returns `[len(values), 1]` with the dtype and device of `like`."""
+    return upload(torch.tensor(values, dtype=like.dtype), like.device).unsqueeze(1)

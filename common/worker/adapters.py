@@ -13,12 +13,12 @@ from torch import Tensor
 from pdserve.common.core.errors import ConfigError, NodeError
 from pdserve.common.core.lora import read_adapter
 from pdserve.common.distributed.executor import Extension
-from pdserve.common.engine.adapter_calls import (
+from pdserve.common.engine.messages import (
     LOADED,
     AdapterCall,
     DropAdapter,
     LoadAdapter,
-    decode_call,
+    decode_adapter_call,
 )
 from pdserve.common.model.decoder import CausalLM
 from pdserve.common.model.lora import Pairs, StepLoRA, load_pairs
@@ -37,7 +37,7 @@ class RankAdapters:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
 
     def serve(self, call: AdapterCall) -> bytes:
-        """Serves a call; see `adapter_calls.py` for the answers.
+        """Serves a call; see `messages.py` for the answers.
 
         Raises:
             ConfigError: this host's copy of the adapter is invalid or differs from the node's.
@@ -109,13 +109,13 @@ class AdapterExtension:
         return self._inner.info() if self._inner is not None else b""
 
     def handle(self, message: bytes) -> bytes:
-        call = decode_call(message)
+        call = decode_adapter_call(message)
         if call is None:
             return self._others().handle(message)
         return self._adapters.serve(call)
 
     def handle_at_once(self, message: bytes) -> bytes | None:
-        if decode_call(message) is not None:
+        if decode_adapter_call(message) is not None:
             return None
         return self._others().handle_at_once(message)
 

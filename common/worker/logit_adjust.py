@@ -11,9 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from pdserve.common.core.sampling import SamplingParams
-from pdserve.common.model.staging import upload
+from pdserve.common.model.staging import column, indices, select_rows, upload
 from pdserve.common.worker.input_batch import StepSequence, TokenCounts
-from pdserve.common.worker.rows import column, indices, select_rows
 
 
 def adjusts(sequence: StepSequence, params: SamplingParams) -> bool:

@@ -24,11 +24,10 @@ from dataclasses import dataclass
 import torch
 
 from pdserve.common.core.sampling import SampledToken, SamplingParams, TokenLogprobs
-from pdserve.common.model.staging import fetch
+from pdserve.common.model.staging import column, fetch, indices, select_rows
 from pdserve.common.worker.input_batch import StepSequence
 from pdserve.common.worker.logit_adjust import adjust, adjusts
 from pdserve.common.worker.philox import uniform
-from pdserve.common.worker.rows import column, indices, select_rows
 
 logger = logging.getLogger(__name__)
 

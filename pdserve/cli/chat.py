@@ -24,7 +24,7 @@ HELP = """/reset  start a new conversation
 
 
 @dataclass
-class Answer:
+class StreamedAnswer:
     """One streamed answer: its text so far and the `perf_counter` times of its chunks."""
 
     text: str = ""
@@ -54,14 +54,14 @@ class Chat:
         self.system: str | None = options.system
         self.turns: list[dict[str, str]] = []
 
-    def ask(self, text: str) -> Answer:
+    def ask(self, text: str) -> StreamedAnswer:
         """Asks `text` and prints the answer while it streams. Ctrl-C keeps the part received.
 
         Raises:
             PdserveError: the server failed; the question is removed from the conversation.
         """
         self.turns.append({"role": "user", "content": text})
-        answer = Answer()
+        answer = StreamedAnswer()
         try:
             asyncio.run(self._stream(answer))
         except KeyboardInterrupt:
@@ -72,7 +72,7 @@ class Chat:
         self.turns.append({"role": "assistant", "content": answer.text})
         return answer
 
-    async def _stream(self, answer: Answer) -> None:
+    async def _stream(self, answer: StreamedAnswer) -> None:
         async with session_of(self._options) as session:
             server = Server(session, self._options.url)
             async for event in server.stream("/v1/chat/completions", self._body()):
@@ -178,7 +178,7 @@ def _command(chat: Chat, text: str, console: Console) -> bool:
     return True
 
 
-def _read(event: dict[str, Any], answer: Answer) -> None:
+def _read(event: dict[str, Any], answer: StreamedAnswer) -> None:
     """Prints the event's text, with control characters escaped, and adds it to `answer`.
 
     Raises:

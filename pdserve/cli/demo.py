@@ -38,7 +38,7 @@ class DemoConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class DemoResult:
     """The timeline and token counts of a finished request."""
 
     timeline: Timeline
@@ -107,7 +107,7 @@ async def ask(url: str, config: DemoConfig) -> AsyncIterator[dict[str, Any]]:
             yield chunk
 
 
-def read_answer(chunks: Sequence[dict[str, Any]]) -> Answer:
+def read_answer(chunks: Sequence[dict[str, Any]]) -> DemoResult:
     """Finds the usage and the timeline among the chunks.
 
     Raises:
@@ -118,14 +118,14 @@ def read_answer(chunks: Sequence[dict[str, Any]]) -> Answer:
         found.update({key: chunk[key] for key in ("usage", "pdserve") if chunk.get(key)})
     if found.keys() != {"usage", "pdserve"}:
         raise NodeError("the stream ended without usage and timeline")
-    return Answer(
+    return DemoResult(
         msgspec.convert(found["pdserve"]["timeline"], Timeline),
         found["usage"]["prompt_tokens"],
         found["usage"]["completion_tokens"],
     )
 
 
-def timeline_table(answer: Answer) -> Table:
+def timeline_table(answer: DemoResult) -> Table:
     """The request's stages in order with their times, then TTFT, TPOT and the total."""
     line = answer.timeline
     table = Table("stage", "time", "what happened", title="where the time went")

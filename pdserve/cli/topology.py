@@ -24,7 +24,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class GpuLink:
     """The best path between two GPUs of the host."""
 
     gpus: tuple[int, int]
@@ -34,7 +34,7 @@ class Link:
 @dataclass(frozen=True, slots=True)
 class Topology:
     gpus: tuple[Gpu, ...]
-    links: tuple[Link, ...]  # one per pair of GPUs
+    links: tuple[GpuLink, ...]  # one per pair of GPUs
     nvlink_groups: tuple[tuple[int, ...], ...]  # NVLink connects every pair of a group
     advice: str
 
@@ -49,7 +49,7 @@ def read_topology(nvml: Any = pynvml) -> Topology:
         handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
         gpus = [_gpu(nvml, index, handle) for index, handle in enumerate(handles)]
         links = [
-            Link((a, b), _kind(nvml, handles[a], handles[b]))
+            GpuLink((a, b), _kind(nvml, handles[a], handles[b]))
             for a, b in combinations(range(len(handles)), 2)
         ]
         return topology_of(gpus, links)
@@ -57,7 +57,7 @@ def read_topology(nvml: Any = pynvml) -> Topology:
         nvml.nvmlShutdown()
 
 
-def topology_of(gpus: Sequence[Gpu], links: Sequence[Link]) -> Topology:
+def topology_of(gpus: Sequence[Gpu], links: Sequence[GpuLink]) -> Topology:
     groups = _nvlink_groups(gpus, links)
     return Topology(tuple(gpus), tuple(links), groups, _advice(groups))
 
@@ -81,7 +81,7 @@ def _kind(nvml: Any, one: Any, other: Any) -> str:
     return "PCIe host bridge" if level <= nvml.NVML_TOPOLOGY_NODE else "between CPU sockets"
 
 
-def _nvlink_groups(gpus: Sequence[Gpu], links: Sequence[Link]) -> tuple[tuple[int, ...], ...]:
+def _nvlink_groups(gpus: Sequence[Gpu], links: Sequence[GpuLink]) -> tuple[tuple[int, ...], ...]:
     """Puts each GPU into the first group to all of whose members it has NVLink."""
     linked = {frozenset(link.gpus) for link in links if link.kind == NVLINK}
     groups: list[list[int]] = []

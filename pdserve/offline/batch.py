@@ -33,7 +33,7 @@ OnDone = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class BatchSummary:
     requests: int
     answered: int  # with status 200
     failed: int
@@ -155,9 +155,9 @@ async def _line(server: Server, item: Item) -> dict[str, object]:
     return answered(item, answer)
 
 
-def _summary(output: Output, path: Path, earlier: int, ended_by: str | None) -> Summary:
+def _summary(output: Output, path: Path, earlier: int, ended_by: str | None) -> BatchSummary:
     items = list(map(output.done.has, read_items(path)))
-    return Summary(
+    return BatchSummary(
         requests=len(items),
         answered=sum(items) - output.done.failed,
         failed=output.done.failed,
@@ -167,7 +167,7 @@ def _summary(output: Output, path: Path, earlier: int, ended_by: str | None) -> 
     )
 
 
-def _report(config: BatchConfig, summary: Summary, console: Console) -> None:
+def _report(config: BatchConfig, summary: BatchSummary, console: Console) -> None:
     if config.json:
         fields = {name: getattr(summary, name) for name in summary.__slots__}
         json.dump(fields, sys.stdout, indent=2)

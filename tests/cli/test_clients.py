@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.cli.chat import Answer, Chat
+from pdserve.cli.chat import Chat, StreamedAnswer
 from pdserve.cli.main import main
 from pdserve.cli.top import make_parser
 from pdserve.client.server import LOOK_TIMEOUT, Server, client_session
@@ -128,7 +128,7 @@ def test_top_shows_whose_log_to_read_on_a_usual_terminal(
 def test_an_interrupted_answer_to_a_pipe_is_no_success(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def stream(_: Chat, answer: Answer) -> None:
+    async def stream(_: Chat, answer: StreamedAnswer) -> None:
         sys.stdout.write("Once")
         raise KeyboardInterrupt
 

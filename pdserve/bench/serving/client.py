@@ -36,7 +36,7 @@ class Delta(msgspec.Struct):
     reasoning_content: str | None = None
 
 
-class Choice(msgspec.Struct):
+class StreamChoice(msgspec.Struct):
     text: str | None = None
     delta: Delta | None = None
     token_ids: list[int] | None = None  # some servers send them on request
@@ -51,7 +51,7 @@ class Choice(msgspec.Struct):
 
 
 class Event(msgspec.Struct):
-    choices: list[Choice] = []
+    choices: list[StreamChoice] = []
     usage: Usage | None = None
     error: Any = None
 

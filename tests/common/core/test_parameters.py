@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from paths import ROOT
 from pdserve.common.core.errors import InvalidRequest
-from pdserve.common.core.parameters import PARAMETERS, Kind, Parameter
+from pdserve.common.core.parameters import PARAMETERS, Parameter, ParameterType
 from pdserve.common.core.sampling import SAMPLING_PARAMETERS, SamplingParams, check_sampling
 from pdserve.common.rpc.convert import fields_set, sampling_from_pb, sampling_to_pb
 from pdserve.common.rpc.pb import inference_pb2 as pb
@@ -22,44 +22,44 @@ from pdserve.router.api.schema import ChatBody, CompletionBody, GenerationBody
 VOCAB = 512
 WIRE = pb.SamplingParams.DESCRIPTOR
 CARRIED = [each for each in PARAMETERS.values() if each.number is not None]
-WIRE_TYPES: dict[Kind, tuple[bool, set[int]]] = {  # repeated?, of which types
-    Kind.INTEGER: (False, {Field.TYPE_UINT32, Field.TYPE_INT32, Field.TYPE_UINT64}),
-    Kind.NUMBER: (False, {Field.TYPE_FLOAT}),
-    Kind.BOOLEAN: (False, {Field.TYPE_BOOL}),
-    Kind.TEXT: (False, {Field.TYPE_STRING}),
-    Kind.TEXT_OR_TEXTS: (True, {Field.TYPE_STRING}),
-    Kind.TEXTS: (True, {Field.TYPE_STRING}),
-    Kind.TOKEN_ID_LISTS: (True, {Field.TYPE_MESSAGE}),
-    Kind.TOKEN_IDS: (True, {Field.TYPE_UINT32}),
-    Kind.BIASES: (True, {Field.TYPE_MESSAGE}),
-    Kind.OBJECT: (False, {Field.TYPE_MESSAGE}),
+WIRE_TYPES: dict[ParameterType, tuple[bool, set[int]]] = {  # repeated?, of which types
+    ParameterType.INTEGER: (False, {Field.TYPE_UINT32, Field.TYPE_INT32, Field.TYPE_UINT64}),
+    ParameterType.NUMBER: (False, {Field.TYPE_FLOAT}),
+    ParameterType.BOOLEAN: (False, {Field.TYPE_BOOL}),
+    ParameterType.TEXT: (False, {Field.TYPE_STRING}),
+    ParameterType.TEXT_OR_TEXTS: (True, {Field.TYPE_STRING}),
+    ParameterType.TEXTS: (True, {Field.TYPE_STRING}),
+    ParameterType.TOKEN_ID_LISTS: (True, {Field.TYPE_MESSAGE}),
+    ParameterType.TOKEN_IDS: (True, {Field.TYPE_UINT32}),
+    ParameterType.BIASES: (True, {Field.TYPE_MESSAGE}),
+    ParameterType.OBJECT: (False, {Field.TYPE_MESSAGE}),
 }
 # One value of each kind that every parameter of it takes, and one that none does.
-GOOD: dict[Kind, Any] = {
-    Kind.INTEGER: 1,
-    Kind.NUMBER: 0.5,
-    Kind.BOOLEAN: True,
-    Kind.TEXT: "x",
-    Kind.TEXT_OR_TEXTS: ["x"],
-    Kind.TEXTS: ["x"],
-    Kind.TOKEN_IDS: [3, 4],
-    Kind.TOKEN_ID_LISTS: [[3], [4, 5]],
-    Kind.BIASES: {"3": 0.5},
-    Kind.OBJECT: {},
-    Kind.OBJECT_OR_TEXT: "x",
+GOOD: dict[ParameterType, Any] = {
+    ParameterType.INTEGER: 1,
+    ParameterType.NUMBER: 0.5,
+    ParameterType.BOOLEAN: True,
+    ParameterType.TEXT: "x",
+    ParameterType.TEXT_OR_TEXTS: ["x"],
+    ParameterType.TEXTS: ["x"],
+    ParameterType.TOKEN_IDS: [3, 4],
+    ParameterType.TOKEN_ID_LISTS: [[3], [4, 5]],
+    ParameterType.BIASES: {"3": 0.5},
+    ParameterType.OBJECT: {},
+    ParameterType.OBJECT_OR_TEXT: "x",
 }
-FOREIGN: dict[Kind, Any] = {
-    Kind.INTEGER: "one",
-    Kind.NUMBER: True,
-    Kind.BOOLEAN: 1,
-    Kind.TEXT: 1,
-    Kind.TEXT_OR_TEXTS: [1],
-    Kind.TEXTS: "x",
-    Kind.TOKEN_IDS: ["3"],
-    Kind.TOKEN_ID_LISTS: [3],
-    Kind.BIASES: [3],
-    Kind.OBJECT: [],
-    Kind.OBJECT_OR_TEXT: 1,
+FOREIGN: dict[ParameterType, Any] = {
+    ParameterType.INTEGER: "one",
+    ParameterType.NUMBER: True,
+    ParameterType.BOOLEAN: 1,
+    ParameterType.TEXT: 1,
+    ParameterType.TEXT_OR_TEXTS: [1],
+    ParameterType.TEXTS: "x",
+    ParameterType.TOKEN_IDS: ["3"],
+    ParameterType.TOKEN_ID_LISTS: [3],
+    ParameterType.BIASES: [3],
+    ParameterType.OBJECT: [],
+    ParameterType.OBJECT_OR_TEXT: 1,
 }
 
 
@@ -89,18 +89,18 @@ def out_of_range(parameter: Parameter) -> list[Any]:
     numbers = [] if None in bounds else [parameter.low - 1, parameter.high + 1]  # type: ignore[operator]
     numbers += [0] if parameter.positive else []
     match parameter.kind:
-        case Kind.INTEGER | Kind.NUMBER:
+        case ParameterType.INTEGER | ParameterType.NUMBER:
             assert numbers, "a number without bounds"
             return numbers
-        case Kind.TOKEN_IDS:
+        case ParameterType.TOKEN_IDS:
             return [(VOCAB,), (-1,), (1,) * (parameter.most + 1)]
-        case Kind.BIASES:
+        case ParameterType.BIASES:
             many = dict.fromkeys(range(parameter.most + 1), 0.0)
             return [{VOCAB: 0.0}, {-1: 0.0}, many, *({1: float(n)} for n in numbers)]
-        case Kind.TOKEN_ID_LISTS:
+        case ParameterType.TOKEN_ID_LISTS:
             long = (1,) * (parameter.longest + 1)
             return [((VOCAB,),), ((1,), (-1,)), ((),), (long,), ((1,),) * (parameter.most + 1)]
-        case Kind.TEXT:
+        case ParameterType.TEXT:
             return ["x" * (parameter.longest + 1)]
         case _:
             return []
@@ -118,13 +118,13 @@ def test_a_field_holds_what_its_row_allows(parameter: Parameter) -> None:
     field = WIRE.fields_by_name[parameter.name]
     repeated, types = WIRE_TYPES[parameter.kind]
     assert (field.is_repeated, field.type in types) == (repeated, True)
-    if parameter.kind is Kind.BIASES:
+    if parameter.kind is ParameterType.BIASES:
         entry = field.message_type
         assert entry.GetOptions().map_entry
         assert [f.type for f in entry.fields] == [Field.TYPE_UINT32, Field.TYPE_FLOAT]
-    if parameter.kind is Kind.TOKEN_ID_LISTS:
+    if parameter.kind is ParameterType.TOKEN_ID_LISTS:
         assert field.message_type is pb.TokenIds.DESCRIPTOR
-    if parameter.kind in (Kind.INTEGER, Kind.NUMBER):
+    if parameter.kind in (ParameterType.INTEGER, ParameterType.NUMBER):
         assert field.has_presence, "absent is not 0"
         for bound in (parameter.low, parameter.high):
             pb.SamplingParams(**{parameter.name: bound})  # no ValueError

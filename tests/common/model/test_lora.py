@@ -23,7 +23,7 @@ from paths import MODELS
 from pdserve.common.core.errors import ConfigError, NodeError
 from pdserve.common.core.lora import AdapterFile, read_adapter
 from pdserve.common.core.model_spec import ModelSpec
-from pdserve.common.engine.adapter_calls import LOADED, DropAdapter, LoadAdapter, encode_call
+from pdserve.common.engine.messages import LOADED, DropAdapter, LoadAdapter, encode_adapter_call
 from pdserve.common.model.attention import AttentionBatch
 from pdserve.common.model.decoder import CausalLM
 from pdserve.common.model.layers import LoRA
@@ -186,7 +186,7 @@ def test_calls_load_and_drop_and_others_pass(
     monkeypatch.setattr(worker_adapters, "read_adapter", read)
     adapters = RankAdapters(model, max_rank=16)
     extension = AdapterExtension(adapters, None)
-    load_it, drop_it = encode_call(LoadAdapter(digest, str(folder))), DropAdapter(digest)
+    load_it, drop_it = encode_adapter_call(LoadAdapter(digest, str(folder))), DropAdapter(digest)
     assert extension.handle_at_once(load_it) is None
     assert extension.handle(load_it) == extension.handle(load_it) == b""
     with pytest.raises(NodeError, match="no extension"):
@@ -198,10 +198,10 @@ def test_calls_load_and_drop_and_others_pass(
     wait(adapters._loading.values())
     assert extension.handle(load_it) == extension.handle(load_it) == LOADED
     assert of_step(adapters, [tokens], [digest]) is not None
-    assert extension.handle(encode_call(drop_it)) == b""
+    assert extension.handle(encode_adapter_call(drop_it)) == b""
     with pytest.raises(NodeError, match="is not loaded"):
         of_step(adapters, [tokens], [digest])
-    wrong = encode_call(LoadAdapter("0" * 32, str(folder)))
+    wrong = encode_adapter_call(LoadAdapter("0" * 32, str(folder)))
     extension.handle(wrong)
     wait(adapters._loading.values())
     with pytest.raises(ConfigError, match="differs on this host"):

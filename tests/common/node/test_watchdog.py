@@ -19,8 +19,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from live_node import decode_node, eventually, generate
 from pdserve.common.config.lora import LoRAConfig
 from pdserve.common.core.errors import Blame, NodeError, TransferError
-from pdserve.common.engine.adapter_calls import LOADED, AdapterCall
 from pdserve.common.engine.core import EngineProgress
+from pdserve.common.engine.messages import LOADED, AdapterCall
 from pdserve.common.node.replica import Watchdog
 from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2 as pb
