@@ -21,7 +21,7 @@ MAX_CACHE_SALT = 1024  # characters
 MAX_STOPS, MAX_STOP_TEXT = 256, 8192  # stop strings, and characters of all of them
 
 
-class ParameterType(StrEnum):
+class ParamType(StrEnum):
     """The type of a parameter, as docs/clients.md shows it."""
 
     INTEGER = "integer"
@@ -47,7 +47,7 @@ class Parameter:
     enough that arithmetic on float32 logits cannot overflow."""
 
     name: str
-    kind: ParameterType
+    kind: ParamType
     origin: str  # the API that defines it
     number: int | None = None  # field number in pdserve.v1.SamplingParams; None: no such field
     low: float | None = None  # bounds of a number, or of each bias
@@ -62,17 +62,17 @@ class Parameter:
 
     def check(self, value: Any, vocab_size: int) -> None:
         """Raises InvalidRequest, with the name as `param`, if a node must not get `value`."""
-        if self.kind in (ParameterType.INTEGER, ParameterType.NUMBER) and value is not None:
+        if self.kind in (ParamType.INTEGER, ParamType.NUMBER) and value is not None:
             self.check_range(value)
-        if self.kind in (ParameterType.TOKEN_IDS, ParameterType.BIASES) and value:
+        if self.kind in (ParamType.TOKEN_IDS, ParamType.BIASES) and value:
             self.check_count(value)
             check_token_ids(value, vocab_size, self.name)
-        if self.kind is ParameterType.BIASES:
+        if self.kind is ParamType.BIASES:
             for bias in value.values():
                 self.check_range(bias)
-        if self.kind is ParameterType.TEXT and len(value) > self.longest:
+        if self.kind is ParamType.TEXT and len(value) > self.longest:
             raise InvalidRequest(f"{self.name} is longer than {self.longest}", param=self.name)
-        if self.kind is ParameterType.TOKEN_ID_LISTS:
+        if self.kind is ParamType.TOKEN_ID_LISTS:
             self.check_count(value)
             for token_ids in value:
                 self.check_length(token_ids)
@@ -98,134 +98,132 @@ PARAMETERS: dict[str, Parameter] = {
     each.name: each
     for each in (
         Parameter(
-            "model", ParameterType.TEXT, OPENAI, default="the served model", meaning="unknown names: "
-            "404"
+            "model", ParamType.TEXT, OPENAI, default="the served model",
+            meaning="unknown names: 404",
         ),
         Parameter(
-            "max_tokens", ParameterType.INTEGER, OPENAI, 1, low=1, high=MAX_TOKENS,
+            "max_tokens", ParamType.INTEGER, OPENAI, 1, low=1, high=MAX_TOKENS,
             default="completions, gRPC: 16; chat: the rest of the context",
             meaning="`max_completion_tokens` (chat) takes precedence",
         ),
         Parameter(
-            "min_tokens", ParameterType.INTEGER, VLLM, 2, low=0, high=MAX_TOKENS,
+            "min_tokens", ParamType.INTEGER, VLLM, 2, low=0, high=MAX_TOKENS,
             meaning="no end token and no stop string before this many tokens",
         ),
         Parameter(
-            "temperature", ParameterType.NUMBER, OPENAI, 3, low=0, high=100, meaning="0 is greedy"
+            "temperature", ParamType.NUMBER, OPENAI, 3, low=0, high=100, meaning="0 is greedy"
         ),
-        Parameter("top_p", ParameterType.NUMBER, OPENAI, 4, low=0, high=1, positive=True),
+        Parameter("top_p", ParamType.NUMBER, OPENAI, 4, low=0, high=1, positive=True),
         Parameter(
-            "top_k", ParameterType.INTEGER, VLLM, 5, low=-1, high=2**31 - 1, meaning="0 or −1: all"
+            "top_k", ParamType.INTEGER, VLLM, 5, low=-1, high=2**31 - 1, meaning="0 or −1: all"
         ),
-        Parameter("min_p", ParameterType.NUMBER, VLLM, 6, low=0, high=1),
+        Parameter("min_p", ParamType.NUMBER, VLLM, 6, low=0, high=1),
         Parameter(
-            "seed", ParameterType.INTEGER, OPENAI, 7, low=0, high=2**63 - 1, default="random",
+            "seed", ParamType.INTEGER, OPENAI, 7, low=0, high=2**63 - 1, default="random",
             meaning="same seed and parameters give the same tokens; −1 (HTTP): random",
         ),
         Parameter(
-            "n", ParameterType.INTEGER, OPENAI, 16, low=1, high=MAX_CHOICES, default="1",
+            "n", ParamType.INTEGER, OPENAI, 16, low=1, high=MAX_CHOICES, default="1",
             meaning="choices share one prefill and one transfer",
         ),
         Parameter(
-            "stop", ParameterType.TEXT_OR_TEXTS, OPENAI, 12, most=MAX_STOPS, longest=1024, "
-            "default="–",
+            "stop", ParamType.TEXT_OR_TEXTS, OPENAI, 12, most=MAX_STOPS, longest=1024, default="–",
             meaning=f"at most {MAX_STOP_TEXT} characters in total",
         ),
         Parameter(
-            "stop_token_ids", ParameterType.TOKEN_IDS, VLLM, 13, most=MAX_TOKENS_NAMED,
+            "stop_token_ids", ParamType.TOKEN_IDS, VLLM, 13, most=MAX_TOKENS_NAMED,
             meaning="each of them ends the answer",
         ),
-        Parameter("include_stop_str_in_output", ParameterType.BOOLEAN, VLLM, 23, default="false"),
-        Parameter("ignore_eos", ParameterType.BOOLEAN, VLLM, 14),
-        Parameter("presence_penalty", ParameterType.NUMBER, OPENAI, 8, low=-2, high=2),
-        Parameter("frequency_penalty", ParameterType.NUMBER, OPENAI, 9, low=-2, high=2),
-        Parameter("repetition_penalty", ParameterType.NUMBER, VLLM, 10, low=0.01, high=100),
+        Parameter("include_stop_str_in_output", ParamType.BOOLEAN, VLLM, 23, default="false"),
+        Parameter("ignore_eos", ParamType.BOOLEAN, VLLM, 14),
+        Parameter("presence_penalty", ParamType.NUMBER, OPENAI, 8, low=-2, high=2),
+        Parameter("frequency_penalty", ParamType.NUMBER, OPENAI, 9, low=-2, high=2),
+        Parameter("repetition_penalty", ParamType.NUMBER, VLLM, 10, low=0.01, high=100),
         Parameter(
-            "logit_bias", ParameterType.BIASES, OPENAI, 11, low=-100, high=100, most=MAX_TOKENS_NAMED
+            "logit_bias", ParamType.BIASES, OPENAI, 11, low=-100, high=100, most=MAX_TOKENS_NAMED
         ),
         Parameter(
-            "allowed_token_ids", ParameterType.TOKEN_IDS, VLLM, 17, fewest=1, most=MAX_TOKENS_NAMED,
+            "allowed_token_ids", ParamType.TOKEN_IDS, VLLM, 17, fewest=1, most=MAX_TOKENS_NAMED,
             meaning="only these tokens are generated (end tokens included); log-probabilities are "
             "still the model's",
         ),
         Parameter(
-            "bad_words", ParameterType.TEXTS, VLLM, 18, most=MAX_BAD_WORDS, longest=64, default="–",
+            "bad_words", ParamType.TEXTS, VLLM, 18, most=MAX_BAD_WORDS, longest=64, default="–",
             meaning="encoded with and without a leading space; the last token of a word is not "
             "generated after its other tokens",
         ),
         Parameter(
-            "bad_words_token_ids", ParameterType.TOKEN_ID_LISTS, PDSERVE, 19, http=False,
+            "bad_words_token_ids", ParamType.TOKEN_ID_LISTS, PDSERVE, 19, http=False,
             most=2 * MAX_BAD_WORDS, longest=64, meaning="`bad_words` as token ids",
         ),
         Parameter(
-            "logprobs", ParameterType.INTEGER, OPENAI, 15, low=0, high=MAX_LOGPROBS, http=False,
+            "logprobs", ParamType.INTEGER, OPENAI, 15, low=0, high=MAX_LOGPROBS, http=False,
             meaning="the chosen token and this many of the most likely; over HTTP: see below",
         ),
         Parameter(
-            "prompt_logprobs", ParameterType.INTEGER, VLLM, 22, low=0, high=MAX_LOGPROBS,
+            "prompt_logprobs", ParamType.INTEGER, VLLM, 22, low=0, high=MAX_LOGPROBS,
             meaning="for each prompt token except the first, and this many of the most likely in "
             "its place; over HTTP not with `stream`",
         ),
         Parameter(
-            "return_tokens_as_token_ids", ParameterType.BOOLEAN, VLLM, default="false",
+            "return_tokens_as_token_ids", ParamType.BOOLEAN, VLLM, default="false",
             meaning="log-probabilities name tokens as `token_id:N`",
         ),
         Parameter(
-            "return_token_ids", ParameterType.BOOLEAN, VLLM, default="false",
+            "return_token_ids", ParamType.BOOLEAN, VLLM, default="false",
             meaning="adds `token_ids` to choices, and `prompt_token_ids` (completions: to choices, "
             "chat: beside them; streams: in the first event); gRPC: a field of the request",
         ),
         Parameter(
-            "truncate_prompt_tokens", ParameterType.INTEGER, VLLM, 25, low=-1, high=MAX_TOKENS, "
-            "default="–",
-            meaning="keeps only this many last tokens of a prompt; −1: as many as fit",
+            "truncate_prompt_tokens", ParamType.INTEGER, VLLM, 25, low=-1, high=MAX_TOKENS,
+            default="–", meaning="keeps only this many last tokens of a prompt; −1: as many as fit",
         ),
-        Parameter("skip_special_tokens", ParameterType.BOOLEAN, VLLM, 24, default="true"),
+        Parameter("skip_special_tokens", ParamType.BOOLEAN, VLLM, 24, default="true"),
         Parameter(
-            "cache_salt", ParameterType.TEXT, VLLM, longest=MAX_CACHE_SALT, default="–",
+            "cache_salt", ParamType.TEXT, VLLM, longest=MAX_CACHE_SALT, default="–",
             meaning="cached prefixes are shared only among requests with the same salt (also over "
             "gRPC)",
         ),
         Parameter(
-            "priority", ParameterType.INTEGER, VLLM, low=-(2**31), high=2**31 - 1, default="0",
+            "priority", ParamType.INTEGER, VLLM, low=-(2**31), high=2**31 - 1, default="0",
             meaning="lower values are served first; other values than 0 need "
             "[`--scheduling-policy priority`](operate.md#whose-turn-it-is) (also over gRPC)",
         ),
         Parameter(
-            "timeline", ParameterType.BOOLEAN, PDSERVE, default="false",
+            "timeline", ParamType.BOOLEAN, PDSERVE, default="false",
             meaning="adds [the request's timeline](#where-the-time-went) to the answer",
         ),
         Parameter(
-            "stream", ParameterType.BOOLEAN, OPENAI, default="false", meaning="server-sent events"
+            "stream", ParamType.BOOLEAN, OPENAI, default="false", meaning="server-sent events"
         ),
         Parameter(
-            "stream_options", ParameterType.OBJECT, OPENAI, default="–",
+            "stream_options", ParamType.OBJECT, OPENAI, default="–",
             meaning="only with `stream`; `include_usage`: a last event with `usage` and no "
             "choices; `continuous_usage_stats`: also the usage so far in every event",
         ),
         Parameter(
-            "response_format", ParameterType.OBJECT, OPENAI, default="–",
+            "response_format", ParamType.OBJECT, OPENAI, default="–",
             meaning="`text`, `json_object`, `json_schema` or `structural_tag`: see below",
         ),
         Parameter(
-            "structured_outputs", ParameterType.OBJECT, VLLM, 20, default="–",
+            "structured_outputs", ParamType.OBJECT, VLLM, 20, default="–",
             meaning="`json`, `regex`, `choice`, `grammar` …: see below",
         ),
         Parameter(
-            "grammar", ParameterType.TEXT, PDSERVE, 21, longest=MAX_GRAMMAR, default="–", http=False,
+            "grammar", ParamType.TEXT, PDSERVE, 21, longest=MAX_GRAMMAR, default="–", http=False,
             meaning="the router's translation of `structured_outputs`; not for clients",
         ),
-        Parameter("guided_json", ParameterType.OBJECT_OR_TEXT, VLLM, default="–", meaning=_GUIDED),
-        Parameter("guided_regex", ParameterType.TEXT, VLLM, default="–", meaning=_GUIDED),
-        Parameter("guided_choice", ParameterType.TEXTS, VLLM, default="–", meaning=_GUIDED),
-        Parameter("guided_grammar", ParameterType.TEXT, VLLM, default="–", meaning=_GUIDED),
-        Parameter("guided_whitespace_pattern", ParameterType.TEXT, VLLM, default="–", meaning=_GUIDED),
+        Parameter("guided_json", ParamType.OBJECT_OR_TEXT, VLLM, default="–", meaning=_GUIDED),
+        Parameter("guided_regex", ParamType.TEXT, VLLM, default="–", meaning=_GUIDED),
+        Parameter("guided_choice", ParamType.TEXTS, VLLM, default="–", meaning=_GUIDED),
+        Parameter("guided_grammar", ParamType.TEXT, VLLM, default="–", meaning=_GUIDED),
+        Parameter("guided_whitespace_pattern", ParamType.TEXT, VLLM, default="–", meaning=_GUIDED),
         Parameter(
-            "guided_decoding_backend", ParameterType.TEXT, VLLM, default="–",
+            "guided_decoding_backend", ParamType.TEXT, VLLM, default="–",
             meaning="`auto` or `guidance`, the only backend",
         ),
         Parameter(
-            "user", ParameterType.TEXT, OPENAI, default="–", meaning="accepted and ignored"
+            "user", ParamType.TEXT, OPENAI, default="–", meaning="accepted and ignored"
         ),
     )
 }  # fmt: skip

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pdserve.common.core.errors import InvalidRequest
-from pdserve.common.core.parameters import Parameter, ParameterType
+from pdserve.common.core.parameters import Parameter, ParamType
 from pdserve.common.core.prompt_logprobs import PromptLogprobs
 from pdserve.common.core.request import Choice, FinishReason, GenerateJob, Timeline, TokenEvent
 from pdserve.common.core.sampling import (
@@ -29,7 +29,7 @@ _FINISH_FROM_PB = {value: key for key, value in _FINISH_TO_PB.items()}
 def sampling_to_pb(params: SamplingParams) -> inference.SamplingParams:
     values = {each.name: getattr(params, each.name) for each in SAMPLING_PARAMETERS}
     for each in SAMPLING_PARAMETERS:
-        if each.kind is ParameterType.TOKEN_ID_LISTS:
+        if each.kind is ParamType.TOKEN_ID_LISTS:
             values[each.name] = [inference.TokenIds(ids=ids) for ids in values[each.name]]
     return inference.SamplingParams(**values)
 
@@ -46,11 +46,11 @@ def sampling_from_pb(message: inference.SamplingParams) -> SamplingParams:
 def _from_pb(parameter: Parameter, message: inference.SamplingParams) -> Any:
     value = getattr(message, parameter.name)
     match parameter.kind:
-        case ParameterType.TOKEN_IDS:
+        case ParamType.TOKEN_IDS:
             return tuple(value)
-        case ParameterType.TOKEN_ID_LISTS:
+        case ParamType.TOKEN_ID_LISTS:
             return tuple(tuple(each.ids) for each in value)
-        case ParameterType.BIASES:
+        case ParamType.BIASES:
             return dict(value)
         case _:
             return value

@@ -13,7 +13,7 @@ from pdserve.common.core.parameters import (
     MAX_TOKENS_NAMED,
     PARAMETERS,
     Parameter,
-    ParameterType,
+    ParamType,
     check_range,
 )
 from pdserve.common.core.sampling import SAMPLING_PARAMETERS, SamplingParams, check_sampling
@@ -72,11 +72,11 @@ def _for_nodes(parameter: Parameter, value: Any) -> Any:
     """The value as SamplingParams holds it."""
     if isinstance(value, Collection) and not isinstance(value, str):
         parameter.check_count(value)  # before anything is made of them: they may be millions
-    if parameter.kind is ParameterType.TOKEN_IDS:
+    if parameter.kind is ParamType.TOKEN_IDS:
         return tuple(value)
-    if parameter.kind is ParameterType.TOKEN_ID_LISTS:  # over HTTP lists, over gRPC messages
+    if parameter.kind is ParamType.TOKEN_ID_LISTS:  # over HTTP lists, over gRPC messages
         return tuple(tuple(getattr(each, "ids", each)) for each in value)
-    if parameter.kind is ParameterType.BIASES:
+    if parameter.kind is ParamType.BIASES:
         try:
             return {int(key): bias for key, bias in value.items()}
         except ValueError as error:

@@ -20,7 +20,7 @@ from pydantic import (
 )
 from typing_extensions import TypeAliasType
 
-from pdserve.common.core.parameters import PARAMETERS, Parameter, ParameterType
+from pdserve.common.core.parameters import PARAMETERS, Parameter, ParamType
 
 
 def _no_boolean(value: Any) -> Any:
@@ -70,31 +70,31 @@ class StreamOptions(BaseModel):
     include_obfuscation: Literal[False] | None = None
 
 
-TYPES: dict[ParameterType, Any] = {
-    ParameterType.INTEGER: Integer,
-    ParameterType.NUMBER: Number,
-    ParameterType.BOOLEAN: bool,
-    ParameterType.TEXT: str,
-    ParameterType.TEXT_OR_TEXTS: str | Texts,
-    ParameterType.TEXTS: Texts,
-    ParameterType.TOKEN_IDS: TokenIds,
-    ParameterType.TOKEN_ID_LISTS: Prompts,
-    ParameterType.BIASES: dict[str, Number],
-    ParameterType.OBJECT: dict[str, Any],
-    ParameterType.OBJECT_OR_TEXT: dict[str, Any] | str,
+TYPES: dict[ParamType, Any] = {
+    ParamType.INTEGER: Integer,
+    ParamType.NUMBER: Number,
+    ParamType.BOOLEAN: bool,
+    ParamType.TEXT: str,
+    ParamType.TEXT_OR_TEXTS: str | Texts,
+    ParamType.TEXTS: Texts,
+    ParamType.TOKEN_IDS: TokenIds,
+    ParamType.TOKEN_ID_LISTS: Prompts,
+    ParamType.BIASES: dict[str, Number],
+    ParamType.OBJECT: dict[str, Any],
+    ParamType.OBJECT_OR_TEXT: dict[str, Any] | str,
 }
 
 
 def _said(each: Parameter) -> dict[str, Any]:
     """A row's bounds and meaning in words of JSON Schema."""
     numbers = {"minimum": each.low, "maximum": each.high} if each.kind in NUMBERS else {}
-    lists = {"maxItems": each.most} if each.most and each.kind is not ParameterType.BIASES else {}
+    lists = {"maxItems": each.most} if each.most and each.kind is not ParamType.BIASES else {}
     texts = {"maxLength": each.longest} if each.longest else {}
     said = {**numbers, **lists, **texts, "description": each.meaning}
     return {name: value for name, value in said.items() if value not in (None, "")}
 
 
-NUMBERS = (ParameterType.INTEGER, ParameterType.NUMBER)
+NUMBERS = (ParamType.INTEGER, ParamType.NUMBER)
 FIELDS: dict[str, Any] = {
     each.name: (TYPES[each.kind] | None, Field(None, json_schema_extra=_said(each)))
     for each in PARAMETERS.values()

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from paths import ROOT
 from pdserve.common.core.errors import InvalidRequest
-from pdserve.common.core.parameters import PARAMETERS, Parameter, ParameterType
+from pdserve.common.core.parameters import PARAMETERS, Parameter, ParamType
 from pdserve.common.core.sampling import SAMPLING_PARAMETERS, SamplingParams, check_sampling
 from pdserve.common.rpc.convert import fields_set, sampling_from_pb, sampling_to_pb
 from pdserve.common.rpc.pb import inference_pb2 as pb
@@ -22,44 +22,44 @@ from pdserve.router.api.schema import ChatBody, CompletionBody, GenerationBody
 VOCAB = 512
 WIRE = pb.SamplingParams.DESCRIPTOR
 CARRIED = [each for each in PARAMETERS.values() if each.number is not None]
-WIRE_TYPES: dict[ParameterType, tuple[bool, set[int]]] = {  # repeated?, of which types
-    ParameterType.INTEGER: (False, {Field.TYPE_UINT32, Field.TYPE_INT32, Field.TYPE_UINT64}),
-    ParameterType.NUMBER: (False, {Field.TYPE_FLOAT}),
-    ParameterType.BOOLEAN: (False, {Field.TYPE_BOOL}),
-    ParameterType.TEXT: (False, {Field.TYPE_STRING}),
-    ParameterType.TEXT_OR_TEXTS: (True, {Field.TYPE_STRING}),
-    ParameterType.TEXTS: (True, {Field.TYPE_STRING}),
-    ParameterType.TOKEN_ID_LISTS: (True, {Field.TYPE_MESSAGE}),
-    ParameterType.TOKEN_IDS: (True, {Field.TYPE_UINT32}),
-    ParameterType.BIASES: (True, {Field.TYPE_MESSAGE}),
-    ParameterType.OBJECT: (False, {Field.TYPE_MESSAGE}),
+WIRE_TYPES: dict[ParamType, tuple[bool, set[int]]] = {  # repeated?, of which types
+    ParamType.INTEGER: (False, {Field.TYPE_UINT32, Field.TYPE_INT32, Field.TYPE_UINT64}),
+    ParamType.NUMBER: (False, {Field.TYPE_FLOAT}),
+    ParamType.BOOLEAN: (False, {Field.TYPE_BOOL}),
+    ParamType.TEXT: (False, {Field.TYPE_STRING}),
+    ParamType.TEXT_OR_TEXTS: (True, {Field.TYPE_STRING}),
+    ParamType.TEXTS: (True, {Field.TYPE_STRING}),
+    ParamType.TOKEN_ID_LISTS: (True, {Field.TYPE_MESSAGE}),
+    ParamType.TOKEN_IDS: (True, {Field.TYPE_UINT32}),
+    ParamType.BIASES: (True, {Field.TYPE_MESSAGE}),
+    ParamType.OBJECT: (False, {Field.TYPE_MESSAGE}),
 }
 # One value of each kind that every parameter of it takes, and one that none does.
-GOOD: dict[ParameterType, Any] = {
-    ParameterType.INTEGER: 1,
-    ParameterType.NUMBER: 0.5,
-    ParameterType.BOOLEAN: True,
-    ParameterType.TEXT: "x",
-    ParameterType.TEXT_OR_TEXTS: ["x"],
-    ParameterType.TEXTS: ["x"],
-    ParameterType.TOKEN_IDS: [3, 4],
-    ParameterType.TOKEN_ID_LISTS: [[3], [4, 5]],
-    ParameterType.BIASES: {"3": 0.5},
-    ParameterType.OBJECT: {},
-    ParameterType.OBJECT_OR_TEXT: "x",
+GOOD: dict[ParamType, Any] = {
+    ParamType.INTEGER: 1,
+    ParamType.NUMBER: 0.5,
+    ParamType.BOOLEAN: True,
+    ParamType.TEXT: "x",
+    ParamType.TEXT_OR_TEXTS: ["x"],
+    ParamType.TEXTS: ["x"],
+    ParamType.TOKEN_IDS: [3, 4],
+    ParamType.TOKEN_ID_LISTS: [[3], [4, 5]],
+    ParamType.BIASES: {"3": 0.5},
+    ParamType.OBJECT: {},
+    ParamType.OBJECT_OR_TEXT: "x",
 }
-FOREIGN: dict[ParameterType, Any] = {
-    ParameterType.INTEGER: "one",
-    ParameterType.NUMBER: True,
-    ParameterType.BOOLEAN: 1,
-    ParameterType.TEXT: 1,
-    ParameterType.TEXT_OR_TEXTS: [1],
-    ParameterType.TEXTS: "x",
-    ParameterType.TOKEN_IDS: ["3"],
-    ParameterType.TOKEN_ID_LISTS: [3],
-    ParameterType.BIASES: [3],
-    ParameterType.OBJECT: [],
-    ParameterType.OBJECT_OR_TEXT: 1,
+FOREIGN: dict[ParamType, Any] = {
+    ParamType.INTEGER: "one",
+    ParamType.NUMBER: True,
+    ParamType.BOOLEAN: 1,
+    ParamType.TEXT: 1,
+    ParamType.TEXT_OR_TEXTS: [1],
+    ParamType.TEXTS: "x",
+    ParamType.TOKEN_IDS: ["3"],
+    ParamType.TOKEN_ID_LISTS: [3],
+    ParamType.BIASES: [3],
+    ParamType.OBJECT: [],
+    ParamType.OBJECT_OR_TEXT: 1,
 }
 
 
@@ -89,18 +89,18 @@ def out_of_range(parameter: Parameter) -> list[Any]:
     numbers = [] if None in bounds else [parameter.low - 1, parameter.high + 1]  # type: ignore[operator]
     numbers += [0] if parameter.positive else []
     match parameter.kind:
-        case ParameterType.INTEGER | ParameterType.NUMBER:
+        case ParamType.INTEGER | ParamType.NUMBER:
             assert numbers, "a number without bounds"
             return numbers
-        case ParameterType.TOKEN_IDS:
+        case ParamType.TOKEN_IDS:
             return [(VOCAB,), (-1,), (1,) * (parameter.most + 1)]
-        case ParameterType.BIASES:
+        case ParamType.BIASES:
             many = dict.fromkeys(range(parameter.most + 1), 0.0)
             return [{VOCAB: 0.0}, {-1: 0.0}, many, *({1: float(n)} for n in numbers)]
-        case ParameterType.TOKEN_ID_LISTS:
+        case ParamType.TOKEN_ID_LISTS:
             long = (1,) * (parameter.longest + 1)
             return [((VOCAB,),), ((1,), (-1,)), ((),), (long,), ((1,),) * (parameter.most + 1)]
-        case ParameterType.TEXT:
+        case ParamType.TEXT:
             return ["x" * (parameter.longest + 1)]
         case _:
             return []
@@ -118,13 +118,13 @@ def test_a_field_holds_what_its_row_allows(parameter: Parameter) -> None:
     field = WIRE.fields_by_name[parameter.name]
     repeated, types = WIRE_TYPES[parameter.kind]
     assert (field.is_repeated, field.type in types) == (repeated, True)
-    if parameter.kind is ParameterType.BIASES:
+    if parameter.kind is ParamType.BIASES:
         entry = field.message_type
         assert entry.GetOptions().map_entry
         assert [f.type for f in entry.fields] == [Field.TYPE_UINT32, Field.TYPE_FLOAT]
-    if parameter.kind is ParameterType.TOKEN_ID_LISTS:
+    if parameter.kind is ParamType.TOKEN_ID_LISTS:
         assert field.message_type is pb.TokenIds.DESCRIPTOR
-    if parameter.kind in (ParameterType.INTEGER, ParameterType.NUMBER):
+    if parameter.kind in (ParamType.INTEGER, ParamType.NUMBER):
         assert field.has_presence, "absent is not 0"
         for bound in (parameter.low, parameter.high):
             pb.SamplingParams(**{parameter.name: bound})  # no ValueError
