@@ -20,7 +20,7 @@ COMPACT_WHITESPACE = " ?"
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What an answer may have before, or instead of, the text that must match."""
+    """The optional parts of an answer before, or instead of, the text that must match."""
 
     thought: tuple[int, int] | None = None  # tokens that begin and end reasoning before the text
     thinking: bool = False  # whether the answer begins inside reasoning

@@ -213,13 +213,13 @@ def test_a_full_folder_is_noticed_before_anything_is_compiled(
             native.load_library(toy, tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert str(tmp_path) in str(caught.value) and "make room" in str(caught.value)
+    assert str(tmp_path) in str(caught.value) and "free some space" in str(caught.value)
     assert "-c" not in compiler.read_text()
     assert [path.name for path in (tmp_path / "toys").iterdir()] == ["lock"]
 
 
 @needs_compiler
-def test_a_cache_that_is_no_folder_is_an_error_with_a_mend(tmp_path: Path, toy: Library) -> None:
+def test_a_cache_that_is_no_folder_is_an_error_with_a_fix(tmp_path: Path, toy: Library) -> None:
     (tmp_path / "toys").write_text("")
     with pytest.raises(native.BuildError, match="PDSERVE_CACHE"):
         native.load_library(toy, tmp_path)

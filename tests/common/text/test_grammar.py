@@ -298,7 +298,7 @@ def test_a_model_without_an_end_has_no_grammars() -> None:
         (CHOICE, '["a"', "delimiter|JSON"),
         (TAG, {"structures": [], "triggers": []}, "list of structures"),
         (TAG, {"structures": [{"begin": "x", "end": "", "schema": {}}], "triggers": ["y"]},
-         "no trigger begins 'x'"),
+         "no trigger is the beginning of 'x'"),
         (TAG, {"structures": [7], "triggers": ["y"]}, "structure needs"),
         (JSON, {"const": "\ud800"}, "unpaired surrogate"),
     ],
@@ -360,7 +360,7 @@ def test_what_would_fail_in_the_middle_of_an_answer_is_refused(
     lark = f'start: %json {json.dumps(PERSON)} | x\nx: "x" %json{json.dumps(schema(most + 1))}'
     structures = {"structures": [tag], "triggers": ["<"]}
     for kind, value in ((JSON, schema(most + 1)), (TAG, structures), (GRAMMAR, lark)):
-        with pytest.raises(InvalidRequest, match=r"properties might come next \(at \$\)"):
+        with pytest.raises(InvalidRequest, match=r"too many optional properties \(at \$\)"):
             matcher(tokens, kind, value)
 
 
