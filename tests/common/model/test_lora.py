@@ -264,7 +264,7 @@ WEIGHTS = "adapter_model.safetensors"
         (raw("adapter_config.json", b"[]"), "does not hold a JSON object"),
         (raw("adapter_config.json", b"{"), "is not JSON"),
         (raw("adapter_config.json", b"[" * 100_000), "is not JSON"),
-        (raw("adapter_config.json", None), "there is no adapter_config.json"),
+        (raw("adapter_config.json", None), "adapter_config.json is missing"),
         (raw(WEIGHTS, None), "only safetensors weights are read"),
         (raw(WEIGHTS, b"\x80\x02"), "is not a safetensors file"),
         (raw(WEIGHTS, b"\xff" * 64), "is not a safetensors file"),
@@ -276,7 +276,7 @@ WEIGHTS = "adapter_model.safetensors"
             weights(lambda t: t.update({"lm_head.lora_A.weight": t[Q_A].clone()})),
             "it has lm_head.lora_A",
         ),
-        (weights(lambda t: t.update({Q_A.replace("0", "9"): t[Q_A].clone()})), "of 4 layers"),
+        (weights(lambda t: t.update({Q_A.replace("0", "9"): t[Q_A].clone()})), "in 4 layers"),
     ],
 )
 def test_what_cannot_be_served_is_refused(spoil: Any, says: str, tmp_path: Path) -> None:
